@@ -18,6 +18,7 @@ from cute_kernels.gemm.weight import (
     check_presence,
     check_weight_format,
     checked_state,
+    fitted,
     format_numbers,
     has_values,
     padded_shape,
@@ -229,9 +230,8 @@ def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> Pa
         codes[i], scales[i] = weight.codes, weight.scales
         if points is not None:
             points[i] = points_of(weight, like=weight.scales)
-    return PackedExperts(
-        codes, scales, points, format=first.format.with_zero_points(zeros), shape=first.shape, check_values=False
-    )
+    form = fitted(first.format.with_zero_points(zeros), scales)
+    return PackedExperts(codes, scales, points, format=form, shape=first.shape, check_values=False)
 
 
 def _check_alike(index: int, weight: object, first: PackedWeight) -> None:

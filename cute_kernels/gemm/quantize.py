@@ -22,6 +22,7 @@ from cute_kernels.gemm.weight import (
     TILE_N,
     PackedWeight,
     check_format,
+    fitted,
     num_groups,
     padded_shape,
     per_row,
@@ -90,7 +91,7 @@ def quantize_weight(
         codes = chosen.choose_codes(_grouped(w[start:stop], length), scales[start:stop], points)
         return codes.flatten(1)[:, : shape[1]]
 
-    chosen, zeros = chosen.simplest(zeros)
+    chosen, zeros = fitted(chosen, scales).simplest(zeros)
     stored = scales if of_rows is None else with_row_scales(scales, of_rows)
     return pack(chosen, codes_of, stored, zeros, shape=shape, device=device)
 

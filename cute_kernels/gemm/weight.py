@@ -380,7 +380,8 @@ def checked_state(
     unknown = sorted(tensors.keys() - {*names, "format"})
     if unknown:
         raise ValueError(f"{unknown[0]}: got a tensor of that name, want none but {', '.join(names)}, format")
-    return format_of_numbers(tensors["format"], tensors.get("zeros") is not None, more)
+    found, *numbers = format_of_numbers(tensors["format"], tensors.get("zeros") is not None, more)
+    return fitted(found, tensors["scales"]), *numbers
 
 
 def rows_of(tiled: torch.Tensor) -> torch.Tensor:
@@ -475,6 +476,11 @@ def has_values(tensor: torch.Tensor) -> bool:
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def fitted(weight_format: WeightFormat, scales: torch.Tensor) -> WeightFormat:
+    """The format of the same bytes that takes stored scales, where these can be read."""
+    return weight_format.fitting(scales) if has_values(scales) else weight_format
 
 
 def _check_rank(rank: int, world_size: int) -> None:

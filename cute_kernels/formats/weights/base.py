@@ -191,6 +191,10 @@ class WeightFormat(ABC):
         """Raises ValueError if kernels cannot take such scales or zero points; waits for a GPU."""
         return
 
+    def fitting(self, scales: torch.Tensor) -> WeightFormat:
+        """Returns the format of the same bytes that takes such stored scales; waits for a GPU where there are two."""
+        return self
+
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Returns scales [rows, G] that are NaN where a group of codes [rows, G, group] has one of `nan_codes`."""
         return scales

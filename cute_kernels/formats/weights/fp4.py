@@ -2,7 +2,8 @@
 
 | key | scales | groups | second level |
 |---|---|---|---|
-| `e2m1_g32e8m0` (MXFP4, OCP Microscaling 1.0) | E8M0: 2**(byte - 127) | 32 | none |
+| `e2m1_g32e8m0` (MXFP4, OCP Microscaling 1.0) | E8M0: 2**(byte - 127), at most 2 | 32 | none |
+| `e2m1_g32e8m0any` | the same without a limit: weights of more than 12 may need it | 32 | none |
 | `e2m1_g16e4m3` (NVFP4) | E4M3, positive | 16 | fp32 for each row, alike in a tensor |
 
 Both are exact in bf16, products of a code and its scale as well. 16 times a code's number is an integer of a signed
@@ -29,6 +30,7 @@ E4M3_MOST, E4M3_LEAST = 448.0, 2.0**-9
 PAIRS = (0x000F000F, 1 << 12 | 1 << 6), (0x00F000F0, 1 << 8 | 1 << 2)
 SIGNS_AND_NUMBERS = 0x81C081C0
 TWO_TO_126, TWO_TO_120 = 0x7E807E80, 0x7B807B80  # in bf16
+HALF, MOST_FOLDED = 0x3F00, 128  # a bf16 number; the E8M0 byte of 2, times 2**126 bf16's largest power of two
 # Of magnitudes 0 to 3 and 4 to 7: 8 times their number, with the first bit set; and what is to be taken from 255 so
 # that minus 8 times their number is left, with the first bit set.
 BYTES, FROM_255 = (0x8C888480, 0xB0A09890), (0x0B07037F, 0x2F1F170F)
@@ -92,7 +94,9 @@ class Fp4Format(ByteScales, WeightFormat):
 
 @dataclass(frozen=True, eq=False)
 class MxFp4(PowerScales, Fp4Format):
-    """Powers of two for every 32 inputs."""
+    """Powers of two for every 32 inputs: up to 2, for which one product decodes and scales; or any."""
+
+    any_scale: bool = False
 
     power_scales: ClassVar[bool] = True
 
@@ -102,10 +106,24 @@ class MxFp4(PowerScales, Fp4Format):
 
     @property
     def scales_name(self) -> str:
-        return "g32e8m0"
+        return f"g32e8m0{'any' * self.any_scale}"
+
+    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        super().check_values(scales, zeros)
+        if self.fitting(scales) is not self:
+            raise ValueError(f"scales: got {int(scales.max())}, want exponents up to {MOST_FOLDED} in {self.key}")
+
+    def fitting(self, scales: torch.Tensor) -> WeightFormat:
+        return MXFP4_ANY if not self.any_scale and bool((scales > MOST_FOLDED).any()) else self
 
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         return MxFp4Decoder(math)
+
+    def scales_codes(self, dtype: str) -> bool:
+        return not self.any_scale
+
+    def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
+        return FoldedMxFp4Decoder(math)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,12 +174,16 @@ class Fp4Decoder(CodeDecoder):
         self.math = math
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
-        math, found = self.math, []
-        for word in (words[step], words[step] >> 8):
-            for pair, copies in PAIRS:
-                bits = (word & math.word(pair)) * math.word(copies) & math.word(SIGNS_AND_NUMBERS)
-                found.append(math.multiply(bits, math.word(TWO_TO_126)))
-        return found
+        return [self.math.multiply(pair, self.math.word(TWO_TO_126)) for pair in self.placed(words[step])]
+
+    def placed(self, codes) -> list[Any]:
+        """Pairs of the four registers, times 2**-126."""
+        math = self.math
+        return [
+            (word & math.word(pair)) * math.word(copies) & math.word(SIGNS_AND_NUMBERS)
+            for word in (codes, codes >> 8)
+            for pair, copies in PAIRS
+        ]
 
 
 class MxFp4Decoder(Fp4Decoder):
@@ -169,6 +191,22 @@ class MxFp4Decoder(Fp4Decoder):
 
     def scale_word(self, word) -> Any:
         return power_word(self.math, word)
+
+
+class FoldedMxFp4Decoder(Fp4Decoder):
+    """Decodes and scales FP4 by one product, with E8M0 scales up to 2: 2**126 times the scale has the exponent of bf16
+    that is 126 above the byte. 8 codes take nine instructions of logic and eight products."""
+
+    scales_weights = True
+
+    def scale_word(self, word) -> Any:
+        return (word << 7) + self.math.word(HALF)
+
+    def row_numbers(self, scales, points) -> Any:
+        return scales
+
+    def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
+        return [self.math.multiply(pair, rows[i % 2]) for i, pair in enumerate(self.placed(words[step]))]
 
 
 class NvFp4Decoder(Fp4Decoder):
@@ -246,4 +284,4 @@ class Fp4Bytes(ByteDecoder):
         return math.prmt(masks[1], math.word(FROM_255[1]), turned) * masks[3] + plus
 
 
-MXFP4, NVFP4 = register(MxFp4()), register(NvFp4())
+MXFP4_ANY, MXFP4, NVFP4 = register(MxFp4(any_scale=True)), register(MxFp4()), register(NvFp4())
