@@ -380,8 +380,8 @@ def checked_state(
     unknown = sorted(tensors.keys() - {*names, "format"})
     if unknown:
         raise ValueError(f"{unknown[0]}: got a tensor of that name, want none but {', '.join(names)}, format")
-    found, *numbers = format_of_numbers(tensors["format"], tensors.get("zeros") is not None, more)
-    return fitted(found, tensors["scales"]), *numbers
+    found, shape, numbers = format_of_numbers(tensors["format"], tensors.get("zeros") is not None, more)
+    return fitted(found, tensors["scales"]), shape, numbers
 
 
 def rows_of(tiled: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from cute_kernels.formats.weights import (
     shifted,
     weight_format,
 )
+from cute_kernels.formats.weights.fp4 import MOST_FOLDED, MXFP4_ANY
 from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
@@ -44,6 +45,7 @@ ROWS = (1, 5, 16, 64, 300)
 EXPERTS, PLACES = 4, (6, 900)
 # Of FP8 a scale a row, blocks of both kinds, and fp16 once.
 ELSEWHERE = [form for form in registered_formats() if form.codes_name not in ("w4", "w8", "w4f", "w8f", "e4m3")]
+ELSEWHERE.remove(MXFP4_ANY)  # which has a test of its own
 ELSEWHERE += [shifted(*sizes) for sizes in ((4, 128), (4, 64), (4, 16), (8, 32))]
 ELSEWHERE += [integers(4, 16), integers(8, 16, zero_points=True)]
 CASES = [(form, dtype) for form in ELSEWHERE for dtype, name in DTYPES.items() if name in form.dtypes]
@@ -85,7 +87,8 @@ def specs() -> list[KernelSpec]:
         found += [GemmSpec(chosen(problem).config) for problem in problems]
         for places in PLACES:
             found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
-    found += [GemmSpec(chosen(problem_of(*HALF, m)).config) for m in ROWS]
+    more = (HALF, (MXFP4_ANY, torch.bfloat16))
+    found += [GemmSpec(chosen(problem_of(*each, m)).config) for each in more for m in ROWS]
     return list(dict.fromkeys(found))
 
 
@@ -125,6 +128,23 @@ def test_one_hot_rows_return_the_weights_bit_by_bit(form, dtype, m):
     x[torch.arange(m), inputs] = 1
     found = quantized_linear(x.to(CUDA), weight.to(CUDA))
     assert torch.equal(found.cpu(), weight.dequantize(dtype)[:, inputs].T)
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("most", [MOST_FOLDED, 252])
+def test_every_scale_of_mxfp4_returns_the_weights_bit_by_bit(most, m):
+    """From subnormal numbers of bf16 to the largest ones. A weight with scales beyond 2 is of another format."""
+    generator = torch.Generator().manual_seed(m)
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, most + 1, (N, -(-K // 32)), dtype=torch.uint8, generator=generator)
+    scales[3, :3] = torch.tensor([0, 1, most])
+    weight = pack_weight("mxfp4", codes, scales)
+    assert (weight.format is MXFP4_ANY) == (most > MOST_FOLDED)
+    inputs = (torch.arange(m) * 7 + 3) % K
+    x = torch.zeros(m, K, dtype=torch.bfloat16)
+    x[torch.arange(m), inputs] = 1
+    found = quantized_linear(x.to(CUDA), weight.to(CUDA))
+    assert torch.equal(found.cpu(), weight.dequantize()[:, inputs].T)
 
 
 @pytest.mark.parametrize("m", ROWS)

@@ -193,7 +193,7 @@ def test_parts_and_copies_of_a_weight_are_those_of_its_values(form):
 
 @every_kind
 def test_experts_are_weights_of_the_format(form):
-    w = torch.stack([weights(64, 64) * 2**power for power in range(4)])  # scales of a tensor with several bytes
+    w = torch.stack([weights(64, 64) / 2**power for power in range(4)])  # scales of a tensor with several bytes
     experts = quantize_experts(w, format=form)
     assert experts.format is form
     state = type(experts).from_state_dict(experts.state_dict())

@@ -47,6 +47,8 @@ class WeightFormat(ABC):
         code_dtypes, given_scale_dtypes: of bytes of codes, and of scales of one byte, as checkpoints have them.
         pad_code: the padding of rows and columns.
         decode_cost: the time of decoding, as a multiple of that of integers of as many bits.
+        stream_clocks, limb_clocks: what 128 inputs of a tile of 64 rows take an SM to decode where rows are few, by
+            `StreamKernel` and to bytes by `ResidentKernel`; 0 where that is less than to load them.
         key: names the format in operators and state dicts: ``codes_name`` and ``scales_name``.
     """
 
@@ -59,6 +61,8 @@ class WeightFormat(ABC):
     row_scales: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("bf16", "fp16")
     decode_cost: ClassVar[float] = 1.0
+    stream_clocks: ClassVar[float] = 0.0
+    limb_clocks: ClassVar[float] = 0.0
     nan_codes: ClassVar[tuple[int, ...]] = ()
     code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)

@@ -53,7 +53,6 @@ class Fp4Format(ByteScales, WeightFormat):
     bits: int = 4
     group_size: int = 32
 
-    decode_cost: ClassVar[float] = 1.5
     code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 
     @property
@@ -99,6 +98,9 @@ class MxFp4(PowerScales, Fp4Format):
     any_scale: bool = False
 
     power_scales: ClassVar[bool] = True
+    decode_cost: ClassVar[float] = 1.25
+    stream_clocks: ClassVar[float] = 278.0  # an H200's, as all others: bench/results/linear_formats.json
+    limb_clocks: ClassVar[float] = 351.0
 
     @property
     def title(self) -> str:
@@ -132,6 +134,8 @@ class NvFp4(Fp4Format):
 
     group_size: int = 16
     row_scales: ClassVar[bool] = True
+    decode_cost: ClassVar[float] = 1.2
+    stream_clocks: ClassVar[float] = 325.0
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.float8_e4m3fn)
 
     @property

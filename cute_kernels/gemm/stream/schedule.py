@@ -15,6 +15,7 @@ from itertools import product
 from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, integers
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
 from cute_kernels.gemm.stream.config import X_PAD, StreamConfig, StreamStore
+from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US
 from cute_kernels.runtime.composed import changed
 from layouts.weights.hopper import TILE_N
 
@@ -140,8 +141,10 @@ def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
     k_block_bytes = config.k_block_stage_bytes
     ctas = schedule.num_slices * schedule.num_groups
     total_bytes = schedule.num_blocks * schedule.k_blocks * k_block_bytes
-    busiest = -(-schedule.total // schedule.num_groups) * k_block_bytes * problem.num_sms
-    streaming = max(total_bytes, busiest) / MEMORY_BYTES_PER_US
+    most = -(-schedule.total // schedule.num_groups)  # k blocks of a CTA
+    loading = max(total_bytes, most * k_block_bytes * problem.num_sms) / MEMORY_BYTES_PER_US
+    decoding = most * config.n_tiles * config.block_k / 128 * config.format.stream_clocks / CLOCKS_PER_US
+    streaming = max(loading, decoding)
     activations = ctas * x_bytes_of(problem, schedule.slice_k_blocks * config.block_k) / L2_BYTES_PER_US
     combining = COMBINE_US if schedule.workspace_words(problem.m) else 0.0
     if schedule.num_slices > 1:

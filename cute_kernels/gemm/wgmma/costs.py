@@ -257,7 +257,9 @@ class ResidentCost:
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Clocks of a k block of a tile, which has all rows."""
         config = schedule.config
-        return max(config.weight_stage_bytes / bytes_per_clock(schedule), self.tile[config.tile_m] * config.n_tiles)
+        loading = config.weight_stage_bytes / bytes_per_clock(schedule)
+        decoding = config.format.limb_clocks * config.block_tiles
+        return max(loading, self.tile[config.tile_m] * config.n_tiles, decoding)
 
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         return 0.0

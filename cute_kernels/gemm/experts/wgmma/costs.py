@@ -60,10 +60,10 @@ class RegisterCost:
         return steps_of(config) * (tile_m / 2 + self.mma) * self.wide.get(config.tile_m, 1.0)
 
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        clocks, row = self.decode[config.format.bits] * config.format.decode_cost, self.row
+        clocks, row = self.decode[config.format.bits], self.row
         if scaled_as_decoded(config):
             clocks, row = self.scaled, self.scaled_row
-        return K_BLOCK_CLOCKS + steps_of(config) * (clocks + row * tile_m)
+        return K_BLOCK_CLOCKS + steps_of(config) * (clocks * config.format.decode_cost + row * tile_m)
 
     def memory_factor(self, config: WgmmaConfig) -> float:
         return 1.0
