@@ -44,6 +44,7 @@ def _add_caches(commands: Any) -> None:
         help=f"default: {', '.join(workloads.FORMATS)}, or the suite's own",
     )
     decode.add_argument("--seconds", type=_count, default=600, help="that suites apart from all may take together")
+    decode.add_argument("--only", default="", metavar="REGEX", help="rows of suites apart from all, by format and name")
     decode.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of the main table")
     decode.add_argument("--options", action="store_true", help="options beside the plain call, instead of a suite")
     decode.add_argument("--quick", action="store_true", help="fewer batches, shapes and floor kernels")

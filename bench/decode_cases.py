@@ -6,6 +6,7 @@ Bars of the skewed ones: 1.15 of the floor of the bytes and 5 us; of chosen bloc
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -111,11 +112,13 @@ Case = tuple[str, DecodeShape, str]
 """Suite, shape and format."""
 
 
-def cases(suites: Iterable[str], formats: Iterable[str] | None = None) -> list[Case]:
-    """All rows of the suites, in their own formats or in those that are given."""
+def cases(suites: Iterable[str], formats: Iterable[str] | None = None, only: str = "") -> list[Case]:
+    """The rows of the suites, in their own formats or in those that are given, whose "FORMAT NAME" has ``only``, a
+    regular expression."""
     formats = None if formats is None else tuple(formats)
     known = [(name, *SUITES[name]) for name in suites if name in SUITES]
-    return [(name, shape, form) for name, make, usual in known for shape in make() for form in formats or usual]
+    every = [(name, shape, form) for name, make, usual in known for shape in make() for form in formats or usual]
+    return [case for case in every if re.search(only, f"{case[2]} {case[1].name}")]
 
 
 def run(bench: Bench, chosen: Sequence[Case], peers: bool, seconds: float) -> None:

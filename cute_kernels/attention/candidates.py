@@ -57,7 +57,8 @@ def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
             row_config(_base_config(problem, names, heads or 1, blocks, contiguous, copy), ctas)
             for heads, copy in _heads_of_a_cta(problem, names, blocks)
             for contiguous in (_is_contiguous(problem, heads or 1),)
-            for ctas in ((1,) if copy == "map" else _cta_counts(problem, contiguous))  # of blocks for a CTA alone
+            # Maps of several heads are for CTAs that are alone on their SM.
+            for ctas in ((1,) if copy == "map" and heads > 1 else _cta_counts(problem, contiguous or copy == "map"))
         ]
     borrows = _borrows_registers(problem)
     return list(dict.fromkeys(_with_producer_warps(_roomy(config), borrows) for config in configs))
@@ -74,13 +75,18 @@ def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, mos
     """How rows with headers are loaded for a CTA of so many KV heads, with room for ``most``; 0: by words."""
     if not heads:
         return "word"
-    if not MAPPED_HEADS <= heads < most or not problem.heads_touch or problem.appends:
+    if not MAPPED_HEADS <= heads < most or problem.appends:
         return "bulk"  # with an append, vLLM took 4 % longer by maps (one request)
+    return "map" if _maps_fit(problem, names, heads) else "bulk"
+
+
+def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> bool:
+    """Whether tensor maps can load the rows with headers of so many of a token's heads."""
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
     unfit = any(size % MAP_UNIT for size in token_bytes) or any(map_problem(form, dim, heads) for form, dim in rows)
-    return "bulk" if unfit else "map"
+    return problem.aligned and problem.heads_touch and not unfit
 
 
 def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
@@ -90,11 +96,14 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
     Fewer heads than fit a CTA make fewer parts of a row for as many CTAs, and are loaded by tensor maps, or by a copy a
     token. That is worth considering in two cases. One is INT4 with more queries than one block, where parts are large
     and each CTA has much to multiply. The other is one block of few requests, whose time is their beginnings and parts.
+    A head with pages of its own is loaded alone, by a map where its tokens' rows do not touch.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
     one_block = problem.rows <= BLOCK_QUERIES
     few = problem.batch <= FEW_REQUESTS and problem.features.paged and not problem.after_append
+    if problem.features.by_head and not _is_contiguous(problem, 1) and _maps_fit(problem, names, 1):
+        return [(1, "map")]
     one_head = problem.features.head_major or problem.features.by_head
     if one_head or not (few if one_block else costs_of(forms) == {"int4"}):
         return [(most, "bulk" if most else "word")]

@@ -300,6 +300,24 @@ def test_fewer_heads_are_considered_where_a_token_s_rows_can_be_copied():
     assert counts("int4_g1", features=head_major) == [1]
 
 
+@pytest.mark.parametrize("q_len", [1, 5])
+@pytest.mark.parametrize(
+    ("changes", "copy"),
+    [
+        ({}, "map"),
+        ({"num_kv_heads": 1}, "bulk"),  # its tokens touch
+        ({"num_kv_heads": 2}, "word"),  # 264 bytes a token
+        ({"aligned": False}, "word"),
+        ({"heads_touch": False}, "word"),
+    ],
+)
+def test_maps_bring_the_rows_of_a_head_with_pages_of_its_own(changes, copy, q_len):
+    problem = _of_pages("int8_token_head", 32, q_len)
+    by_head = dataclasses.replace(problem.features, by_head=True)
+    for config in candidate_configs(dataclasses.replace(problem, features=by_head, **changes)):
+        assert (config.num_heads, config.copies, config.can_implement()) == (1, (copy, copy), None)
+
+
 def test_fixed_splits_do_not_ask_how_many_requests_there_are():
     """Which heads a CTA takes included: a request's bits must not depend on its batch."""
     for kv_format in ("int4_g1", "int4_g4"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,24 @@ def test_maps_find_every_row(kv_format, head_dim, page_size, dim):
             for operand, own in zip((call.k, call.v), copies.TileCopier(config).operands, strict=True):
                 assert_words_are_found(call, operand.cache, own, config.num_heads)
     assert 2 in heads
+
+
+@pytest.mark.skipif(native.dsl_version() is None, reason="the copier is written in nvidia-cutlass-dsl")
+@pytest.mark.parametrize("num_kv_heads", [2, 3, 8])
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4", "int8_token_head", ("int8_token_head", "int4_g4")])
+def test_maps_find_every_row_of_a_head_with_pages_of_its_own(kv_format, num_kv_heads):
+    from cute_kernels.attention.loads import copies
+
+    dense = cases.make_call(kv_format, [32, 7], num_kv_heads=num_kv_heads, page_size=16, blank=True)
+    call = call_of(dense)
+    problem = problem_of(call)
+    problem = dataclasses.replace(problem, features=dataclasses.replace(problem.features, by_head=True))
+    for config in candidate_configs(problem):
+        vectors = all(operand.row_bytes * num_kv_heads % 16 == 0 for operand in (call.k, call.v))
+        assert config.num_heads == 1 and config.can_implement() is None and ("map" in config.copies) == vectors
+        for operand, own in zip((call.k, call.v), copies.TileCopier(config).operands, strict=True):
+            if own.copy == "map":
+                assert_words_are_found(call, operand.cache, own, 1)
 
 
 def assert_words_are_found(call: Any, cache: torch.Tensor, operand: Any, num_heads: int) -> None:

@@ -55,6 +55,13 @@ def test_mixed_lengths_are_those_of_the_label_and_so_are_the_bytes():
     assert inputs.seq_lens.tolist() == [200, 70, 70] and (inputs.options["block_table"] >= 0).sum() == 4 + 2 + 2
 
 
+def test_rows_are_left_by_format_and_name():
+    found = decode_cases.cases(["short", "blocks"], only=r"^int4_g4 B=32.* 16 blocks")
+    assert [(suite, shape.name, form) for suite, shape, form in found] == [
+        ("blocks", "B=32 T=32768 HQ=32 HKV=8 D=128 pages of 64, 16 blocks of 128", "int4_g4")
+    ]
+
+
 def test_lognormal_lengths_are_the_same_in_every_run_and_far_apart():
     lengths = [tokens for _, tokens in decode_cases.lognormal()]
     assert lengths == [tokens for _, tokens in decode_cases.lognormal()]

@@ -33,12 +33,16 @@ FORMATS += (("int8_token_head", "int4_g4"), ("bf16", "int8_token_head"))
 
 
 def specs() -> list[KernelSpec]:
-    """Those of the tables, and of the tests of one call: other kernels are compiled when they are asked for."""
+    """Those of the tables, of the tests of one call, and of one query of 8 KV heads over pages of 64: others are
+    compiled when they are asked for."""
 
     def work() -> None:
-        for call in (small_call("cpu"), wide_call("cpu")):
-            call.run()
-            call.run(**blocks_for(LENGTHS, [1] * len(LENGTHS), call.k_cache.shape[2], 64, 768))
+        wide_call("cpu").run()
+        calls = [small_call("cpu"), wide_call("cpu"), *(decode_call(name, 64, 1, 8, blank=True) for name in FORMATS)]
+        for call in calls:
+            blocks = blocks_for(LENGTHS, [1] * len(LENGTHS), call.k_cache.shape[2], 64, 768)
+            for num_splits in (None, 1):
+                call.run(**blocks, num_splits=num_splits)
 
     return products_needed_by(work)
 
@@ -54,6 +58,13 @@ def wide_call(device: str) -> cases.Call:
     return cases.make_call(
         "bf16", LENGTHS, num_kv_heads=8, group=4, head_dim=128, page_size=64, max_seq_len=768, poison=False,
         device=device,
+    )  # fmt: skip
+
+
+def decode_call(kv_format: Any, page_size: int | None, q_len: int, num_kv_heads: int, **options: Any) -> cases.Call:
+    return cases.make_call(
+        kv_format, LENGTHS, num_kv_heads=num_kv_heads, group=4, head_dim=128, q_len=q_len, page_size=page_size,
+        max_seq_len=768, sinks=True, poison=False, **options,
     )  # fmt: skip
 
 
@@ -76,10 +87,7 @@ def test_tables_are_those_of_pytorchs_operations_to_the_bit(lists, page_size, to
 @pytest.mark.parametrize("q_len", [1, 5])
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
 def test_decode_attention_reads_what_is_chosen(kv_format, page_size, q_len, num_kv_heads):
-    call = cases.make_call(
-        kv_format, LENGTHS, num_kv_heads=num_kv_heads, group=4, head_dim=128, q_len=q_len, page_size=page_size,
-        max_seq_len=768, sinks=True, poison=False, device="cuda",
-    )  # fmt: skip
+    call = decode_call(kv_format, page_size, q_len, num_kv_heads, device="cuda")
     for tokens in (64, 128):
         blocks = on("cuda", blocks_for(LENGTHS, [q_len] * len(LENGTHS), num_kv_heads, tokens, 768))
         given = {"kv_format": kv_format, **call.options, **blocks}
