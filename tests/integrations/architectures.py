@@ -168,6 +168,14 @@ DECODERS: dict[str, Architecture] = {
     ),
 }
 
+_LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+_LINEAR |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 32}
+HYBRIDS: dict[str, Architecture] = {  # beside attention, convolution or recurrence
+    "qwen3-next": _text("Qwen3Next", num_hidden_layers=4, num_experts=4, **_LINEAR, **_MOE),
+    "lfm2": _text("Lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    "falcon-h1": _text("FalconH1", mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16),
+}
+
 ENCODERS: dict[str, Architecture] = {
     "bert": Architecture("BertModel", "BertConfig", _BERT),
     "roberta": Architecture("RobertaModel", "RobertaConfig", _BERT),

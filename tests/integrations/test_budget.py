@@ -113,6 +113,30 @@ def test_all_of_the_bytes_lose_nothing_and_too_few_are_refused():
         budget.Probes(model, [padded])
 
 
+def test_layers_that_read_another_ones_cache_read_it_in_its_format():
+    """Gemma 4's last two read the keys of the first two: without these, all four attend to nothing."""
+    model = DECODERS["gemma 4"].build(torch.bfloat16)
+    probes = budget.Probes(model, make_batches(1))
+    probe = probes._texts[0]
+    nothing = probes._again(probe, dict.fromkeys(range(2), lambda k, v: (k * 0, v * 0)))
+    hooks = [
+        layer.self_attn.o_proj.register_forward_hook(lambda module, args, out: out * 0) for layer in model.model.layers
+    ]
+    assert torch.equal(nothing, probes._again(probe, {})) and not torch.equal(nothing, probe.exact)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(probes._again(probe, {}), probe.exact)
+
+
+def test_a_model_whose_layers_share_caches_takes_its_file(tmp_path):
+    model, batches = DECODERS["gemma 4"].build(torch.bfloat16), make_batches(1)
+    formats, constants = ck.choose_formats(model, batches, 0.6, candidates=["int8_token_head"])
+    assert len(formats) == constants.num_layers == 4 and formats.report["share"] <= 0.6
+    formats.save(tmp_path / "mix.json")
+    ck.accelerate(model, kv_format=tmp_path / "mix.json", kv_transform=constants, fuse_blocks=False)
+    assert model.generate(batches[0], max_new_tokens=2, do_sample=False).shape == (2, 50)
+
+
 def test_a_needle_is_asked_for_behind_the_cache():
     model = DECODERS["llama"].build(torch.float32)
     tokens = torch.randint(1, VOCABULARY, (40,))

@@ -9,7 +9,7 @@ import cute_kernels.integrations.transformers as ck
 from cute_kernels.formats.kv.transforms import key_of
 from cute_kernels.integrations.transformers.calibrate import gather_moments, watch
 from cute_kernels.kv_cache import CacheTransform, Calibrator, KVCache
-from tests.integrations.architectures import DECODERS, VOCABULARY
+from tests.integrations.architectures import DECODERS, HYBRIDS, VOCABULARY
 from tests.integrations.llamas import small_llama
 
 NAMES = ["llama", "qwen3", "mistral, window", "gemma 2", "gemma 3", "gpt-oss", "glm-4"]
@@ -66,6 +66,34 @@ def test_transforms_are_those_of_what_is_cached():
         torch.testing.assert_close(transform.k_center, k.mean(0), rtol=1e-4, atol=1e-5)
         assert (transform.k_rotation, transform.v_rotation, transform.v_factor) == (16, 1, None)
     assert constants.transforms[0].key != constants.transforms[1].key
+
+
+@pytest.mark.parametrize(("name", "own"), [("qwen3-next", [3]), ("lfm2", [1]), ("falcon-h1", [0, 1])])
+def test_a_hybrids_layers_of_keys_and_values_are_calibrated_by_their_numbers(name, own):
+    """Engines ask for a layer's constants by its number, and want as many as the model has layers."""
+    model, batches = HYBRIDS[name].build(torch.bfloat16), make_batches()
+    found: Any = ck.calibrate_cache(model, batches, ("int8_head", "int4_g1"))
+    assert [i for i, transform in enumerate(found.transforms) if transform is not None] == own
+    assert [i for i, (k_scale, _) in enumerate(found.scales) if k_scale is not None] == own
+    assert len(found.transforms) == len(found.scales) == model.config.num_hidden_layers
+    with pytest.raises(ValueError, match="ForCausalLM with layers of .*, want keys and values in all"):
+        ck.choose_formats(model, batches, 0.5)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrids_attention_runs_over_the_models_own_cache(name):
+    model, tokens = HYBRIDS[name].build(torch.bfloat16), make_batches(1)[0]["input_ids"]
+    want = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    with pytest.raises(ValueError, match="ForCausalLM with layers of .*, want kv_format=None for it"):
+        ck.accelerate(model)
+    ck.accelerate(model, kv_format=None)
+    assert model.config._attn_implementation == ck.ATTENTION_NAME
+    assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), want)
+
+
+def test_latents_are_refused_by_name():
+    with pytest.raises(ValueError, match="model: got DeepseekV3ForCausalLM, which caches latents"):
+        ck.calibrate_cache(DECODERS["deepseek-v3"].build(torch.bfloat16), make_batches(1), "int4_g4")
 
 
 def test_formats_that_gain_nothing_are_left_alone():

@@ -41,6 +41,7 @@ from cute_kernels.integrations.transformers.known_code import (
     cache_argument,
     cache_in,
     computes_attention,
+    layers_without_keys,
 )
 from cute_kernels.integrations.transformers.latents import (
     LATENT_FORMATS,
@@ -56,7 +57,6 @@ from cute_kernels.models import quantize_model
 from cute_kernels.names import Activations
 
 _LOG = logging.getLogger(__name__)
-_CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATE = "_cute_kernels"
 _DEFAULT_CACHES = (None, "dynamic", "hybrid")
 """``cache_implementation`` of calls that ask for none; transformers takes "hybrid", Gemma 2 and 3 say so, for None."""
@@ -362,9 +362,8 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
     devices = {str(weight.device) for weight in model.parameters()}
     if len(devices) > 1:
         raise ValueError(f"model: got {name} on {', '.join(sorted(devices))}, want it on one device")
-    others = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
-    if others:
-        raise ValueError(f"model: got {name} with layers of {', '.join(sorted(others))}, want kv_format=None for it")
+    if others := layers_without_keys(config):
+        raise ValueError(f"model: got {name} with layers of {others}, want kv_format=None for it")
     own = {type(part).__name__ for part in model.modules() if _caches_for_itself(part)}
     if own:
         kinds = ", ".join(sorted(own))

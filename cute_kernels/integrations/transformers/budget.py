@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cute_kernels.formats.kv import KvFormat, LayerFormats, format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
-from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.calibrate import (
     Batch,
@@ -29,7 +27,7 @@ from cute_kernels.integrations.transformers.calibrate import (
     gather_moments,
     inputs_of,
 )
-from cute_kernels.integrations.transformers.known_code import cache_argument
+from cute_kernels.integrations.transformers.known_code import cache_argument, layers_without_keys
 from cute_kernels.kv_cache.constants import CacheConstants, Scales
 from cute_kernels.model_layers import compiled_from
 from cute_kernels.names import KvFormatName
@@ -67,6 +65,16 @@ class _Read:
         return transform.original_keys(k_read).transpose(1, 2), transform.restore(v_read).transpose(1, 2)
 
 
+class _ReadLayer(DynamicLayer):
+    """transformers' own layer, which is read in other formats; so it is by layers that read another one's cache."""
+
+    read: _Read | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        k, v = super().update(key_states, value_states, *args, **kwargs)
+        return (k, v) if self.read is None else self.read(k, v)
+
+
 @dataclass(frozen=True)
 class _Probe:
     """A text whose beginning is in ``cache``, exactly, and the model's predictions for the tokens that follow.
@@ -101,7 +109,7 @@ class Probes:
     @torch.no_grad()
     def _probe(self, tokens: torch.Tensor, tail: int, scored: int) -> _Probe:
         tokens = tokens.to(self._model.device)
-        cache = Cache(layer_class_to_replicate=DynamicLayer)
+        cache = Cache(layer_class_to_replicate=_ReadLayer)
         with attending(self._model, attention):
             self._forward(tokens[:, :-tail], cache, 1)
             exact = self._forward(tokens[:, -tail:], cache, scored + 1)
@@ -115,20 +123,9 @@ class Probes:
     @torch.no_grad()
     def _again(self, probe: _Probe, reads: Mapping[int, _Read]) -> torch.Tensor:
         """Computes what ``probe.exact`` has, with some layers' caches read in other formats."""
-
-        def attend(
-            module: nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *args: Foreign,
-            **options: Foreign,
-        ) -> object:
-            if (read := reads.get(cast("int", getattr(module, "layer_idx", -1)))) is not None:
-                key, value = read(key, value)
-            return cast("Callable[..., object]", attention)(module, query, key, value, *args, **options)
-
-        with attending(self._model, attend):
+        for layer, own in enumerate(cast("list[_ReadLayer]", probe.cache.layers)):
+            own.read = reads.get(layer)
+        with attending(self._model, attention):
             found = self._forward(probe.tokens, probe.cache, probe.exact.shape[1] + 1)
         probe.cache.crop(-probe.tokens.shape[1])
         return found
@@ -203,23 +200,30 @@ def choose_formats(
 
     Raises:
         ValueError: no candidate's bytes are within the budget, a candidate's keys lie in blocks, or as
-            `calibrate_cache`.
+            `calibrate_cache`; or layers of the model cache other states than keys and values.
     """
     if not isinstance(budget, (int, float)) or not 0 < budget <= 1:
         raise ValueError(f"budget: got {budget!r}, want a share of BF16's bytes, above 0 and at most 1")
+    if others := layers_without_keys(model.config.get_text_config(decoder=True)):
+        raise ValueError(f"model: got {type(model).__name__} with layers of {others}, want keys and values in all")
     moments = gather_moments(model, batches) if moments is None else moments
-    shapes = [one.sizes for one in moments.layers if one.sizes is not None]  # all: they have seen tokens
-    pairs = [format_pair(one) for one in candidates or candidates_for(shapes[0][1], model.dtype)]
+    shapes = [one.sizes or (0, 0, 0) for one in moments.layers]  # 0: those that read another layer's cache
+    head_dim = next(dim for _, dim, _ in shapes if dim)
+    pairs = [format_pair(one) for one in candidates or candidates_for(head_dim, model.dtype)]
     sizes, most = _sizes(pairs, shapes, budget)
     known = [calibrate_cache(model, batches, pair, moments=moments, **(calibration or {})) for pair in pairs]
     reads = [[_read(pair, one, layer) for pair, one in zip(pairs, known, strict=True)] for layer in range(len(shapes))]
     probes = Probes(model, batches, needles)
     names = [_name(pair) for pair in pairs]
+
+    def loss_of(layer: int, candidate: int) -> float:
+        read = reads[layer][candidate]
+        is_same = not sizes[layer][candidate] or _is_exact(read, model.dtype)
+        return 0.0 if is_same else max(0.0, probes.loss({layer: read})[0])
+
     losses = []
-    for layer, layer_reads in enumerate(reads):
-        losses.append(
-            [0.0 if _is_exact(one, model.dtype) else max(0.0, probes.loss({layer: one})[0]) for one in layer_reads]
-        )
+    for layer in range(len(reads)):
+        losses.append([loss_of(layer, candidate) for candidate in range(len(pairs))])
         if say is not None:
             told = ", ".join(f"{name} {loss:.1e}" for name, loss in zip(names, losses[-1], strict=True))
             say(f"layer {layer + 1} of {len(reads)}: KL {told}")

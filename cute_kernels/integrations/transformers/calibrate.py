@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from cute_kernels import __version__
 from cute_kernels.formats.kv import format_of
@@ -18,6 +18,7 @@ from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache_options import formats_of_layer
 from cute_kernels.integrations.transformers.known_code import cache_argument
+from cute_kernels.integrations.transformers.latents import caches_latents
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.kv_cache import Calibrator
 from cute_kernels.kv_cache.constants import CacheConstants, Scales
@@ -45,12 +46,18 @@ class Seen(NamedTuple):
     softmax_scale: float | None
 
 
-class _SeenLayer(DynamicLayer):
-    """transformers' own layer, which keeps its inputs for the attention that follows."""
+class _SeenCache(DynamicCache):
+    """The cache that transformers makes for a model, which keeps layers' inputs for the attention that follows."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        self.given = (key_states, value_states)
-        return super().update(key_states, value_states, *args, **kwargs)
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> Any:
+        self.given[layer_idx] = (key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 @torch.no_grad()
@@ -62,14 +69,16 @@ def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen]
         see: called for every layer that has a cache of its own, in their order, for each batch.
 
     Raises:
-        ValueError: there are no batches, or the model offers no choice of attention.
+        ValueError: there are no batches, or the model offers no choice of attention or caches latents.
     """
     model, tokens = cast("PreTrainedModel", compiled_from(model)), 0
+    if any(map(caches_latents, model.modules())):
+        raise ValueError(f"model: got {type(model).__name__}, which caches latents, want a cache of keys and values")
     for batch in map(inputs_of, batches):
         mask = batch.get("attention_mask")
         mask = None if mask is None or bool(mask.all()) else mask.bool()
-        cache = Cache(layer_class_to_replicate=_SeenLayer)
-        with attending(model, _shown(cache.layers, mask, see)):
+        cache = _SeenCache(model.config)
+        with attending(model, _shown(cache.given, mask, see)):
             model(**batch, **{cache_argument(model.forward): cache}, use_cache=True)
         tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
     if not tokens:
@@ -88,15 +97,21 @@ def inputs_of(batch: Batch) -> Mapping[str, Any]:
     return batch
 
 
-def _shown(layers: Sequence[Any], mask: torch.Tensor | None, see: Callable[[Seen], None]) -> Callable[..., Any]:
-    """Attention that shows what a pass over the layers of a cache attends to."""
+def _num_layers(model: PreTrainedModel) -> int:
+    return cast("int", model.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _shown(
+    given: Mapping[int, tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None, see: Callable[[Seen], None]
+) -> Callable[..., Any]:
+    """Attention that shows what a pass attends to. given: K and V of each layer with a cache of its own."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
-        layer = getattr(module, "layer_idx", None)
-        if layer is not None and layer < len(layers):  # others read a cache that is not theirs
-            k, v = layers[layer].given
+        layer = cast("int", getattr(module, "layer_idx", None))
+        if layer in given:  # others read a cache that is not theirs
+            k, v = given[layer]
             lengths = [query.shape[2]] * query.shape[0] if mask is None else mask.sum(1).tolist()
             tokens = (_tokens(query, mask), _tokens(k, mask), _tokens(v, mask))
             see(Seen(layer, *tokens, lengths=lengths, softmax_scale=options.get("scaling")))
@@ -153,7 +168,10 @@ def calibrate(
 
 @dataclass(frozen=True)
 class CacheMoments:
-    """The result of `gather_moments`: the moments of each of ``layers``, in their order, over ``tokens`` tokens."""
+    """The result of `gather_moments`: moments of each of the model's ``layers`` over ``tokens`` tokens.
+
+    Those of layers without a cache of their own have seen none.
+    """
 
     layers: tuple[Moments, ...]
     tokens: int
@@ -169,16 +187,14 @@ def gather_moments(model: PreTrainedModel, batches: Iterable[Batch]) -> CacheMom
     Raises:
         ValueError: as `calibrate`, or no layer of the model has a cache.
     """
-    layers: list[Moments] = []
+    layers = [Moments() for _ in range(_num_layers(model))]
 
     def see(seen: Seen) -> None:
-        if seen.layer == len(layers):
-            layers.append(Moments())
         for q, k, v in zip(*(x.split(seen.lengths) for x in seen[1:4]), strict=True):
             layers[seen.layer].update(q, k, v, seen.softmax_scale)
 
     tokens = watch(model, batches, see)
-    if not layers:
+    if not any(layer.tokens for layer in layers):
         raise ValueError(
             f"model: got {type(model).__name__}, none of whose layers has a cache, want one that generates"
         )
@@ -257,7 +273,8 @@ def _transform(
     seed: int,
 ) -> CacheTransform | None:
     """A layer's transform, with the parts that its formats gain from."""
-    assert moments.sizes is not None
+    if moments.sizes is None:
+        return None
     k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))
     dense = not format_of(formats[0]).is_coded
     widths = [
@@ -286,15 +303,14 @@ def _scales(
     percentile: float,
 ) -> list[Scales]:
     """Each layer's scales, of K and V as its transform writes them."""
-    layers: list[tuple[Calibrator | None, Calibrator | None]] = []
+    layers: dict[int, list[Calibrator | None]] = {}
 
     def see(seen: Seen) -> None:
-        if seen.layer == len(layers):
-            k, v = (
+        if seen.layer not in layers:
+            layers[seen.layer] = [
                 Calibrator(name, method, percentile) if format_of(name).given_scale else None
                 for name in formats_of_layer(kv_format, seen.layer)
-            )
-            layers.append((k, v))
+            ]
         transform = transforms[seen.layer] if transforms else None
         written = (seen.k, seen.v)
         if transform is not None:
@@ -304,7 +320,8 @@ def _scales(
                 calibrator.update(x)
 
     watch(model, batches, see)
-    return [(_scale(k), _scale(v)) for k, v in layers]
+    found = (layers.get(layer, (None, None)) for layer in range(_num_layers(model)))
+    return [(_scale(k), _scale(v)) for k, v in found]
 
 
 def _tokens(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from cute_kernels.integrations.objects import Foreign
+
 _MODEL_FILES = "transformers.models."
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What a forward pass calls its cache: since transformers 5.24, and before, which later releases still take."""
-
-
+_KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTION_FUNCTIONS = ("attention_interface", "eager_attention_forward")
 """What model files call transformers' attention functions."""
 
@@ -48,6 +49,11 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among a forward pass's arguments by name; None for none."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+
+
+def layers_without_keys(config: Foreign) -> str:
+    """The kinds of a model's layers that cache other states than keys and values; empty for none."""
+    return ", ".join(sorted({*(getattr(config, "layer_types", None) or ())} - _KEY_LAYERS))
 
 
 @cache
