@@ -14,7 +14,7 @@ from bench.record import RESULTS, load
 from cute_kernels.formats.kv import format_of
 from cute_kernels.mla import formats as mla_formats
 
-RECORDS = ("e2e_steps.json", "e2e_steps_default.json", "vllm_formats.json")
+RECORDS = ("e2e_steps.json", "e2e_steps_default.json", "e2e_vllm33.json", "decode_apart.json")
 NOISE = 1.03  # of a run
 HEAD_DIM, LATENT = 128, 576
 ENGINES = {"fp8": "e4m3_tensor"}  # what engines call a format
@@ -40,14 +40,21 @@ class Slower:
 
 
 def steps_of(record: dict[str, Any]) -> list[Step]:
-    """The steps of a record that says what cache they had; of the same model, weights, batch and context: `where`."""
+    """The steps of a record that says what cache they had: of models, by the library; and of a layer's attention alone.
+
+    `where` is the same for the same model or layer, weights, batch and context.
+    """
     found = []
     for row in record["rows"]:
         how = row.get("how", row)
-        if how.get("sdpa") or "kv" not in how:
+        if how.get("sdpa") or "kv" not in how or how.get("plugin") == "off":
             continue
         where = f"{row['model']}, {how['weights']}, {row['batch']} x {row['context']}"
-        found.append(Step(where, how["kv"], row["ms"]))
+        kv = (how.get("kv_format") or how["kv"]).replace(",", " + ")
+        found.append(Step(where, ENGINES.get(kv, kv), row.get("ms") or row["tpot_ms"]))
+    for row in record.get("steps", ()):
+        kv = " + ".join(dict.fromkeys(row["formats"]))
+        found.append(Step(f"attention, {row['name']}", kv, row["graph_us"]["median_us"] / 1000))
     return found
 
 
@@ -56,7 +63,7 @@ def row_bytes(kv: str) -> int:
     if kv.startswith("mla_"):
         return mla_formats.format_of(kv).row_bytes(LATENT)
     names = kv.split(" + ")
-    return sum(format_of(ENGINES.get(name, name)).row_bytes(HEAD_DIM) for name in (names[0], names[-1]))
+    return sum(format_of(name).row_bytes(HEAD_DIM) for name in (names[0], names[-1]))
 
 
 def slower(steps: Sequence[Step]) -> list[Slower]:

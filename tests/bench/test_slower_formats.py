@@ -20,7 +20,7 @@ def test_only_a_smaller_format_of_the_same_step_counts_as_slower():
         Slower("int4_g4", "bf16", 1.1, "a"),
         Slower("int4_g4", "int8_token_head", 2.2 / 2.05, "a"),
     ]
-    assert row_bytes("int8_token_head + int4_g4") == 212 and row_bytes("fp8") == 256 and row_bytes("mla_fp8") == 656
+    assert row_bytes("int8_token_head + int4_g4") == 212 and row_bytes("e4m3_tensor") == 256 and row_bytes("mla_fp8") == 656
 
 
 def test_the_page_names_every_format_whose_recorded_step_is_slower_than_a_larger_ones():

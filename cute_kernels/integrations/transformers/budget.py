@@ -8,7 +8,8 @@ them finds the formats. The model with all of these is measured once more, and c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -121,7 +122,7 @@ class Probes:
         return self._model(tokens, use_cache=True, **given).logits[:, :-1].float().log_softmax(-1)
 
     @torch.no_grad()
-    def _again(self, probe: _Probe, reads: Mapping[int, _Read]) -> torch.Tensor:
+    def _again(self, probe: _Probe, reads: Mapping[int, _Read | None]) -> torch.Tensor:
         """Computes what ``probe.exact`` has, with some layers' caches read in other formats."""
         for layer, own in enumerate(cast("list[_ReadLayer]", probe.cache.layers)):
             own.read = reads.get(layer)
@@ -130,7 +131,7 @@ class Probes:
         probe.cache.crop(-probe.tokens.shape[1])
         return found
 
-    def loss(self, reads: Mapping[int, _Read]) -> tuple[float, float]:
+    def loss(self, reads: Mapping[int, _Read | None]) -> tuple[float, float]:
         """(KL divergence of the next token in nats, share of tokens whose likeliest one stays)."""
         divergence, agreed = [], []
         for probe in self._texts:
@@ -139,7 +140,7 @@ class Probes:
             agreed.append((probe.exact.argmax(-1) == found.argmax(-1)).flatten())
         return float(torch.cat(divergence).double().mean()), float(torch.cat(agreed).double().mean())
 
-    def needles(self, reads: Mapping[int, _Read]) -> tuple[int, int]:
+    def needles(self, reads: Mapping[int, _Read | None]) -> tuple[int, int]:
         """(needles found with these caches, of so many that exact ones find)."""
         found = of = 0
         for probe in self._needles:
@@ -159,6 +160,25 @@ def _window(batch: Mapping[str, Any]) -> tuple[torch.Tensor, int, int]:
         raise ValueError(f"batches: got one of {tokens.shape[1]} columns, want at least 4")
     tail = min(_TAIL, tokens.shape[1] // 2)
     return tokens, tail, tail - 1
+
+
+@contextmanager
+def _in_fp32(model: PreTrainedModel) -> Iterator[None]:
+    """Lets a model compute in fp32: in 16 bits its own rounding changes tokens more than a layer's format does.
+
+    A model with packed weights, or made to decode by the kernels, stays as it is.
+    """
+    is_packed = not all(weight.is_floating_point() for weight in model.parameters())
+    is_ours = any(type(part).__module__.startswith("cute_kernels.") for part in model.modules())
+    tensors = [] if is_packed or is_ours or "_cute_kernels" in vars(model) else [*model.parameters(), *model.buffers()]
+    rounded = [(x, x.dtype) for x in tensors if x.dtype in (torch.bfloat16, torch.float16)]
+    try:
+        for x, _ in rounded:
+            x.data = x.data.float()
+        yield
+    finally:
+        for x, dtype in rounded:
+            x.data = x.data.to(dtype)
 
 
 def candidates_for(head_dim: int, dtype: torch.dtype) -> tuple[Pair, ...]:
@@ -212,42 +232,33 @@ def choose_formats(
     pairs = [format_pair(one) for one in candidates or candidates_for(head_dim, model.dtype)]
     sizes, most = _sizes(pairs, shapes, budget)
     known = [calibrate_cache(model, batches, pair, moments=moments, **(calibration or {})) for pair in pairs]
-    reads = [[_read(pair, one, layer) for pair, one in zip(pairs, known, strict=True)] for layer in range(len(shapes))]
-    probes = Probes(model, batches, needles)
-    names = [_name(pair) for pair in pairs]
-
-    def loss_of(layer: int, candidate: int) -> float:
-        read = reads[layer][candidate]
-        is_same = not sizes[layer][candidate] or _is_exact(read, model.dtype)
-        return 0.0 if is_same else max(0.0, probes.loss({layer: read})[0])
-
-    losses = []
-    for layer in range(len(reads)):
-        losses.append([loss_of(layer, candidate) for candidate in range(len(pairs))])
-        if say is not None:
-            told = ", ".join(f"{name} {loss:.1e}" for name, loss in zip(names, losses[-1], strict=True))
-            say(f"layer {layer + 1} of {len(reads)}: KL {told}")
-    whole = {name: (i,) * len(reads) for i, name in enumerate(names)} | {"mix": least_loss(losses, sizes, most)}
-    measured: dict[str, dict[str, Any]] = {}
-    for name, chosen in whole.items():
-        kl, agreement = probes.loss({layer: reads[layer][i] for layer, i in enumerate(chosen)})
-        size = sum(layer_sizes[i] for layer_sizes, i in zip(sizes, chosen, strict=True))
-        measured[name] = {
-            "bytes_per_token": size,
-            "share": size / _dense_bytes(shapes),
-            "kl": kl,
-            "agreement": agreement,
-        }
-    fitting = [name for name, one in measured.items() if one["bytes_per_token"] <= most]
-    best = min(
-        fitting, key=lambda name: (measured[name]["kl"], name != "mix")
-    )  # a mix that is none: as it was measured
-    needles_found, needles_of = probes.needles({layer: reads[layer][i] for layer, i in enumerate(whole[best])})
+    reads = [
+        [_read(*one, layer, model.dtype) if shape[0] else None for one in zip(pairs, known, strict=True)]
+        for layer, shape in enumerate(shapes)
+    ]
+    names, losses = [_name(pair) for pair in pairs], []
+    with _in_fp32(model):
+        probes = Probes(model, batches, needles)
+        for layer, candidate_reads in enumerate(reads):
+            losses.append([0.0 if one is None else max(0.0, probes.loss({layer: one})[0]) for one in candidate_reads])
+            if say is not None:
+                told = ", ".join(f"{name} {loss:.1e}" for name, loss in zip(names, losses[-1], strict=True))
+                say(f"layer {layer + 1} of {len(reads)}: KL {told}")
+        whole = {name: (i,) * len(reads) for i, name in enumerate(names)} | {"mix": least_loss(losses, sizes, most)}
+        measured: dict[str, dict[str, Any]] = {}
+        for name, chosen in whole.items():
+            kl, agreement = probes.loss({layer: reads[layer][i] for layer, i in enumerate(chosen)})
+            size = sum(layer_sizes[i] for layer_sizes, i in zip(sizes, chosen, strict=True))
+            share = size / _dense_bytes(shapes)
+            measured[name] = {"bytes_per_token": size, "share": share, "kl": kl, "agreement": agreement}
+        fitting = [name for name, one in measured.items() if one["bytes_per_token"] <= most]
+        best = min(fitting, key=lambda name: (measured[name]["kl"], name != "mix"))  # of equal ones as it was measured
+        found, of = probes.needles({layer: reads[layer][i] for layer, i in enumerate(whole[best])})
     report = {
         "budget": budget,
         "chosen": best,
         **measured[best],
-        "needles": {"found": needles_found, "of": needles_of},
+        "needles": {"found": found, "of": of},
         "step_ms": None,  # nobody has measured it: `python -m bench e2e` does, on a GPU
         "sum_of_layers_kl": sum(row[i] for row, i in zip(losses, whole[best], strict=True)),
         "all_layers": measured,
@@ -311,13 +322,13 @@ def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget
     return sizes, int(budget * dense * (1 + 1e-9))
 
 
-def _read(pair: Pair, constants: CacheConstants, layer: int) -> _Read:
+def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype) -> _Read | None:
+    """How a layer of a model of this dtype is read; None for a format that keeps its K and V as they are."""
+    k_format, v_format = map(format_of, pair)
+    if all(not form.is_coded and form.cache_dtype == dtype for form in (k_format, v_format)):
+        return None
     scales = constants.scales[layer] if constants.scales else (None, None)
-    return _Read((format_of(pair[0]), format_of(pair[1])), constants.transforms[layer], scales)
-
-
-def _is_exact(read: _Read, dtype: torch.dtype) -> bool:
-    return all(not form.is_coded and form.cache_dtype == dtype for form in read.formats)
+    return _Read((k_format, v_format), constants.transforms[layer], scales)
 
 
 def _name(pair: Pair) -> str:
