@@ -17,7 +17,7 @@ from cute_kernels.mla import formats as mla_formats
 RECORDS = ("e2e_steps.json", "e2e_steps_default.json", "e2e_vllm33.json", "decode_apart.json")
 NOISE = 1.03  # of a run
 HEAD_DIM, LATENT = 128, 576
-ENGINES = {"fp8": "e4m3_tensor"}  # what engines call a format
+ENGINES = {"fp8": "e4m3_tensor", "auto": "bf16"}  # what engines call a format
 
 
 @dataclass(frozen=True)

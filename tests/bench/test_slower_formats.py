@@ -3,7 +3,7 @@
 import re
 
 from bench.environment import ROOT
-from bench.slower_formats import Slower, Step, found_in, row_bytes, slower
+from bench.slower_formats import Slower, Step, found_in, row_bytes, slower, steps_of
 
 ROW = re.compile(r"^\| `(.+?)` \| `(.+?)` \| (\d+(?:\.\d+)?) % ", re.MULTILINE)
 HEADING = "## Smaller and slower"
@@ -20,7 +20,23 @@ def test_only_a_smaller_format_of_the_same_step_counts_as_slower():
         Slower("int4_g4", "bf16", 1.1, "a"),
         Slower("int4_g4", "int8_token_head", 2.2 / 2.05, "a"),
     ]
-    assert row_bytes("int8_token_head + int4_g4") == 212 and row_bytes("e4m3_tensor") == 256 and row_bytes("mla_fp8") == 656
+    sizes = {"int8_token_head + int4_g4": 212, "e4m3_tensor": 256, "mla_fp8": 656}
+    assert all(row_bytes(kv) == size for kv, size in sizes.items())
+
+
+def test_steps_of_engines_and_of_attention_alone_count_too():
+    served = {"model": "m", "weights": "w4", "batch": 1, "context": 8, "kv": "auto"}
+    rows = [
+        served | {"plugin": "on", "kv_format": "int8_token_head,int4_g4", "tpot_ms": 2.0},
+        served | {"plugin": "on", "kv_format": "", "tpot_ms": 3.0},
+        served | {"plugin": "off", "kv_format": "", "tpot_ms": 4.0},  # the engine's own
+    ]
+    alone = {"name": "B=1", "formats": ["int4_g4", "int4_g4"], "graph_us": {"median_us": 16.0}}
+    assert steps_of({"rows": rows, "steps": [alone]}) == [
+        Step("m, w4, 1 x 8", "int8_token_head + int4_g4", 2.0),
+        Step("m, w4, 1 x 8", "bf16", 3.0),
+        Step("attention, B=1", "int4_g4", 0.016),
+    ]
 
 
 def test_the_page_names_every_format_whose_recorded_step_is_slower_than_a_larger_ones():
