@@ -130,6 +130,15 @@ def test_every_design_page_is_in_the_index_and_begins_with_where_it_stands():
         assert re.search(r"\]\(((mla|moe|weight_only_linear)\.md)?#where-it-stands\)", opening), page.name
 
 
+@pytest.mark.parametrize("document", RUN)
+def test_examples_have_no_keys_in_int4_without_constants(document: str):
+    """A reader copies them, and plain INT4 keys lose answers (docs/accuracy.md)."""
+    blocks = [match["code"] for match in BLOCK.finditer((ROOT / document).read_text())]
+    lines = [line for block in blocks for line in block.splitlines()]
+    found = [line for line in lines if re.search(r'(kv_format=|Cache\()"int4', line) and "transform=" not in line]
+    assert not found
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/tasks").glob("*.md")), ids=name)
 def test_a_page_that_says_how_to_do_something_is_short(page: Path):
     assert len(page.read_text().splitlines()) <= 250, "want tables and checks in docs/reference"
