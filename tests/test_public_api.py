@@ -64,7 +64,7 @@ def test_every_public_name_is_documented(module_name: str):
     assert not bare, f"{module_name}: no docstring of {', '.join(bare)}"
 
 
-NOUN = re.compile(r"[A-Z][a-z]*[^s\W] |\W|[a-z]|[A-Z]\w+s (of|in|that|whose)\b")
+NOUN = re.compile(r"[A-Z][a-z]*[^s\W] |\W|[a-z]|[A-Z]\w+s (of|in|per|that|whose)\b")
 """How a docstring begins that names a thing: "The pages of ...", "[tokens, hidden] of ...", "Bytes of ..."."""
 
 

@@ -248,7 +248,7 @@ class QuantizedLinear(OfWeight):
         )
 
     def fold(self, shifts: torch.Tensor | None) -> None:
-        """Takes shifts as the weight's floating zero points; a state dict may have them apart."""
+        """Makes shifts the weight's floating zero points. A state dict may hold them as a tensor of their own."""
         if shifts is not None:
             self._set(with_shifts(self.weight, checked_shifts(shifts, self.weight)), self.bias)
 

@@ -34,7 +34,7 @@ class LinearScaling:
         check_positive("factor", self.factor)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
-        """Radians per position of each pair; theta: base of the unscaled ones."""
+        """Returns the radians per position of each pair. theta: the base of the unscaled frequencies."""
         return [frequency / self.factor for frequency in base_frequencies(rotary_dim, theta)]
 
 
@@ -65,7 +65,7 @@ class NtkScaling:
                 check_count(name, getattr(self, name), 1)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
-        """Radians per position of each pair; theta: base of the unscaled ones."""
+        """Returns the radians per position of each pair. theta: the base of the unscaled frequencies."""
         stretch = self.factor
         if self.seq_len is not None and self.original_max_position is not None:
             length = max(self.seq_len, self.original_max_position)
@@ -95,7 +95,7 @@ class Llama3Scaling:
             )
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
-        """Radians per position of each pair; theta: base of the unscaled ones."""
+        """Returns the radians per position of each pair. theta: the base of the unscaled frequencies."""
         return [self._scaled(frequency) for frequency in base_frequencies(rotary_dim, theta)]
 
     def _scaled(self, frequency: float) -> float:
@@ -141,7 +141,7 @@ class YarnScaling:
         check_flag("truncate", self.truncate)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
-        """Radians per position of each pair; theta: base of the unscaled ones."""
+        """Returns the radians per position of each pair. theta: the base of the unscaled frequencies."""
         low, high = (self._dimension(turns, rotary_dim, theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -176,7 +176,7 @@ _FIELDS = {name: tuple(kind.__dataclass_fields__) for name, kind in _SCALINGS.it
 
 
 def base_frequencies(rotary_dim: int, theta: float) -> list[float]:
-    """Radians per position of each pair: theta**(-2i / rotary_dim)."""
+    """Returns the radians per position of each pair: theta**(-2i / rotary_dim)."""
     return [theta ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
 
 

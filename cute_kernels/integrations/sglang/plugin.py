@@ -35,8 +35,8 @@ SEAMS: tuple[Seam, ...] = (linear, moe, attention)
 def register() -> None:
     """Hooks every seam in the SGLang of this process.
 
-    Beside an SGLang that is not supported, or with CUTE_KERNELS_SGLANG=0, it does nothing, and one line says so. Which
-    GPU there is, is asked where a layer's weights are: no process needs CUDA for this.
+    Beside an SGLang that is not supported, or with CUTE_KERNELS_SGLANG=0, it does nothing, and one line says so. It
+    does not start CUDA: each layer looks at the GPU that holds its weights.
     """
     import sglang
 
