@@ -222,13 +222,13 @@ class Rope:
         return self.scaling.amplitude() if isinstance(self.scaling, YarnScaling) else 1.0
 
     def frequencies(self) -> list[float]:
-        """Radians per position of each pair, in double precision."""
+        """Returns the radians per position of each pair, in double precision."""
         if self.scaling is None:
             return base_frequencies(self.rotary_dim, self.theta)
         return self.scaling.frequencies(self.rotary_dim, self.theta)
 
     def phase_steps(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``; made once per device."""
+        """Returns the turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``; made once per device."""
         return _phase_steps(self, torch.device(device))
 
     def rotation(
