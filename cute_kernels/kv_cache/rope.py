@@ -228,7 +228,7 @@ class Rope:
         return self.scaling.frequencies(self.rotary_dim, self.theta)
 
     def phase_steps(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Returns the turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``; made once per device."""
+        """Returns the turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``; kept per device."""
         return _phase_steps(self, torch.device(device))
 
     def rotation(
