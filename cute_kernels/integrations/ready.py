@@ -10,7 +10,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -26,8 +28,9 @@ from cute_kernels.runtime.gpu import forgotten
 from cute_kernels.runtime.native import compiler_remedy, compiler_version
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import default_directory
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.workspace import COUNTERS, POOL
 
+T = TypeVar("T")
 GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
 """Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps.
 
@@ -99,13 +102,35 @@ def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logg
     asked = list(dict.fromkeys(specs))
     missing = [spec for spec in asked if not default_cache().has(spec, arch)]
     start = time.perf_counter()
-    POOL.prepare(index)
+    set_aside(index)
     if missing:
         logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(asked))
     default_cache().load_many(asked, arch)
     logger.info("cute-kernels: %d kernels ready after %.1f s", len(asked), time.perf_counter() - start)
 
 
+def outlasting(index: int, make: Callable[[], T]) -> T:
+    """What ``make`` allocates on a GPU, outside the memory pools of this thread, which an engine may empty when it
+    sleeps (vLLM's `--enable-sleep-mode`): torch's pools are those of a thread."""
+
+    def run() -> T:
+        with torch.cuda.device(index):
+            made = make()
+            torch.cuda.synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+@functools.cache
+def set_aside(index: int) -> None:
+    """Sets memory aside for launches in graphs, whose words they wait to see changed: other contents give wrong
+    results."""
+    outlasting(index, lambda: [pool.prepare(index) for pool in (POOL, COUNTERS)])
+
+
+forgotten(set_aside.cache_clear)
 _kinds: set[tuple[KernelSpec, ...]] = set()
 forgotten(_kinds.clear)
 

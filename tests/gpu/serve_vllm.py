@@ -189,6 +189,18 @@ def generate_twice(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]
     return {"results": [*generate(llm), *generate(llm)]}
 
 
+def sleep_and_wake(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """Before it sleeps, after its weights were put aside, and after they were thrown away and loaded again."""
+    results = generate(llm)
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        results += generate(llm)
+    return {"results": results}
+
+
 def random_prompts(lengths: list[int]) -> list[list[int]]:
     rng = random.Random(len(lengths))
     return [[rng.randrange(5, VOCABULARY) for _ in range(length)] for length in lengths]

@@ -193,6 +193,16 @@ def test_latent_attention_gives_what_flashmla_gives(served: Served):
     assert EXACT.holds(found), str(found)
 
 
+def test_an_engine_that_slept_gives_the_same_tokens(served: Served):
+    """Its cache is rotated by constants, which are no weights."""
+    slept, awake = served("w4-slept"), served("w4-int4-rows")
+    assert slept["attention"] == [OURS] and slept["linear"] == awake["linear"] != []
+    count = len(awake["results"]) // 2
+    for begin in range(0, len(slept["results"]), count):
+        found = difference({"results": slept["results"][begin : begin + count]}, {"results": awake["results"][:count]})
+        assert EXACT.holds(found), (begin, str(found))
+
+
 def test_nothing_of_a_model_without_layers_of_ours_is_replaced(served: Served):
     """Of 16-bit weights and a 16-bit cache: its norms are Inductor's, too."""
     found = served("theirs-compiled")

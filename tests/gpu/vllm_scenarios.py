@@ -172,6 +172,10 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves_mla=True),
         "latent": Scenario(model=LATENT, engine=FLASHMLA),
         "w4": Scenario(kv_format="fp16", model=W4),
+        "w4-slept": Scenario(
+            "int4_per_token_head", model=W4, engine={"enable_sleep_mode": True}, what="sleep_and_wake"
+        ),
+        "w4-int4-rows": Scenario("int4_per_token_head", model=W4),
         "w4-fused": Scenario(kv_format="fp16", model=W4, engine=COMPILED),
         "w4-bf16": Scenario(kv_format="bf16", model=W4_BF16),
         "w4-bf16-fused": Scenario(kv_format="bf16", model=W4_BF16, engine=COMPILED),
@@ -278,7 +282,7 @@ def _attention_kernels(scenario: Scenario, invariant: bool) -> list[KernelSpec]:
                 sliding_window=scenario.model.get("sliding_window"),
                 soft_cap=None,
                 sinks=None,
-                transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"], "cpu"),
+                transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"]),
             )
         )
     drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)

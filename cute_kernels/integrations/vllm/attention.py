@@ -150,7 +150,6 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False)
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers)
         and (kv_formats.is_own(kv_cache_dtype) or not BACKENDS_PACK),
         "--kv-sharing-fast-prefill": bool(config.cache_config.kv_sharing_fast_prefill),
-        "sleep mode": prepare.may_sleep(),
         "more drafted tokens than decode attention takes": not extends and most_queries(config) > MAX_Q_LEN,
         # Their states' pages are as large as attention's in 16 bits, where vLLM does not ask what these take.
         "Mamba layers beside such pages": kv_formats.is_own(kv_cache_dtype) and model.is_hybrid and not BACKENDS_PACK,
@@ -248,7 +247,8 @@ class CuteKernelsAttentionImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.sink_logits, self.flash_sinks = sinks, None, None
         self.formats = kv_formats.formats_for(kv_cache_dtype)
-        self.transform = kv_formats.transform_for(kv_cache_dtype, self.num_kv_heads, head_size, _device())
+        transform = kv_formats.transform_for(kv_cache_dtype, self.num_kv_heads, head_size)
+        self.transform = None if transform is None else kv_constants.kept(transform, _device())
         note_served(f"attention {self.formats} {head_size}")
         self.invariant = is_invariant()
         config = get_current_vllm_config_or_none()

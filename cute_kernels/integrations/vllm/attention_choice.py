@@ -1,8 +1,7 @@
 """Replaces the functions by which vLLM chooses the attention backend and counts the bytes of its caches.
 
 vLLM remembers a choice by less than decides it. The environment may name another format for the next layer, or for the
-next engine of a process; an engine may be put to sleep; a layer may have ALiBi slopes. Here it chooses anew where one
-of these has changed.
+next engine of a process; a layer may have ALiBi slopes. Here it chooses anew where one of these has changed.
 """
 
 from __future__ import annotations

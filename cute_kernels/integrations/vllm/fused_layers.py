@@ -30,7 +30,6 @@ from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.runtime.workspace import COUNTERS
 
 SpecT = TypeVar("SpecT", bound=KernelSpec)
 VLLM_COMPILE = 3  # CompilationMode.VLLM_COMPILE, the mode in which passes run
@@ -164,7 +163,7 @@ def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     if not may_serve([(problem.format.key, n, k)]):
         return
     index = torch.cuda.current_device()
-    COUNTERS.prepare(index)  # a capture may be the first that asks for them
+    prepare.set_aside(index)  # a capture may be the first that asks for counters
     for m in filter(serves_rows, rows.all()):
         kernel_of(m, max(n, k), index)
 

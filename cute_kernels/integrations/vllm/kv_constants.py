@@ -15,7 +15,7 @@ import torch
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores.features import WIDEST_RESTORED
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import environment, kv_formats
+from cute_kernels.integrations.vllm import environment, kv_formats, prepare
 from cute_kernels.kv_cache.config import other_rotation, row_transform_of
 from cute_kernels.kv_cache.constants import CacheConstants
 
@@ -71,7 +71,14 @@ def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -
             _check_served(cut, impl.head_size, impl.soft_cap)
         except ValueError as error:
             raise ValueError(f"{path}: {name}: {error}") from error
-        impl.transform = cut.to(device)
+        impl.transform = kept(cut, device)
+
+
+def kept(transform: CacheTransform, device: torch.device) -> CacheTransform:
+    """A transform on a device, where it stays while an engine sleeps."""
+    if device.type == "cpu":
+        return transform
+    return prepare.outlasting(prepare.index_of(device), lambda: transform.to(device))
 
 
 def own_heads(transform: CacheTransform, num_kv_heads: int, rank: int, ranks: int) -> CacheTransform:
@@ -99,7 +106,7 @@ def kinds(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> list[CacheT
     """Transforms that represent all of a model's layers, as far as kernels differ by them; on the CPU."""
     path = environment.wanted_constants()
     if path is None or not kv_formats.is_own(kv_cache_dtype):
-        return [kv_formats.transform_for(kv_cache_dtype, num_kv_heads, head_size, "cpu")]
+        return [kv_formats.transform_for(kv_cache_dtype, num_kv_heads, head_size)]
     return list({row_transform_of(one, shift=False): one for one in _read(path).transforms}.values())
 
 

@@ -121,10 +121,8 @@ FASTER = ("fp8", "fp8_e4m3")
 ROTATED_SIZES = (64, 128)  # which attention turns back in its own launch
 
 
-def transform_for(
-    kv_cache_dtype: str, num_kv_heads: int, head_size: int, device: torch.device | str
-) -> CacheTransform | None:
-    """The transform of a layer's K and V before they are quantised; None for nothing.
+def transform_for(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> CacheTransform | None:
+    """The transform of a layer's K and V before they are quantised, on the CPU; None for nothing.
 
     Signs keep a channel that all tokens have in common from becoming one large column. They are the same in every
     process: caches that are handed over can be read.
@@ -134,7 +132,7 @@ def transform_for(
     generator = torch.Generator().manual_seed(SIGNS_SEED)
     # vLLM makes layers with a GPU as the default device, which the generator is not of.
     drawn = torch.randint(0, 2, (num_kv_heads, head_size), generator=generator, device="cpu")
-    signs = drawn.float().mul(2).sub(1).to(device)
+    signs = drawn.float().mul(2).sub(1)
     return CacheTransform(k_factor=signs, k_rotation=head_size, v_factor=signs, v_rotation=head_size)
 
 

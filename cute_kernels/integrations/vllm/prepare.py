@@ -6,11 +6,11 @@ from __future__ import annotations
 import functools
 
 from cute_kernels.integrations import ready
-from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts, index_of, note, specs_for
+from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts, index_of, note, outlasting, set_aside, specs_for
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger
 
-__all__ = ["RowCounts", "index_of", "note", "specs_for"]
+__all__ = ["RowCounts", "index_of", "note", "outlasting", "set_aside", "specs_for"]
 
 WANTED = "wanted_by_vllm.json"
 """In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
@@ -40,18 +40,6 @@ def engine_has(part: str, option: str) -> bool:
     return bool(getattr(getattr(get_current_vllm_config_or_none(), part, None), option, False))
 
 
-def may_sleep() -> bool:
-    """Whether the engine of this process may be put to sleep (`--enable-sleep-mode`), which these layers do not
-    survive.
-
-    Sleep frees everything that was allocated while weights and caches were made, also workspaces and a cache's
-    constants. Launches poll words of workspaces, so other contents give wrong results.
-    """
-    return engine_has("model_config", "enable_sleep_mode")
-
-
 def why_left(seam: str) -> str | None:
     """Why a seam serves no layer of the engine that is being made; None if it may."""
-    if not plugin.is_replaced(seam):
-        return f"{environment.SWITCH}={environment.switch()}"
-    return "sleep mode not supported" if may_sleep() else None
+    return None if plugin.is_replaced(seam) else f"{environment.SWITCH}={environment.switch()}"

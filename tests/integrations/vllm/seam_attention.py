@@ -382,7 +382,7 @@ def rotated_rows_lose_no_more_than_vllms() -> None:
         outliers = plain.clone()
         outliers[..., 5] += 20
         rows = {"plain": plain, "outliers": outliers, "mean": plain + 3, "positive": plain.abs()}
-        transform = kv_formats.transform_for("int4_per_token_head", 2, dim, "cpu")
+        transform = kv_formats.transform_for("int4_per_token_head", 2, dim)
         assert transform is not None
         losses = {}
         for name, x in rows.items():

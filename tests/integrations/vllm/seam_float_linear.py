@@ -218,7 +218,7 @@ def other_float_layers_are_left_to_vllm_with_a_reason() -> None:
         return
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 
-    from cute_kernels.integrations.vllm import float_linear, prepare
+    from cute_kernels.integrations.vllm import float_linear
 
     def reason(method: Any, layer: Any) -> str:
         before, key = kernel_of(method), hasattr(layer, "_input_quant_key")
@@ -246,7 +246,6 @@ def other_float_layers_are_left_to_vllm_with_a_reason() -> None:
         )
         with (
             mock.patch.object(float_linear, "get_current_vllm_config_or_none", lambda: chosen),
-            mock.patch.object(prepare, "may_sleep", lambda: False),
         ):
             assert "--linear-backend" in reason(method, layer)
     with wanted(""), named():

@@ -43,6 +43,44 @@ def what_is_traced_does_not_depend_on_the_values_of_weights() -> None:
 
 
 @check
+def layers_that_are_loaded_again_lie_where_they_were() -> None:
+    """By vLLM's own code for weights that are updated, or thrown away by a sleeping engine: graphs read them there."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader import reload
+
+    from tests.integrations.vllm import layers
+
+    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(loaded_weight)
+
+    rank = "vllm.model_executor.parameter.get_tensor_model_parallel"
+    one_gpu = mock.patch(f"{rank}_rank", lambda: 0), mock.patch(f"{rank}_world_size", lambda: 1)
+    for form in (layers.Checkpoint(name, zero_point=name == "awq") for name in ("ct", "gptq", "awq")):
+        layer = torch.nn.Module()
+        with one_gpu[0], one_gpu[1], mock.patch.object(layers, "_no_loader", load):
+            method = layers._METHODS[form.checkpoint](form, layer, "cpu")
+            layer.quant_method = mock.Mock(spec=QuantizeMethodBase)
+            layer.quant_method.process_weights_after_loading = method.process_weights_after_loading
+            reload.record_metadata_for_reloading(layer)
+            places = []
+            for seed in range(2):
+                drawn = layers.draw(form, seed)
+                for name, tensor in layers.tensors_of(form, drawn, layers.has_act_order()).items():
+                    parameter = getattr(layer, name)
+                    parameter.weight_loader(parameter, tensor)
+                if not seed:
+                    method.process_weights_after_loading(layer)
+                    places = [x.data_ptr() for x in layer.parameters()]
+                    reload.initialize_layerwise_reload(layer)
+            reload.finalize_layerwise_reload(layer, mock.Mock(dtype=form.dtype))
+        assert [x.data_ptr() for x in layer.parameters()] == places != []
+        x = torch.randn(5, form.k, dtype=form.dtype)
+        expected = x.double() @ drawn.weight.T
+        apply = getattr(method, "apply_weights", None) or method.apply
+        assert (apply(layer, x, None).double() - expected).abs().max() < expected.abs().max() * 2**-7, str(form)
+
+
+@check
 def layers_are_served_under_batch_invariance() -> None:
     """vLLM 0.33 asks no kernel then; what is not served here is dequantised by it, as ever."""
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16 as scheme

@@ -87,43 +87,54 @@ def doctor_says_what_would_keep_vllm_from_starting() -> None:
 
 
 @check
-def engines_that_may_sleep_are_left_to_vllm_with_a_reason() -> None:
+def what_lasts_while_an_engine_sleeps_is_allocated_by_another_thread() -> None:
+    """vLLM's pools, which sleep throws away, are those of the thread that makes weights and caches."""
+    import threading
+
+    import torch
+
+    from cute_kernels.integrations import ready
+    from cute_kernels.integrations.vllm import kv_constants, prepare
+
+    threads: list[threading.Thread] = []
+
+    def note(what: object) -> Any:
+        threads.append(threading.current_thread())
+        return what
+
+    ready.set_aside.cache_clear()
+    with (
+        mock.patch.multiple(ready, POOL=mock.Mock(prepare=note), COUNTERS=mock.Mock(prepare=note)),
+        mock.patch.multiple(ready, default_cache=mock.DEFAULT, arch_of=mock.DEFAULT),
+        mock.patch.multiple(torch.cuda, device=mock.MagicMock(), synchronize=mock.DEFAULT) as cuda,
+    ):
+        prepare.load(torch.device("cuda", 0), [])
+        assert kv_constants.kept(mock.Mock(to=note), torch.device("cuda", 0)) == torch.device("cuda", 0)
+        assert cuda["synchronize"].call_count == 2
+    ready.set_aside.cache_clear()
+    assert len(threads) == 3 and threading.current_thread() not in threads
+
+
+@check
+def engines_that_may_sleep_are_served() -> None:
     import vllm.config
 
-    from cute_kernels.integrations.vllm import attention, mla, moe, prepare
-    from cute_kernels.integrations.vllm.linear import CuteKernelsLinearKernel
-    from tests.integrations.vllm import layers
+    from cute_kernels.integrations.vllm import attention, prepare
     from tests.integrations.vllm.seam_attention import reasons_against
 
-    def engine(sleeps: bool) -> Any:
-        return SimpleNamespace(
-            model_config=SimpleNamespace(enable_sleep_mode=sleeps, rswa_window=None, is_hybrid=False),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-            cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
-            speculative_config=None,
-            compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
-        )
-
-    moe.current_platform = hopper()
-    experts = layers.make_experts(layers.Checkpoint("ct", group_size=32, n=96, k=128), "cpu")
-    layer = layers.make(layers.Checkpoint("ct", 4, 128), "cpu")
-    impl = SimpleNamespace(kv_cache_dtype="auto", head_size=576, kv_lora_rank=512, num_heads=16, dcp_world_size=1)
-    for sleeps in (False, True):
-        config = engine(sleeps)
-        with (
-            mock.patch.object(vllm.config, "get_current_vllm_config_or_none", lambda config=config: config),
-            mock.patch.object(attention, "get_current_vllm_config_or_none", lambda config=config: config),
-        ):
-            assert prepare.may_sleep() is sleeps
-            source = layers.expert_source(layers.Checkpoint("ct"))
-            reasons = (
-                CuteKernelsLinearKernel.can_implement(layer.kernel.config)[1],
-                "; ".join(reasons_against()),
-                moe.reason_against(experts.method, experts.layer, source),
-                mla.reason_against(impl, "mla_bf16"),
-            )
-        assert all("sleep mode not supported" in str(reason) for reason in reasons) if sleeps else not any(reasons)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=True, rswa_window=None, is_hybrid=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+    )
+    with (
+        mock.patch.object(vllm.config, "get_current_vllm_config_or_none", lambda: config),
+        mock.patch.object(attention, "get_current_vllm_config_or_none", lambda: config),
+    ):
+        assert prepare.why_left("linear") is None and not reasons_against()
 
 
 @check

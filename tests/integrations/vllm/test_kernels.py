@@ -254,7 +254,7 @@ def test_kernels_of_a_served_scenario_can_be_listed_before_it_runs():
 def test_transformed_steps_of_any_number_of_requests_run_kernels_that_are_listed():
     """Whether append and attention are one launch depends on how many there are, too."""
     kv_heads, rows, page = 8, 68, 64
-    transform = kv_formats.transform_for("int4_per_token_head", kv_heads, 128, "cpu")
+    transform = kv_formats.transform_for("int4_per_token_head", kv_heads, 128)
     impl = layer("int4_g1", "int4_g1")
     impl.transform = transform
     decodes = attention_kernels.Decodes(attention_kernels.batches_up_to(256), 1, 8192, page, torch.bfloat16)
