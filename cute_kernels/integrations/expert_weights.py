@@ -43,16 +43,15 @@ def from_inputs_packed(
         scales: [E, G, N]. zeros: int32 [E, G, N * bits / 32], packed along the outputs; None for symmetric weights.
         gated: whether N are gate's and up's rows.
     """
-    order = gate_and_up_in_turn if gated else _as_it_is
     per_word = fields.check_bits(bits)
-    rows = order(words.transpose(1, 2)).flatten(0, 1)
+    rows = _in_order(words.transpose(1, 2), gated).flatten(0, 1)
     n, k = words.shape[2], words.shape[1] * per_word
     points = None if zeros is None else fields.unpack_words(zeros, bits)
     return _pack(
         lambda start, stop: fields.unpack_words(rows[start:stop], bits),
         (len(words), n, k),
-        order(scales.transpose(1, 2)),
-        None if points is None else order(points.transpose(1, 2)),
+        _in_order(scales.transpose(1, 2), gated),
+        None if points is None else _in_order(points.transpose(1, 2), gated),
         bits=bits,
         group_size=group_size,
         dtype=dtype,
@@ -70,21 +69,20 @@ def from_awq(
     gated: bool,
 ) -> PackedExperts:
     """Experts of AWQ layers: words int32 [E, K, N / 8], zeros int32 [E, G, N / 8], both in AWQ's order of columns."""
-    order = gate_and_up_in_turn if gated else _as_it_is
-    codes = order(awq.columns(words).transpose(1, 2)).flatten(0, 1)
+    codes = _in_order(awq.columns(words).transpose(1, 2), gated).flatten(0, 1)
     return _pack(
         lambda start, stop: codes[start:stop],
         (len(words), scales.shape[2], words.shape[1]),
-        order(scales.transpose(1, 2)),
-        order(awq.columns(zeros).transpose(1, 2)),
+        _in_order(scales.transpose(1, 2), gated),
+        _in_order(awq.columns(zeros).transpose(1, 2), gated),
         bits=bits,
         group_size=group_size,
         dtype=dtype,
     )
 
 
-def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
-    return rows
+def _in_order(rows: torch.Tensor, gated: bool) -> torch.Tensor:
+    return gate_and_up_in_turn(rows) if gated else rows
 
 
 def _pack(

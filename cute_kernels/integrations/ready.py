@@ -102,35 +102,29 @@ def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logg
     asked = list(dict.fromkeys(specs))
     missing = [spec for spec in asked if not default_cache().has(spec, arch)]
     start = time.perf_counter()
-    set_aside(index)
+    # Launches wait to see words of this memory changed: other contents give wrong results.
+    outlasting(device, lambda: [pool.prepare(index) for pool in (POOL, COUNTERS)])
     if missing:
         logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(asked))
     default_cache().load_many(asked, arch)
     logger.info("cute-kernels: %d kernels ready after %.1f s", len(asked), time.perf_counter() - start)
 
 
-def outlasting(index: int, make: Callable[[], T]) -> T:
-    """What ``make`` allocates on a GPU, outside the memory pools of this thread, which an engine may empty when it
+def outlasting(device: torch.device, make: Callable[[], T]) -> T:
+    """What ``make`` allocates on a device, outside the memory pools of this thread, which an engine may empty when it
     sleeps (vLLM's `--enable-sleep-mode`): torch's pools are those of a thread."""
+    if device.type != "cuda":
+        return make()
 
     def run() -> T:
-        with torch.cuda.device(index):
-            made = make()
-            torch.cuda.synchronize()
+        made = make()
+        torch.cuda.synchronize(device)
         return made
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
 
 
-@functools.cache
-def set_aside(index: int) -> None:
-    """Sets memory aside for launches in graphs, whose words they wait to see changed: other contents give wrong
-    results."""
-    outlasting(index, lambda: [pool.prepare(index) for pool in (POOL, COUNTERS)])
-
-
-forgotten(set_aside.cache_clear)
 _kinds: set[tuple[KernelSpec, ...]] = set()
 forgotten(_kinds.clear)
 

@@ -203,9 +203,7 @@ def _some_read_anothers_cache(config: Foreign) -> bool:
 
 def _device() -> torch.device:
     """Where layers of this process are."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _kept(before: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:

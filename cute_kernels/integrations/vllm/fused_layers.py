@@ -163,7 +163,6 @@ def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     if not may_serve([(problem.format.key, n, k)]):
         return
     index = torch.cuda.current_device()
-    prepare.set_aside(index)  # a capture may be the first that asks for counters
     for m in filter(serves_rows, rows.all()):
         kernel_of(m, max(n, k), index)
 

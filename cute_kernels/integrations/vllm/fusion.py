@@ -44,15 +44,12 @@ class FusionPass(InductorPass):
 @functools.cache
 def _sums() -> fused_graph.Sums | None:
     """vLLM's operators of norms; None where it has none of these names."""
-    operators = getattr(torch.ops, _operators)
+    operators = torch.ops.vllm_ir
     try:
         add_norm, norm = operators.fused_add_rms_norm.default, operators.rms_norm.default
     except AttributeError:
         return None
     return fused_graph.Sums(add_norm, norm, fused_layers.is_norm_ready)
-
-
-_operators = "vllm_ir"
 
 
 # -- the seam ---------------------------------------------------------------------------------------------------------

@@ -76,9 +76,7 @@ def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -
 
 def kept(transform: CacheTransform, device: torch.device) -> CacheTransform:
     """A transform on a device, where it stays while an engine sleeps."""
-    if device.type == "cpu":
-        return transform
-    return prepare.outlasting(prepare.index_of(device), lambda: transform.to(device))
+    return prepare.outlasting(device, lambda: transform.to(device))
 
 
 def own_heads(transform: CacheTransform, num_kv_heads: int, rank: int, ranks: int) -> CacheTransform:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import functools
 
 from cute_kernels.integrations import ready
-from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts, index_of, note, outlasting, set_aside, specs_for
+from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts, index_of, note, outlasting, specs_for
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger
 
-__all__ = ["RowCounts", "index_of", "note", "outlasting", "set_aside", "specs_for"]
+__all__ = ["RowCounts", "index_of", "note", "outlasting", "specs_for"]
 
 WANTED = "wanted_by_vllm.json"
 """In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""

@@ -67,18 +67,17 @@ class Interface:
     pass_manager: tuple[str, str] = ("vllm.compilation.passes.pass_manager", "PostGradPassManager")
 
 
-SERVED, CHECKED = "served on an H200, interface tests", "interface tests"
 _OLD_EXPERTS = f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna16_marlin"
 INTERFACES = {
     (0, 26): Interface(
-        SERVED,
+        "served on an H200, interface tests",
         expert_methods=(
             (_OLD_EXPERTS, "CompressedTensorsWNA16MarlinMoEMethod"),
             *AUTO_EXPERTS,
         ),
         mla_gives_lse=False,
     ),
-    **{(0, minor): Interface(CHECKED) for minor in (30, 31, 32)},
+    **{(0, minor): Interface("interface tests") for minor in (30, 31, 32)},
     (0, 33): Interface("Llama, Qwen3 and gpt-oss served on an H200, interface tests"),
 }
 """By (major, minor)."""

@@ -102,16 +102,14 @@ def what_lasts_while_an_engine_sleeps_is_allocated_by_another_thread() -> None:
         threads.append(threading.current_thread())
         return what
 
-    ready.set_aside.cache_clear()
     with (
         mock.patch.multiple(ready, POOL=mock.Mock(prepare=note), COUNTERS=mock.Mock(prepare=note)),
         mock.patch.multiple(ready, default_cache=mock.DEFAULT, arch_of=mock.DEFAULT),
-        mock.patch.multiple(torch.cuda, device=mock.MagicMock(), synchronize=mock.DEFAULT) as cuda,
+        mock.patch.object(torch.cuda, "synchronize") as synchronize,
     ):
         prepare.load(torch.device("cuda", 0), [])
         assert kv_constants.kept(mock.Mock(to=note), torch.device("cuda", 0)) == torch.device("cuda", 0)
-        assert cuda["synchronize"].call_count == 2
-    ready.set_aside.cache_clear()
+        assert synchronize.call_count == 2
     assert len(threads) == 3 and threading.current_thread() not in threads
 
 
