@@ -39,8 +39,10 @@ def specs() -> list[KernelSpec]:
     def work() -> None:
         wide_call("cpu").run()
         calls = [small_call("cpu"), wide_call("cpu"), *(decode_call(name, 64, 1, 8, blank=True) for name in FORMATS)]
+        in_heads = ("int4_g4", "int8_token_head")
+        calls += [decode_call(name, 64, 1, 8, blank=True, cache_layout="HND") for name in in_heads]
         for call in calls:
-            blocks = blocks_for(LENGTHS, [1] * len(LENGTHS), call.k_cache.shape[2], 64, 768)
+            blocks = blocks_for(LENGTHS, [1] * len(LENGTHS), call.q.shape[2] // 4, 64, 768)
             for num_splits in (None, 1):
                 call.run(**blocks, num_splits=num_splits)
 
@@ -126,6 +128,15 @@ def test_a_graph_follows_lists_that_change():
             static[name].copy_(blocks[name])
         graph.replay()
         assert torch.equal(out, call.run(**blocks))
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g4", "int8_token_head"])
+def test_head_major_pages_are_read_alike(kv_format):
+    call = decode_call(kv_format, 64, 1, 8, cache_layout="HND", device="cuda")
+    given = {**call.options, **on("cuda", blocks_for(LENGTHS, [1] * len(LENGTHS), 8, 64, 768)), "kv_format": kv_format}
+    want, _ = decode_attention_reference(*call.tensors, **given, compute_dtype=torch.float64)
+    out = decode_attention(*call.tensors, **given)
+    assert (out.double() - want).norm() <= cases.TOLERANCE[out.dtype] * want.norm()
 
 
 def test_a_list_of_all_blocks_is_a_call_over_all_tokens():
