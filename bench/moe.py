@@ -21,11 +21,13 @@ from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.compile import entry_specs, layer_specs
-from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.experts.product import routing_function
 from cute_kernels.gemm.experts.spec import ExpertSpec
+from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.problem import GroupedProblem
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import KernelSpec
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
@@ -88,7 +90,7 @@ class MoeShape:
 
 def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
-    found: dict[KernelSpec, None] = {ExpertSpec(RoutingConfig(32)): None, ExpertSpec(GatherConfig()): None}
+    found: dict[KernelSpec, None] = {ExpertSpec(RoutingConfig(32)): None, GemmSpec(InputRowsConfig("bf16")): None}
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for model in models:
         found |= dict.fromkeys(moe_router.specs(model))

@@ -19,7 +19,8 @@ bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], 
 
 Rows of x made ready (`INPUT_ROWS`): out [m, k], k a multiple of 8; addresses on 16 bytes: x, rows of k elements,
 ``stride`` elements apart, a multiple of 8; order int32 [k], which input of x each is; factors [k] of x's dtype, in x's
-order. Those that the configuration has no use for are not read. parts: CTAs of each row.
+order. Those that the configuration has no use for are not read. parts: CTAs of each row. end: address of the int32
+that says how many places of out have a row, or 0: all; rows int32 [m], the row of x at each place, or 0: each its own.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ inverse_k: 1 / k."""
 
 INPUT_ROWS = joined(
     arguments("tensor", "out"),
-    arguments("address", "x", "order", "factors"),
+    arguments("address", "x", "end", "rows", "order", "factors"),
     arguments("int64", "stride"),
     arguments("int32", "parts"),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
@@ -57,3 +58,15 @@ def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
             found = numbers.load_global_part(first + part * form.group_scale_bytes, 8 * size * half, size)
             words[half] = words[half] | (found << (bits * part))
     return [word.bitcast(Float32) for word in words]
+
+
+@cute.jit
+def row_of(end, rows, place):
+    """Returns (the number of places with a row, this place's row). end, rows: addresses, as `.arguments` has them; 0:
+    every place has its own row."""
+    count, row = place + 1, place
+    if end != 0:
+        count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
+    if rows != 0:
+        row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
+    return count, row

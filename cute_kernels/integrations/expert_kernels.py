@@ -13,11 +13,13 @@ from cute_kernels.gemm.activations import ActivationFunction, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.experts.choice import assigned
 from cute_kernels.gemm.experts.compile import specs_of
-from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.experts.plan import DTYPE_NAMES, entry_layouts
 from cute_kernels.gemm.experts.product import layout_of, problem_of
 from cute_kernels.gemm.experts.spec import ExpertSpec
+from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.gpu import forgotten
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -106,5 +108,5 @@ def _specs_of(
         return
     yield from (spec for layout in layouts for spec in specs_of(layout.config))
     yield ExpertSpec(RoutingConfig(ID_BITS))
-    yield ExpertSpec(GatherConfig(name))
+    yield GemmSpec(InputRowsConfig(name))
     yield from (ExpertSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))

@@ -162,7 +162,7 @@ def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, s
     run_on(grid)
     subject.halves = (lambda word: grid.element(word & 0xFFFF), lambda word: grid.element(word >> 16))
     subject.pack = lambda low, high: int(torch.tensor([low, high]).bfloat16().view(torch.int32)[0]) & 0xFFFFFFFF
-    grid.run(subject, m, 0, k // 8, starts[1] + 16, starts[2], starts[3], k + 24)
+    grid.run(subject, m, 0, k // 8, starts[1] + 16, 0, 0, starts[2], starts[3], k + 24)
     want = prepare_input(wide[:, 8 : k + 8], order if room else None, factors if scaled else None)
     assert np.array_equal(grid.memory[: 2 * m * k], bytes_of(want.contiguous()))
     assert np.all(grid.written[: 2 * m * k] == 1) and not grid.written[2 * m * k :].any()

@@ -198,7 +198,8 @@ def test_rows_that_are_not_as_products_take_them_are_prepared_in_one_launch(name
         symbol for symbol in symbols[:1] if symbol == PREPARED.get(name)
     ]
     if name in PREPARED:
-        rows, x, order, factors, stride, parts = launches[0].arguments
+        rows, x, end, numbers, order, factors, stride, parts = launches[0].arguments
+        assert not (end or numbers)
         given = made(name)
         assert (
             symbols[0] == PREPARED[name]

@@ -119,6 +119,7 @@ class Machine:
         self.memory = np.zeros(global_bytes, np.uint8)
         self.top = 256
         self.turns = Turns()
+        self.grid = (1, 1, 1)  # what kernels that ask for it are launched with
         self.copies: list[tuple[tuple[int, int, int], int, int]] = []  # CTA, source, bytes
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -301,6 +302,7 @@ class Machine:
 
         arch = SimpleNamespace(
             block_idx=lambda: self.cta.block,
+            grid_dim=lambda: self.grid,
             thread_idx=lambda: (self.here.thread, 0, 0),
             warp_idx=lambda: self.here.thread // 32,
             lane_idx=lambda: self.lane,

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-
 
 BF16, FP16 = torch.bfloat16, torch.float16
 EXPERTS, TOPK, HIDDEN, INNER = 8, 2, 192, 128
-ROUTING, GATHER, LIMBS, COMBINE = "moe_routing", "moe_gather", "linear_limbs", "moe_combine"
+ROUTING, GATHER, LIMBS, COMBINE = "moe_routing", "linear_inputs", "linear_limbs", "moe_combine"
 
 
 @functools.cache
@@ -290,7 +290,8 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
         assert [product[11:13] for product in between] == [(EXPERTS, 33 * TOPK)] * 2
     elif products == "tiles":
         gather, first, second = between
-        assert gather == (given["x"], end, rows, first[0].data_ptr(), 33 * TOPK)
+        assert gather[0] is first[0] and gather[1:6] == (given["x"].data_ptr(), end, rows, 0, 0)
+        assert gather[6] == given["x"].stride(0)
         assert first[0].shape == (33 * TOPK, HIDDEN) and first[6] == second[6] == offsets
     else:
         limbs, first, more_limbs, second = between
@@ -431,11 +432,11 @@ def test_rows_that_lie_apart_are_copied_by_a_launch_that_lets_the_next_begin(fun
     for _ in range(2):  # the second is a kept plan's
         launches.clear()
         function(**given | {"x": (x := apart(given["x"]))})
-        copy, address, order, factors, stride, parts = launches[0].arguments
-        assert (copy.shape, address, order, factors) == (x.shape, x.data_ptr(), 0, 0)
+        copy, address, *gathered, stride, parts = launches[0].arguments
+        assert (copy.shape, address, *gathered) == (x.shape, x.data_ptr(), 0, 0, 0, 0)
         assert (stride, parts) == (2 * HIDDEN, 1)
-        later = [one for launch in launches[1:] for one in launch.arguments if isinstance(one, torch.Tensor)]
-        assert copy.data_ptr() in [tensor.data_ptr() for tensor in later]
+        later = [one for launch in launches[1:] for one in launch.arguments]
+        assert copy.data_ptr() in [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in later]
         assert [launch.symbol for launch in launches] == ["linear_inputs_bf16", *plain]
     launches.clear()
     function(**given | {"x": apart(given["x"], 3)})  # no whole pieces of 16 bytes: torch copies
@@ -589,8 +590,9 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
     if products == "ranges":
         assert not before and last[0] is given["x"] and last[6] == rows
     elif products == "tiles":
-        ((source, *others),) = before
-        assert source is given["x"] and others == [offsets + 4 * EXPERTS, rows, last[0].data_ptr(), 3]
+        ((gathered, source, *others),) = before
+        assert gathered is last[0] and gathered.shape == (3, HIDDEN) and source == given["x"].data_ptr()
+        assert others[:5] == [offsets + 4 * EXPERTS, rows, 0, 0, HIDDEN]
     else:
         ((source, *others),) = before
         assert source is given["x"] and others[:4] == [offsets + 4 * EXPERTS, rows, 0, last[0].data_ptr()]

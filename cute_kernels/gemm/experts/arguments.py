@@ -24,8 +24,6 @@ What :mod:`cute_kernels.gemm.arguments` has too means the same here, of all expe
                        [tokens, topk]. With ``id_bits`` places are the assignments' own, and what is given instead of
                        them are ids of experts, of which those outside 0 to num_experts - 1 count for nothing; their
                        results may be of 2**part_bits parts of K, [parts, tokens * topk, n], all of which are added up
-    `GATHER`           x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the int32 that says
-                       how many places have a row; rows int32 [places]; out [places, k] as x
 """
 
 from __future__ import annotations
@@ -53,4 +51,3 @@ LIMB_ADDRESSES = ("codes", "scales", "x_scales", "bias", "out", "offsets")
 LIMB_TILES = matrix_arguments(LIMB_ADDRESSES, (*TILE_NUMBERS, "x_scale_pitch"))
 ROUTING = matrix_arguments(("offsets", "rows", "places"), ("num_experts",), "topk_ids")
 COMBINE = matrix_arguments(("results", "places", "weights"), ("topk", "num_experts", "part_bits"), "out")
-GATHER = matrix_arguments(("end", "rows", "out"), ("places",))

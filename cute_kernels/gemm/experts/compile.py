@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import choice
-from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import candidate_configs, entry_tiles
 from cute_kernels.gemm.operands.fp8_config import LIMBS, RowsConfig
@@ -41,7 +41,7 @@ def shipped_specs() -> list[KernelSpec]:
     small += [ExpertSpec(CombineConfig("bf16", "bf16", id_bits=bits)) for bits in (32, 64)]
     by_bf16 = [(source, bits) for bits in (0, 32, 64) for source in ("fp32", "bf16")]
     small += [ExpertSpec(CombineConfig("bf16", source, bits, shares="bf16")) for source, bits in by_bf16]
-    return [*small, *(ExpertSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
+    return [*small, *specs]
 
 
 def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:

@@ -7,13 +7,12 @@ from typing import ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import CompiledAs
-from cute_kernels.gemm.experts.arguments import COMBINE, GATHER, ROUTING
+from cute_kernels.gemm.experts.arguments import COMBINE, ROUTING
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.wgmma.results import one_of
 
 ROUTING_WARPS = 32
 COMBINE_THREADS = 128
-GATHER_THREADS = 256
 COMBINE_VECTOR = 4  # columns of a thread
 COMBINE_BATCH = 8  # rows that a thread asks for at a time
 OUT_DTYPES = ("bf16", "fp16", "fp32")
@@ -85,27 +84,3 @@ class CombineConfig:
         """Why this configuration cannot be compiled, or None."""
         problems = [one_of(getattr(self, name), OUT_DTYPES, name) for name in ("dtype", "source", "shares")]
         return next(filter(None, problems), None) or one_of(self.id_bits, (0, 32, 64), "id_bits")
-
-
-@dataclass(frozen=True)
-class GatherConfig:
-    """The kernel that gathers rows of x in the order of their places.
-
-    Attributes:
-        dtype: of x, "bf16" or "fp16".
-    """
-
-    dtype: str = "bf16"
-    num_threads: ClassVar[int] = GATHER_THREADS
-
-    def kernel(self) -> CompiledAs:
-        """How it is compiled."""
-        return CompiledAs("cute_kernels.gemm.experts.gather:GatherKernel", GATHER)
-
-    @property
-    def name(self) -> str:
-        return f"moe_gather_{self.dtype}_pdl"
-
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        return one_of(self.dtype, OUT_DTYPES[:2], "dtype")

@@ -24,14 +24,13 @@ from cute_kernels.gemm.experts.product import (
     GroupedProduct,
     assigned_product,
     combine_function,
-    gather_function,
     layout_of,
     problem_of,
     product_of,
     routing_function,
 )
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, entry_tiles
-from cute_kernels.gemm.inputs.launch import contiguous
+from cute_kernels.gemm.inputs.launch import InputRows, contiguous, rows_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.plan import aligned
 from cute_kernels.runtime.gpu import GPU, per_gpu
@@ -69,8 +68,7 @@ def _grouped_plan(
     index, vector = form.device_index, ALIGNMENT // form.dtype.itemsize
     product, num_experts = product_of(places, form, batch_invariant, activation), form.num_experts
     # What lays rows of x in the order of the places, where the product does not take them by index.
-    gather = gather_function(DTYPE_NAMES[form.dtype], index) if by_rows and not product.gathers else None
-    new_gathered = blank((places, -(-form.k // vector) * vector), form.dtype)
+    gather = gathering(places, form) if by_rows and not product.gathers else None
     new_out = blank((places, out_features(form.n, activation)), out_dtype)
     send = product.bound(form.n, activation, out_dtype)
     pads = bool(form.k % vector)
@@ -87,8 +85,7 @@ def _grouped_plan(
             offsets = offsets.clone()
         first, rows = offsets.data_ptr(), 0 if call.rows is None else call.rows.data_ptr()
         if gather is not None:
-            source, x = x, GPU.empty(*new_gathered)
-            gather(x=source, end=first + 4 * num_experts, rows=rows, out=x.data_ptr(), places=places)
+            x = gather.make(x, end=first + 4 * num_experts, numbers=rows)
         send(
             x=x,
             codes=weight.codes.data_ptr(),
@@ -213,7 +210,7 @@ def make_moe_plan(
     pads_x, pads_hidden = bool(gate_up.k % vector), bool(down.k % vector)
     send_first = first.bound(gate_up.n, activation, dtype)
     send_second = second.bound(down.n, None, between)
-    route = None if few else sorting(gate_up, id_bits, count, None if first.gathers else dtype, scratch)
+    route = None if few else sorting(gate_up, id_bits, count, not first.gathers, scratch)
 
     def launch(call: MoeCall) -> torch.Tensor:
         """Launches by few and flat calls, as each layer of each decoding step of a model waits for it."""
@@ -262,27 +259,27 @@ def make_moe_plan(
     return Plan(index, launch, products)
 
 
-def sorting(
-    form: ExpertsForm, id_bits: int, count: int, gathered: torch.dtype | None, scratch: Scratch
-) -> Callable[..., Any]:
-    """Returns the function that sorts assignments by expert. It also puts rows of x in that order if the first product
-    wants them so (gathered: in which dtype).
+def gathering(places: int, form: ExpertsForm) -> InputRows:
+    """The launch that puts rows of x in the order of the places, in whole pieces of 16 bytes."""
+    vector = ALIGNMENT // form.dtype.itemsize
+    columns = -(-form.k // vector) * vector
+    return rows_of((places, columns), columns, form.dtype, index=form.device_index)
+
+
+def sorting(form: ExpertsForm, id_bits: int, count: int, gathers: bool, scratch: Scratch) -> Callable[..., Any]:
+    """Returns the function that sorts assignments by expert. It also puts rows of x in that order if it ``gathers``.
 
     It takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of each
     product, the address of the indices by which results are added up).
     """
-    index, num_experts = form.device_index, form.num_experts
-    vector = ALIGNMENT // form.dtype.itemsize
-    sort = routing_function(id_bits, index)
-    gather = None if gathered is None else gather_function(DTYPE_NAMES[gathered], index)
-    new_gathered = blank((count, -(-form.k // vector) * vector), form.dtype)
+    num_experts, sort = form.num_experts, routing_function(id_bits, form.device_index)
+    gather = gathering(count, form) if gathers else None
 
     def route(x: torch.Tensor, ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
         offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
         sort(topk_ids=ids, offsets=offsets, rows=rows, places=places, num_experts=num_experts)
         if gather is not None:
-            source, x = x, GPU.empty(*new_gathered)
-            gather(x=source, end=offsets + 4 * num_experts, rows=rows, out=x.data_ptr(), places=count)
+            x = gather.make(x, end=offsets + 4 * num_experts, numbers=rows)
         return x, {"offsets": offsets, "rows": rows}, {"offsets": offsets, "rows": 0}, places
 
     return route

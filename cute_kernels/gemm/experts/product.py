@@ -14,14 +14,13 @@ from cute_kernels.gemm.experts.arguments import (
     ASSIGNED,
     COMBINE,
     ENTRIES,
-    GATHER,
     LIMB_TILES,
     RANGES,
     ROUTING,
     TILES,
 )
 from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
-from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
@@ -199,10 +198,3 @@ def combine_function(
     """The kernel that adds up results, by arguments' names; id_bits, shares: as in `CombineConfig`."""
     spec = ExpertSpec(CombineConfig(dtype, source, id_bits, shares=shares))
     return COMBINE.bound(load(spec, arch_of(device_index)), {})
-
-
-@per_gpu
-@lru_cache(maxsize=64)
-def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
-    """The kernel that gathers rows in the order of their places, by arguments' names."""
-    return GATHER.bound(load(ExpertSpec(GatherConfig(dtype)), arch_of(device_index)), {})

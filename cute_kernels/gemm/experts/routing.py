@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import extents
 from cute_kernels.gemm.experts.config import ROUTING_WARPS, RoutingConfig
+from cute_kernels.gemm.experts.ranges.assignments import load_expert
 from cute_kernels.gemm.experts.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 
 
@@ -48,7 +49,7 @@ class RoutingKernel:
         topk: Int32,
         num_experts: Int32,
     ):
-        thread, _, _ = cute.arch.thread_idx()
+        thread, id_words = cute.arch.thread_idx()[0], self.config.id_bits // 32
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
@@ -65,7 +66,7 @@ class RoutingKernel:
             ptx.store_shared(mine + expert * 4, 0, [Uint32(0)])
         cute.arch.sync_warp()
         for first in cutlass.range(begin, end, WARP_THREADS, unroll=1):
-            expert = self.expert_of(ids, first + lane, end, num_experts)
+            expert = load_expert(ids, first + lane, end, id_words, num_experts)
             self.take(mine, expert, num_experts, lane)
         cute.arch.sync_threads()
         for expert in cutlass.range(thread, num_experts, ROUTING_WARPS * WARP_THREADS, unroll=1):
@@ -76,7 +77,7 @@ class RoutingKernel:
         cute.arch.sync_threads()
         for first in cutlass.range(begin, end, WARP_THREADS, unroll=1):
             index = first + lane
-            expert = self.expert_of(ids, index, end, num_experts)
+            expert = load_expert(ids, index, end, id_words, num_experts)
             rank = self.take(mine, expert, num_experts, lane)
             place = Int32(-1)
             if expert < num_experts:
@@ -84,21 +85,6 @@ class RoutingKernel:
                 ptx.store_global(rows + Int64(place) * 4, [Uint32(index // topk)])
             if index < end:
                 ptx.store_global(places + Int64(index) * 4, [Uint32(place)])
-
-    @cute.jit
-    def expert_of(self, ids, index, end, num_experts):
-        """The expert of an assignment, num_experts for none."""
-        expert = Int32(num_experts)
-        if index < end:
-            if const_expr(self.config.id_bits == 64):
-                low, high = ptx.load_global_words(ids + Int64(index) * 8, 0, 2, constant=False)
-                if (high == Uint32(0)) & (low < Uint32(num_experts)):
-                    expert = Int32(low)
-            else:
-                (low,) = ptx.load_global_words(ids + Int64(index) * 4, 0, 1, constant=False)
-                if low < Uint32(num_experts):
-                    expert = Int32(low)
-        return expert
 
     @cute.jit
     def take(self, mine, expert, num_experts, lane):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import TILES_KERNEL, CompiledAs, code_of, compile_kernel
 from cute_kernels.gemm.experts.arguments import LIMB_TILES, TILES
-from cute_kernels.gemm.experts.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
@@ -21,7 +21,7 @@ class ExpertSpec(KernelSpec):
     kernel is a dense product's, and its work tiles are those of all experts.
     """
 
-    config: StreamConfig | WgmmaConfig | RoutingConfig | CombineConfig | GatherConfig
+    config: StreamConfig | WgmmaConfig | RoutingConfig | CombineConfig
     family: ClassVar[str] = "moe"
 
     @property

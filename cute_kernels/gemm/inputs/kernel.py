@@ -1,4 +1,4 @@
-"""Scales and permutes rows of x on the GPU.
+"""Gathers, scales and permutes rows of x on the GPU.
 
 A CTA makes a part of a row. Where the order changes, it first loads all of the row into shared memory, which is fast at
 scattered inputs of two bytes. Order and factors are the weight's: a thread loads its first ones before it waits for the
@@ -15,6 +15,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.types import extents
+from cute_kernels.gemm.device_operands import row_of
 from cute_kernels.gemm.inputs.config import VECTOR, InputRowsConfig
 
 WORDS = VECTOR // 2  # of a vector
@@ -35,26 +36,42 @@ class InputRowsKernel:
         """Launches ``parts`` CTAs for each row of out; ``given`` has the arguments `INPUT_ROWS` of
         :mod:`cute_kernels.gemm.arguments`."""
         m, k = extents(given.out)
-        self.kernel(ptx.address(given.out), k // VECTOR, given.x, given.order, given.factors, given.stride).launch(
+        addresses = given.x, given.end, given.rows, given.order, given.factors
+        self.kernel(ptx.address(given.out), k // VECTOR, *addresses, given.stride).launch(
             grid=(m, given.parts, 1), block=(self.config.num_threads, 1, 1), use_pdl=True, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out: Int64, vectors: Int32, x: Int64, order: Int64, factors: Int64, stride: Int64):
-        config = self.config
+    def kernel(
+        self,
+        out: Int64,
+        vectors: Int32,
+        x: Int64,
+        end: Int64,
+        rows: Int64,
+        order: Int64,
+        factors: Int64,
+        stride: Int64,
+    ):
         thread = cute.arch.thread_idx()[0]
-        row, part, _ = cute.arch.block_idx()
+        place, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
-        begin, end = part * vectors // parts, (part + 1) * vectors // parts
+        first, last = part * vectors // parts, (part + 1) * vectors // parts
         cute.arch.griddepcontrol_launch_dependents()
-        row_of_x = x + Int64(row) * (stride * 2)
-        row_of_out = out + Int64(row) * vectors * 16
         inputs = cute.make_rmem_tensor(VECTOR, Uint32)
         scales = cute.make_rmem_tensor(VECTOR, Uint32)
         # Not as constant memory: ptxas moves such loads after the wait.
-        self.ask(inputs, scales, order, factors, begin + thread, vectors, constant=False)
+        self.ask(inputs, scales, order, factors, first + thread, vectors, constant=False)
         cute.arch.griddepcontrol_wait()
-        room = Int32(0)
+        count, row = row_of(end, rows, place)
+        if place < count:
+            row_of_x, row_of_out = x + Int64(row) * (stride * 2), out + Int64(place) * vectors * 16
+            self.make(row_of_x, row_of_out, inputs, scales, order, factors, first, last, vectors, thread)
+
+    @cute.jit
+    def make(self, row_of_x, row_of_out, inputs, scales, order, factors, first, last, vectors, thread):
+        """Makes vectors ``first`` to ``last`` of a row. inputs, scales: what `ask` has loaded for the first of them."""
+        config, room = self.config, Int32(0)
         if const_expr(config.room):
             room = cutlass.utils.SmemAllocator().allocate(2 * config.room, byte_alignment=16).toint()
             for vector in cutlass.range(thread, vectors, config.num_threads, unroll=4):
@@ -62,7 +79,7 @@ class InputRowsKernel:
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-        for vector in cutlass.range(begin + thread, end, config.num_threads, unroll=1):
+        for vector in cutlass.range(first + thread, last, config.num_threads, unroll=1):
             words = self.load(room, row_of_x, [inputs[i] for i in range(VECTOR)], vector)
             if const_expr(config.scaled):
                 words = self.scale(words, [scales[i] for i in range(VECTOR)])

@@ -35,12 +35,22 @@ class InputRows:
     send: Callable[..., Any]
     new: Blank
 
-    def make(self, x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-        """Makes x [..., k] contiguous rows [m, k], each input times its scale, in the order of perm."""
+    def make(
+        self,
+        x: torch.Tensor,
+        perm: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
+        end: int = 0,
+        numbers: int = 0,
+    ) -> torch.Tensor:
+        """Makes x [..., k] contiguous rows [m, k], each input times its scale, in the order of perm. end, numbers: of
+        rows that are gathered, ``end`` and ``rows`` of `INPUT_ROWS`."""
         rows = GPU.empty(*self.new)
         self.send(
             out=rows,
             x=x.data_ptr(),
+            end=end,
+            rows=numbers,
             order=0 if perm is None else perm.data_ptr(),
             factors=0 if input_scale is None else input_scale.data_ptr(),
         )
@@ -56,12 +66,14 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     if stride is None or room is None or k % VECTOR or stride % VECTOR or not aligned or not is_supported(index):
         return None
-    return _rows_of((x.numel() // k, k), stride, x.dtype, room, input_scale is not None, index)
+    return rows_of((x.numel() // k, k), stride, x.dtype, room, input_scale is not None, index)
 
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
-def _rows_of(size: tuple[int, int], stride: int, dtype: torch.dtype, room: int, scaled: bool, index: int) -> InputRows:
+def rows_of(
+    size: tuple[int, int], stride: int, dtype: torch.dtype, room: int = 0, scaled: bool = False, index: int = 0
+) -> InputRows:
     """The launch that makes rows of ``size`` [m, k] from rows at such a distance. room, scaled: as of
     `InputRowsConfig`."""
     fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index))}

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import extents
+from cute_kernels.gemm.device_operands import row_of
 from cute_kernels.gemm.operands.fp8_config import (
     BY_GROUP,
     BY_ROW,
@@ -119,18 +120,6 @@ class LimbCodes(RowCodes):
 
 
 MAKERS = {ROUNDED: RowValues, LIMBS: LimbCodes}
-
-
-@cute.jit
-def row_of(end, rows, place):
-    """Returns (the number of places with a row, this place's row). end, rows: as for `ROWS`; 0: every place has its own
-    row."""
-    count, row = place + 1, place
-    if end != 0:
-        count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
-    if rows != 0:
-        row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
-    return count, row
 
 
 class RowsKernel:
