@@ -38,6 +38,7 @@ from cute_kernels.device.types import RegisterTensor
 from cute_kernels.formats.kv import KvFormat, load_code
 
 WORD_BITS = 32
+IN_ORDER = ((0, 1), (2, 3))  # bytes of a word, in pairs
 SIGN_BITS = 0x80808080
 MAGIC_BYTES = 0x64646464  # upper bytes of fp16 1024 + n, n in the lower byte
 MINUS_1024, MINUS_1152 = 0xE400E400, 0xE480E480
@@ -47,22 +48,26 @@ HALVES = 0x38003800
 
 
 class Int8Words:
-    """4 codes a word."""
+    """4 codes a word, as fp16 pairs. pairs: the two bytes of each."""
 
-    def numbers(self, word, header) -> list[Uint32]:
+    def numbers(self, word, header=None, pairs=IN_ORDER) -> list[Uint32]:
         positive = word ^ Uint32(SIGN_BITS)
-        placed = [ptx.prmt(positive, Uint32(MAGIC_BYTES), Uint32(select)) for select in (0x4140, 0x4342)]
+        selectors = [0x4040 | high << 8 | low for low, high in pairs]
+        placed = [ptx.prmt(positive, Uint32(MAGIC_BYTES), Uint32(select)) for select in selectors]
         return [ptx.add_f16x2(pair, Uint32(MINUS_1152)) for pair in placed]
 
 
 class E4m3Words:
-    def numbers(self, word, header) -> list[Uint32]:
+    def numbers(self, word, header=None, pairs=IN_ORDER) -> list[Uint32]:
+        if pairs != IN_ORDER:
+            (a, b), (c, d) = pairs
+            word = ptx.prmt(word, Uint32(0), Uint32(d << 12 | c << 8 | b << 4 | a))
         return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
 
 
 class E5m2Words:
-    def numbers(self, word, header) -> list[Uint32]:
-        return [ptx.prmt(word, Uint32(0), Uint32(select)) for select in (0x1404, 0x3424)]
+    def numbers(self, word, header=None, pairs=IN_ORDER) -> list[Uint32]:
+        return [ptx.prmt(word, Uint32(0), Uint32(high << 12 | 4 << 8 | low << 4 | 4)) for low, high in pairs]
 
 
 class Int4Words:

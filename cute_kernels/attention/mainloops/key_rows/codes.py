@@ -29,9 +29,8 @@ from cute_kernels.attention.extend_policies import (
     PAIRED_ROW_BYTES,
     SCALED_ROW_BYTES,
 )
-from cute_kernels.attention.loads.rows import MAGIC_BYTES, MINUS_1152, SIGN_BITS
 from cute_kernels.device import ptx
-from cute_kernels.formats.kv import KvFormat
+from cute_kernels.formats.kv import KvFormat, load_code
 
 CHUNK_BYTES = 16
 HEAD_DIM = 128
@@ -67,29 +66,6 @@ def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
 def of_lanes(word, index: int):
     """Broadcasts the value of lane (index, t) to all lanes (g, t)."""
     return cute.arch.shuffle_sync(word, 4 * index, mask_and_clamp=3 << 8 | 31)
-
-
-class Int8Codes:
-    """fp16 pairs of a word's bytes; ``pairs``: the two bytes of each."""
-
-    def numbers(self, word, pairs) -> list[Uint32]:
-        positive = word ^ Uint32(SIGN_BITS)
-        selectors = [0x4040 | high << 8 | low for low, high in pairs]
-        placed = [ptx.prmt(positive, Uint32(MAGIC_BYTES), Uint32(select)) for select in selectors]
-        return [ptx.add_f16x2(pair, Uint32(MINUS_1152)) for pair in placed]
-
-
-class E4m3Codes:
-    def numbers(self, word, pairs) -> list[Uint32]:
-        (a, b), (c, d) = pairs
-        if (a, b, c, d) != (0, 1, 2, 3):
-            word = ptx.prmt(word, Uint32(0), Uint32(d << 12 | c << 8 | b << 4 | a))
-        return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
-
-
-class E5m2Codes:
-    def numbers(self, word, pairs) -> list[Uint32]:
-        return [ptx.prmt(word, Uint32(0), Uint32(high << 12 | 4 << 8 | low << 4 | 4)) for low, high in pairs]
 
 
 class ByteRows:
@@ -145,7 +121,7 @@ class ByteRows:
         """A registers for each step of 16 columns. magic: as `magic_of` returns it."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
-            of_low, of_high = (self.codes.numbers(word, ((0, 1), (2, 3))) for word in (low, high))
+            of_low, of_high = (self.codes.numbers(word) for word in (low, high))
             steps.append([of_low[0], of_high[0], of_low[1], of_high[1]])
         return steps
 
@@ -175,7 +151,7 @@ class ByteRows:
         own = words[4 * step : 4 * step + 4]
         result = []
         for mma in range(2):
-            low, high = (self.codes.numbers(word, ((0, 2), (1, 3))) for word in own[2 * mma : 2 * mma + 2])
+            low, high = (self.codes.numbers(word, pairs=((0, 2), (1, 3))) for word in own[2 * mma : 2 * mma + 2])
             result.append([*low, *high])
         return result
 
@@ -260,7 +236,7 @@ class ScaledByteRows(ByteRows):
         pairs = []
         for even, odd in zip(words[4 * step : 4 * step + 4 : 2], words[4 * step + 1 : 4 * step + 4 : 2], strict=True):
             both = [ptx.prmt(even, odd, Uint32(s)) for s in (0x5140, 0x7362)]
-            pairs.append([self.codes.numbers(word, ((0, 1), (2, 3))) for word in both])
+            pairs.append([self.codes.numbers(word) for word in both])
         low, high = pairs
         return [[*low[m], *high[m]] for m in range(2)]
 
@@ -499,14 +475,12 @@ class PairedNibbleRows(HeadedNibbleRows):
         return self.group_place(group) + lane * 2 * self.row_bytes
 
 
-BYTE_CODES = {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}
-
-
 def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
     """The class that makes operands of a format's rows. paired: whether those of two heads lie together."""
-    if form.codes not in BYTE_CODES:
+    if form.code_bits < 8:
         if paired:
             return PairedNibbleRows()
         return HeadedNibbleRows(4) if form.header_bytes == CHUNK_BYTES else NibbleRows(form.num_groups)
     kind = ByteRows if not form.header_bytes else PairedByteRows if paired else ScaledByteRows
-    return kind(BYTE_CODES[form.codes]())
+    assert form.extend is not None  # `ExtendConfig.can_implement` has said so
+    return kind(load_code(form.extend.words)())
