@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo        SmolLM2-135M reads a text with a quantised KV cache (GPU if there is one)"
-	@echo "make quick       what a commit needs: lint and the tests that a change breaks first (two minutes on two cores)"
+	@echo "make quick       lint, and the tests that a change breaks first (two minutes on two cores)"
 	@echo "make test        lint, types, all tests, notebooks, site"
 	@echo "make docs        the site, in build/site"
 	@echo "make dist        sdist and wheel, tried out: the dry run of a release"
@@ -21,7 +21,7 @@ help:
 	@echo "make format      apply the formatter and the linter's fixes"
 	@echo "make golden      compile and check every kernel of the tests (an hour on two cores)"
 	@echo "make versions    the quick tests under the oldest and newest torch, transformers and Python (half an hour)"
-	@echo "make doctor      what works on this machine, and why not"
+	@echo "make doctor      says what works on this machine, and why the rest does not"
 
 setup:
 	@$(PYTHON) tools/setup_env.py

