@@ -31,11 +31,8 @@ PAIRS = (0x000F000F, 1 << 12 | 1 << 6), (0x00F000F0, 1 << 8 | 1 << 2)
 SIGNS_AND_NUMBERS = 0x81C081C0
 TWO_TO_126, TWO_TO_120 = 0x7E807E80, 0x7B807B80  # in bf16
 HALF, MOST_FOLDED = 0x3F00, 128  # a bf16 number; the E8M0 byte of 2, times 2**126 bf16's largest power of two
-# Of magnitudes 0 to 3 and 4 to 7: 8 times their number, with the first bit set; and what is to be taken from 255 so
-# that minus 8 times their number is left, with the first bit set.
-BYTES, FROM_255 = (0x8C888480, 0xB0A09890), (0x0B07037F, 0x2F1F170F)
-FIRST_BITS = 0x01010100  # of three bytes, in those behind them
-MINUS_ONE = 0xFFFFFFFF
+# Of magnitudes 0 to 3 and 4 to 7: 16 times their number; and 128 less 8 times their number, of 0 no such byte but 0.
+BYTES, LESS_THAN_128 = (0x18100800, 0x60403020), (0x74787C00, 0x50606870)
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 # Of magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 the E4M3 bytes, low byte first; the same times 2**-6, the 0.5 flushed, and
 # what a power of two more adds; bits of magnitudes and signs.
@@ -259,33 +256,35 @@ class E2m1Codes(E4m3Decoder):
 
 
 class Fp4Bytes(ByteDecoder):
-    """Looks up bytes by PRMT, for positive codes and for negative ones. 8 codes take 13 instructions, four of them
+    """Looks up bytes by PRMT, for positive codes and for negative ones. 8 codes take 11 instructions, two of them
     products, which have a pipe of their own.
 
-    For a code with a sign PRMT replicates the first bit of the byte: 255 of the first table, 0 of the second one. So
-    the first lookup less the second one is the byte that is meant, and no byte borrows from the next. Its first bit
-    is shifted out into the next byte.
+    For a code with a sign PRMT replicates the first bit of the byte, 0 in both tables. So of both lookups one is 0.
+    Twice that of negative codes is 256 less 16 times their number: minus that, and no byte carries into the next.
     """
 
     def __init__(self, math: PackedMath) -> None:
         self.math = math
 
     def masks(self, nothing) -> Any:
-        """Half of each table, as PRMT has room for one constant; and factors, which keep products what they are."""
-        return [nothing + self.math.word(value) for value in (BYTES[0], FROM_255[0], 2, MINUS_ONE)]
+        """Half of each table, as PRMT has room for one constant; and a factor, which keeps a product what it is.
+
+        Products of floats are in no uniform register, of which each lookup would make a copy.
+        """
+        nothing = self.math.multiply(nothing, nothing)
+        return [nothing + self.math.word(value) for value in (BYTES[0], LESS_THAN_128[0], 2)]
 
     def fragment(self, word, masks) -> list[Any]:
         math = self.math
         turned = word ^ math.word(CODE_SIGNS)
         first, second = self._four(word, turned, masks), self._four(word >> 16, turned >> 16, masks)
-        found = [math.prmt(first, second, math.word(select)) for select in (EVEN_BYTES, ODD_BYTES)]
-        return [each * masks[2] - math.word(FIRST_BITS) for each in found]
+        return [math.prmt(first, second, math.word(select)) for select in (EVEN_BYTES, ODD_BYTES)]
 
     def _four(self, word, turned, masks) -> Any:
         """Bytes of the four codes in the lower half of a word; turned: the same with the other signs."""
         math = self.math
         plus = math.prmt(masks[0], math.word(BYTES[1]), word)
-        return math.prmt(masks[1], math.word(FROM_255[1]), turned) * masks[3] + plus
+        return math.prmt(masks[1], math.word(LESS_THAN_128[1]), turned) * masks[2] + plus
 
 
 MXFP4_ANY, MXFP4, NVFP4 = register(MxFp4(any_scale=True)), register(MxFp4()), register(NvFp4())
