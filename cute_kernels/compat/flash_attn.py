@@ -9,11 +9,11 @@ caller changes. Both calls are forward alone, in bf16 and fp16. How the meanings
 | k, v without one | K and V of all requests one after the other |
 | causal, window_size (left, right) | a window with right = 0 is causal; with causal right counts as 0 |
 | alibi_slopes | those of causal calls, fp32 [num_heads] |
-| lse [batch, num_heads, seqlen_q] | the transpose of lse [batch, seqlen_q, num_heads], as there |
+| lse [batch, num_heads, seqlen_q], [num_heads, total_q] | the transpose of lse [batch, seqlen_q, num_heads] |
 | q, k, v that are parts of a fused projection's result | taken where they lie, as caches are |
 | num_splits, 0 to choose | the same, at most 32 |
 
-Refused, by their names: dropout, attention probabilities, slopes per request or without causal, windows that see later
+Refused, by their names: dropout, slopes per request or without causal, windows that see later
 keys, new K and V to be appended (`cute_kernels.append_kv` does), rotary embedding, cache_batch_idx, cache_leftpad.
 """
 
@@ -50,7 +50,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Computes attention of ragged queries; see the module.
 
     Args:
@@ -65,14 +65,14 @@ def flash_attn_varlen_func(
         softcap: 0 for none.
         alibi_slopes: fp32 [num_heads].
         deterministic: results always are.
-        return_attn_probs: False.
+        return_attn_probs: also return the log-sum-exp, fp32 [num_heads, total_q], and None, as there is no dropout.
         block_table: int32 [batch, max_pages], of pages.
 
-    Returns out [total_q, num_heads, head_dim] in q's dtype.
+    Returns out [total_q, num_heads, head_dim] in q's dtype, and the others if they are asked for.
 
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """
-    _refuse(dropout_p=(dropout_p, 0.0), return_attn_probs=(return_attn_probs, False))
+    _refuse(dropout_p=(dropout_p, 0.0))
     options = _options(causal, window_size, softcap, alibi_slopes)
     names = {"k_cache": "k", "v_cache": "v", "seq_lens": "cu_seqlens_k"}
     check_tensors(q=q, k=k, v=v, cu_seqlens_k=cu_seqlens_k)
@@ -80,20 +80,14 @@ def flash_attn_varlen_func(
     try:
         if block_table is None:
             k, v = _rows_of(k), _rows_of(v)
-            return ragged_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, **options)[0]
-        return extend_attention(
-            q,
-            k,
-            v,
-            cu_seqlens_k.diff(),
-            cu_seqlens_q=cu_seqlens_q,
-            kv_format=_format_of(q),
-            block_table=block_table,
-            softmax_scale=softmax_scale,
-            **options,
-        )
+            out, lse = ragged_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, **options)
+        else:
+            options |= {"kv_format": _format_of(q), "block_table": block_table, "softmax_scale": softmax_scale}
+            lengths = cu_seqlens_k.diff()
+            out, lse = extend_attention(q, k, v, lengths, cu_seqlens_q=cu_seqlens_q, return_lse=True, **options)
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from None
+    return (out, lse.T, None) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(

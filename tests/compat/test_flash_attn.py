@@ -25,11 +25,19 @@ def ends(*lengths: int) -> torch.Tensor:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """One request by torch, fp64; seen: bool [queries, keys]."""
+    return attention_and_lse(q, k, v, seen)[0]
+
+
+def attention_and_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the log-sum-exp [heads, queries]."""
     group = HEADS // KV_HEADS
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * DIM**-0.5
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0.0)
-    return (weights @ v.repeat_interleave(group, 0)).transpose(0, 1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return (weights @ v.repeat_interleave(group, 0)).transpose(0, 1), scores.logsumexp(-1)
 
 
 def seen_by(queries: int, keys: int, causal: bool, window: tuple[int, int]) -> torch.Tensor:
@@ -63,14 +71,16 @@ def test_ragged_calls(causal, window, paged):
             for i, token in enumerate(range(start, stop)):
                 keys[table[request, i // 16], i % 16] = k[token]
                 values[table[request, i // 16], i % 16] = v[token]
-    out = flash_attn_varlen_func(
-        q, keys, values, cu_q, cu_k, 7, 20, causal=causal, window_size=window, block_table=table
-    )
+    given: Any = {"causal": causal, "window_size": window, "block_table": table}
+    out: Any = flash_attn_varlen_func(q, keys, values, cu_q, cu_k, 7, 20, **given)
+    again, lse, _ = flash_attn_varlen_func(q, keys, values, cu_q, cu_k, 7, 20, return_attn_probs=True, **given)
+    assert torch.equal(again, out)
     pairs = itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist())
     for (start, stop), (k_start, k_stop) in zip(*pairs, strict=True):
         own, seen = slice(k_start, k_stop), seen_by(stop - start, k_stop - k_start, causal, window)
-        want = attention(q[start:stop], k[own], v[own], seen)
+        want, want_lse = attention_and_lse(q[start:stop], k[own], v[own], seen)
         torch.testing.assert_close(out[start:stop].double(), want, **TOLERANCE)
+        torch.testing.assert_close(lse[:, start:stop].double(), want_lse, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [None, 11, torch.tensor([11, 3], dtype=torch.int32)])
@@ -89,8 +99,8 @@ def test_parts_of_a_fused_projection_are_taken():
     projected = random(14, HEADS + 2 * KV_HEADS, DIM)
     q, k, v = projected.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     cu = ends(5, 9)
-    out = flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, causal=True)
-    want = flash_attn_varlen_func(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, 9, 9, causal=True)
+    out: Any = flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, causal=True)
+    want: Any = flash_attn_varlen_func(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, 9, 9, causal=True)
     assert torch.equal(out, want)
     cache = random(2, 12, KV_HEADS, DIM, seed=1)
     newest = projected.view(2, 7, -1, DIM)[:, :, :HEADS]
@@ -124,7 +134,6 @@ def test_more_splits_than_there_are_is_named():
 
 REFUSED = {
     "dropout_p": ({"dropout_p": 0.1}, "dropout_p: got 0.1, want 0.0"),
-    "return_attn_probs": ({"return_attn_probs": True}, "return_attn_probs: got True, want False"),
     "window_size": ({"window_size": (3, 2)}, r"window_size: got \(3, 2\)"),
     "an open window": ({"window_size": (3, -1)}, r"window_size: got \(3, -1\) without causal"),
     "alibi_slopes": ({"alibi_slopes": torch.ones(HEADS)}, "alibi_slopes: got a tensor without causal"),

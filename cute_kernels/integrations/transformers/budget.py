@@ -277,26 +277,21 @@ def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]
         >>> least_loss([[0.0, 1.0], [0.0, 5.0]], [[4, 2], [4, 2]], 6)
         (1, 0)
     """
-    rest = [sum(min(layer) for layer in sizes[i + 1 :]) for i in range(len(sizes))]
-    reached: dict[int, tuple[float, Any]] = {0: (0.0, None)}  # by bytes: loss, and (what was chosen before, which)
-    for layer_losses, layer_sizes, left in zip(losses, sizes, rest, strict=True):
-        found: dict[int, tuple[float, Any]] = {}
-        for used, (loss, before) in reached.items():
+    reached: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by bytes: loss, and what was chosen
+    for layer_losses, layer_sizes in zip(losses, sizes, strict=True):
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (loss, chosen) in reached.items():
             for i, (more, size) in enumerate(zip(layer_losses, layer_sizes, strict=True)):
-                total = used + size
-                if total + left <= most and (total not in found or loss + more < found[total][0]):
-                    found[total] = (loss + more, (before, i))
+                total, one = used + size, (loss + more, (*chosen, i))
+                if total <= most and (total not in found or one < found[total]):
+                    found[total] = one
         reached, best = {}, math.inf
         for total in sorted(found):  # what nothing smaller beats
             if found[total][0] < best:
                 reached[total], best = found[total], found[total][0]
     if not reached:
         raise ValueError(f"sizes: got at least {sum(min(layer) for layer in sizes)} bytes, want at most {most}")
-    chain, chosen = min(reached.values(), key=lambda one: one[0])[1], []
-    while chain is not None:
-        chain, i = chain
-        chosen.append(i)
-    return tuple(reversed(chosen))
+    return min(reached.values())[1]
 
 
 def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:
