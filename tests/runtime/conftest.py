@@ -53,7 +53,7 @@ def output_of(python: Callable[..., subprocess.Popen[str]]) -> Callable[..., str
 
     def run(program: str, *arguments: str, path: Path | None = None, **environment: str) -> str:
         process = python(program, *arguments, path=path, **environment)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         return out.strip()
 

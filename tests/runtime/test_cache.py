@@ -181,26 +181,27 @@ def test_without_the_compiler_a_missing_kernel_is_a_clear_error(tmp_path: Path, 
         KernelCache(tmp_path).load(SPEC, ARCH)
 
 
-def test_of_several_processes_one_compiles_and_the_others_wait(tmp_path: Path, python: Callable):
-    processes = [python(LOAD, str(tmp_path)) for _ in range(3)]
-    outcomes = sorted(process.communicate(timeout=120)[0].strip() for process in processes)
-    assert outcomes == ["compiled", "disk", "disk"]
+def test_of_two_processes_one_compiles_and_the_other_waits(tmp_path: Path, python: Callable):
+    processes = [python(LOAD, str(tmp_path)) for _ in range(2)]
+    outcomes = sorted(process.communicate(timeout=600)[0].strip() for process in processes)
+    assert outcomes == ["compiled", "disk"]
 
 
-def test_a_second_process_starts_without_the_compiler_in_a_second(warm_directory: Path, output_of: Callable):
-    """Of its own time, which others that share the cores do not add to."""
+def test_a_second_process_starts_without_the_compiler(warm_directory: Path, output_of: Callable):
+    """Beside PyTorch it imports little, which takes half a second; the compiler alone would take another one."""
     program = """
-import sys, pathlib, time
+import sys, pathlib
 import torch
-start = time.process_time()
+before = set(sys.modules)
 from cute_kernels.runtime import KernelCache
 from tests.runtime.tiny import tiny_specs
 function, source = KernelCache(pathlib.Path(sys.argv[1])).load_from(tiny_specs(1)[0], "sm_90a")
-print(source, "cutlass" in sys.modules, time.process_time() - start)
+print(source, *{name.partition(".")[0] for name in sys.modules.keys() - before} - sys.stdlib_module_names)
 """
-    source, imported, seconds = output_of(program, str(warm_directory)).split()
-    assert (source, imported) == ("disk", "False")
-    assert float(seconds) < 1.0
+    source, *imported = output_of(program, str(warm_directory)).split()
+    assert source == "disk"
+    own = {"cute_kernels", "layouts", "tensor_layouts", "tests"}
+    assert {name for name in imported if not name.startswith("_")} - own <= {"numpy", "tvm_ffi"}
 
 
 STALE = """
@@ -217,7 +218,7 @@ LOAD_STALE = """
 import sys, pathlib
 from cute_kernels.runtime import KernelCache
 from stale_family import Spec
-print(KernelCache(pathlib.Path(sys.argv[1])).load_from(Spec(), "sm_90a")[1])
+print(*(KernelCache(pathlib.Path(sys.argv[1])).load_from(Spec(), "sm_90a")[1] for _ in range(2)))
 """
 
 
@@ -227,11 +228,10 @@ def test_an_edited_source_is_compiled_anew(tmp_path: Path, output_of: Callable):
     source = family / "stale_family.py"
     source.write_text(STALE)
     os.utime(source, (1, 1))
-    assert output_of(LOAD_STALE, str(cache), path=family) == "compiled"
-    assert output_of(LOAD_STALE, str(cache), path=family) == "disk"
+    assert output_of(LOAD_STALE, str(cache), path=family) == "compiled disk"
     source.write_text(STALE.replace("return super()", "print(end='')\n        return super()"))
     os.utime(source, (1, 1))
-    assert output_of(LOAD_STALE, str(cache), path=family) == "compiled"
+    assert output_of(LOAD_STALE, str(cache), path=family) == "compiled disk"
 
 
 def test_nothing_is_stored_from_sources_that_changed_under_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
