@@ -14,27 +14,24 @@ from collections.abc import Sequence
 
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Uint32
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
-from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.device import ptx, wgmma_tiles
+from cute_kernels.device.instruction import Asm, pure
 
 QUARTERS = 0x28282828  # four codes of 1/4: what four lanes sum up of it is counted once
 MMA_K = 32  # columns of a product
 KEYS_IN_ORDER = tuple(8 * j + 2 * t + i for t in range(4) for j in range(2) for i in range(2))  # of 16 columns
 
 
-@dsl_user_op
-def pack_e4m3x4(values: Sequence[Float32], *, loc=None, ip=None) -> Uint32:
+@pure
+def pack_e4m3x4(values: Sequence[Float32]) -> Asm[Uint32]:
     """Four fp32 rounded to nearest-even E4M3, saturating at 448, in a word, the first in its lowest byte."""
-    asm = (
+    return Asm(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
         "mov.b32 $0, {low, high}; }"
     )
-    operands = [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
-    return Uint32(llvm.inline_asm(Uint32.mlir_type, operands, asm, "=r,f,f,f,f", loc=loc, ip=ip))
 
 
 def accumulators_of(word: int) -> tuple[int, int, int, int]:

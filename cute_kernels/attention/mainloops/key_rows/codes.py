@@ -19,8 +19,6 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.attention.extend_policies import (
     GROUP_TOKENS,
@@ -30,6 +28,7 @@ from cute_kernels.attention.extend_policies import (
     SCALED_ROW_BYTES,
 )
 from cute_kernels.device import ptx
+from cute_kernels.device.instruction import Asm, pure
 from cute_kernels.formats.kv import KvFormat, load_code
 
 CHUNK_BYTES = 16
@@ -52,15 +51,12 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
     return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
 
 
-@dsl_user_op
-def twice(word, half: int, *, loc=None, ip=None) -> Uint32:
+@pure
+def twice(word: Uint32, half: int) -> Asm[Uint32]:
     """One half of a word, 0 or 1, in both halves. It compiles to a move, which the instructions that multiply with it
     absorb."""
     own = ("low", "high")[half]
-    asm = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}"
-    return Uint32(
-        llvm.inline_asm(Uint32.mlir_type, [Uint32(word).ir_value(loc=loc, ip=ip)], asm, "=r,r", loc=loc, ip=ip)
-    )
+    return Asm(f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}")
 
 
 def of_lanes(word, index: int):

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import FLAG_BYTES, MMA_WARPGROUPS, MMA_WARPS, WORK_BYTES, WORK_SLOTS
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.device.pipeline import Pipeline, PipelineState, fence_init
+from cute_kernels.device.instruction import Asm, effect
+from cute_kernels.device.pipeline import Pipeline, fence_init
 
 TOP_BYTES = 4 * MMA_WARPS
 
 
-def _if(condition, instruction: str, operands, *, loc=None, ip=None) -> None:
-    """An instruction of 32-bit operands that lanes with a nonzero condition execute; a branch would keep other
-    instructions from moving across."""
-    values = [Int32(operand).ir_value(loc=loc, ip=ip) for operand in (condition, *operands)]
-    asm = f"{{ .reg .pred p; setp.ne.u32 p, $0, 0; @p {instruction} }}"
-    constraints = "r," * len(values) + "~{memory}"
-    llvm.inline_asm(None, values, asm, constraints, has_side_effects=True, loc=loc, ip=ip)
+# Lanes with a nonzero condition execute these; a branch would keep other instructions from moving across.
 
 
-@dsl_user_op
-def release_if(condition, pipeline: Pipeline, state: PipelineState, *, loc=None, ip=None) -> None:
-    """`Pipeline.consumer_release` by lanes whose condition is not 0."""
-    address = (pipeline.empty + state.stage).toint(loc=loc, ip=ip)
-    _if(condition, "mbarrier.arrive.shared::cta.b64 _, [$1];", [address], loc=loc, ip=ip)
+@effect
+def arrive_if(condition: Int32, barrier: Int32) -> Asm[None]:
+    """Arrives on the mbarrier at an address."""
+    return Asm("{ .reg .pred p; setp.ne.u32 p, $0, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; }")
 
 
-@dsl_user_op
-def store_word_if(condition, address, word, *, loc=None, ip=None) -> None:
+@effect
+def store_word_if(condition: Int32, address: Int32, word: Int32) -> Asm[None]:
     """Stores a word in shared memory."""
-    _if(condition, "st.shared.u32 [$1], $2;", [address, word], loc=loc, ip=ip)
+    return Asm("{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.u32 [$1], $2; }")
 
 
-@dsl_user_op
-def store_matrix_x2(address, offset: int, words, *, loc=None, ip=None) -> None:
+@effect
+def store_matrix_x2(address: Int32, offset: int, words: Sequence[Uint32]) -> Asm[None]:
     """Stores two matrices transposed, as `ptx.store_matrix_x4` stores four; addresses of lanes from 16 on are
     ignored."""
-    asm = f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};"
-    values = [Int32(address), *map(Uint32, words)]
-    operands = [value.ir_value(loc=loc, ip=ip) for value in values]
-    llvm.inline_asm(None, operands, asm, "r,r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+    return Asm(f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from cute_kernels.attention.extend_policies import (
 )
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
-from cute_kernels.attention.mainloops.key_rows.memory import release_if, store_matrix_x2, store_word_if
+from cute_kernels.attention.mainloops.key_rows.memory import arrive_if, store_matrix_x2, store_word_if
 from cute_kernels.attention.mainloops.key_rows.queries import QueryWriter
 from cute_kernels.attention.mainloops.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.attention.mainloops.tile_queries import query_row
@@ -205,7 +205,7 @@ class KeyRowsConsumer:
             self.add_values(memory, sums, place, values)
             self.pass_turn(place.group)
             done = cutlass.select_((place.lane == 0) & (i > span.begin), Int32(1), Int32(0))
-            release_if(done, pipeline, before)
+            arrive_if(done, (pipeline.empty + before.stage).toint())  # releases the stage
             before = state
             state = pipeline.next(state)
             ahead = self.look_ahead(memory, place, codes, i + 1 < span.end, state, before.stage)
