@@ -209,6 +209,21 @@ def test_nothing_of_a_model_without_layers_of_ours_is_replaced(served: Served):
     assert found["attention"] == [VLLMS] and found["linear"] == [] and found["fused"] == []
 
 
+@pytest.mark.parametrize("name", ["theirs", "theirs-compiled"])
+def test_a_model_without_layers_of_ours_gives_the_tokens_that_it_gives_without_the_plugin(served: Served, name: str):
+    off = served(name, "off")
+    assert off["replaced"] == [] and off["attention"] == [VLLMS]
+    found = difference(served(name), off)
+    assert found.parted == [] and EXACT.holds(found), str(found)
+
+
+@pytest.mark.parametrize("count", [4, 10, 31])
+def test_any_number_of_drafted_tokens_leaves_tokens_as_they_are(served: Served, count: int):
+    drafted = served(f"{count}", "drafts")
+    found = difference(drafted, served("theirs", "drafts"))
+    assert drafted["attention"] == [OURS] and EXACT.holds(found), str(found)
+
+
 def test_fused_graphs_give_what_single_operations_give(served: Served):
     fused, plain = served("w4-fused"), served("w4")
     print(fused["fused"])

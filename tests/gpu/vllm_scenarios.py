@@ -124,10 +124,17 @@ WIDE = 131072
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTING = {"method": "draft_model", "num_speculative_tokens": 3}
 """By the served model itself, whose drafts are right: a graph of several steps from vLLM 0.30 on."""
-MANY_DRAFTED = {  # more than a kernel of decode attention takes
-    "speculative_config": {**SPECULATION, "num_speculative_tokens": 20},
-    "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": [21 * count for count in (1, 2, 4, 8, 16, 32)]},
-}
+
+
+def drafting(tokens: int) -> dict[str, Any]:
+    """An engine's arguments for so many drafted tokens, from 16 on more than a kernel of decode attention takes."""
+    sizes = [(1 + tokens) * count for count in (1, 2, 4, 8, 16, 32)]
+    return {
+        "speculative_config": {**SPECULATION, "num_speculative_tokens": tokens},
+        "compilation_config": {**GRAPHS, "cudagraph_capture_sizes": sizes},
+    }
+
+
 MANY = {
     "max_num_seqs": 256,
     "compilation_config": {
@@ -153,7 +160,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "fp16-cut": Scenario(kv_format="fp16", chunk=384),
         "speculation": Scenario(kv_format="fp16", engine={"speculative_config": SPECULATION}),
         "drafting": Scenario(kv_format="fp16", engine={"speculative_config": DRAFTING}),
-        "speculation-20": Scenario(kv_format="fp16", chunk=1024, engine=MANY_DRAFTED),
+        "speculation-20": Scenario(kv_format="fp16", chunk=1024, engine=drafting(20)),
         "theirs-compiled": Scenario(engine=COMPILED),
         "int8": Scenario("int8_per_token_head"),
         "fp8-rows": Scenario("fp8_per_token_head"),
@@ -190,6 +197,12 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "int4": Scenario(kv_format="int4_g4"),
         "int4-cut": Scenario(kv_format="int4_g4", chunk=384),
     },
+    "drafts": {
+        "theirs": Scenario(),
+        **{f"{count}": Scenario(kv_format="fp16", chunk=1536, engine=drafting(count)) for count in (4, 10, 31)},
+    },
+    # The plug-in is there and switched off.
+    "off": {"theirs": Scenario(), "theirs-compiled": Scenario(engine=COMPILED)},
     "layers": {
         "theirs": Scenario(),
         "by-layer": Scenario(kv_format="int8_token_head;fp16;int8_token_head"),
@@ -213,6 +226,8 @@ ENVIRONMENTS = {
     "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
     "layers": {},
+    "drafts": {},
+    "off": {"CUTE_KERNELS_VLLM": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"},
     "two": {**SEVERAL_GPUS, "VLLM_DISABLE_COMPILE_CACHE": "1"},
 }
 
