@@ -106,8 +106,8 @@ def _tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
 
 
 def _form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Form:
-    codes = tensors[names.codes]
-    found = format_of_codes(names, codes, tensors[names.scales])
+    codes, scales = tensors[names.codes], tensors[names.scales]
+    found = format_of_codes(names, codes, scales).fitting(scales)
     if found not in FORMATS or DTYPES.get(dtype) not in found.dtypes:
         wanted = ", ".join(map(spelling, FORMATS))
         raise ValueError(f"{spelling(found)} weights for activations in {dtype}; supported: {wanted}, FP4 with bf16")

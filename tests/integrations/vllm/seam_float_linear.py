@@ -230,6 +230,9 @@ def other_float_layers_are_left_to_vllm_with_a_reason() -> None:
     assert "CUTE_KERNELS_VLLM=" in reason(method, layer)
     with wanted(), named():
         assert "mxfp4 weights for activations in torch.float16" in reason(method, layer)
+        method, layer, _ = made("ct mxfp4")
+        layer.weight_scale.data[5] = 129  # beyond 2
+        assert "e2m1g32e8m0any weights" in reason(method, layer)
         method, layer, _ = made("fp8 block", is_bmm=True)
         assert "the model's own kernels read" in reason(method, layer)
         method, layer, _ = made("ct channel")
