@@ -65,11 +65,16 @@ def test_a_vector_behind_the_row_asks_for_the_last_one(run_on):
 @pytest.mark.parametrize("m", [1, 2, 16, 100, 512, 70_000])
 @pytest.mark.parametrize("k", [8, 4096, 14_336])
 def test_every_sm_has_something_of_few_rows(m: int, k: int):
-    parts = parts_of(m, k, 132)
+    parts = parts_of(m, k, 132, ROOMS[0])
     vectors = k // 8
     assert 1 <= parts <= -(-vectors // THREADS) and (parts == 1 or m * parts <= 264)
     ranges = [(part * vectors // parts, (part + 1) * vectors // parts) for part in range(parts)]
     assert ranges[0][0] == 0 and ranges[-1][1] == vectors
+
+
+def test_parts_of_rows_in_their_own_order_have_a_vector_a_thread():
+    """However many rows: what gathers them reads a part of all rows, which stays in L2, before the next one."""
+    assert [parts_of(70_000, k, 132) for k in (8, 2048, 2056, 7168)] == [1, 1, 2, 4]
 
 
 def test_rows_that_no_shared_memory_holds_have_no_room():

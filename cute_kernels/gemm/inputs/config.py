@@ -47,8 +47,11 @@ def room_for(k: int) -> int | None:
     return next((room for room in ROOMS if k <= room), None)
 
 
-def parts_of(m: int, k: int, num_sms: int) -> int:
-    """The number of CTAs of a row. Few rows are divided so that every SM has one or two parts, of at least a vector a
-    thread."""
-    vectors = -(-k // VECTOR)
-    return max(1, min(2 * num_sms // m, -(-vectors // THREADS)))
+def parts_of(m: int, k: int, num_sms: int, room: int = 0) -> int:
+    """The number of CTAs of a row, each with at least a vector a thread.
+
+    A part of all rows is made before the next part, so rows that are gathered several times are read from L2. CTAs that
+    load all of a row, as with ``room``, are one or two for each SM.
+    """
+    most = -(-k // (VECTOR * THREADS))
+    return max(1, min(2 * num_sms // m, most)) if room else most

@@ -76,7 +76,7 @@ def rows_of(
 ) -> InputRows:
     """The launch that makes rows of ``size`` [m, k] from rows at such a distance. room, scaled: as of
     `InputRowsConfig`."""
-    fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index))}
+    fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index), room)}
     spec = GemmSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
     return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
 
