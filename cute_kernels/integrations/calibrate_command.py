@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from cute_kernels.formats.kv import LayerFormats, format_of, format_pair
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.kv_cache.constants import CacheConstants
 
 if TYPE_CHECKING:
     from cute_kernels.integrations.transformers.budget import Needle
 
 CITIES = ("Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Dakar", "Sofia", "Tunis", "Minsk")
+STEPS = 64  # that are timed
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -50,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     command.add_argument(
         "--budget",
-        type=share,
+        type=float,
         metavar="SHARE",
         help="instead of --kv-format: choose each layer's format, so that the cache takes at most this share of BF16's "
         "bytes (such as 0.42) and loses least. -o then names a .json file of formats and a report, which kv_format= "
@@ -88,16 +91,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def kv_format(text: str) -> str | tuple[str, str] | LayerFormats:
     """A format, or two with a comma between them, or a file of formats by layer, as an argument."""
-    if text.endswith(".json"):
-        try:
-            return LayerFormats.load(text)
-        except (OSError, ValueError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
     names = text.split(",")
     try:
-        k, v = format_pair(names[0] if len(names) == 1 else tuple(names))
-        return format_of(k).name if k == v else (format_of(k).name, format_of(v).name)
-    except (TypeError, ValueError) as error:
+        if text.endswith(".json"):
+            return LayerFormats.load(text)
+        k, v = (format_of(name).name for name in format_pair(names[0] if len(names) == 1 else tuple(names)))
+        return k if k == v else (k, v)
+    except (OSError, TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
@@ -111,17 +111,6 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     """A number of at least 0 as an argument."""
     return 0 if text == "0" else positive(text)
-
-
-def share(text: str) -> float:
-    """A number above 0, up to 1, as an argument."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, want a number above 0 and at most 1")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -152,9 +141,29 @@ def run(arguments: argparse.Namespace) -> int:
         formats, constants = choose_formats(
             model, batches, arguments.budget, needles=needles, say=partial(print, flush=True), calibration=calibration
         )
+        if batches[0]["input_ids"].is_cuda:
+            formats.save(arguments.output)  # before the first kernels are compiled
+            formats = with_step(formats, model, constants, batches[0]["input_ids"])
         return _write_formats(arguments.output, formats, constants)
     _write_constants(arguments.output, calibrate_cache(model, batches, arguments.kv_format, **calibration))
     return 0
+
+
+def with_step(formats: LayerFormats, model: Foreign, constants: CacheConstants, tokens: torch.Tensor) -> LayerFormats:
+    """Returns formats whose report has the time of a decode step, ms, of requests ``tokens`` [requests, tokens].
+
+    The model decodes by the kernels from then on. Errors are those of `accelerate`.
+    """
+    from cute_kernels.integrations.transformers import accelerate
+
+    accelerate(cast("torch.nn.Module", model), kv_format=formats, kv_transform=constants)
+    mask, seconds = torch.ones_like(tokens), []
+    for new in (1 + STEPS, 1 + STEPS, 1):  # the first time compiles kernels and records the step
+        begin = time.perf_counter()
+        model.generate(tokens, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False).cpu()
+        seconds.append(time.perf_counter() - begin)
+    step = {"step_ms": 1000 * (seconds[1] - seconds[2]) / STEPS, "step_requests": list(tokens.shape)}
+    return replace(formats, report={**formats.report, **step})
 
 
 def _write_constants(path: Path, constants: CacheConstants) -> None:
@@ -176,7 +185,7 @@ def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants)
     runs = [(pair, len(list(same))) for pair, same in itertools.groupby(formats.layers)]
     print("  layers: " + "; ".join(f"{many} x {' + '.join(dict.fromkeys(pair))}" for pair, many in runs))
     print(f"  needles: {report['needles']['found']} of {report['needles']['of']} that exact keys and values find")
-    print("  time of a step: not measured")
+    print("  time of a step: " + (f"{ms:.2f} ms" if (ms := report["step_ms"]) else "not measured, which wants a GPU"))
     if any(transform is not None for transform in constants.transforms) or constants.scales:
         _write_constants(path.with_suffix(".safetensors"), constants)
     return 0
@@ -185,6 +194,8 @@ def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants)
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for errors that can be found before a model is loaded."""
     if arguments.budget is not None:
+        if not 0 < arguments.budget <= 1:
+            raise ValueError(f"--budget: got {arguments.budget:g}, want a share of BF16's bytes, above 0 and at most 1")
         if arguments.kv_format is not None:
             raise ValueError("--kv-format: got it with --budget, want it in a run after that, with the file of formats")
         if arguments.output.suffix != ".json":

@@ -17,13 +17,16 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import quantize_model
+from cute_kernels.formats.kv import LayerFormats
 from cute_kernels.gemm import deferred
 from cute_kernels.gemm.layer import call as layer_call
+from cute_kernels.integrations.calibrate_command import with_step
 from cute_kernels.integrations.transformers import accelerated as own_generate
 from cute_kernels.integrations.transformers import deferral
 from cute_kernels.integrations.transformers.blocks import AttentionBlock, MlpBlock
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from cute_kernels.integrations.transformers.norms import replace_norms
+from cute_kernels.kv_cache.constants import CacheConstants
 from tests.gpu import same_tokens
 from tests.integrations.architectures import DECODERS, VOCABULARY
 from tests.integrations.test_accelerate import CACHES_LATENTS
@@ -256,6 +259,12 @@ def test_quantised_caches_give_what_their_steps_give_unrecorded(kv_format):
         ck.accelerate(model, kv_format=kv_format, cuda_graphs=graphs)
         found.append(generate(model, LEFT_PADDED))
     assert_same_choices(found[1], found[0], tolerance=1e-2)
+
+
+def test_a_report_of_formats_has_the_time_of_a_step():
+    formats = LayerFormats((("int8_token_head", "int4_g2"), ("int4_g2", "int4_g2")), {"kl": 0.1})
+    report: Any = with_step(formats, build("llama"), CacheConstants((None, None)), PROMPT.to(CUDA)).report
+    assert 0 < report["step_ms"] < 20 and report["kl"] == 0.1
 
 
 def test_the_next_call_replays_the_same_graph():

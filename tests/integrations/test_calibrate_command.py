@@ -2,12 +2,13 @@
 
 import argparse
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels.__main__ import main
-from cute_kernels.formats.kv import LayerFormats
+from cute_kernels.formats.kv import LayerFormats, format_pair
 from cute_kernels.integrations import calibrate_command
 from cute_kernels.kv_cache.constants import CacheConstants
 from tests.integrations.architectures import DECODERS, VOCABULARY
@@ -91,6 +92,18 @@ def test_a_budget_of_bytes_gives_formats_by_layer_with_a_report(directory, tmp_p
     assert CacheConstants.load(second).num_layers == 2
 
 
+def test_the_time_of_a_step_is_in_the_report(tmp_path, capsys):
+    model, pair = DECODERS["llama"].build(torch.bfloat16), format_pair(("int8_token_head", "int4_g2"))
+    one = {"share": 0.4, "kl": 0.1, "agreement": 0.9}
+    report: Any = {"bytes_per_token": 1, "all_layers": {"mix": one}, "chosen": "mix", "needles": {"found": 0, "of": 0}}
+    formats, none = LayerFormats((pair, pair), report), CacheConstants((None, None))
+    timed = calibrate_command.with_step(formats, model, none, torch.randint(1, VOCABULARY, (2, 20)))
+    assert timed.report["step_requests"] == [2, 20] and timed.layers == formats.layers
+    calibrate_command._write_formats(tmp_path / "mix.json", timed, none)
+    assert LayerFormats.load(tmp_path / "mix.json").report["step_ms"] == timed.report["step_ms"]
+    assert f"time of a step: {timed.report['step_ms']:.2f} ms" in capsys.readouterr().out
+
+
 def test_needles_are_told_before_they_are_asked_for():
     def letters(text):
         return {"input_ids": [ord(char) for char in text]}
@@ -128,6 +141,8 @@ def test_what_cannot_be_read_is_an_error_that_names_it(directory, tmp_path, caps
             "--output: got /nowhere/constants.safetensors, want a file in a dir",
         ),
         (["-o", "/"], "--output: got /, want a file"),
+        (["--budget", "42"], "--budget: got 42, want a share of BF16's bytes"),
+        (["--budget", "nan"], "--budget: got nan, want a share of BF16's bytes"),
         (["--budget", "0.4", "--kv-format", "int8"], "--kv-format: got it with --budget"),
         ([], "MODEL: got /nowhere, which does not exist"),
     ],

@@ -259,8 +259,7 @@ def choose_formats(
         "chosen": best,
         **measured[best],
         "needles": {"found": found, "of": of},
-        "step_ms": None,  # nobody has measured it: `python -m bench e2e` does, on a GPU
-        "sum_of_layers_kl": sum(row[i] for row, i in zip(losses, whole[best], strict=True)),
+        "step_ms": None,  # `cute-kernels calibrate` measures it on a GPU
         "all_layers": measured,
         "layer_losses": {name: [row[i] for row in losses] for i, name in enumerate(names)},
     }

@@ -78,7 +78,7 @@ def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen]
         mask = batch.get("attention_mask")
         mask = None if mask is None or bool(mask.all()) else mask.bool()
         cache = _SeenCache(model.config)
-        with attending(model, _shown(cache.given, mask, see)):
+        with attending(model, _shown(cache, mask, see)):
             model(**batch, **{cache_argument(model.forward): cache}, use_cache=True)
         tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
     if not tokens:
@@ -101,17 +101,15 @@ def _num_layers(model: PreTrainedModel) -> int:
     return cast("int", model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def _shown(
-    given: Mapping[int, tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None, see: Callable[[Seen], None]
-) -> Callable[..., Any]:
-    """Attention that shows what a pass attends to. given: K and V of each layer with a cache of its own."""
+def _shown(cache: _SeenCache, mask: torch.Tensor | None, see: Callable[[Seen], None]) -> Callable[..., Any]:
+    """Attention that shows what a pass over a cache attends to."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
         layer = cast("int", getattr(module, "layer_idx", None))
-        if layer in given:  # others read a cache that is not theirs
-            k, v = given[layer]
+        if layer in cache.given:  # others read a cache that is not theirs
+            k, v = cache.given[layer]
             lengths = [query.shape[2]] * query.shape[0] if mask is None else mask.sum(1).tolist()
             tokens = (_tokens(query, mask), _tokens(k, mask), _tokens(v, mask))
             see(Seen(layer, *tokens, lengths=lengths, softmax_scale=options.get("scaling")))
@@ -251,8 +249,8 @@ def calibrate_cache(
     names = [name for layer in range(len(transforms)) for name in formats_of_layer(kv_format, layer)]
     if any(format_of(name).given_scale for name in names):
         scales = _scales(model, batches, kv_format, transforms, method, percentile)
-    chosen = {"center": center, "factors": factors, "rotation": rotation}
-    chosen |= {"values": values is True, "value factors": values == "factors"}
+    chosen = {"center": center, "factors": factors, "rotation": rotation, "values": values is True}
+    chosen["value factors"] = values == "factors"
     found = {
         "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
         "kv_format": str(kv_format),
@@ -305,12 +303,12 @@ def _scales(
     """Each layer's scales, of K and V as its transform writes them."""
     layers: dict[int, list[Calibrator | None]] = {}
 
+    def made(name: str) -> Calibrator | None:
+        return Calibrator(name, method, percentile) if format_of(name).given_scale else None
+
     def see(seen: Seen) -> None:
         if seen.layer not in layers:
-            layers[seen.layer] = [
-                Calibrator(name, method, percentile) if format_of(name).given_scale else None
-                for name in formats_of_layer(kv_format, seen.layer)
-            ]
+            layers[seen.layer] = [made(name) for name in formats_of_layer(kv_format, seen.layer)]
         transform = transforms[seen.layer] if transforms else None
         written = (seen.k, seen.v)
         if transform is not None:
@@ -321,14 +319,10 @@ def _scales(
 
     watch(model, batches, see)
     found = (layers.get(layer, (None, None)) for layer in range(_num_layers(model)))
-    return [(_scale(k), _scale(v)) for k, v in found]
+    return [(k and k.scale(), v and v.scale()) for k, v in found]
 
 
 def _tokens(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """[batch, heads, columns, head_dim] as [tokens, heads, head_dim], without padding."""
     tokens = states.transpose(1, 2)
     return tokens.flatten(0, 1) if mask is None else tokens[mask.to(states.device)]
-
-
-def _scale(calibrator: Calibrator | None) -> torch.Tensor | None:
-    return None if calibrator is None else calibrator.scale()
