@@ -218,18 +218,16 @@ def _e2e(options: argparse.Namespace) -> int:
         print("python -m bench e2e serves a model on a GPU; torch sees no CUDA GPU here.", file=sys.stderr)
         return 2
     path = options.json or _default_path("e2e", torch.cuda.get_device_name())
-    earlier = records.load(path) if path.is_file() else None
-    recorder = _recorder(path, kind="e2e", engine=options.engine, command=sys.argv[1:])
+    goes_on = path.is_file() and options.engine != "transformers"
+    recorder = _recorder(path, goes_on, kind="e2e", engine=options.engine, command=sys.argv[1:])
     if recorder is None:
         return 2
     if options.engine == "steps":
-        return _e2e_steps(options, recorder, earlier)
+        return _e2e_steps(options, recorder)
     if options.engine == "transformers":
         shape = {name: getattr(options, name) for name in ("batch", "context", "layers", "steps")}
         e2e_transformers.run(recorder, _teller(recorder), **shape)
         return _finish(recorder, e2e_transformers.text)
-    if earlier is not None:
-        recorder.data["rows"] = earlier["rows"]
     usual = (e2e_sglang if options.engine == "sglang" else e2e_vllm).DEFAULT_CASES
     cases = options.case or [e2e_cases.case_of(text) for text in usual]
     cases = [dataclasses.replace(case, kernels=options.kernels, engine=options.engine) for case in cases]
@@ -238,7 +236,7 @@ def _e2e(options: argparse.Namespace) -> int:
     return _finish(recorder, e2e_vllm.text)
 
 
-def _e2e_steps(options: argparse.Namespace, recorder: records.Recorder, earlier: dict[str, Any] | None) -> int:
+def _e2e_steps(options: argparse.Namespace, recorder: records.Recorder) -> int:
     from bench import e2e_steps
     from bench.suites import Bench
     from bench.timing import Protocol
@@ -248,8 +246,6 @@ def _e2e_steps(options: argparse.Namespace, recorder: records.Recorder, earlier:
         if name not in command_line.STEP_MODELS:
             print(f"--models: got {name!r}, want one of {', '.join(command_line.STEP_MODELS)}", file=sys.stderr)
             return 2
-    if earlier is not None:
-        recorder.data["rows"] = earlier["rows"]
     bench = Bench(recorder, Protocol(samples=8), quick=True, say=_teller(recorder))
     points = e2e_steps.points(models, options.batches or e2e_steps.BATCHES, options.contexts, options.only)
     e2e_steps.run(bench, points, options.seconds)

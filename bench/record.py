@@ -39,10 +39,10 @@ class Recorder:
         under "resumed", the newest first.
 
         Raises:
-            ValueError: it is of another kind, or of another GPU.
+            ValueError: it is of another kind, of another engine, or of another GPU.
         """
         for name, known, own in (
-            ("kind", earlier.get("kind"), self.data.get("kind")),
+            *((name, earlier.get(name), self.data.get(name)) for name in ("kind", "engine")),
             ("gpu", earlier["environment"].get("gpu"), self.data["environment"].get("gpu")),
         ):
             if known != own:

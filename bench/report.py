@@ -163,7 +163,8 @@ def in_markdown(record: Record, head: Sequence[str], lines: Iterable[Sequence[st
     What INT4 caches cost in perplexity stands with their figures.
     """
     environment = record["environment"]
-    commits = dict.fromkeys(str(each["commit"])[:10] for each in (environment, *record.get("resumed", [])))
+    measured = [row for row in record.get("rows", []) if isinstance(row, dict) and row.get("commit")]
+    commits = dict.fromkeys(str(each["commit"])[:10] for each in (environment, *record.get("resumed", []), *measured))
     origin = (
         f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
         f"{' and '.join(commits)}, {str(environment['date'])[:10]}"

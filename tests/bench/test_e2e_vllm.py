@@ -285,6 +285,12 @@ def test_loads_and_machines_of_their_own_are_compared_apart():
     assert judge({"engine": "vllm", "rows": [*mixed, *two]}) == []
 
 
+def test_a_table_names_the_commit_of_every_row():
+    environment = {"gpu": "NVIDIA H200", "driver": "1", "versions": {"torch": "2.14"}, "commit": "a1", "date": "2026"}
+    rows = [row("llama3-8b:w4:fp8:off", 1, 4.0) | {"commit": commit} for commit in ("b2", "a1", "c3", "b2")]
+    assert "commit a1 and b2 and c3," in e2e_vllm.markdown({"environment": environment, "rows": rows})
+
+
 @pytest.mark.parametrize(("on", "met"), [([10.0, 10.05, 13.0], True), ([10.0, 10.2, 10.3], False)])
 def test_a_model_that_is_left_to_vllm_is_judged_by_the_medians_of_turns(on: list[float], met: bool):
     rows = [row(f"llama3-8b:bf16:auto:{plugin}", 1, 10.0) | {"tpot_of_turns_ms": turns}

@@ -245,6 +245,8 @@ def test_a_record_that_was_cut_is_taken_up_by_the_same_command_on_the_same_gpu()
     assert len(again.data["resumed"]) == 2
     with pytest.raises(ValueError, match="kind is model_accuracy, want accuracy"):
         Recorder(None, kind="accuracy").resume_from(earlier.data)
+    with pytest.raises(ValueError, match="engine is vllm, want sglang"):
+        Recorder(None, kind="e2e", engine="sglang").resume_from(Recorder(None, kind="e2e", engine="vllm").data)
     other = earlier.data | {"environment": earlier.data["environment"] | {"gpu": "another"}}
     with pytest.raises(ValueError, match="gpu is another"):
         again.resume_from(other)
