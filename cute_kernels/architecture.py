@@ -37,7 +37,7 @@ class Limits:
         )
 
     def refuses(self, threads: int, shared_bytes: int) -> str | None:
-        """Why a CTA of so many threads and bytes of shared memory cannot be launched, or None."""
+        """Returns why a CTA of so many threads and bytes of shared memory cannot be launched, or None."""
         if threads > self.threads:
             return f"{threads} threads are more than the {self.threads} of a CTA"
         if shared_bytes > self.shared_bytes:

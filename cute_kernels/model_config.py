@@ -133,7 +133,7 @@ def _listed(form: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 
 
 def forms_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, form) of each layer of a kind, "linear" or "experts"; dtype as a torch.dtype.
+    """Returns (name, form) of each layer of a kind, "linear" or "experts"; dtype as a torch.dtype.
 
     Raises:
         TypeError, ValueError: the configuration is not one that `describe_layers` makes; the message says where.

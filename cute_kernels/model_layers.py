@@ -102,7 +102,7 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequence[str]) -> tuple[str, bool] | None:
-    """Why a dense layer is left, and whether that counts; None if it is to be swapped."""
+    """Returns why a dense layer is left, and whether that counts; None if it is to be swapped."""
     if _is_skipped(name, skip):
         return "skip says so", False
     if module in routers:
@@ -112,7 +112,7 @@ def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequ
 
 
 def _tensors_reason(module: nn.Module) -> str | None:
-    """Why a Linear's tensors are no plain weight and bias, or None."""
+    """Returns why a Linear's tensors are no plain weight and bias, or None."""
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     others = sorted(own.keys() - {"weight", "bias"})
     if others or "weight" not in own:
@@ -126,7 +126,7 @@ def _tensors_reason(module: nn.Module) -> str | None:
 
 
 def _hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | None:
-    """Why a module's hooks cannot be kept, or None; ``inner`` is a part of it that goes, hooks and all."""
+    """Returns why a module's hooks cannot be kept, or None; ``inner`` is a part of it that goes, hooks and all."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance (accelerate's hooks do so)"
     lost = [name for name in _OTHER_HOOKS if getattr(module, name, None)]
@@ -180,7 +180,7 @@ def routers_of(model: nn.Module) -> set[nn.Module]:
 
 
 def _num_experts(name: str, module: nn.Module) -> int | None:
-    """How many experts a module holds, or None if it holds none: in stacked weights, or in a list."""
+    """Returns how many experts a module holds, or None if it holds none: in stacked weights, or in a list."""
     if isinstance(module, nn.ModuleList):
         return len(module) if "expert" in name and len(module) > 1 else None
     sizes = {tensor.shape[0] for tensor in module.parameters(recurse=False) if tensor.dim() == 3}

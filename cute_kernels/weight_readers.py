@@ -57,7 +57,7 @@ def layers_read_by_code(model: nn.Module) -> dict[nn.Module, str]:
 
 @cache
 def _readings(kind: type) -> tuple[_Reading, ...]:
-    """What the methods of a class read; nothing of torch's own classes, or where there is no source."""
+    """Returns what the methods of a class read; nothing of torch's own classes, or where there is no source."""
     methods: dict[str, FunctionType] = {}
     for base in reversed(kind.__mro__):
         if not base.__module__.startswith("torch."):
@@ -78,7 +78,8 @@ def _readings(kind: type) -> tuple[_Reading, ...]:
 def _places(
     node: ast.AST, guards: tuple[tuple[ast.expr, bool], ...]
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[ast.expr, bool], ...]]]:
-    """(the name that it begins with, the path to the layer, guards) of each weight that is read for its numbers."""
+    """Returns (the name that it begins with, the path to the layer, guards) of each weight that is read for its
+    numbers."""
     if isinstance(node, (ast.If, ast.IfExp)):
         yield from _places(node.test, guards)
         for branch, wanted in ((node.body, True), (node.orelse, False)):

@@ -64,7 +64,7 @@ class Fragment:
         return np.stack((flat % self.tile[0], flat // self.tile[0]), axis=-1)
 
     def owners(self) -> np.ndarray:
-        """(thread, value) of each tile element, int64 [*tile, 2]; the fragment must cover its tile once."""
+        """Returns (thread, value) of each tile element, int64 [*tile, 2]; the fragment must cover its tile once."""
         found = np.full((*self.tile, 2), -1, dtype=np.int64)
         for thread, row in enumerate(self.coordinates()):
             for value, (i, j) in enumerate(row):

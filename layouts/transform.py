@@ -214,7 +214,7 @@ class Transform:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 elements, one per byte, of a packed uint8 or int8 tensor [..., bytes]."""
+    """Returns uint8 elements, one per byte, of a packed uint8 or int8 tensor [..., bytes]."""
     data = packed.view(torch.uint8)
     if bits == 8:
         return data.clone()

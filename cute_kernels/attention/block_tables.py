@@ -21,6 +21,6 @@ class BlockTablesConfig:
     cta_entries: int = 128
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         fits = self.cta_entries in range(32, 1025, 32)
         return None if fits else f"cta_entries {self.cta_entries} is not 32 to 1024 in whole warps"

@@ -167,7 +167,8 @@ class AttentionCall:
         return self.new is not None or (self.k.cache.numel() > 0 and self.max_seq_len > 0)
 
     def first_seen(self, lengths: torch.Tensor) -> torch.Tensor:
-        """int64 [batch]: the first position that some query sees; a window hides what lies further back from all."""
+        """Returns int64 [batch]: the first position that some query sees; a window hides what lies further back from
+        all."""
         if self.window is None:
             return torch.zeros_like(lengths)
         return (lengths - self.q_len - self.window + 1).clamp(min=0)
@@ -194,7 +195,7 @@ class AttentionCall:
         )
 
     def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
-        """(queries, the call of one request alone) for every request that has queries; waits for the device."""
+        """Returns (queries, the call of one request alone) for every request that has queries; waits for the device."""
         assert self.cu_seqlens_q is not None
         ends = self.cu_seqlens_q.tolist()
         for request in range(self.batch):

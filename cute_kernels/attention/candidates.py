@@ -72,7 +72,7 @@ def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
 
 
 def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
-    """How rows with headers are loaded for a CTA of so many KV heads, with room for ``most``; 0: by words."""
+    """Returns how rows with headers are loaded for a CTA of so many KV heads, with room for ``most``; 0: by words."""
     if not heads:
         return "word"
     if not MAPPED_HEADS <= heads < most or problem.appends:
@@ -90,8 +90,8 @@ def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> 
 
 
 def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
-    """(KV heads of a CTA that takes rows with headers, how they are loaded), the most heads first; 0: one, whose rows
-    are copied by words.
+    """Returns (KV heads of a CTA that takes rows with headers, how they are loaded), the most heads first; 0: one,
+    whose rows are copied by words.
 
     Fewer heads than fit a CTA make fewer parts of a row for as many CTAs, and are loaded by tensor maps, or by a copy a
     token. That is worth considering in two cases. One is INT4 with more queries than one block, where parts are large
@@ -148,8 +148,8 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
 
 
 def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
-    """(warps that take different queries of a KV head, blocks of 8 queries for each of them); more queries take more
-    CTAs."""
+    """Returns (warps that take different queries of a KV head, blocks of 8 queries for each of them); more queries take
+    more CTAs."""
     wide = _target_warps(problem.head_dim, problem.v_head_dim) == WIDE_WARPS
     per_warp = 2 if problem.rows > BLOCK_QUERIES and not wide else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):

@@ -47,7 +47,7 @@ def check_shift(shift: torch.Tensor, shape: tuple[int, int, int]) -> None:
 
 
 def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
-    """K's and V's format; ValueError for an unknown name lists the known ones."""
+    """Returns K's and V's format; ValueError for an unknown name lists the known ones."""
     k_name, v_name = format_pair(kv_format)
     return format_of(k_name), format_of(v_name)
 

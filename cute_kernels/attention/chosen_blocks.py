@@ -161,7 +161,7 @@ def _in_pages(operand: CacheOperand, page_size: int) -> CacheOperand:
 
 
 def pages_of(cache: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[batch, max_seq_len, num_kv_heads, row] as [pages, page_size, num_kv_heads, row]."""
+    """Returns [batch, max_seq_len, num_kv_heads, row] as [pages, page_size, num_kv_heads, row]."""
     return cache.unflatten(1, (-1, page_size)).flatten(0, 1)
 
 

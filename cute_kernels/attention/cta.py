@@ -161,7 +161,7 @@ class Place:
     first_row: Int32
 
     def query_of(self, config: DecodeConfig, head, row):
-        """(query position, query head) of a row of the CTA's ``head``-th KV head."""
+        """Returns (query position, query head) of a row of the CTA's ``head``-th KV head."""
         query, within = Int32(0), row
         if config.features.queries:
             query = (row * self.shape.group_reciprocal) >> RECIPROCAL_BITS

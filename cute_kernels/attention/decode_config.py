@@ -296,7 +296,7 @@ class DecodeConfig:
         return f"decode_{formats}_{self.q_dtype}_{dims}_{work}_{copies}{layout}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         if self.q_dtype not in ("bf16", "fp16"):
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
         return (
@@ -313,7 +313,7 @@ class DecodeConfig:
         )
 
     def _problem_of_blocks(self) -> str | None:
-        """Why keys, or values, that are written by blocks of tokens cannot be read, or None."""
+        """Returns why keys, or values, that are written by blocks of tokens cannot be read, or None."""
         k, v = self.formats
         if v.in_blocks:
             return f"{v.name} caches are of keys alone"
@@ -326,13 +326,13 @@ class DecodeConfig:
         return "keys in blocks after an append in the same call" if self.after_append else None
 
     def _problem_of_heads(self) -> str | None:
-        """Why KV heads cannot have pages of their own, or None."""
+        """Returns why KV heads cannot have pages of their own, or None."""
         if self.features.by_head and (self.num_heads > 1 or self.units or not self.page_tokens):
             return "pages of each KV head for a CTA of several, or cut by lengths, or without pages"
         return None
 
     def _problem_of_maps(self) -> str | None:
-        """Why tensor maps cannot bring raw rows, or None."""
+        """Returns why tensor maps cannot bring raw rows, or None."""
         for load in (self.k, self.v):
             if load.copy != "map":
                 continue
@@ -344,7 +344,7 @@ class DecodeConfig:
         return None
 
     def _problem_of_sizes(self) -> str | None:
-        """Why a CTA does not fit an SM."""
+        """Returns why a CTA does not fit an SM."""
         limits = self.limits
         if self.cta_threads > limits.threads:
             most = limits.threads // WARP_THREADS

@@ -332,7 +332,7 @@ class DecodeKernel:
         return self.key_reader.fetch_query(addresses, k_scale, cta.lane)
 
     def roles(self, warp, first_row) -> "Roles":
-        """Which KV head, queries and tokens of its CTA's tiles a warp takes."""
+        """Returns which KV head, queries and tokens of its CTA's tiles a warp takes."""
         config = self.config
         query_block = warp // config.num_heads % config.num_query_blocks
         return Roles(
@@ -368,7 +368,7 @@ class DecodeKernel:
 
 
 def _leaves(words):
-    """What nested lists hold, in order."""
+    """Returns what nested lists hold, in order."""
     return [leaf for word in words for leaf in _leaves(word)] if isinstance(words, list) else [words]
 
 

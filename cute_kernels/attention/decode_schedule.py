@@ -125,7 +125,8 @@ def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
 
 
 def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks: int) -> tuple[int, int]:
-    """(rows of ``parts`` CTAs beyond the batch, for the parts of long requests; shares, as of :class:`DecodeSchedule`).
+    """Returns (rows of ``parts`` CTAs beyond the batch, for the parts of long requests; shares, as of
+    :class:`DecodeSchedule`).
 
     ``places`` is the number of resident CTAs for a head block. If that is two parts of each request or more, requests
     of different lengths are cut for one wave of CTAs. Otherwise each request may have one part more than divides it.

@@ -27,7 +27,8 @@ MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles,
 
 
 def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
-    """K's and V's format; ValueError for a format that extend attention does not read lists those that it reads."""
+    """Returns K's and V's format; ValueError for a format that extend attention does not read lists those that it
+    reads."""
     forms = checks.check_formats(kv_format)
     for name, form in zip(checks.CACHES, forms, strict=True):
         if cannot_read(form) is not None:

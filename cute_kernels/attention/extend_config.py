@@ -118,7 +118,7 @@ class ExtendConfig(ReadsCache):
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
-        """(bytes in shared memory of a row's codes, bytes of its header if that lies elsewhere)."""
+        """Returns (bytes in shared memory of a row's codes, bytes of its header if that lies elsewhere)."""
         if form.code_bits == 8 and form.header_bytes:
             return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
         if form.header_bytes == 4 and self.paired:
@@ -382,7 +382,7 @@ class ExtendConfig(ReadsCache):
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         if self.q_dtype not in ("bf16", "fp16"):
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
         if self.head_dim not in EXTEND_HEAD_DIMS:
@@ -425,7 +425,7 @@ class ExtendConfig(ReadsCache):
         return self.limits.refuses(self.num_threads, self.smem_bytes)
 
     def _problem_of_key_rows(self) -> str | None:
-        """Why keys cannot be rows of products, or None."""
+        """Returns why keys cannot be rows of products, or None."""
         if not (self.tile_rows % 8 == 0 and 8 <= self.tile_rows <= MOST_COLUMNS):
             return f"tile_rows {self.tile_rows} is not {TILE_ROWS} or a multiple of 8 up to {MOST_COLUMNS}"
         if not self.decodes or self.ragged or self.merges:
@@ -448,7 +448,7 @@ class ExtendConfig(ReadsCache):
         return self._problem_of_maps() if self.mapped else None
 
     def _problem_of_maps(self) -> str | None:
-        """Why tensor maps cannot load rows with their headers, or None."""
+        """Returns why tensor maps cannot load rows with their headers, or None."""
         for form, (room, apart) in zip(self.formats, map(self._key_rows_of, self.formats), strict=True):
             if apart:
                 return f"mapped rows of {form.name}, whose headers lie apart"

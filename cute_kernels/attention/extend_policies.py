@@ -52,7 +52,7 @@ KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
 
 
 def cannot_unpack(form: KvFormat) -> str | None:
-    """Why no kernel makes 16-bit rows of a format that extend attention reads, or None."""
+    """Returns why no kernel makes 16-bit rows of a format that extend attention reads, or None."""
     if not form.is_coded:
         return f"{form.name} rows are of 16 bits"
     if has_token_scale(form) and form.num_groups > 1:
@@ -76,14 +76,14 @@ def has_token_scale(form: KvFormat) -> bool:
 
 
 def cannot_read(form: KvFormat) -> str | None:
-    """Why the kernel cannot read rows of a format, or None."""
+    """Returns why the kernel cannot read rows of a format, or None."""
     if form.is_coded and form.extend is None:
         return f"extend attention does not read {form.name} caches"
     return None
 
 
 def cannot_multiply_fp8(formats: tuple[KvFormat, KvFormat], head_dim: int) -> str | None:
-    """Why there are no FP8 products over caches of K's and V's formats, or None."""
+    """Returns why there are no FP8 products over caches of K's and V's formats, or None."""
     for form in formats:
         if form.codes != "e4m3" or form.extend is None or form.extend.scales != "outside":
             return f"FP8 products want e4m3_tensor or e4m3_head caches, not {form.name}"
@@ -135,7 +135,7 @@ class ReadsCache:
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     def problem_of_rows(self) -> str | None:
-        """Why rows cannot be read, or None."""
+        """Returns why rows cannot be read, or None."""
         for name, form in zip(self.format_names, self.formats, strict=True):
             if (reason := cannot_read(form)) is not None:
                 return reason
@@ -250,7 +250,7 @@ class UnpackConfig(ReadsCache):
         return f"extend_unpack_{formats}_{self.dtype}_d{self.head_dim}{self.layout}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         if (reason := self.problem_of_rows()) is not None:
             return reason
         if (reason := cannot_unpack(self.formats[0]) or cannot_unpack(self.formats[1])) is not None:

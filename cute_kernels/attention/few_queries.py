@@ -99,5 +99,6 @@ def _evenly(q: torch.Tensor) -> bool:
 @per_gpu
 @lru_cache(maxsize=256)
 def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Where the queries of equal requests begin and end. The copy is waited for, as another stream may launch next."""
+    """Returns where the queries of equal requests begin and end. The copy is waited for, as another stream may launch
+    next."""
     return (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * q_len).to(device)

@@ -118,7 +118,7 @@ def reference(
 
 
 def _key(out_a, lse_a, out_b, lse_b) -> tuple[Any, ...]:
-    """What decides a plan."""
+    """Returns what decides a plan."""
     elements = out_a.numel()
     return out_a.dtype, out_a.dim(), out_a.get_device(), not elements, elements > MAX_VECTORS
 

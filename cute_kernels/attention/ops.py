@@ -51,10 +51,10 @@ ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """What decides a plan. It leaves out what the compiled function compares: K's cache has V's blocks, its row follows
-    from q's head_dim, and rows and elements have their strides. It leaves out the caches' dtypes, for signed bytes pass
-    as unsigned ones, and their strides, for which the plan has chosen copies. It has the strides of several queries, by
-    which kernels of few queries are told apart."""
+    """Returns what decides a plan. It leaves out what the compiled function compares: K's cache has V's blocks, its row
+    follows from q's head_dim, and rows and elements have their strides. It leaves out the caches' dtypes, for signed
+    bytes pass as unsigned ones, and their strides, for which the plan has chosen copies. It has the strides of several
+    queries, by which kernels of few queries are told apart."""
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
         check_optional_positive("softmax_scale", softmax_scale)
@@ -78,9 +78,9 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
-    """What decides a plan of extend attention. The number of queries and the longest length change from step to step
-    and are left out. Two facts about them count: whether there are queries, and whether a call may be refused for their
-    number, in which case it has no plan."""
+    """Returns what decides a plan of extend attention. The number of queries and the longest length change from step to
+    step and are left out. Two facts about them count: whether there are queries, and whether a call may be refused for
+    their number, in which case it has no plan."""
     if options["max_seq_len"] is not None:
         check_optional_count("max_seq_len", options["max_seq_len"])
     odd = q.shape[0] * q.shape[1] > MAX_ROWS
@@ -301,7 +301,7 @@ def are_plain(values: Iterable[Any]) -> bool:
 
 
 def path_of(given: Given) -> Callable[[Given], tuple[torch.Tensor, Any]]:
-    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call.
+    """Returns which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call.
 
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
     argument that is no tensor at all.

@@ -152,7 +152,8 @@ def _decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """(arguments that follow from the plan alone, places of those that are looked up in the options of a call)."""
+    """Returns (arguments that follow from the plan alone, places of those that are looked up in the options of a
+    call)."""
     config = schedule.config
     features = config.features
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}

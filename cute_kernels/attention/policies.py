@@ -36,7 +36,7 @@ class CacheLoad:
         return format_of(self.format)
 
     def problem(self, q_dtype: str) -> str | None:
-        """Why it does not go with queries of ``q_dtype``, or None."""
+        """Returns why it does not go with queries of ``q_dtype``, or None."""
         reason = cannot_read(self.form, self.head_dim)
         if reason is not None:
             return reason
@@ -92,7 +92,7 @@ class WarpMma:
         return self.num_heads * self.num_query_blocks * self.role_query_bytes(k)
 
     def problem(self) -> str | None:
-        """Why there is no such mainloop, or None."""
+        """Returns why there is no such mainloop, or None."""
         if self.blocks_per_warp not in (1, 2, MAX_BLOCKS_PER_WARP):
             return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
         return None
@@ -125,7 +125,7 @@ class CopyPipeline:
         return f"r{self.num_stages}{producers}c{self.ctas_per_sm}e{self.early_tiles}"
 
     def problem(self, after_append: bool) -> str | None:
-        """Why a kernel, or one ``after_append``, cannot have it, or None."""
+        """Returns why a kernel, or one ``after_append``, cannot have it, or None."""
         if self.num_stages < 2:
             return "num_stages must be at least 2"
         if self.early_tiles not in (0, 1):
@@ -155,7 +155,7 @@ class TokenRuns:
         return ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
 
     def problem(self) -> str | None:
-        """Why there is no such cache, or None."""
+        """Returns why there is no such cache, or None."""
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         return None

@@ -112,7 +112,7 @@ def extend_attention_reference(
 
 
 def attention_of(call: AttentionCall, compute_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a checked call, as `decode_attention_reference` or `extend_attention_reference`."""
+    """Returns (out, lse) of a checked call, as `decode_attention_reference` or `extend_attention_reference`."""
     if call.ragged:
         return _attention_of_requests(call, compute_dtype)
     stop = call.seq_lens.to(torch.int64)
@@ -136,7 +136,7 @@ def _attention_of_requests(call: AttentionCall, compute_dtype: torch.dtype) -> t
 def _attention_with_new_tokens(
     call: AttentionCall, own: slice, request: AttentionCall, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of one request whose own queries' tokens are not in the cache."""
+    """Returns (out, lse) of one request whose own queries' tokens are not in the cache."""
     new = call.new_tokens(own)
     older, newer = request.seq_lens.to(torch.int64) - request.q_len, new.seq_lens.to(torch.int64)
     zero = torch.zeros_like(older)
@@ -286,7 +286,7 @@ def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
 
 
 def query_positions(call: AttentionCall) -> torch.Tensor:
-    """int64 [batch, q_len]: the queries are a request's last tokens; negative where it is shorter than that."""
+    """Returns int64 [batch, q_len]: the queries are a request's last tokens; negative where it is shorter than that."""
     steps = torch.arange(call.q_len, device=call.q.device) - call.q_len
     return call.seq_lens.to(torch.int64)[:, None] + steps
 

@@ -50,7 +50,7 @@ def kernel_format(name: str) -> str:
 
 
 def cannot_read(form: KvFormat, head_dim: int) -> str | None:
-    """Why the kernels cannot read rows of the format, or None."""
+    """Returns why the kernels cannot read rows of the format, or None."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if form.decode is None:
@@ -97,7 +97,7 @@ def copies_per_tile(config: DecodeConfig) -> int:
 
 
 def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
-    """Why no tensor map loads so many heads' rows of a token, or None. Callers check the tokens' strides."""
+    """Returns why no tensor map loads so many heads' rows of a token, or None. Callers check the tokens' strides."""
     words = num_heads * form.row_bytes(head_dim) // WORD_BYTES
     if words + max(map_paddings(words)) > MAX_BOX:
         return f"a map of {num_heads} heads' rows of {form.name}: more than {MAX_BOX} words"

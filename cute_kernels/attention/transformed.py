@@ -36,7 +36,8 @@ def transform_query(
     layout: str,
     sees_shift: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on it.
+    """Returns (q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on
+    it.
 
     Raises:
         TypeError, ValueError: the transform does not fit the caches, or q has been through one.

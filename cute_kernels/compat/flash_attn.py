@@ -162,7 +162,8 @@ def flash_attn_with_kvcache(
 
 
 def _rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, head_dim] as the kernels take it: a token's heads together, wherever that is; else a copy."""
+    """Returns x [tokens, heads, head_dim] as the kernels take it: a token's heads together, wherever that is; else a
+    copy."""
     if x.dim() != 3:
         return x  # which is refused
     token, head, column = strides_of(x)

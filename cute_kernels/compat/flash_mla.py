@@ -229,7 +229,7 @@ def _dense(
     softmax_scale: float | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse [b, s_q, h_q]); each head of the cache serves a run of q's heads."""
+    """Returns (out, lse [b, s_q, h_q]); each head of the cache serves a run of q's heads."""
     if block_table is None or cache_seqlens is None:
         name = "block_table" if block_table is None else "cache_seqlens"
         raise ValueError(f"{name}: got None without indices, want it for dense attention")
@@ -257,7 +257,7 @@ def _sparse(
     softmax_scale: float | None,
     extras: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse [b, s_q, h_q]); extras as `flash_mla_with_kvcache` names them, in the operator's order."""
+    """Returns (out, lse [b, s_q, h_q]); extras as `flash_mla_with_kvcache` names them, in the operator's order."""
     topk_length, attn_sink, extra_k_cache, extra_indices, extra_topk_length = extras
     for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
         if cache is not None:

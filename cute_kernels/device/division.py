@@ -33,11 +33,11 @@ class Divisor:
         return Divisor(value, Uint32(multiplier), Uint32(shift))
 
     def divide(self, number) -> tuple[Uint32, Uint32]:
-        """(quotient, remainder) of a Uint32 below 2**31, as Uint32."""
+        """Returns (quotient, remainder) of a Uint32 below 2**31, as Uint32."""
         quotient = numbers.multiply_high_u32(number << 1, self.multiplier) >> self.shift
         return quotient, number - quotient * Uint32(self.value)
 
     def divide_int(self, number) -> tuple[Int32, Int32]:
-        """(quotient, remainder) of an int32 that is not negative, as Int32."""
+        """Returns (quotient, remainder) of an int32 that is not negative, as Int32."""
         quotient = Int32(numbers.multiply_high_u32(Uint32(number) << 1, self.multiplier) >> self.shift)
         return quotient, number - quotient * self.value

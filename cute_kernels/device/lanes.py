@@ -51,7 +51,7 @@ def transpose_quad(words: Sequence[Uint32], lane: Int32) -> list[Uint32]:
 
 
 def lane_prefix(value: Int32, lane: Int32, none: Int32) -> tuple[Int32, Int32]:
-    """(sum over the lanes before, sum over all 32). none: the zero of the value's type."""
+    """Returns (sum over the lanes before, sum over all 32). none: the zero of the value's type."""
     before = none
     for offset in neighbours(32):
         others = cute.arch.shuffle_sync_bfly(value, offset)

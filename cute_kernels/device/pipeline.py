@@ -63,11 +63,11 @@ class Pipeline:
     # -- states -------------------------------------------------------------------------------------------------------
 
     def producer_state(self, first=0) -> PipelineState:
-        """Where a producer begins. first: a stage of the first round."""
+        """Returns where a producer begins. first: a stage of the first round."""
         return PipelineState(Int32(first), Int32(1))
 
     def consumer_state(self, first=0) -> PipelineState:
-        """Where a consumer begins. first: a stage of the first round."""
+        """Returns where a consumer begins. first: a stage of the first round."""
         return PipelineState(Int32(first), Int32(0))
 
     def consumer_state_of(self, use) -> PipelineState:

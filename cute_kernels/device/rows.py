@@ -126,7 +126,7 @@ class Elements:
         return [half(words[i]) for i in range(self.count // 2) for half in (low, high)]
 
     def pack(self, values) -> list[Uint32]:
-        """fp32 numbers rounded to the dtype, to nearest even."""
+        """Returns fp32 numbers rounded to the dtype, to nearest even."""
         if self.dtype == "fp32":
             return [numbers.bits(values[i]) for i in range(self.count)]
         pair = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.dtype]

@@ -75,7 +75,7 @@ class OnlineSoftmax:
 
 
 def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """(the greatest of several parts' references, the factor of each part's sums under it)."""
+    """Returns (the greatest of several parts' references, the factor of each part's sums under it)."""
     common = references[0]
     for reference in references[1:]:
         common = ptx.fmax(common, reference)
@@ -83,7 +83,7 @@ def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def row_of(index: int) -> int:
-    """Which of a thread's two rows of a 64-row product its ``index``-th accumulator belongs to."""
+    """Returns which of a thread's two rows of a 64-row product its ``index``-th accumulator belongs to."""
     return sum_place(index)[0] // 8
 
 

@@ -67,7 +67,7 @@ def mma(
 
 
 def make_sums(n: int) -> Any:
-    """fp32 accumulators of a 64 x n product: 4 for every 8 columns, see :func:`sum_place`."""
+    """Returns fp32 accumulators of a 64 x n product: 4 for every 8 columns, see :func:`sum_place`."""
     tiled = mma(n)
     return cute.make_rmem_tensor(tiled.partition_shape_C((WARPGROUP_ROWS, n)), Float32)
 
@@ -79,7 +79,7 @@ def part_of_sums(sums, n: int, part: int) -> Any:
 
 
 def sum_place(index: int) -> tuple[int, int]:
-    """(row - its warp's 16w + lane / 4, column - 2 (lane % 4)) of a thread's ``index``-th accumulator."""
+    """Returns (row - its warp's 16w + lane / 4, column - 2 (lane % 4)) of a thread's ``index``-th accumulator."""
     return 8 * (index >> 1 & 1), 8 * (index >> 2) + (index & 1)
 
 

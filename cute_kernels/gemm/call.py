@@ -51,7 +51,7 @@ class LinearCall(NamedTuple):
 
 
 def key_of(call: LinearCall) -> tuple[Any, ...]:
-    """What identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
+    """Returns what identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
     x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")

@@ -32,7 +32,7 @@ def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> b
 
 
 def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
-    """What a kernel leaves of a norm."""
+    """Returns what a kernel leaves of a norm."""
     values = rows.float()
     scaled = (values * norm.float()).to(rows.dtype)
     return DeferredParts(scaled, values.unflatten(1, (-1, SQUARES_N)).square().sum(-1))

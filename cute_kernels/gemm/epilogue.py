@@ -41,7 +41,8 @@ class Results:
         self.dtype, self.activate = dtype, Activate(activation)
 
     def target(self, shape, token, row, bias):
-        """Where results of output features ``row`` and after are stored for a token. bias: the first one's place."""
+        """Returns where results of output features ``row`` and after are stored for a token. bias: the first one's
+        place."""
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return Target(row, place, cutlass.min(shape.n - row, VECTOR) >> halves, bias)

@@ -133,7 +133,7 @@ def _bytes_of(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) 
 def _stored_scales(
     form: WeightFormat, scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """[N, G] as the format stores them for activations of ``dtype``."""
+    """Returns [N, G] as the format stores them for activations of ``dtype``."""
     (n, k), size = shape, form.group_size
     if form.scale_bytes == 1:
         scales = _bytes_of("scales", scales, form.given_scale_dtypes)
@@ -171,7 +171,7 @@ def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: t
 def _second_level(
     form: WeightFormat, second: torch.Tensor | float | None, n: int, divides: bool
 ) -> torch.Tensor | None:
-    """fp32 [N] of formats with scales of a second level."""
+    """Returns fp32 [N] of formats with scales of a second level."""
     if not form.row_scales:
         if second is not None:
             raise ValueError(f"second: got scales of a second level, want None in the format {spelling(form)}")

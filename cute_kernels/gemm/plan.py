@@ -88,7 +88,7 @@ def without_rows(call: LinearCall) -> torch.Tensor:
 
 
 def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
-    """How a checked call's product gets x: by its own kernel, else by one launch before it, else by torch's
+    """Returns how a checked call's product gets x: by its own kernel, else by one launch before it, else by torch's
     operators."""
     x, perm, input_scale = call.x, call.weight.perm, call.weight.input_scale
     if _may_scale(call):
@@ -131,12 +131,13 @@ def _normed_of(call: LinearCall) -> TensorOf:
 
 
 def ready(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """x [..., k] scaled and in packed order, as contiguous rows of whole 16-byte pieces that start on 16 bytes."""
+    """Returns x [..., k] scaled and in packed order, as contiguous rows of whole 16-byte pieces that start on 16
+    bytes."""
     return aligned(prepare_input(x, perm, input_scale).reshape(-1, x.shape[-1]).contiguous())
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x [m, k] with rows of whole 16-byte pieces that start on 16 bytes: a copy if it is not so."""
+    """Returns x [m, k] with rows of whole 16-byte pieces that start on 16 bytes: a copy if it is not so."""
     missing = -x.shape[1] % (ALIGNMENT // x.element_size())
     if missing:
         return functional.pad(x, (0, missing))

@@ -161,7 +161,8 @@ def _choose_scales(
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
-    """fp32 [rows, groups, length] of [rows, K]; a short last group is filled with zeros, which no range minds."""
+    """Returns fp32 [rows, groups, length] of [rows, K]; a short last group is filled with zeros, which no range
+    minds."""
     w = w.float()
     missing = -w.shape[1] % length
     return (pad(w, (0, missing)) if missing else w).unflatten(1, (-1, length))
@@ -319,8 +320,8 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
 
 def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
-    """(name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, the format's
-    options, dtype, device. Integers with zero points go with those that have none."""
+    """Returns (name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, the
+    format's options, dtype, device. Integers with zero points go with those that have none."""
     options = weight.format.options.keys()
     for name in ("shape", *(options if options == first.format.options.keys() else ("format",)), "dtype", "device"):
         theirs, ours = getattr(weight, name), getattr(first, name)
@@ -336,7 +337,7 @@ def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
 
 
 def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None, more: int = 0) -> torch.Tensor:
-    """[N_pad / 64, G + more, 64] of [N, groups + more], new rows and groups 0."""
+    """Returns [N_pad / 64, G + more, 64] of [N, groups + more], new rows and groups 0."""
     n_pad, groups = padded_shape(shape, group_size)[0], num_groups(shape, group_size)
     own = values.shape[1] - more
     values = torch.cat((pad(values[:, :own], (0, groups - own)), values[:, own:]), dim=1)

@@ -11,7 +11,7 @@ from cute_kernels.gemm.weight import TILE_N, PackedWeight, row_blocks
 
 
 def prepare_input(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """x [..., K], multiplied by input_scale (rounded to x's dtype) and put into the packed order."""
+    """Returns x [..., K], multiplied by input_scale (rounded to x's dtype) and put into the packed order."""
     if input_scale is not None:
         x = x * input_scale
     return x if perm is None else x.index_select(-1, perm)

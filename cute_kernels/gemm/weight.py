@@ -63,7 +63,7 @@ def _share_of_groups(tensor: torch.Tensor, rank: int, world_size: int, more: int
 
 
 def padded_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, int]:
-    """(N_pad, K_pad) of a weight [N, K]: N in whole tiles of 64, K in whole groups and multiples of 64."""
+    """Returns (N_pad, K_pad) of a weight [N, K]: N in whole tiles of 64, K in whole groups and multiples of 64."""
     (n, k), k_multiple = shape, max(K_MULTIPLE, group_size or 0)
     return -(-n // TILE_N) * TILE_N, -(-k // k_multiple) * k_multiple
 
@@ -400,7 +400,7 @@ def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: i
 def format_of_numbers(
     found: torch.Tensor, has_zeros: bool, more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """(format, shape, further numbers) from `format_numbers`.
+    """Returns (format, shape, further numbers) from `format_numbers`.
 
     Raises:
         ValueError: they are not such numbers, or name no format.

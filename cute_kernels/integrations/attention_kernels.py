@@ -101,7 +101,7 @@ def key_rows_of(impl: Foreign) -> ExtendConfig | None:
 
 
 def why_not_invariant(formats: Formats, head_size: int) -> str | None:
-    """Why a token's result would depend on the batch; None if it does not.
+    """Returns why a token's result would depend on the batch; None if it does not.
 
     Extend attention uses the greatest scale of a tile of V's rows, and which rows a tile has depends on how a prompt is
     cut.

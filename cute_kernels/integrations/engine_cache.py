@@ -51,7 +51,7 @@ def formats_named(text: str, variable: str) -> Formats:
 
 
 def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
-    """Why a layer cannot have rows of these formats; None if it can."""
+    """Returns why a layer cannot have rows of these formats; None if it can."""
     if head_size not in EXTEND_HEAD_DIMS:  # engines' prompts are extend attention's
         return f"head size {head_size}; supported: {', '.join(map(str, EXTEND_HEAD_DIMS))}"
     for form in (formats.k, formats.v):
@@ -69,7 +69,8 @@ def row_bytes(formats: Formats, head_size: int) -> tuple[int, int]:
 
 
 def paged(buffers: Iterable[torch.Tensor], formats: Formats, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K's and V's pages [pages, page_size, KV heads, row] of their buffers [slots, KV heads, bytes of a row]."""
+    """Returns K's and V's pages [pages, page_size, KV heads, row] of their buffers [slots, KV heads, bytes of a
+    row]."""
     k, v = (
         buffer.view(form.cache_dtype).unflatten(0, (-1, page_size))
         for buffer, form in zip(buffers, (formats.k, formats.v), strict=True)

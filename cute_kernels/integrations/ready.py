@@ -111,8 +111,8 @@ def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logg
 
 
 def outlasting(device: torch.device, make: Callable[[], T]) -> T:
-    """What ``make`` allocates on a device, outside the memory pools of this thread, which an engine may empty when it
-    sleeps (vLLM's `--enable-sleep-mode`): torch's pools are those of a thread."""
+    """Returns what ``make`` allocates on a device, outside the memory pools of this thread, which an engine may empty
+    when it sleeps (vLLM's `--enable-sleep-mode`): torch's pools are those of a thread."""
     if device.type != "cuda":
         return make()
 
@@ -153,7 +153,7 @@ def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
 
 
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: str) -> str | None:
-    """Why kernels cannot be ready before the first capture; None if they are.
+    """Returns why kernels cannot be ready before the first capture; None if they are.
 
     Kernels that are in no bundle, where they cannot be compiled, are put on a list that a bundle can be built from: the
     file ``file_name`` in the directory of the kernel cache.

@@ -164,7 +164,7 @@ def _check_blocks(name: str, tensor: torch.Tensor) -> None:
 
 
 def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """(rows of the last dimension that are dense together, elements from one such block to the next).
+    """Returns (rows of the last dimension that are dense together, elements from one such block to the next).
 
     None unless one such pair of numbers says where all rows are. Of a contiguous tensor all rows are one block.
     """

@@ -570,7 +570,7 @@ class KVCache:
         return pages.flatten(1, 2)[:, :length].contiguous()
 
     def _one_tensor_each(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """K's and V's pages; ValueError where layers differ in format."""
+        """Returns K's and V's pages; ValueError where layers differ in format."""
         if isinstance(self.k_pages, tuple) or isinstance(self.v_pages, tuple):
             raise ValueError(f"{what} for a cache whose layers differ in format, want one format in all of them")
         return self.k_pages, self.v_pages

@@ -44,7 +44,7 @@ def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
 
 
 def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
-    """K's and V's format; TypeError or ValueError unless a model in ``dtype`` may have them."""
+    """Returns K's and V's format; TypeError or ValueError unless a model in ``dtype`` may have them."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
     k_name, v_name = format_pair(kv_format)

@@ -150,7 +150,7 @@ def scale_shape(granularity: str, num_kv_heads: int, head_dim: int) -> tuple[int
 
 
 def _grouped(columns: torch.Tensor, granularity: str) -> torch.Tensor:
-    """[num_kv_heads, head_dim] to [scales, columns that share a scale]."""
+    """Reshapes [num_kv_heads, head_dim] to [scales, columns that share a scale]."""
     if granularity == "tensor":
         return columns.reshape(1, -1)
     return columns if granularity == "head" else columns.reshape(-1, 1)

@@ -170,7 +170,7 @@ def _check_slots(fill: Fill) -> None:
 
 
 def _page_of(fill: Fill, shape: torch.Size, request: int, base: int) -> tuple[int | None, int]:
-    """(page, row of the page) of a block; None where the cache has no page for it."""
+    """Returns (page, row of the page) of a block; None where the cache has no page for it."""
     index, row = divmod(base, shape[1])
     page = request if index == 0 else -1
     if fill.block_table is not None:

@@ -64,7 +64,7 @@ class ColumnPair:
         self.units = head_dim // UNIT_COLUMNS
 
     def encode(self, words) -> tuple[list[Uint32], list[Any]]:
-        """(a byte of two codes for each token, (scale, shift) of both columns), of fp16 pairs of 32 tokens."""
+        """Returns (a byte of two codes for each token, (scale, shift) of both columns), of fp16 pairs of 32 tokens."""
         halves = (ptx.half2_low_to_float, ptx.half2_high_to_float)
         columns = [[half(words[i]) for i in range(BLOCK_TOKENS)] for half in halves]
         found = [
@@ -74,7 +74,7 @@ class ColumnPair:
         return [pack_nibbles(list(pair)) for pair in zip(low, high, strict=True)], [low_header, high_header]
 
     def place(self, column):
-        """(row of the block, byte of it) of a column's scale; its shift lies 16 rows further on."""
+        """Returns (row of the block, byte of it) of a column's scale; its shift lies 16 rows further on."""
         unit, place = column // UNIT_COLUMNS, column % RUN_COLUMNS
         run = column % UNIT_COLUMNS // RUN_COLUMNS
         word = (unit * 4 + place % 4) * 4 + run

@@ -141,7 +141,7 @@ class RowPrologue:
         return rope + "_bias" * self.has_bias + "_norm" * self.has_norm
 
     def problem(self, head_dim: int) -> str | None:
-        """Why rows of q and k of ``head_dim`` columns cannot go through it, or None."""
+        """Returns why rows of q and k of ``head_dim`` columns cannot go through it, or None."""
         if self.rope not in ROPE_STYLES:
             return f"rope {self.rope!r} is not one of {', '.join(ROPE_STYLES)}"
         if self.rope == "none" and self.rotary_dim:
@@ -176,12 +176,12 @@ class RowTeams:
         return f"w{self.num_warps}{rows}l{self.lane_columns}" + "h" * self.split
 
     def problem(self) -> str | None:
-        """Why there are no such teams, or None."""
+        """Returns why there are no such teams, or None."""
         return _out_of_range(self, num_warps=32, rows_in_flight=8, q_rows_in_flight=16)
 
 
 def _out_of_range(counted: object, **most: int) -> str | None:
-    """Which of an object's counts is less than 1 or above the most that it may be, or None."""
+    """Returns which of an object's counts is less than 1 or above the most that it may be, or None."""
     for name, limit in most.items():
         if not 1 <= getattr(counted, name) <= limit:
             return f"{name} {getattr(counted, name)} is not from 1 to {limit}"
@@ -300,7 +300,7 @@ class AppendConfig:
         return f"append_{formats}_{self.dtype}_{dims}_{self.prologue.name}_{self.teams.name}{kind}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         for name, head_dim in (("head_dim_k", self.k.head_dim), ("head_dim_v", self.v.head_dim)):
             if head_dim not in HEAD_DIMS:
                 return f"{name} {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
@@ -365,7 +365,7 @@ class BulkConfig:
         return f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_{shape}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         if self.direction not in ("quantize", "dequantize"):
             return f"direction {self.direction!r} is not 'quantize' or 'dequantize'"
         if format_of(self.kv_format).in_blocks:
@@ -399,7 +399,7 @@ def _choose(condition, chosen, other):
 
 
 def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
-    """(q heads, KV heads) of its token that a team takes: as few as one wave of CTAs allows.
+    """Returns (q heads, KV heads) of its token that a team takes: as few as one wave of CTAs allows.
 
     Of q they are 1, 2, 4 ... `MAX_ROWS_PER_TEAM`, of K or V that divided by ``ratio``, since writing them is more work.
 
@@ -446,7 +446,7 @@ class FillConfig:
         return f"fill_{self.k_format}_d{self.head_dim}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         if not format_of(self.k_format).in_blocks:
             return f"{self.k_format} rows are written token by token"
         return None if self.head_dim in (64, 128) else f"head_dim {self.head_dim} is not 64 or 128"

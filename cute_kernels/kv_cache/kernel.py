@@ -89,7 +89,7 @@ class AppendKernel:
         )
 
     def _shares(self, inputs: Inputs, wave):
-        """How the work is distributed among CTAs, and the grid."""
+        """Returns how the work is distributed among CTAs, and the grid."""
         config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         q_rows, kv_rows = rows_per_team(
@@ -270,7 +270,7 @@ class AppendKernel:
 
     @cute.jit
     def locate(self, where, is_q, token, lane, length, slot, page_slot):
-        """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
+        """Returns (position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
         ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
         q heads look for none.
@@ -306,7 +306,7 @@ class AppendKernel:
 
     @cute.jit
     def find_page(self, where, request, position, inside, page_slot):
-        """(page, row of the page, whether it is ``inside`` and table or cache reach that far) of a request's
+        """Returns (page, row of the page, whether it is ``inside`` and table or cache reach that far) of a request's
         position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:

@@ -61,7 +61,7 @@ class LayerConstants:
         )
 
     def scales(self, layer: int) -> Scales:
-        """K's and V's scale of a layer; None for a format without."""
+        """Returns K's and V's scale of a layer; None for a format without."""
         return self._scales[layer]
 
     def check_given(self, layer: int) -> None:

@@ -141,7 +141,7 @@ class Moments:
 
 
 def group_of(form: KvFormat, head_dim: int) -> int:
-    """How many columns of a row, or tokens of a column, share a scale; 1 for formats that gain nothing from a
+    """Returns how many columns of a row, or tokens of a column, share a scale; 1 for formats that gain nothing from a
     transform of channels.
 
     These have codes with an exponent, or a scale for each channel.
@@ -163,8 +163,8 @@ def can_rotate(head_dim: int) -> bool:
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What queries contribute to each key: (sum_i p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim], sum_i p_it^2
-    [heads, tokens]), fp32. q: [heads, group, tokens, head_dim]; k, v: [heads, tokens, head_dim]."""
+    """Returns what queries contribute to each key: (sum_i p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim], sum_i
+    p_it^2 [heads, tokens]), fp32. q: [heads, group, tokens, head_dim]; k, v: [heads, tokens, head_dim]."""
     tokens = k.shape[1]
     weighted, weights = torch.zeros_like(k), k.new_zeros(k.shape[:2])
     places = torch.arange(tokens, device=k.device)

@@ -180,7 +180,8 @@ def targets_of(given) -> Targets:
 
 
 def where_of(given, k_by_token: bool = False) -> Where:
-    """Where K and V are written. k_by_token: K's rows go where their tokens are, so only V's cache has the pages."""
+    """Returns where K and V are written. k_by_token: K's rows go where their tokens are, so only V's cache has the
+    pages."""
     cache_shape = _any((given.v_cache if k_by_token else given.k_cache).shape)
     return Where(
         seq_lens=ptx.address(given.seq_lens),

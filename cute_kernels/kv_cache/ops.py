@@ -41,8 +41,8 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
 
 
 def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """What decides a plan. The compiled function checks that k has v's tokens and heads, that V's cache has K's pages,
-    and that rows fit their head_dim. So the key needs the shapes of v and of K's cache alone."""
+    """Returns what decides a plan. The compiled function checks that k has v's tokens and heads, that V's cache has K's
+    pages, and that rows fit their head_dim. So the key needs the shapes of v and of K's cache alone."""
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
      transform) = call  # fmt: skip
     return (

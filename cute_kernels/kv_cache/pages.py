@@ -93,7 +93,7 @@ class PageTable:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """How many sequences refer to a page."""
+        """Returns how many sequences refer to a page."""
         return self._references[page]
 
     def first_shared(self, seq_ids: Sequence[SeqId], num_tokens: Sequence[int]) -> SeqId | None:

@@ -63,7 +63,7 @@ def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(request of each token, tokens from it to the request's end, itself included), int64 [tokens].
+    """Returns (request of each token, tokens from it to the request's end, itself included), int64 [tokens].
 
     Tokens outside ``cu_seqlens`` have request -1.
     """
@@ -78,7 +78,8 @@ def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(position for RoPE, page, row of the page) of each token, int64 [tokens]; page -1 where nothing is written.
+    """Returns (position for RoPE, page, row of the page) of each token, int64 [tokens]; page -1 where nothing is
+    written.
 
     Slots, positions and pages that are negative or outside the cache or the table are not written. A contiguous cache
     has one page per request.

@@ -169,7 +169,7 @@ def pairs(rope: RotaryPairs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
-    """[heads, head_dim] with both columns of a rotated pair set to the larger of the two."""
+    """Returns [heads, head_dim] with both columns of a rotated pair set to the larger of the two."""
     if rope is None:
         return top
     first, second = pairs(rope)

@@ -54,7 +54,7 @@ class StepConfig:
         return self.has_terms or (transform is not None and (transform.k_rotation > 1 or transform.factor))
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         return self.attention.can_implement() or self.append.can_implement() or self._problem()
 
     def _problem(self) -> str | None:

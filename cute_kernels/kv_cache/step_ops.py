@@ -157,8 +157,8 @@ class StepPlan:
 
 
 def _key(step: Step) -> tuple[Any, ...]:
-    """What decides a plan: everything for which the second launch could be refused after the first one. The first
-    compiled function compares the rest, as `cute_kernels.runtime.operator.launcher` says."""
+    """Returns what decides a plan: everything for which the second launch could be refused after the first one. The
+    first compiled function compares the rest, as `cute_kernels.runtime.operator.launcher` says."""
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
     if softmax_scale is not None:
@@ -298,7 +298,7 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
 
 
 def _as_tokens(name: str, x: torch.Tensor, q_shape: torch.Size) -> torch.Tensor:
-    """[batch, q_len, heads, head_dim] as a view [tokens, heads, head_dim]."""
+    """Returns [batch, q_len, heads, head_dim] as a view [tokens, heads, head_dim]."""
     check_shape(name, x, *q_shape[:2], "heads", "head_dim", why=", the tokens of q")
     try:
         return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -391,7 +391,7 @@ _operator = Operator(
 
 
 def path_of(step: Step) -> Callable[[Step], tuple[torch.Tensor, Any]]:
-    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a step.
+    """Returns which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a step.
 
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
     argument that is no tensor at all.

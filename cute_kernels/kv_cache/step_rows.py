@@ -184,7 +184,7 @@ class NewRows:
         return cutlass.min(work.place.shape.group - work.place.first_row, self.attention.head_queries)
 
     def own_head(self, cta):
-        """Which of the CTA's KV heads the warp rotates queries of."""
+        """Returns which of the CTA's KV heads the warp rotates queries of."""
         return cta.roles.head if self.attention.num_heads > 1 else 0
 
     def first_row(self, cta):

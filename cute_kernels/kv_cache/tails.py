@@ -100,7 +100,7 @@ class KeyTails:
             self._first[seq_id] = min(self._first[seq_id], num_tokens)
 
     def waiting(self, layer: int, seq_id: SeqId, length: int) -> torch.Tensor:
-        """fp16 [length % 32, KV heads, head_dim]: keys of the sequence's block that is not full."""
+        """Returns fp16 [length % 32, KV heads, head_dim]: keys of the sequence's block that is not full."""
         positions = torch.arange(length // BLOCK_TOKENS * BLOCK_TOKENS, length, device=self.rows.device)
         return self.rows[layer, self._slots[seq_id], positions % TAIL_TOKENS]
 

@@ -253,7 +253,7 @@ class MlaConfig:
         return stages + self.query_bytes + others
 
     def can_implement(self) -> str | None:
-        """Why the configuration cannot be compiled, or None."""
+        """Returns why the configuration cannot be compiled, or None."""
         for name, wanted in {"tokens": TOKENS, "form": tuple(FORMATS)}.items():
             if getattr(self, name) not in wanted:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"

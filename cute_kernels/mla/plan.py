@@ -114,7 +114,7 @@ def sparse_plan(problem: SparseProblem) -> MlaPlan:
 
 
 def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
-    """(rows, heads of a row, most tokens of a row) of a dense launch: the heads of all queries lie together."""
+    """Returns (rows, heads of a row, most tokens of a row) of a dense launch: the heads of all queries lie together."""
     return problem.batch, problem.q_len * problem.num_heads, problem.max_pages * problem.cache.page_size
 
 
@@ -131,7 +131,7 @@ def _num_tokens(shape: CacheShape) -> int:
 
 
 def chosen(cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, prefix: str = "") -> Tokens:
-    """Where the tokens of a sparse launch are, of its second cache with `EXTRA` as prefix."""
+    """Returns where the tokens of a sparse launch are, of its second cache with `EXTRA` as prefix."""
     addresses = {"cache": cache.data_ptr(), "indices": indices.data_ptr(), "topk_length": _address(lengths)}
     return {prefix + name: address for name, address in addresses.items()} if prefix else addresses
 

@@ -112,7 +112,7 @@ class _Source:
     seen: torch.Tensor
 
     def fetch(self, queries: slice, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """[queries, topk, head_dim], 0 where nothing is seen: what lies there may be NaN."""
+        """Returns [queries, topk, head_dim], 0 where nothing is seen: what lies there may be NaN."""
         slots, seen = self.slots[queries], self.seen[queries]
         if not self.shape.num_pages:
             return torch.zeros((*slots.shape, head_dim), dtype=dtype, device=slots.device)
@@ -123,7 +123,7 @@ class _Source:
 def _slots_of(
     shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots int64 [batch * q_len, topk], brought into the cache; which of them count)."""
+    """Returns (slots int64 [batch * q_len, topk], brought into the cache; which of them count)."""
     seen = (indices >= 0) & (indices < shape.num_slots)
     if length is not None:
         seen &= torch.arange(indices.shape[2], device=indices.device) < length[:, None, None]
@@ -134,7 +134,7 @@ def _slots_of(
 def _attend_to_chosen(
     problem: SparseProblem, q: torch.Tensor, sources: list[_Source], scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out without sinks, lse, greatest score) over all sources together."""
+    """Returns (out without sinks, lse, greatest score) over all sources together."""
     queries = q.flatten(0, 1)
     out = torch.zeros((*queries.shape[:2], V_DIM), dtype=dtype, device=q.device)
     lse = torch.full(out.shape[:2], torch.inf, dtype=dtype, device=q.device)

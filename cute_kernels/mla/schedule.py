@@ -182,7 +182,8 @@ def count_ctas(shape: Workload, num_parts: int) -> int:
 
 
 def choose_combine(shape: Workload) -> tuple[int, int]:
-    """(`CombineConfig.slots`, row_bits of the combining kernel): for few rows as many threads each as SMs allow."""
+    """Returns (`CombineConfig.slots`, row_bits of the combining kernel): for few rows as many threads each as SMs
+    allow."""
     rows, slots = shape.num_rows * shape.num_heads, COMBINE_SLOTS[1]
     for row_bits in range(slots.bit_length()):
         if -(-rows >> row_bits) <= shape.num_sms:

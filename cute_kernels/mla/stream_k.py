@@ -62,7 +62,8 @@ class StreamK:
 
     @cute.jit
     def work_range(self, team, lane):
-        """(row, unit of it, units in all) where a team's work range begins; all lanes of a warp call it together.
+        """Returns (row, unit of it, units in all) where a team's work range begins; all lanes of a warp call it
+        together.
 
         A lane adds up the units of its share of the requests, then looks among them for the one with the beginning.
         Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
@@ -94,8 +95,8 @@ class StreamK:
         return found * self.request_rows + row, offset - row * each, left
 
     def pieces(self, total, longest):
-        """(units of a piece that is not cut, number of such pieces). A piece is a row where all rows are equal and
-        cutting would gain teams less than it costs; else it is a unit."""
+        """Returns (units of a piece that is not cut, number of such pieces). A piece is a row where all rows are equal
+        and cutting would gain teams less than it costs; else it is a unit."""
         rows = self.requests * self.request_rows
         turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))
         evenly, _ = self.teams.divide(Uint32(total))
@@ -105,7 +106,7 @@ class StreamK:
 
     @cute.jit
     def request_units(self, request):
-        """(units of a row of a request, of all its rows; 0 if there is no such request)."""
+        """Returns (units of a row of a request, of all its rows; 0 if there is no such request)."""
         existing = cutlass.min(request, self.requests - 1)
         _, blocks = count_blocks(*self.locator.lengths(self.source, existing))
         each = units_of(blocks)

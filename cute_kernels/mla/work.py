@@ -58,12 +58,12 @@ class WorkTile:
 
     @staticmethod
     def share(num_blocks, num_parts, part):
-        """[begin, end) of a part: whole blocks, as equal as can be, empty ones last."""
+        """Returns [begin, end) of a part: whole blocks, as equal as can be, empty ones last."""
         return WorkTile.cut(num_blocks, (num_blocks + num_parts - 1) // num_parts, part)
 
     @staticmethod
     def cut(num_blocks, size, part):
-        """[begin, end) of a part of so many blocks, as far as they exist."""
+        """Returns [begin, end) of a part of so many blocks, as far as they exist."""
         begin = cutlass.min(part * size, num_blocks)
         return begin, cutlass.min(begin + size, num_blocks)
 

@@ -97,7 +97,7 @@ class WorkTiles:
         return WorkTile(self.shape, row, first_head, None, Int32(0), end, length, main_blocks, extra_length, left=left)
 
     def measure(self, row) -> tuple[Any, ...]:
-        """(tokens, blocks of them, blocks in all, tokens of the extra cache) of a row."""
+        """Returns (tokens, blocks of them, blocks in all, tokens of the extra cache) of a row."""
         request, _ = self.counts.request_rows.divide(Uint32(row))
         length, extra_length = self.locator.lengths(self.source, Int32(request))
         return length, *count_blocks(length, extra_length), extra_length
@@ -129,7 +129,7 @@ class PartTiles(WorkTiles):
 
 @cute.jit
 def _first(shape, source, locator, counts, cta, team, lane):
-    """(row, start, left) of a CTA's first work tile."""
+    """Returns (row, start, left) of a CTA's first work tile."""
     row, start, left = Int32(0), Int32(0), Int32(1)
     if shape.num_parts == 0:
         requests, _ = counts.request_rows.divide(Uint32(shape.rows))

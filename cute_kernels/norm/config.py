@@ -73,7 +73,7 @@ class NormConfig:
         return f"norm_{self.kind}_{self.dtype}_t{self.threads}_v{self.vectors}{options}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         if self.kind not in ("rms", "layer"):
             return f"kind {self.kind!r} is not 'rms' or 'layer'"
         if self.dtype not in DTYPES:
@@ -90,7 +90,7 @@ class NormConfig:
 
 
 def launch_shape(n: int) -> tuple[int, int]:
-    """(threads, vectors of a thread) for rows of n columns, n a multiple of 8 up to MAX_COLUMNS.
+    """Returns (threads, vectors of a thread) for rows of n columns, n a multiple of 8 up to MAX_COLUMNS.
 
     It takes the fewest vectors with at most `USUAL_THREADS` threads, then the fewest threads. A row's time is the
     latency of its loads and of one or two reductions, not its bytes.

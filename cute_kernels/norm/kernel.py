@@ -124,7 +124,7 @@ class NormKernel:
         return ptx.load_global_words(start + Int64(element) * 2, 0, 4, constant=False)
 
     def load_weights(self, weight, bias, places) -> tuple[list[Any], list[Any]]:
-        """(weights, biases) of the vectors at ``places``; no biases where there are none."""
+        """Returns (weights, biases) of the vectors at ``places``; no biases where there are none."""
         scales = [self.load_weight(weight, place) for place in places]
         return scales, [self.load_weight(bias, place) for place in places] if self.config.has_bias else []
 

@@ -207,7 +207,7 @@ def missing_symbols(wanted: Iterable[str]) -> list[str]:
 
 
 def runtime_flavor() -> str:
-    """Which of the DSL's toolkits this machine uses, such as "cu13"; "custom" for a library named by hand."""
+    """Returns which of the DSL's toolkits this machine uses, such as "cu13"; "custom" for a library named by hand."""
     if os.environ.get(RUNTIME_VARIABLE):
         return "custom"
     try:

@@ -240,7 +240,8 @@ def is_direct(first: torch.Tensor, *others: object) -> bool:
 def route(
     *, cuda: Callable[P, ResultT], cpu: Callable[P, ResultT], operator: Callable[P, ResultT], **tensors: object
 ) -> Callable[P, ResultT]:
-    """Which of three functions, called alike, serves a call with these tensors; the first speaks for the device.
+    """Returns which of three functions, called alike, serves a call with these tensors; the first speaks for the
+    device.
 
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
     argument that is no tensor at all, ValueError for tensors on devices of neither kind that are not together.

@@ -254,7 +254,7 @@ def _all_of(module: Module, strong: bool) -> Iterator[_Node]:
 def _targets(
     module: Module, name: str, strong: bool, packages: set[str], seen: frozenset[tuple[str, str]] = frozenset()
 ) -> Iterator[_Node | str]:
-    """What a dotted name of a module means: definitions, or the name of something outside the packages.
+    """Returns what a dotted name of a module means: definitions, or the name of something outside the packages.
 
     seen: names that led here, as of modules that import from their own package.
     """
@@ -274,7 +274,7 @@ def _targets(
 def _attributes(
     where: str, names: list[str], strong: bool, packages: set[str], seen: frozenset[tuple[str, str]]
 ) -> Iterator[_Node | str]:
-    """What a module's attribute means, and its attribute, and so on: parts of packages, then a definition."""
+    """Returns what a module's attribute means, and its attribute, and so on: parts of packages, then a definition."""
     module = _module(where, packages)
     while names:
         inner = _module(f"{where}.{names[0]}", packages)

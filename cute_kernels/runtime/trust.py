@@ -12,7 +12,8 @@ from pathlib import Path
 
 
 def distrust(path: Path) -> str | None:
-    """Why nothing may be loaded from a file or directory, for people; None if it may. OSError if it does not exist.
+    """Returns why nothing may be loaded from a file or directory, for people; None if it may. OSError if it does not
+    exist.
 
     It belongs to the process's user, to root, or to the owner of this package. Only the user and the user's own group
     may write to it. The same holds for all directories above it, except those with the sticky bit, such as /tmp.

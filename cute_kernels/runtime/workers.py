@@ -44,7 +44,7 @@ class CompileError(RuntimeError):
 
 
 def import_path() -> tuple[str, ...]:
-    """Where this process imports from: `sys.path`, the current directory by its name."""
+    """Returns where this process imports from: `sys.path`, the current directory by its name."""
     return tuple(entry or os.getcwd() for entry in sys.path)
 
 

@@ -47,7 +47,7 @@ def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: in
 
 
 def fragment_map(fragment: Fragment) -> Figure:
-    """Which thread and value hold each element of the tile; one colour per thread."""
+    """Returns which thread and value hold each element of the tile; one colour per thread."""
     owners = fragment.owners()
     as_matrix = fragment.axes[0] in ("n", "column")
     cells = []
@@ -75,7 +75,7 @@ def fragment_map(fragment: Fragment) -> Figure:
 
 
 def bank_map(access: Access) -> Figure:
-    """Which lane reaches which word and bank, and how many words each bank has to serve."""
+    """Returns which lane reaches which word and bank, and how many words each bank has to serve."""
     found = access.report()
     caption = f"{access.note}: {access.kind}, {access.width} bytes per address, {found.wavefronts} wavefronts, "
     caption += f"{found.conflicts} conflicts"

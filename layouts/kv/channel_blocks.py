@@ -86,7 +86,7 @@ class ChannelBlocks(KvRow):
         )
 
     def half_of(self, parameter: int, column: int) -> tuple[int, int]:
-        """(row of the block, byte of it) where the fp16 scale (0) or shift (1) of a column lies."""
+        """Returns (row of the block, byte of it) where the fp16 scale (0) or shift (1) of a column lies."""
         unit, rest = divmod(column, UNIT_COLUMNS)
         run, place = divmod(rest, RUN_COLUMNS)
         word = ((parameter * (self.head_dim // UNIT_COLUMNS) + unit) * 4 + place % 4) * 4 + run
@@ -95,7 +95,7 @@ class ChannelBlocks(KvRow):
     # -- numbers and rows ---------------------------------------------------------------------------------------------
 
     def waiting(self, x: torch.Tensor) -> torch.Tensor:
-        """x as it waits for its block to be full: fp16, saturated at `LIMIT`, NaN as 0."""
+        """Returns x as it waits for its block to be full: fp16, saturated at `LIMIT`, NaN as 0."""
         return finite(x, LIMIT).half()
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,7 +110,7 @@ class ChannelBlocks(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 rows [..., tokens, row_bytes] of whole blocks to ``dtype`` [..., tokens, head_dim].
+        """Converts uint8 rows [..., tokens, row_bytes] of whole blocks to ``dtype`` [..., tokens, head_dim].
 
         float64 is exact; other dtypes compute in float32, where only the sum rounds, and round once more.
         """
@@ -122,7 +122,7 @@ class ChannelBlocks(KvRow):
         return values.flatten(-3, -2).to(dtype)
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(codes uint8 [..., tokens, head_dim], scale, shift fp16 [..., blocks, head_dim]) to uint8 rows."""
+        """Packs (codes uint8 [..., tokens, head_dim], scale, shift fp16 [..., blocks, head_dim]) into uint8 rows."""
         if len(parts) != 3:
             raise ValueError(f"pack got {len(parts)} parts; want 3: codes, scale, shift")
         codes, scale, shift = parts
@@ -139,7 +139,7 @@ class ChannelBlocks(KvRow):
         return torch.cat((header, codes[..., ::2] | codes[..., 1::2] << 4), -1)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """uint8 rows [..., tokens, row_bytes] of whole blocks to the parts that `pack` takes."""
+        """Splits uint8 rows [..., tokens, row_bytes] of whole blocks into the parts that `pack` takes."""
         self.check_rows(rows)
         header = self._blocks(rows[..., : 4 * self.header_words], "rows").flatten(-2)
         words = reinterpret(header, torch.float16).unflatten(-1, (2, -1, 4, 4, 2)).movedim(-3, -1)
@@ -163,7 +163,7 @@ class ChannelBlocks(KvRow):
             raise ValueError(f"x has shape {tuple(x.shape)}; want [..., tokens, {self.head_dim}]")
 
     def _blocks(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """[..., tokens, last] as [..., blocks, 32, last]; ValueError unless there are whole blocks."""
+        """Returns [..., tokens, last] as [..., blocks, 32, last]; ValueError unless there are whole blocks."""
         if x.ndim < 2 or x.shape[-2] % BLOCK_TOKENS:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; want whole blocks of {BLOCK_TOKENS} tokens in the last dimension "

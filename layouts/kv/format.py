@@ -189,12 +189,12 @@ def reinterpret(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def working_precision(x: torch.Tensor) -> torch.Tensor:
-    """x in the precision quantisers compute in: float32, or float64 when x is float64."""
+    """Returns x in the precision quantisers compute in: float32, or float64 when x is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def finite(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """x in working precision with NaN as 0 and everything else clamped to +-limit."""
+    """Returns x in working precision with NaN as 0 and everything else clamped to +-limit."""
     return working_precision(x).nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
 
 

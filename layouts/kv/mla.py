@@ -65,7 +65,7 @@ class _MlaToken(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 [..., row_bytes] to ``dtype`` [..., head_dim]; the product is exact in float32 and float64."""
+        """Converts uint8 [..., row_bytes] to ``dtype`` [..., head_dim]; the product is exact in float32 and float64."""
         self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         codes, scale, rope = self._take_apart(rows)

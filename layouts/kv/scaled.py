@@ -144,7 +144,7 @@ class ScaledRow(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim]; the product is exact in float64.
+        """Converts uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim]; the product is exact in float64.
 
         Raises:
             TypeError: rows is not uint8, dtype is not floating, or scale is not fp32.
@@ -160,7 +160,7 @@ class ScaledRow(KvRow):
         return (parts[0].to(work) * step.to(work)).to(dtype)
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """(codes [..., head_dim][, scales fp32 [..., num_groups]]) to uint8 rows [..., row_bytes].
+        """Packs (codes [..., head_dim][, scales fp32 [..., num_groups]]) into uint8 rows [..., row_bytes].
 
         Raises:
             TypeError: a part has another dtype.
@@ -177,7 +177,7 @@ class ScaledRow(KvRow):
         return torch.cat((bytes_of(parts[1]), bytes_of(parts[0])), dim=-1)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """uint8 rows [..., row_bytes] to (codes [..., head_dim][, scales fp32 [..., num_groups]])."""
+        """Converts uint8 rows [..., row_bytes] to (codes [..., head_dim][, scales fp32 [..., num_groups]])."""
         self.check_rows(rows)
         start = self.fields[-1].offset
         codes = reinterpret(rows[..., start:], self.code_dtype)

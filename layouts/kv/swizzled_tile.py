@@ -107,7 +107,8 @@ class SwizzledTile:
     # -- which row of a matrix a lane addresses -------------------------------------------------------------------
 
     def k_row(self, lane):
-        """(token, chunk) of a 16-token tile that a lane addresses for ldmatrix of K: matrices in A's register order."""
+        """Returns (token, chunk) of a 16-token tile that a lane addresses for ldmatrix of K: matrices in A's register
+        order."""
         return block_token(self.token_bits, lane % MATRIX, lane // MATRIX % 2), lane // 16
 
     def v_row(self, lane):

@@ -287,7 +287,7 @@ class RowTile:
         return reads.code_loads + reads.header_loads
 
     def copies(self) -> list[tuple[int, int]]:
-        """(tokens, padding words) of the copies worth trying, by rising number of copies, then padding."""
+        """Returns (tokens, padding words) of the copies worth trying, by rising number of copies, then padding."""
         counts = [self.num_tokens, 4, 2, 1] if self.contiguous else [1]
         sizes = [count for count in counts if count * self.token_words % self.copy_words == 0]
         return [(count, pad) for count in sizes for pad in ((0,) if count == self.num_tokens else (0, 4))]
@@ -306,7 +306,7 @@ class _Reads:
 
 @lru_cache(maxsize=256)
 def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Reads:
-    """How lanes read a tile of such rows. It is cached, as plans ask for it thousands of times."""
+    """Returns how lanes read a tile of such rows. It is cached, as plans ask for it thousands of times."""
     tile = RowTile(head_dim, code_bits, num_groups, 1, BLOCK_TOKENS, operand)
     header_loads = 4 * tile.header_words // tile.header_vector
     if operand == "k":

@@ -18,7 +18,7 @@ _MMA_COLUMNS = 8
 
 
 def delivered(bits: int, rows: Layout) -> BitMap:
-    """(thread, value) -> n + 8 * k that ldmatrix delivers from column-major weights whose rows were permuted.
+    """Returns (thread, value) -> n + 8 * k that ldmatrix delivers from column-major weights whose rows were permuted.
 
     Args:
         bits: element width, 4 or 8.
@@ -37,7 +37,7 @@ def delivered(bits: int, rows: Layout) -> BitMap:
 
 
 def wanted(fragment: Fragment, k: int) -> BitMap:
-    """(thread, value) -> n + 8 * k that consecutive MMA steps along K take, over ``k`` rows."""
+    """Returns (thread, value) -> n + 8 * k that consecutive MMA steps along K take, over ``k`` rows."""
     one = fragment.bit_map()
     steps = k // fragment.tile[1]
     further = tuple(1 << one.out_bits + i for i in range(bits_of(steps)))

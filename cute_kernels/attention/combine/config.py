@@ -36,7 +36,7 @@ class CombineConfig:
         return f"merge_states_{self.dtype}_{self.ndim}d" if self.states else f"extend_combine_{self.dtype}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         dtypes, ndims = (DTYPES, NDIMS) if self.states else (DTYPES[:2], NDIMS[:1])
         if self.dtype not in dtypes:
             return f"dtype {self.dtype!r} is not one of {', '.join(map(repr, dtypes))}"

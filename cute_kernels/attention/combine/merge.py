@@ -162,11 +162,11 @@ class Merger:
         return _merge(pairs, values)
 
     def stats_address(self, address, row):
-        """Where the (maximum, sum) pairs of a query head's slices lie, after the outputs."""
+        """Returns where the (maximum, sum) pairs of a query head's slices lie, after the outputs."""
         return address + self.stats_offset + row * (self.config.num_slices * PAIR_BYTES)
 
     def vector(self, index):
-        """(row, first column) of a vector of the CTA's outputs."""
+        """Returns (row, first column) of a vector of the CTA's outputs."""
         vectors = self.config.v_head_dim // 4
         return index // vectors, index % vectors * 4
 
@@ -277,7 +277,7 @@ class Merger:
                     reset(place + self.stats_of(d), 2)
 
     def batch_split(self, share, begin, i: int):
-        """(split, whether it has a result to be read) of the i-th entry of a batch."""
+        """Returns (split, whether it has a result to be read) of the i-th entry of a batch."""
         split = begin + (Int32(i) << share.groups_log2)
         return split, (split < share.num_splits) & (split != share.split)
 

@@ -120,7 +120,7 @@ class TileCopier:
         return total
 
     def find_pages(self, tiles, request, token, lane):
-        """(page, row of it) of a lane's share of the tile that begins with ``token``.
+        """Returns (page, row of it) of a lane's share of the tile that begins with ``token``.
 
         Callers ask a tile ahead, as the table is in memory.
         """
@@ -252,7 +252,7 @@ class _Operand:
         return ring + self.ring_offset + stage * self.tile_bytes
 
     def rows_address(self, tiles, stage):
-        """Where a stage's rows begin."""
+        """Returns where a stage's rows begin."""
         return self.stage_address(tiles.ring, stage)
 
     def enter(self, source, block):
@@ -265,7 +265,7 @@ class _Operand:
         raise NotImplementedError
 
     def row_start(self, first: Int32):
-        """Where token ``first`` begins in such a part."""
+        """Returns where token ``first`` begins in such a part."""
         raise NotImplementedError
 
 
@@ -403,8 +403,8 @@ class RowMapOperand(RowOperand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(), (self.box_tokens, self.box_words))
 
     def words_of(self, shape, stride):
-        """(shape, strides) in words of a cache whose shape and strides in bytes are given: [blocks, tokens, heads,
-        row]."""
+        """Returns (shape, strides) in words of a cache whose shape and strides in bytes are given: [blocks, tokens,
+        heads, row]."""
         blocks, tokens, heads = shape[:3]
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 

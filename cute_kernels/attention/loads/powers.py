@@ -37,6 +37,6 @@ def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
 
 
 def powers_in(word: Uint32) -> tuple[Float32, Float32, Float32]:
-    """(K's power of 2, V's exponent, the reciprocal of V's power of 2) of :func:`word_of`."""
+    """Returns (K's power of 2, V's exponent, the reciprocal of V's power of 2) of :func:`word_of`."""
     exponent = numbers.from_bits(word << Uint32(16))
     return numbers.from_bits(word & Uint32(0xFFFF0000)), exponent, ptx.exp2(-exponent)

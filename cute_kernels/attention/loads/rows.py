@@ -236,7 +236,7 @@ class CodedRows:
             scales[k] = load_word_below(row - low, count, address, around=self.around)
 
     def scale_place(self, lane, k: int) -> tuple[Any, Any]:
-        """(row, group) of a lane's ``k``-th scale, among those of the warp."""
+        """Returns (row, group) of a lane's ``k``-th scale, among those of the warp."""
         if self.num_groups == 1:
             return lane % self.warp_rows, 0
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
@@ -283,7 +283,7 @@ class CodedRows:
         return ptx.load_global_words(address, offset, 1)[0]
 
     def lane_place(self, lane) -> tuple[Int32, Int32]:
-        """(row, word) of a lane's part of a load, among those of the load."""
+        """Returns (row, word) of a lane's part of a load, among those of the load."""
         if self.row_units < WARP_THREADS:
             return lane // self.row_units, lane % self.row_units
         return Int32(0), lane
@@ -388,7 +388,7 @@ class RowProducer:
         return state
 
     def fill_tiles(self, operand: int, *given):
-        """K's or V's."""
+        """Returns K's or V's."""
         if self.config.decoded[operand]:
             return self.decode_tiles(operand, *given)
         return self.copier.fill_by(partial(self.copy_tile, operand), *given)

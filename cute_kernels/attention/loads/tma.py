@@ -116,7 +116,7 @@ class TmaTileProducer:
                     pipeline.producer_commit(state)
 
     def locate(self, filling, block, lane):
-        """(block of the cache, row of it) of a lane's TMA tile of a block of tokens."""
+        """Returns (block of the cache, row of it) of a lane's TMA tile of a block of tokens."""
         source, work = filling.source, filling.work
         token = block * self.config.tile_tokens + lane % self.num_tma_tiles * self.tma_rows
         token = cutlass.select_(token < work.kv_stop, token, Int32(0))

@@ -151,8 +151,8 @@ class UnpackKernel:
 
     @cute.jit
     def tokens(self, shape, lengths, request: Int32):
-        """(first, end) of a request's tokens that some query of it sees; 0, 0 for none, and for requests that do not
-        exist."""
+        """Returns (first, end) of a request's tokens that some query of it sees; 0, 0 for none, and for requests that
+        do not exist."""
         exists = request < shape.batch
         at = cutlass.select_(exists, request, Int32(0))
         ends = [Int32(ptx.load_global_words(lengths.cu_seqlens_q + Int64(at + i) * 4, 0, 1)[0]) for i in range(2)]

@@ -36,7 +36,8 @@ SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
 def query_row(shape, work, row):
-    """(the number of a packed row's query and head among all, its place among the request's queries, its head)."""
+    """Returns (the number of a packed row's query and head among all, its place among the request's queries, its
+    head)."""
     place, member = shape.group.divide_int(row)
     head = work.head * shape.group.value + member
     return (work.q_start + place) * shape.num_q_heads + head, place, head
@@ -264,7 +265,7 @@ class QueryLoader:
         return [word.bitcast(Float32) for half in words for word in half]
 
     def powers_of(self, top: Float32) -> tuple[Float32, Float32]:
-        """(the power of 2 that makes an operand of a row whose greatest number is ``top``, its reciprocal)."""
+        """Returns (the power of 2 that makes an operand of a row whose greatest number is ``top``, its reciprocal)."""
         wanted = TOP_EXPONENTS["fp16" if self.config.fp8 is None else "e4m3"]
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))

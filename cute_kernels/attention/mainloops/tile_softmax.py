@@ -87,7 +87,7 @@ class Softmax:
         return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:
-        """(which of a thread's keys of a block, which of its rows) its ``index``-th accumulator belongs to."""
+        """Returns (which of a thread's keys of a block, which of its rows) its ``index``-th accumulator belongs to."""
         return index // 4 * 2 + index % 2, row_of(index)
 
     @cute.jit

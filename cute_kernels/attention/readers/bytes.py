@@ -115,7 +115,7 @@ class _ByteKeys(CodeKeyReader):
         self.sum_factor = -self.codes.key_offset / self.codes.unit if self.codes.key_offset else None
 
     def _fetch_words(self, addresses, num_units: int, lane: Int32):
-        """[block][unit] words of the lane's columns: neighbours, four or (as many as an MMA contracts) two."""
+        """Returns [block][unit] words of the lane's columns: neighbours, four or (as many as an MMA contracts) two."""
         column_bytes = 2 * self.lane_codes
         count = self.lane_codes // 2
         first = lane % 4 * column_bytes
@@ -277,7 +277,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         return result
 
     def _output_scales(self, state: State, chunk: int):
-        """What the lane's two columns of a chunk are multiplied by, or None."""
+        """Returns what the lane's two columns of a chunk are multiplied by, or None."""
         if self.given_scale is None:
             return None if self.codes.unit == 1.0 else [self.codes.unit] * 2
         if self.given_scale != "channel":

@@ -99,7 +99,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return self._by_token([[_added(parts) for parts in of_tile] for of_tile in dots])
 
     def _shift_dots(self, state: State, tile_address: Int32, block_offset: int) -> list[list[Any]]:
-        """[block] accumulators that every row of the codes' products begins with: shifts times queries."""
+        """Returns [block] accumulators that every row of the codes' products begins with: shifts times queries."""
         dots = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.config.blocks_per_warp)]
         for unit in range(self.tile.k_units):
             shifts = self.parameters(state, tile_address, block_offset, 1, unit)
@@ -113,7 +113,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return [[value * (1.0 / LOW_NIBBLE_UNIT) for value in _added(parts)[:2] * 2] for parts in dots]
 
     def _by_token(self, dots) -> list[list[Any]]:
-        """[j][column] of accumulators [tile][block]."""
+        """Returns [j][column] of accumulators [tile][block]."""
         return [
             [dots[j // 2][column // 2][2 * (j % 2) + column % 2] for column in range(self.config.columns)]
             for j in range(4)

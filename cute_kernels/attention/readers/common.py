@@ -145,7 +145,8 @@ class CodeKeyReader:
         return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
 
     def sums_of_group(self, state: State, group: int) -> list[Any]:
-        """[column] sums of the queries' columns of a group, times ``sum_factor``; None where they are not needed."""
+        """Returns [column] sums of the queries' columns of a group, times ``sum_factor``; None where they are not
+        needed."""
         if self.sum_factor is None:
             return [None] * self.config.columns
         if not self.config.shares_queries:
@@ -159,7 +160,8 @@ class CodeKeyReader:
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
-        """(B registers, sums per group) of one block of queries; ``exact``: whether fp16 holds the queries exactly."""
+        """Returns (B registers, sums per group) of one block of queries; ``exact``: whether fp16 holds the queries
+        exactly."""
         registers: list[Any] = []
         sums = [Float32(0.0) for _ in range(self.num_groups)]
         for index, unit in enumerate(units):
@@ -174,7 +176,8 @@ class CodeKeyReader:
         return registers, sums
 
     def _sums_of_columns(self, state: State, sums) -> list[Any]:
-        """[c][group] sums for the query heads of the lane's two columns; the lane has added up columns of head g."""
+        """Returns [c][group] sums for the query heads of the lane's two columns; the lane has added up columns of head
+        g."""
         if self.sum_factor is None:
             return []
         totals = [lane_sum(value, (1, 2)) * self.sum_factor for value in sums]
@@ -264,7 +267,8 @@ def _nan_if_infinite(value: Float32) -> Float32:
 
 
 def _query_scale(largest: Float32, wanted: int):
-    """(2**k, 2**-k) that bring the largest query into [2**wanted, 2**(wanted + 1)); bounded, so both are normal."""
+    """Returns (2**k, 2**-k) that bring the largest query into [2**wanted, 2**(wanted + 1)); bounded, so both are
+    normal."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, -100)
     to_fp16 = ((127 + wanted - exponent) << 23).bitcast(Float32)
     from_fp16 = ((127 - wanted + exponent) << 23).bitcast(Float32)

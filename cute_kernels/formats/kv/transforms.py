@@ -286,7 +286,7 @@ def check_transforms(name: str, transforms: object, num_layers: int) -> tuple[Ca
 
 
 def rotated(x: torch.Tensor, width: int) -> torch.Tensor:
-    """x times the Hadamard matrix of ``width`` columns, block by block of the last dimension.
+    """Returns x times the Hadamard matrix of ``width`` columns, block by block of the last dimension.
 
     In natural (Sylvester's) order, times width ** -0.5: orthogonal, symmetric, its own inverse.
 
@@ -315,7 +315,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _per_q_head(name: str, x: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
-    """[num_kv_heads, columns] as [num_q_heads, columns] of x [..., num_q_heads, columns]."""
+    """Returns [num_kv_heads, columns] as [num_q_heads, columns] of x [..., num_q_heads, columns]."""
     heads, columns = array.shape
     if x.dim() < 2 or x.shape[-1] != columns or not x.shape[-2] or x.shape[-2] % heads:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want [..., a multiple of {heads}, {columns}]")

@@ -65,7 +65,7 @@ class Features:
         return self.v_rotation > 1 or self.v_factor
 
     def problem(self, v_head_dim: int) -> str | None:
-        """Why outputs of ``v_head_dim`` columns cannot have them, or None."""
+        """Returns why outputs of ``v_head_dim`` columns cannot have them, or None."""
         width = self.v_rotation
         if not 1 <= width <= WIDEST_RESTORED or width & (width - 1):
             return f"v_rotation {width} is not a power of two up to {WIDEST_RESTORED}"

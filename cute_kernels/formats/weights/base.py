@@ -269,7 +269,8 @@ def with_row_scales(scales: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor
 
 
 def without_row_scales(form: WeightFormat, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(those of groups, those of the second level or None) of stored scales [rows, G + more_groups]: the inverse."""
+    """Returns (those of groups, those of the second level or None) of stored scales [rows, G + more_groups]: the
+    inverse."""
     if not form.row_scales:
         return scales, None
     groups = scales.shape[-1] - form.more_groups
@@ -320,7 +321,8 @@ def named(**formats: WeightFormat) -> None:
 
 
 def spelling(weight_format: WeightFormat) -> str:
-    """How arguments and messages spell a format: the name that `named` gave it, or its key without underscores."""
+    """Returns how arguments and messages spell a format: the name that `named` gave it, or its key without
+    underscores."""
     names = (name for name, each in _NAMES.items() if each is weight_format)
     return next(names, weight_format.key.replace("_", ""))
 

@@ -163,7 +163,7 @@ class SubnormalDecoder(CodeDecoder):
         self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """(factor, offset) of the codes of each row; without scales those for scale 1.
+        """Returns (factor, offset) of the codes of each row; without scales those for scale 1.
 
         points: zero points, of symmetric weights half the range, which is not looked at.
         """
@@ -175,7 +175,7 @@ class SubnormalDecoder(CodeDecoder):
         return [tuple(ptx.mul_bf16x2(scales[i], number) for number in row) for i, row in enumerate(rows)]
 
     def _offset(self, points, row: int):
-        """What is added to the codes of a row before they are scaled, or scaled and added."""
+        """Returns what is added to the codes of a row before they are scaled, or scaled and added."""
         if not self.zero_point:
             return Uint32(self.half_range)
         return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)

@@ -236,7 +236,7 @@ def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
 
 
 def _range_of(numbers: torch.Tensor) -> list[float]:
-    """[least, most], NaN if there is any, without a copy of the numbers."""
+    """Returns [least, most], NaN if there is any, without a copy of the numbers."""
     return torch.stack((numbers.amin(), numbers.amax())).tolist()
 
 

@@ -129,7 +129,7 @@ class ShiftedDecoder(CodeDecoder):
         return (BIAS[self.dtype] + exponent << MANTISSA[self.dtype]) * 0x00010001
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """(scale, shift) of each row, as pairs. scales: stored ones, as fp32."""
+        """Returns (scale, shift) of each row, as pairs. scales: stored ones, as fp32."""
         math, found = self.math, []
         for stored in cast(Any, scales):
             word = math.bits(stored)

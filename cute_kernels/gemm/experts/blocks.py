@@ -57,7 +57,7 @@ def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor
 
 
 def refusal(block: nn.Module) -> str | None:
-    """Why a block with the parts of one (`is_moe_block`), or experts (`is_experts`), cannot be served, or None.
+    """Returns why a block with the parts of one (`is_moe_block`), or experts (`is_experts`), cannot be served, or None.
 
     For a block on the meta device, small copies of its experts are tried, and its router is judged by its options.
     """
@@ -72,7 +72,7 @@ def refusal(block: nn.Module) -> str | None:
 
 
 def experts_refusal(experts: nn.Module) -> str | None:
-    """Why experts with known weights (`is_experts`) are not supported, or None if they are.
+    """Returns why experts with known weights (`is_experts`) are not supported, or None if they are.
 
     Small copies with weights of their own are tried: the question is what their code does.
     """
@@ -90,7 +90,7 @@ def experts_refusal(experts: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _small_probe_refusal(experts: Any, kind: Stored, activation: ActivationFunction) -> str | None:
-    """Why the experts' results for tokens are not their weighted sums, or None."""
+    """Returns why the experts' results for tokens are not their weighted sums, or None."""
     small, dtype = (_SMALL_EXPERTS, _SMALL_HIDDEN, _SMALL_INNER), experts.get_parameter(DOWN).dtype
     tried = copy.copy(experts)
     tried.__dict__ = dict(experts.__dict__)
@@ -131,7 +131,7 @@ def _called(experts: Any, kind: Stored, x: torch.Tensor, ids: torch.Tensor, shar
 
 
 def _router_refusal(router: nn.Module) -> str | None:
-    """Why the router depends on more than hidden states, or None."""
+    """Returns why the router depends on more than hidden states, or None."""
     asked = inspect.signature(router.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     wanted = [each.name for each in asked if each.default is inspect.Parameter.empty and each.kind in kinds]
@@ -142,7 +142,8 @@ def _router_refusal(router: nn.Module) -> str | None:
 
 
 def _activation_refusal(experts: nn.Module, kind: Stored, activation: ActivationFunction) -> str | None:
-    """Why the experts' own gated activation, if it is a separate function, is not the one that they name, or None."""
+    """Returns why the experts' own gated activation, if it is a separate function, is not the one that they name, or
+    None."""
     apply: Any = getattr(experts, "_apply_gate", None)
     if apply is None or kind.biased or not kind.gated:  # whose activation is tried with the rest
         return None
@@ -176,7 +177,7 @@ def _said_of(activation: ActivationFunction) -> str:
 
 @torch.no_grad()
 def _probe_refusal(block: nn.Module, kind: Stored, activation: ActivationFunction) -> str | None:
-    """Why the block's results for tokens differ from those of a `QuantizedMoE`, or None."""
+    """Returns why the block's results for tokens differ from those of a `QuantizedMoE`, or None."""
     w = kind.weights(block.get_submodule("experts")).first
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator, dtype=torch.float32, device="cpu")
@@ -227,7 +228,7 @@ def _routed(
     shares: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """fp32 [tokens, hidden]: the experts' results for x, by the router's weights and ids."""
+    """Returns fp32 [tokens, hidden]: the experts' results for x, by the router's weights and ids."""
     first, second, biases = kind.weights(experts)
     y = torch.zeros_like(x, dtype=torch.float32)
     for token, (own, chosen) in enumerate(zip(shares.tolist(), ids.tolist(), strict=True)):

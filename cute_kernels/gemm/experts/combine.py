@@ -107,7 +107,7 @@ class CombineKernel:
         return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
-        """(assignment of a token, first row of the results of its part of K) of the ``number``-th term."""
+        """Returns (assignment of a token, first row of the results of its part of K) of the ``number``-th term."""
         if not self.config.id_bits:
             return number, Int32(0)
         assignment = number >> terms.part_bits

@@ -35,7 +35,7 @@ class RoutingConfig:
         return 4 * MAX_EXPERTS * (ROUTING_WARPS + 1)
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         return CompiledAs(
             "cute_kernels.gemm.experts.routing:RoutingKernel", ROUTING, f"int{self.id_bits}", 1, self.id_bits // 8
         )
@@ -45,7 +45,7 @@ class RoutingConfig:
         return f"moe_routing_i{self.id_bits}_pdl"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         return one_of(self.id_bits, (32, 64), "id_bits")
 
 
@@ -67,7 +67,7 @@ class CombineConfig:
     num_threads: ClassVar[int] = COMBINE_THREADS
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         align = 4 if self.dtype == "fp32" else 2
         return CompiledAs(
             "cute_kernels.gemm.experts.combine:CombineKernel", COMBINE, divisibility=1, assumed_align=align
@@ -81,6 +81,6 @@ class CombineConfig:
         return f"moe_combine_{self.dtype}{source}{ids}{shares}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         problems = [one_of(getattr(self, name), OUT_DTYPES, name) for name in ("dtype", "source", "shares")]
         return next(filter(None, problems), None) or one_of(self.id_bits, (0, 32, 64), "id_bits")

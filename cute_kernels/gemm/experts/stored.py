@@ -52,7 +52,7 @@ class Stored:
         return self.first == GATE_UP
 
     def sizes(self, experts: nn.Module) -> tuple[int, int, int]:
-        """(experts, hidden, inner) of a module."""
+        """Returns (experts, hidden, inner) of a module."""
         count, *sizes = experts.get_parameter(DOWN).shape
         hidden, inner = reversed(sizes) if self.transposed else sizes
         return count, hidden, inner
@@ -102,7 +102,8 @@ WANTED = (
 
 
 def stored_as(module: object) -> Stored | None:
-    """How a module stores experts' weights, and nothing else; None if it has none, or stores them in another way."""
+    """Returns how a module stores experts' weights, and nothing else; None if it has none, or stores them in another
+    way."""
     if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
         return None
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
@@ -121,7 +122,8 @@ Known = tuple[Stored, ActivationFunction]
 
 
 def known_experts(module: object) -> Known | None:
-    """How a module stores experts' weights, and the activation that its attributes name; None if either is unknown.
+    """Returns how a module stores experts' weights, and the activation that its attributes name; None if either is
+    unknown.
 
     `experts_refusal` tries that activation.
     """

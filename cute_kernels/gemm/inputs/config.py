@@ -30,7 +30,7 @@ class InputRowsConfig:
     num_threads: ClassVar[int] = THREADS
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         return CompiledAs("cute_kernels.gemm.inputs.kernel:InputRowsKernel", INPUT_ROWS)
 
     @property
@@ -38,7 +38,7 @@ class InputRowsConfig:
         return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         return one_of(self.dtype, DTYPES, "dtype") or one_of(self.room, (0, *ROOMS), "room")
 
 

@@ -82,7 +82,7 @@ def rows_of(
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x [m, k] of 16 bits on a GPU, its rows one after the other: a copy if they are not.
+    """Returns x [m, k] of 16 bits on a GPU, its rows one after the other: a copy if they are not.
 
     torch's copy lets the next launch begin when it has ended; our own (programmatic dependent launch) lets it begin
     earlier.

@@ -98,7 +98,7 @@ class LayerProductsConfig:
         return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         return CompiledAs("cute_kernels.gemm.layer.kernel:LayerProductsKernel", LAYER_PRODUCTS)
 
     @property

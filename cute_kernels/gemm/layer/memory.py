@@ -70,7 +70,7 @@ class Sizes:
     exchange: Int64
 
     def product_of(self, tile):
-        """Which product a work tile is of."""
+        """Returns which product a work tile is of."""
         ends = (self.first_end, self.second_end, self.third_end)
         return sum((cutlass.select_(tile >= end, Int32(1), Int32(0)) for end in ends), Int32(0))
 

@@ -79,7 +79,7 @@ class Rows:
                 self.make_group(sizes, memory, product, *places[i], words, weights, i, lane)
 
     def place(self, first, total, groups, lane) -> tuple[Any, Any]:
-        """(row, group of the row) of a lane in a pass."""
+        """Returns (row, group of the row) of a lane in a pass."""
         index = cutlass.min(first + lane // GROUP_LANES, total - 1)
         row = Int32(0)
         for following in range(1, self.config.rows):
@@ -117,7 +117,8 @@ class Rows:
         return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
 
     def split(self, words) -> tuple[Any, list[Any]]:
-        """(bits of the unit of a code's byte times a limb, words of a lane's high limbs, then of its low ones)."""
+        """Returns (bits of the unit of a code's byte times a limb, words of a lane's high limbs, then of its low
+        ones)."""
         rows, limbs = self.limbs, self.limbs.limb_rows
         packed = lanes.over_lanes(rows.greater, lanes.in_pairs(rows.greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in limbs.to_floats(packed & Uint32(MAGNITUDES))]

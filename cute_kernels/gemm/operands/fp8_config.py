@@ -43,7 +43,7 @@ out; scales fp32, of the first scale_groups of them, group_stride and place_stri
 
 
 def fp8_problem(form: WeightFormat) -> str | None:
-    """Why weights of a format are no FP8 operands, or None."""
+    """Returns why weights of a format are no FP8 operands, or None."""
     if form.e4m3_decoder() is None:
         return "codes that are E4M3 numbers exactly: FP8, MXFP8, MXFP4 or 4-bit integers without zero points"
     if form.group_size and form.group_size < MMA_GROUP:
@@ -154,7 +154,7 @@ class RowsConfig:
     num_threads: ClassVar[int] = ROWS_THREADS
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         return CompiledAs("cute_kernels.gemm.operands.rows:RowsKernel", ROWS)
 
     @property
@@ -165,7 +165,7 @@ class RowsConfig:
         return f"linear_fp8_rows_{self.dtype}_{self.scales}{kind}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         scales = (BY_GROUP,) if self.makes == LIMBS else (BY_GROUP, BY_ROW, GIVEN)
         makes = (FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS)
         kinds = one_of(self.scales, scales, "scales") or one_of(self.makes, makes, "makes")

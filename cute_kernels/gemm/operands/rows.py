@@ -56,7 +56,7 @@ class RowCodes:
         return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """(the factor of inputs, bits of the scale) from the bits of the largest one."""
+        """Returns (the factor of inputs, bits of the scale) from the bits of the largest one."""
         most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
         finite = largest < INFINITY
         scale = Uint32(numbers.bits(numbers.multiply(most, Float32(1 / MOST))))

@@ -52,7 +52,7 @@ class Activations(ABC):
 
     @abstractmethod
     def problem(self, config: StreamConfig[Any]) -> str | None:
-        """Why a configuration cannot load its activations so, or None."""
+        """Returns why a configuration cannot load its activations so, or None."""
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,11 @@ class StreamConfig(Generic[ActivationsT]):
         return f"linear_{weight}_{shape}_{state}{ends}"
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         return self.activations.kernel()
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         return self.activations.problem(self) or self._problem()
 
     def _problem(self) -> str | None:

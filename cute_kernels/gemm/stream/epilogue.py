@@ -79,7 +79,7 @@ class StreamEpilogue:
         return held | (index == work.num_segments - 1)
 
     def share(self, work, segment):
-        """[first, end) of a block's vectors that a CTA finishes."""
+        """Returns [first, end) of a block's vectors that a CTA finishes."""
         vectors = work.shape.m * self.row_vectors
         num_slices = work.shape.num_slices
         return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
@@ -96,7 +96,7 @@ class StreamEpilogue:
                 publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
-        """(parts of a block up to those of this group, the number of this CTA's)."""
+        """Returns (parts of a block up to those of this group, the number of this CTA's)."""
         before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
         return before + work.shape.num_slices, before + work.slice_index
 
@@ -165,7 +165,7 @@ class StreamEpilogue:
     # -- what is stored -----------------------------------------------------------------------------------------------
 
     def target_of(self, work, segment, vector):
-        """Where four neighbouring results of a token are stored."""
+        """Returns where four neighbouring results of a token are stored."""
         return self.target_in(work.shape, segment.block, vector // self.row_vectors, vector, 0)
 
     def target_in(self, shape, block, token, vector, first_bias):

@@ -29,7 +29,7 @@ class StreamSizes:
     out_kind: Int32
 
     def range_of(self, group):
-        """(first, count) of a group's k blocks, over all blocks."""
+        """Returns (first, count) of a group's k blocks, over all blocks."""
         first = group * self.base + cutlass.min(group, self.rest)
         return first, self.base + cutlass.select_(group < self.rest, Int32(1), Int32(0))
 

@@ -62,7 +62,8 @@ class Partials:
                 acc[first + VECTOR_WORDS * number + j] = value + word.bitcast(Float32)
 
     def partial_address(self, memory, store, tile, number) -> Any:
-        """Where a thread publishes a tile's ``number``-th part, in the memory of the CTA that stores the tile."""
+        """Returns where a thread publishes a tile's ``number``-th part, in the memory of the CTA that stores the
+        tile."""
         place = tile // self.config.cluster * (self.config.cluster - 1) + number
         return memory.partials + place * self.config.partial_bytes + store.tid * 16
 
@@ -114,7 +115,7 @@ class InterleavedReduction:
         return cutlass.select_(self.partials.owner(tile) == rank, Int32(0), Int32(self.config.k_warpgroups - 1))
 
     def local_partial_address(self, memory, store, tile, number) -> Any:
-        """Where a thread publishes the ``number``-th part of a tile for the warpgroup that adds them up."""
+        """Returns where a thread publishes the ``number``-th part of a tile for the warpgroup that adds them up."""
         config = self.config
         place = tile * (config.k_warpgroups - 1) + number
         return memory.partials + config.reduction.received_bytes(config) + place * config.partial_bytes + store.tid * 16

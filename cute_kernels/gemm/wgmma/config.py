@@ -302,7 +302,7 @@ class WgmmaConfig(Generic[M]):
         return sum(region.size for region in self.regions) + self.num_barriers * BARRIER_BYTES
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         return self.store.kernel() or self.mainloop.kernel()
 
     @property
@@ -311,7 +311,7 @@ class WgmmaConfig(Generic[M]):
         return self.mainloop.kernel_name(self) + symbol_of(self.store.activation) + self.store.name
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         mainloop = self.mainloop
         choices = {
             "dtype": self.format.dtypes,
@@ -335,7 +335,7 @@ class WgmmaConfig(Generic[M]):
         )
 
     def composition_problem(self) -> str | None:
-        """Why mainloop, reduction and multicast cannot be combined, or None."""
+        """Returns why mainloop, reduction and multicast cannot be combined, or None."""
         names = [type(part).__name__ for part in (self.mainloop, self.reduction)]
         if not self.reduces:
             return f"{names[0]} does not go with {names[1]}"
@@ -349,7 +349,7 @@ class WgmmaConfig(Generic[M]):
         return type(self.reduction) in self.mainloop.reductions or type(self.mainloop) in self.reduction.mainloops
 
     def size_problem(self) -> str | None:
-        """Why tiles and k blocks cannot be of these sizes, or None."""
+        """Returns why tiles and k blocks cannot be of these sizes, or None."""
         if self.group_size and self.block_k % self.group_size and self.group_size % self.block_k:
             return f"block_k {self.block_k} and group_size {self.group_size} do not divide one another"
         if self.tile_m % self.row_parts or (self.row_parts > 1 and self.part_m.bit_count() > 1):
@@ -363,7 +363,7 @@ class WgmmaConfig(Generic[M]):
         return None
 
     def memory_problem(self) -> str | None:
-        """Why there is no room for the pipeline, or None."""
+        """Returns why there is no room for the pipeline, or None."""
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         return self.limits.refuses(self.num_threads, self.smem_bytes)

@@ -73,7 +73,7 @@ class RowLimbs:
         return [ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)]
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """(the power of two that makes inputs fixed point, bits of its reciprocal over a code's unit)."""
+        """Returns (the power of two that makes inputs fixed point, bits of its reciprocal over a code's unit)."""
         exponent = cutlass.max((largest + ROUND_UP) >> FRACTION_BITS, LEAST_EXPONENT)
         factor = Uint32((254 + TOP_EXPONENT - exponent) << FRACTION_BITS).bitcast(Float32)
         scale = (exponent - TOP_EXPONENT - CODE_UNIT_BITS) << FRACTION_BITS

@@ -25,7 +25,7 @@ def product(a, b) -> Int64:
 
 
 def tma_tiles_layout(config: WgmmaConfig, rows: int, count: int):
-    """[rows, TMA_TILE_K, count], swizzled; one TMA tile after the other."""
+    """Returns [rows, TMA_TILE_K, count], swizzled; one TMA tile after the other."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[config.dtype])
     return cute.tile_to_shape(atom, (rows, TMA_TILE_K, count), order=(0, 1, 2))
 

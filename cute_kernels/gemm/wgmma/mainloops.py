@@ -162,7 +162,7 @@ class Mainloop(ABC):
         return 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
-        """Why a configuration cannot have this mainloop, or None."""
+        """Returns why a configuration cannot have this mainloop, or None."""
         return None
 
 
@@ -230,7 +230,7 @@ def takes_limbs(form: WeightFormat) -> bool:
 
 
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
-    """Why products cannot be of limbs, or None.
+    """Returns why products cannot be of limbs, or None.
 
     zeros: whether zero points can be subtracted from sums of limbs. least: the least inputs of a group, for codes
     without zero points.

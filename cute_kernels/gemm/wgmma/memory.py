@@ -53,7 +53,7 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemo
 
 
 def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> dict[str, Any]:
-    """Where regions lie, by name; 0 of those that have no bytes."""
+    """Returns where regions lie, by name; 0 of those that have no bytes."""
     return {
         region.name: smem.allocate(region.size, byte_alignment=region.alignment).toint() if region.size else Int32(0)
         for region in regions

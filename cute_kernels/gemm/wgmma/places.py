@@ -82,7 +82,8 @@ def parts_with(config: WgmmaConfig, rows) -> Any:
 
 
 def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:
-    """Where the ``index``-th tile of a block is in the output, from the work tile's ``token``-th row of x on."""
+    """Returns where the ``index``-th tile of a block is in the output, from the work tile's ``token``-th row of x
+    on."""
     row = (work_tile.block * config.block_tiles + index) * TILE_N
     first, end = places.rows_of(shape, work_tile)
     return Corner(row, first + token, end, places.bias_place(shape, work_tile, row))

@@ -42,7 +42,7 @@ class TileRangeSizes(TileSizes):
         return TileRangeSizes(*fields)
 
     def begin_of(self, cta) -> tuple[Any, Any]:
-        """(tile, k block) that a CTA's range begins with, which is the end of the range before."""
+        """Returns (tile, k block) that a CTA's range begins with, which is the end of the range before."""
         tile, unit = self.units.divide_int(cta * self.base + cutlass.min(cta, self.rest))
         is_behind = unit >= self.k_blocks
         next_tile = tile + cutlass.select_(is_behind, Int32(1), Int32(0))

@@ -25,7 +25,7 @@ def tile_bytes_of(config: ResidentConfig) -> int:
 
 
 def zero_begins(config: ResidentConfig, places: Places, operands, shape, work_tile) -> list[Any]:
-    """Where the zero points of each of a work tile's tiles begin; none for a format without them."""
+    """Returns where the zero points of each of a work tile's tiles begin; none for a format without them."""
     if not config.format.has_zeros:
         return []
     tile_zeros = shape.scale_groups * config.format.group_zero_bytes
@@ -35,7 +35,7 @@ def zero_begins(config: ResidentConfig, places: Places, operands, shape, work_ti
 
 
 def tile_begins(config: ResidentConfig, places: Places, operands, shape, work_tile) -> list[tuple[Any, Any]]:
-    """Where the codes and the scales of each of a work tile's tiles begin."""
+    """Returns where the codes and the scales of each of a work tile's tiles begin."""
     tile_codes = shape.k_blocks * tile_bytes_of(config)
     tile_scales = shape.scale_groups * config.format.group_scale_bytes
     tiles = [places.weight_tile(shape, work_tile, i) for i in range(config.block_tiles)]
@@ -56,7 +56,7 @@ class StageLoads:
         self.copy_stage(memory, memory.pipeline.producer_state(), work_tile.begin, begins)
 
     def begins(self, operands, shape, work_tile) -> tuple[list[tuple[Any, Any]], list[Any]]:
-        """Where codes and scales, and zero points, of each tile begin."""
+        """Returns where codes and scales, and zero points, of each tile begin."""
         given = (self.config, self.places, operands, shape, work_tile)
         return tile_begins(*given), zero_begins(*given)
 

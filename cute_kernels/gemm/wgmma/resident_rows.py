@@ -111,7 +111,7 @@ class ResidentRows:
         self.pack = ptx.pack_bf16x2 if room.dtype == "bf16" else ptx.pack_f16x2
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
-        """x of a launch."""
+        """Returns x of a launch."""
         places = cute.group_modes(cute.local_tile(memory.x, self.tma_tile, (0, 0, None)), 0, 3)
         return TmaSource(
             address=operands.x,
@@ -257,13 +257,15 @@ class ResidentRows:
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
     def place(self, bits, step, lane) -> tuple[Any, Any]:
-        """(row, k block) of a lane in a step of a warp. Two rows at a time, whose pieces are in different banks."""
+        """Returns (row, k block) of a lane in a step of a warp. Two rows at a time, whose pieces are in different
+        banks."""
         pair, group = step >> bits, lane // GROUP_LANES
         row = pair * STEP_ROWS + group % STEP_ROWS
         return row, (step - (pair << bits)) * STEP_K_BLOCKS + group // STEP_ROWS
 
     def half(self, lane, number: int):
-        """Which half of a group a lane's ``number``-th block is in; neighbouring groups' lanes take different ones."""
+        """Returns which half of a group a lane's ``number``-th block is in; neighbouring groups' lanes take different
+        ones."""
         return (lane // GROUP_LANES + number) & 1
 
     def load(self, start, tile_m, row, lane) -> list[Any]:
@@ -277,7 +279,8 @@ class ResidentRows:
         return words
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
-        """(bits of the unit of a code's byte times a limb, [block] words of its high limbs, then of its low ones)."""
+        """Returns (bits of the unit of a code's byte times a limb, [block] words of its high limbs, then of its low
+        ones)."""
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:

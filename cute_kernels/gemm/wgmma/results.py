@@ -56,7 +56,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
         return ""
 
     def kernel(self) -> CompiledAs | None:
-        """How its configurations are compiled; None leaves it to their mainloop."""
+        """Returns how its configurations are compiled; None leaves it to their mainloop."""
         return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -123,7 +123,7 @@ class Reduction(ABC):
         return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
-        """Why a configuration cannot be reduced so, or None."""
+        """Returns why a configuration cannot be reduced so, or None."""
         return None
 
 

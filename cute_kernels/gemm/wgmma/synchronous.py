@@ -54,8 +54,8 @@ class SynchronousMainloop:
         return here, last
 
     def rows(self, lane) -> list[Any]:
-        """[step of a TMA tile] bytes from a TMA tile to what a lane asks ldmatrix for: tokens, then halves of 16
-        inputs.
+        """Returns [step of a TMA tile] bytes from a TMA tile to what a lane asks ldmatrix for: tokens, then halves of
+        16 inputs.
 
         Matrices: tokens 0 to 7 of the first and of the second 8 inputs, then the same of tokens 8 to 15.
         """

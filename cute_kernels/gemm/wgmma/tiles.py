@@ -40,7 +40,7 @@ class TileGrid:
         )
 
     def place(self, tile) -> tuple[Any, Any]:
-        """(block of output features, token tile) of a tile."""
+        """Returns (block of output features, token tile) of a tile."""
         band, rest = self.band_tiles.divide_int(tile)
         narrow, _ = self.last_width.divide_int(rest)
         is_last = band == self.last_band

@@ -66,6 +66,6 @@ def from_awq(
 
 
 def columns(words: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [rows, 8 * W] of int32 words [rows, W], columns in order."""
+    """Returns uint8 codes [rows, 8 * W] of int32 words [rows, W], columns in order."""
     nibble_of = [COLUMN_ORDER.index(column) for column in range(_PER_WORD)]
     return fields.unpack_words(words, 4).unflatten(-1, (-1, _PER_WORD))[..., nibble_of].flatten(-2)

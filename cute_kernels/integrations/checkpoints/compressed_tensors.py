@@ -135,7 +135,7 @@ def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, 
 
 
 def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
-    """uint8 zero points [N, G] as codes, of words packed along N or of signed numbers."""
+    """Returns uint8 zero points [N, G] as codes, of words packed along N or of signed numbers."""
     if getattr(weight_zero_point, "dtype", None) != torch.int32:
         return _as_codes(weight_zero_point, n, groups, bits)
     per_word = fields.check_bits(bits)
@@ -145,7 +145,7 @@ def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> t
 
 
 def _as_codes(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
-    """uint8 codes [N, G] of signed zero points."""
+    """Returns uint8 codes [N, G] of signed zero points."""
     given = _by_row("weight_zero_point", weight_zero_point, (torch.int8, torch.int32, torch.int64), n, groups)
     codes = given.int() + symmetric_zero(bits)
     if bool(((codes < 0) | (codes >= 1 << bits)).any()):

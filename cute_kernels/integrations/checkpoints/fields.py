@@ -37,7 +37,7 @@ def check_bits(bits: int) -> int:
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes [..., W * 32 / bits] of int32 words [..., W], the lowest bits first."""
+    """Returns uint8 codes [..., W * 32 / bits] of int32 words [..., W], the lowest bits first."""
     flat = words.contiguous().view(-1)  # of one word each, rows count as contiguous whatever their last stride
     return transform.unpack(flat.view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * 4), bits)
 

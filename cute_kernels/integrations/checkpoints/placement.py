@@ -116,7 +116,8 @@ def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, 
 
 
 def _renamer(model: Any) -> Renamer:
-    """(key of a checkpoint) -> (key of the model, the conversion that merges it or None, which of its sources)."""
+    """Returns (key of a checkpoint) -> (key of the model, the conversion that merges it or None, which of its
+    sources)."""
 
     def unchanged(key: str) -> tuple[str, Any, Any]:
         return key, None, None

@@ -267,7 +267,7 @@ def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
 
 
 def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
-    """[n, groups] of blocks of 128 rows and 4 groups, row 32 j + i of one at [i, j]."""
+    """Returns [n, groups] of blocks of 128 rows and 4 groups, row 32 j + i of one at [i, j]."""
     tall, wide = -(-n // 128), -(-groups // 4)
     if scale.numel() != tall * wide * 512:
         raise ValueError(f"scale: got shape {list(scale.shape)}, want {tall * wide} blocks of 512 for {[n, groups]}")
@@ -367,7 +367,8 @@ def _shape_of(attributes: Attributes) -> tuple[int, int]:
 
 
 def _grouping(attributes: Attributes, shape: tuple[int, int]) -> tuple[int, int | None]:
-    """(groups along K, group size or None) of block_size: [1, group], [1, K], or [N, K] for one scale of all."""
+    """Returns (groups along K, group size or None) of block_size: [1, group], [1, K], or [N, K] for one scale of
+    all."""
     block = attributes.get("block_size")
     n, k = shape
     if (
@@ -391,7 +392,7 @@ def _per_group(name: str, values: torch.Tensor, shape: tuple[int, int]) -> torch
 
 
 def _by_row(name: str, values: torch.Tensor, n: int, groups: int) -> torch.Tensor:
-    """[N, groups] of as many numbers, or of one."""
+    """Returns [N, groups] of as many numbers, or of one."""
     fields.check_tensor(name, values, (*_FLOATS, torch.int8, torch.int32, torch.int64), values.dim(), "any")
     if values.numel() not in (1, n * groups):
         raise ValueError(f"{name}: got shape {list(values.shape)}, want {[n, groups]}, or one number")

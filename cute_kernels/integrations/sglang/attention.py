@@ -130,7 +130,7 @@ def make(runner: Foreign) -> CuteKernelsAttentionBackend:
 
 
 def formats_of(runner: Foreign) -> Formats:
-    """K's and V's format in a model's pool."""
+    """Returns K's and V's format in a model's pool."""
     return rows.wanted_formats() or FP8
 
 

@@ -166,7 +166,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         return out.view(len(q), -1)
 
     def _caches(self, layer: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
-        """K's and V's pages of a layer [pages, page_size, KV heads, row], as they lie in the pool."""
+        """Returns K's and V's pages of a layer [pages, page_size, KV heads, row], as they lie in the pool."""
         return paged(self.pool.get_kv_buffer(layer.layer_id), self.formats, self.page_size)
 
     def _options(self, layer: Foreign, more: dict[str, object]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torc
 
 
 def why_left(form: Form, device: torch.device, batch_invariant: bool) -> str | None:
-    """Why a layer is left to SGLang; None if it is served."""
+    """Returns why a layer is left to SGLang; None if it is served."""
     if WHAT not in IN_PLACE:
         return "its hooks were not seen to take effect"
     if reasons := reasons_against(device):

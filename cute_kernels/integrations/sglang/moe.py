@@ -114,7 +114,7 @@ def _packed(kind: Kind, form: Form, layer: Foreign, name: str) -> PackedExperts:
 
 
 def reasons_of(form: Form, layer: Foreign, hidden: int) -> list[str]:
-    """Why a layer is left to SGLang. hidden: features of the model."""
+    """Returns why a layer is left to SGLang. hidden: features of the model."""
     config = layer.moe_runner_config
     features, dtype = config.intermediate_size_per_partition, config.params_dtype  # GPTQ's scales may have another
     limits = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit)

@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def why_not_wanted() -> str | None:
-    """Why the environment wants nothing replaced; None if it does."""
+    """Returns why the environment wants nothing replaced; None if it does."""
     text = os.environ.get(SWITCH, "1").strip()
     if text == "1":
         return None

@@ -52,7 +52,7 @@ KV_FORMAT = "CUTE_KERNELS_SGLANG_KV_FORMAT"
 
 
 def wanted_formats() -> Formats | None:
-    """K's and V's format that the environment asks for; None for SGLang's own.
+    """Returns K's and V's format that the environment asks for; None for SGLang's own.
 
     Raises:
         ValueError: there is none of that name.

@@ -331,7 +331,8 @@ def _asked(model: Foreign, options: Mapping[str, Any], name: str) -> Any:
 
 
 def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -> tuple[int, int]:
-    """(requests, columns) that a call of `generate` is expected to reach; where that is wrong, the cache grows."""
+    """Returns (requests, columns) that a call of `generate` is expected to reach; where that is wrong, the cache
+    grows."""
 
     def asked(name: str, default: int) -> int:
         return _asked(model, options, name) or default

@@ -249,7 +249,7 @@ class OrderedInputs:
         return True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., N] of x [..., K] in the layer's order."""
+        """Computes [..., N] for x [..., K], in the layer's order."""
         return self.product(x)
 
 
@@ -395,7 +395,7 @@ class LayerBlock(Block):
     def _into(
         self, hidden_states: torch.Tensor, mlp: MlpBlock | None, following: nn.Module | None, taker: Product | None
     ) -> Sum | Ending | None:
-        """Where attention's results go. following: the norm of what the layer returns, and its product."""
+        """Returns where attention's results go. following: the norm of what the layer returns, and its product."""
         products = None if mlp is None else mlp.products()
         if products is None:
             return None

@@ -24,7 +24,7 @@ Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransf
 
 
 def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
-    """K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
+    """Returns K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         return kv_format, kv_format
     return kv.formats_of_layer(kv_format, index)
@@ -33,7 +33,7 @@ def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
 def constants_for(
     scales: Scales | None, kv_transform: object
 ) -> tuple[Scales | None, CacheTransform | Sequence[CacheTransform | None] | None]:
-    """(scales, transforms) from the arguments of `DecodeCache`.
+    """Returns (scales, transforms) from the arguments of `DecodeCache`.
 
     Raises:
         TypeError, ValueError: ``kv_transform`` is nothing of that, or a file of constants that is none.

@@ -201,7 +201,7 @@ class Columns:
         return self._slots
 
     def older_rows(self) -> torch.Tensor | None:
-        """int64 [batch, older columns]: the row of each, any row for padding; None where rows are columns."""
+        """Returns int64 [batch, older columns]: the row of each, any row for padding; None where rows are columns."""
         old = self.count - self.new
         return None if self._tokens is None else (self.tokens(old).cumsum(1) - 1).clamp_(min=0)
 

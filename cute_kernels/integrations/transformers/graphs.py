@@ -352,8 +352,8 @@ def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor | None]:
 
 
 def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]] | None:
-    """(what decides a recording, tensors, other arguments) of a step's arguments without the mask; None for arguments
-    that a recording does not know."""
+    """Returns (what decides a recording, tensors, other arguments) of a step's arguments without the mask; None for
+    arguments that a recording does not know."""
     parts: list[Any] = []
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}

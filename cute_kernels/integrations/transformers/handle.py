@@ -146,8 +146,8 @@ class CachedTokens:
 
 
 def token_major(x: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, columns, head_dim] as [batch, columns, heads, head_dim] in an order that the kernels read: heads
-    together, columns at one distance. A copy is made only where it is not so."""
+    """Returns [batch, heads, columns, head_dim] as [batch, columns, heads, head_dim] in an order that the kernels read:
+    heads together, columns at one distance. A copy is made only where it is not so."""
     x = x.transpose(1, 2)
     batch, columns, heads, head_dim = x.shape
     side_by_side = x.stride(3) == 1 and (heads == 1 or x.stride(2) == head_dim)

@@ -146,7 +146,7 @@ def caches_latents(module: nn.Module) -> bool:
 
 
 def latents_refusal(module: Foreign) -> str | None:
-    """Why an attention's latents cannot be decoded by `mla_decode`, or None."""
+    """Returns why an attention's latents cannot be decoded by `mla_decode`, or None."""
     known = model_class(*EXPANSION)
     if known is None or method_code(type(module), ("expand_kv",)) != method_code(known, ("expand_kv",)):
         return "expands its latents in a way that is not known"
@@ -165,7 +165,7 @@ def is_absorbable(module: Foreign) -> bool:
 
 
 def up_projections(module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
-    """[heads, qk_nope_head_dim, 512] that makes keys of latents, [heads, 512, v_head_dim] that makes values.
+    """Returns [heads, qk_nope_head_dim, 512] that makes keys of latents, [heads, 512, v_head_dim] that makes values.
 
     Views of the projection's weight, as `Expansion` has it.
     """

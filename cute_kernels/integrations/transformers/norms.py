@@ -167,7 +167,8 @@ def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Proje
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:
-    """(epsilon's attribute, what is added to the weight) of a norm that the kernel computes; None for all else."""
+    """Returns (epsilon's attribute, what is added to the weight) of a norm that the kernel computes; None for all
+    else."""
     weight = getattr(module, "weight", None)
     if "forward" in vars(module) or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return None

@@ -202,7 +202,7 @@ def _some_read_anothers_cache(config: Foreign) -> bool:
 
 
 def _device() -> torch.device:
-    """Where layers of this process are."""
+    """Returns where layers of this process are."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

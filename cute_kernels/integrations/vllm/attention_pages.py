@@ -41,7 +41,8 @@ class Pages(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[num_blocks, page], in bytes of whatever dtype vLLM allocates; `kv_formats.views` sees K and V in it."""
+        """Returns [num_blocks, page], in bytes of whatever dtype vLLM allocates; `kv_formats.views` sees K and V in
+        it."""
         formats = kv_formats.formats_for(cache_dtype_str)
         if kv_formats.is_own(cache_dtype_str):  # then the "head size" is the bytes of K's row already (`counted`)
             head_size = head_dim_of_row(formats.k, head_size // formats.k.cache_dtype.itemsize)
@@ -87,7 +88,7 @@ def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
 
 
 def reason_of_connector(config: Foreign) -> str | None:
-    """Why an engine's KV connector cannot move pages; None if it can, or there is none.
+    """Returns why an engine's KV connector cannot move pages; None if it can, or there is none.
 
     A page holds K's rows of all of its tokens and KV heads, then V's. A connector that cuts pages by heads or tokens,
     or asks for K and V apart, would tear them; so would one that deals heads of several GPUs out anew.

@@ -23,7 +23,7 @@ Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: bool) -> dict[str, bool]:
-    """What is not supported together with DCP, and whether it is so. extends, slides: as for the layer."""
+    """Returns what is not supported together with DCP, and whether it is so. extends, slides: as for the layer."""
     if config.parallel_config.decode_context_parallel_size == 1:
         return {}
     text = getattr(config.model_config, "hf_text_config", None)

@@ -294,7 +294,7 @@ class _Pair:
         return cls(gives, takes, items[0])
 
     def weights(self) -> list[tuple[str, int, int]]:
-        """(format, n, k) of both."""
+        """Returns (format, n, k) of both."""
         return cast("list[tuple[str, int, int]]", [self.gives.args[6:9], self.takes.args[11:14]])
 
     def is_plain(self) -> bool:

@@ -104,14 +104,14 @@ def check_dtype(kv_cache_dtype: str) -> None:
 
 
 def reason_against_rotation(kv_cache_dtype: str, head_size: int) -> str | None:
-    """Why a layer cannot have rotated rows of a dtype; None if it can, or if they are not rotated."""
+    """Returns why a layer cannot have rotated rows of a dtype; None if it can, or if they are not rotated."""
     if kv_cache_dtype not in ROTATED or head_size in ROTATED_SIZES:
         return None
     return f"head size {head_size} with rows that are rotated; supported: {', '.join(map(str, ROTATED_SIZES))}"
 
 
 def reason_against_invariance(kv_cache_dtype: str) -> str | None:
-    """Why a dtype is left to vLLM under VLLM_BATCH_INVARIANT; None if it is not."""
+    """Returns why a dtype is left to vLLM under VLLM_BATCH_INVARIANT; None if it is not."""
     return f"a cache in {kv_cache_dtype}, which vLLM's own attention reads faster" if kv_cache_dtype in FASTER else None
 
 
@@ -144,7 +144,7 @@ def page_bytes(formats: Formats, head_size: int, block_size: int, num_kv_heads: 
 def views(
     kv_cache: torch.Tensor, formats: Formats, head_size: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format.
+    """Returns (K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format.
 
     kv_cache: [num_blocks, page] or [num_blocks, 1, block_size, content], as vLLM has a layer's pages; pages may lie
         apart.

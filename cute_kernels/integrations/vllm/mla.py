@@ -146,8 +146,8 @@ def _heads_of(impl: Foreign) -> int:
 
 
 def _reason_of_pages() -> str | None:
-    """Why the pages that the command line asks for keep a layer with its backend. Without any, vLLM asks the backend
-    for its own once layers are made."""
+    """Returns why the pages that the command line asks for keep a layer with its backend. Without any, vLLM asks the
+    backend for its own once layers are made."""
     caches = getattr(get_current_vllm_config_or_none(), "cache_config", None)
     block = caches.block_size if caches is not None and caches.user_specified_block_size else PAGE_SIZE
     return None if block % PAGE_SIZE == 0 else f"pages of {block} tokens; --block-size 64 is supported"
@@ -164,7 +164,7 @@ def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
 
 
 def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | None:
-    """Why a layer keeps its backend's kernels; None if it need not.
+    """Returns why a layer keeps its backend's kernels; None if it need not.
 
     form: of its cache, None for one that is not read. cut: whether contexts may be cut among GPUs.
     """

@@ -46,7 +46,8 @@ def specs(decodes: Decodes, num_sms: int) -> list[KernelSpec]:
 
 
 def _row_shapes(decodes: Decodes) -> Iterable[tuple[int, int]]:
-    """(rows, heads of a row) of the launches: chosen tokens differ from query to query, whole contexts do not."""
+    """Returns (rows, heads of a row) of the launches: chosen tokens differ from query to query, whole contexts do
+    not."""
     if decodes.chosen:
         return [(rows, decodes.num_heads) for rows in decodes.rows]
     return [(rows, q_len * decodes.num_heads) for rows in decodes.rows for q_len in decodes.q_lens]

@@ -219,7 +219,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
 
 
 def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:
-    """Why a layer keeps vLLM's experts; None if it need not."""
+    """Returns why a layer keeps vLLM's experts; None if it need not."""
     if (left := prepare.why_left("moe")) is not None:
         return left
     try:

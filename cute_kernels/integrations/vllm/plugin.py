@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def _why_nothing() -> str | None:
-    """Why the vLLM of this process is left as it is; None if it is not."""
+    """Returns why the vLLM of this process is left as it is; None if it is not."""
     import vllm
 
     version = str(vllm.__version__)

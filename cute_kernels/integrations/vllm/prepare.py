@@ -41,5 +41,5 @@ def engine_has(part: str, option: str) -> bool:
 
 
 def why_left(seam: str) -> str | None:
-    """Why a seam serves no layer of the engine that is being made; None if it may."""
+    """Returns why a seam serves no layer of the engine that is being made; None if it may."""
     return None if plugin.is_replaced(seam) else f"{environment.SWITCH}={environment.switch()}"

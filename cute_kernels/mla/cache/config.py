@@ -61,7 +61,7 @@ class WriteConfig:
         return 0 if isinstance(token, MlaDense) else token.tile_size // LANE_COLUMNS
 
     def field(self, name: str) -> Field:
-        """Where a part of the token lies in its bytes."""
+        """Returns where a part of the token lies in its bytes."""
         return next(field for field in self.token.fields if field.name == name)
 
     @property
@@ -79,7 +79,7 @@ class WriteConfig:
         return f"mla_{how}_{self.kv_format}_{self.dtype}_d{self.head_dim}_{self.rope}_u{self.unit}w{self.num_warps}"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         if self.head_dim not in self.form.head_dims:
             return f"head_dim {self.head_dim} is not one of {', '.join(map(str, self.form.head_dims))}"
         if self.dtype not in DTYPES:

@@ -27,7 +27,7 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
 
 
 def pipeline_place(block) -> tuple[Any, Any]:
-    """(stage, phase of its release) of a part's ``block``-th tile."""
+    """Returns (stage, phase of its release) of a part's ``block``-th tile."""
     return block % NUM_STAGES, (block // NUM_STAGES + 1) % 2
 
 

@@ -150,8 +150,8 @@ def scale_of(acc, below: int) -> tuple[Float32, Float32]:
 
 
 def scale_of_some(acc) -> tuple[Float32, Float32]:
-    """(a power of 2 that brings the greatest of a row's accumulators, some of them a lane's, between 2**14 and 2**15,
-    its reciprocal)."""
+    """Returns (a power of 2 that brings the greatest of a row's accumulators, some of them a lane's, between 2**14 and
+    2**15, its reciprocal)."""
     tops: list[Any] = [Float32(0.0)] * 2
     for place, i in enumerate(range(len(acc))):
         tops[place % 2] = ptx.fmax(tops[place % 2], ptx.absolute(acc[i]))

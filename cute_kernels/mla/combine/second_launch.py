@@ -70,7 +70,7 @@ class CombineKernel:
 
     @cute.jit
     def add_parts(self, results, shape, query_row, exists, group, groups, column):
-        """(fp32 [4] accumulators of every ``groups``-th part from the ``group``-th on, the row's maximum, its
+        """Returns (fp32 [4] accumulators of every ``groups``-th part from the ``group``-th on, the row's maximum, its
         total)."""
         stats = partial_stats(results, shape, query_row, 0, self.form)
         values = partial_values(results, shape, query_row, 0, self.form) + column * (4 * self.form.value_bytes)
@@ -164,7 +164,8 @@ class CombineKernel:
 
 
 def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[list[Any], Any, Any]:
-    """(``count`` columns as words, log-sum-exp, greatest score). denominator: the total and the sink's weight."""
+    """Returns (``count`` columns as words, log-sum-exp, greatest score). denominator: the total and the sink's
+    weight."""
     exists = total != 0.0
     lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
     top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
@@ -173,7 +174,8 @@ def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:
-    """(factors of a lane's parts in the whole, the row's maximum, its total) from `CombineKernel.load_stats`."""
+    """Returns (factors of a lane's parts in the whole, the row's maximum, its total) from
+    `CombineKernel.load_stats`."""
     maximum = known[0][0]
     for other, _, _ in known[1:]:
         maximum = ptx.fmax(maximum, other)

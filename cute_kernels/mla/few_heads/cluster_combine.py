@@ -48,7 +48,7 @@ class ClusterCombine:
         ptx.store_shared(memory.statistics + head * 8, 0, [maximum, total])
 
     def whole(self, memory, head) -> tuple[Any, Any]:
-        """(maximum, total) of a head over all parts."""
+        """Returns (maximum, total) of a head over all parts."""
         parts = []
         for part in range(self.config.cluster):
             place = numbers.address_in(memory.statistics + head * 8, Int32(part))
@@ -64,8 +64,8 @@ class ClusterCombine:
     # -- accumulators --------------------------------------------------------------------------------------------------
 
     def destination(self, memory, warp, lane, part) -> Any:
-        """Where a lane's columns 2g and 2g + 1 of its warp's first chunk, of head 2t, are stored. It is in the CTA of
-        the cluster that adds up the warp's columns, in the rows of this CTA's part."""
+        """Returns where a lane's columns 2g and 2g + 1 of its warp's first chunk, of head 2t, are stored. It is in the
+        CTA of the cluster that adds up the warp's columns, in the rows of this CTA's part."""
         owner = warp * self.config.cluster // VALUE_WARPS
         column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
         place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4

@@ -136,7 +136,7 @@ class FewHeadsConfig:
         return stages + buffers + once
 
     def can_implement(self) -> str | None:
-        """Why the configuration cannot be compiled, or None."""
+        """Returns why the configuration cannot be compiled, or None."""
         if self.tokens not in TOKENS:
             return f"tokens is {self.tokens!r}; want one of {TOKENS}"
         if self.heads not in HEADS:

@@ -96,7 +96,7 @@ class Queries:
         return memory.queries + index * (4 * words) + word * 4
 
     def operands(self, address, step: int) -> list[list[Any]]:
-        """[block of 8 heads] two words; ``address``: of the lane's first vector, see :meth:`reading_place`."""
+        """Returns [block of 8 heads] two words; ``address``: of the lane's first vector, see :meth:`reading_place`."""
         words: list[Any] = []
         count = self.config.vector_words
         for vector in range(self.config.step_vectors):
@@ -109,7 +109,7 @@ class Queries:
 
 
 def scaling(largest: Float32):
-    """(2**k, 2**-k) that bring the largest query of a head into [2**14, 2**15), unless it is very small."""
+    """Returns (2**k, 2**-k) that bring the largest query of a head into [2**14, 2**15), unless it is very small."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, Int32(MIN_EXPONENT))
     to_fp16 = Uint32((127 + EXPONENT - exponent) << 23).bitcast(Float32)
     from_fp16 = Uint32((127 - EXPONENT + exponent) << 23).bitcast(Float32)

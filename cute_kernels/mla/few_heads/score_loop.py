@@ -125,7 +125,7 @@ class ScoreLoop:
     # -- scores: [block of heads][token g or g + 8][head 2t or 2t + 1] -------------------------------------------------
 
     def load_scales(self, rows, lane) -> list[list[Any]]:
-        """[token][tile] of a lane's two tokens."""
+        """Returns [token][tile] of a lane's two tokens."""
         address = rows + lane // 4 * ROW_BYTES
         loads = (ptx.load_shared_vector(address, half * 8 * ROW_BYTES + SCALES_OFFSET, NUM_TILES) for half in range(2))
         return [[word.bitcast(Float32) for word in words] for words in loads]
@@ -214,7 +214,7 @@ class ScoreLoop:
                     ptx.store_shared(place, tile * self.config.head_bytes + 32 * block, pair)
 
     def highest(self, state: State, scores) -> list[Any]:
-        """[column] greatest scores of the warp's tokens, in powers of 2."""
+        """Returns [column] greatest scores of the warp's tokens, in powers of 2."""
         found = []
         for column in range(self.columns):
             first = 4 * (column // 2) + column % 2
@@ -327,7 +327,7 @@ class ScoreLoop:
             ptx.store_shared(memory.results + head * 4, tile * self.config.head_bytes, [value])
 
     def statistics(self, memory, head) -> tuple[Any, Any]:
-        """(maximum, total) of a head over the CTA's tokens."""
+        """Returns (maximum, total) of a head over the CTA's tokens."""
         total = Float32(0.0)
         for warp in range(SCORE_WARPS):
             total = total + ptx.load_shared(memory.exchange + head * 4, warp * self.config.head_bytes).bitcast(Float32)
@@ -360,7 +360,7 @@ def fragment(low, high) -> list[Any]:
 
 
 def column_of(index: int) -> int:
-    """Which of a lane's columns its ``index``-th score belongs to."""
+    """Returns which of a lane's columns its ``index``-th score belongs to."""
     return index // 4 * 2 + index % 2
 
 

@@ -38,7 +38,7 @@ class OwnTiles:
         write_flags(memory, stage, group, valid, lane)
 
     def tile(self, memory, link, stage, group: int):
-        """Where the rows of a warp's group are written in every slab."""
+        """Returns where the rows of a warp's group are written in every slab."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
     def here(self, tile):

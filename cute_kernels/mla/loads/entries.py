@@ -74,7 +74,7 @@ class Entries:
             self.ask(source, memory, number + self.prefetch, first_row, lane)
 
     def token(self, source, memory, number, first_row, row) -> Token:
-        """Where the token of a row of a block lies, whose entry has arrived."""
+        """Returns where the token of a row of a block lies, whose entry has arrived."""
         entry = ptx.load_shared(self.place(memory, number, row), 0).to(Int32)
         mark = ptx.load_shared(self.mark_place(memory, number, first_row), 0).to(Int32)
         return self.locator.token(source, entry, self.locator.marked(mark), row)

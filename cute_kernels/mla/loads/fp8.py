@@ -66,7 +66,7 @@ class Fp8Load:
         self.tiles.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
-        """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
+        """Returns (block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
         ahead, group = divmod(groups, self.config.warp_groups)
         return number + ahead, place.row + group * GROUP_TOKENS
 

@@ -96,7 +96,7 @@ class Locator:
     """The base of both locators."""
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
-        """(address of the entry of a block's ``position``-th token, 1 if it counts, else 0)."""
+        """Returns (address of the entry of a block's ``position``-th token, 1 if it counts, else 0)."""
         raise NotImplementedError
 
     @cute.jit
@@ -120,7 +120,7 @@ class SparseLocator(Locator):
 
     @cute.jit
     def lengths(self, source, request):
-        """(tokens of the cache, tokens of the extra cache) of a request's rows."""
+        """Returns (tokens of the cache, tokens of the extra cache) of a request's rows."""
         return self.length(source.main, request), self.length(source.extra, request)
 
     @cute.jit
@@ -131,7 +131,7 @@ class SparseLocator(Locator):
         return cutlass.max(cutlass.min(length, chosen.topk), Int32(0))
 
     def entry_place(self, work, source, block, position):
-        """(address of the index of a block's ``position``-th token, 1 if one counts, else 0)."""
+        """Returns (address of the index of a block's ``position``-th token, 1 if one counts, else 0)."""
         in_extra = block >= work.main_blocks
         place = cutlass.select_(in_extra, block - work.main_blocks, block) * BLOCK_TOKENS + position
         length = cutlass.select_(in_extra, work.extra_length, work.length)
@@ -170,13 +170,13 @@ class PagedLocator(Locator):
 
     @cute.jit
     def lengths(self, source, request):
-        """(tokens of a request, 0)."""
+        """Returns (tokens of a request, 0)."""
         length = load_int(source.lengths + Int64(request) * 4)
         most = source.max_pages * source.pages.page_size.value
         return cutlass.max(cutlass.min(length, most), Int32(0)), Int32(0)
 
     def entry_place(self, work, source, block, position):
-        """(address of the number of the page of a block's ``position``-th token, 1 if there is one, else 0)."""
+        """Returns (address of the number of the page of a block's ``position``-th token, 1 if there is one, else 0)."""
         place = block * BLOCK_TOKENS + position
         exists = cutlass.select_((block < work.end) & (place < work.length), Int32(1), Int32(0))
         index, _ = source.pages.page_size.divide(Uint32(place))
@@ -208,5 +208,5 @@ def make_locator(tokens: str) -> SparseLocator | PagedLocator:
 
 
 def count_blocks(length, extra_length):
-    """(blocks of the cache, blocks in all)."""
+    """Returns (blocks of the cache, blocks in all)."""
     return blocks_of(length), blocks_of(length) + blocks_of(extra_length)

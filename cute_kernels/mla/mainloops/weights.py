@@ -148,7 +148,7 @@ class SteppedWeights:
     # -- what the first warpgroup tells the second --------------------------------------------------------------------
 
     def place(self, memory, warp, lane):
-        """Where a lane's first piece of weights goes in the K-major tile [64 heads, 64 tokens]."""
+        """Returns where a lane's first piece of weights goes in the K-major tile [64 heads, 64 tokens]."""
         return memory.weight_pointer.toint() + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
 
     def publish_step(self, packed, place, step: int) -> None:

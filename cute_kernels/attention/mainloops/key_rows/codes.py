@@ -102,7 +102,7 @@ class ByteRows:
         ]
 
     def header_start(self, memory, operand: int, stage) -> Any:
-        """Where `key_header_place` and `value_header_place` are counted from: 0."""
+        """Returns where `key_header_place` and `value_header_place` are counted from: 0."""
         return 0
 
     def key_header_place(self, group, warp, lane) -> Any:
@@ -158,12 +158,12 @@ class ByteRows:
 
     @staticmethod
     def query_step(lane) -> tuple[Int32, Int32]:
-        """Which queries a lane writes: (step of 16 columns, t)."""
+        """Returns which queries a lane writes: (step of 16 columns, t)."""
         return lane // 4, lane % 4
 
     @staticmethod
     def query_columns(lane) -> tuple[Int32, int]:
-        """(first column of the first of two words that a lane reads, columns to the other word)."""
+        """Returns (first column of the first of two words that a lane reads, columns to the other word)."""
         return 4 * lane, 2
 
     @staticmethod
@@ -309,7 +309,7 @@ class NibbleRows:
         return 4 * (group * GROUP_TOKENS + warp * WARP_TOKENS + lane // 4)
 
     def load_key_headers(self, address) -> list[Any]:
-        """[group][row half] of the lane's two tokens."""
+        """Returns [group][row half] of the lane's two tokens."""
         groups = HEAD_DIM // 32 // self.group_chunks
         return [[ptx.load_shared(address, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 

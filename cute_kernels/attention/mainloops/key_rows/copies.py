@@ -77,7 +77,7 @@ class TileRows:
         self.by_tma = shape.by_tma
 
     def lane_place(self, lane):
-        """(row of a step, bytes of its codes before the lane's piece, its place from the step's first row)."""
+        """Returns (row of a step, bytes of its codes before the lane's piece, its place from the step's first row)."""
         below, first = lane // self.row_pieces, lane % self.row_pieces * self.piece_bytes
         place = below * self.rows.row_bytes + (first ^ (self.rows.swizzle(below) * CHUNK_BYTES))
         return below, first, place

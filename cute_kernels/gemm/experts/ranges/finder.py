@@ -87,7 +87,7 @@ class ExpertFinder:
 
 @cute.jit
 def sums_before(count, lane):
-    """(sum over the lanes before, sum over all lanes) of numbers that are not negative.
+    """Returns (sum over the lanes before, sum over all lanes) of numbers that are not negative.
 
     It takes a vote for each of their bits, of which there are one or two. Each instruction is a new one, and a scan
     would have five rounds of shuffles.

@@ -141,7 +141,7 @@ class RangeRoles:
         cute.arch.griddepcontrol_launch_dependents()
 
     def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
-        """Where codes and scales of each of a block's tiles begin, from a k block on."""
+        """Returns where codes and scales of each of a block's tiles begin, from a k block on."""
         config = self.config
         tiles = [
             expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)

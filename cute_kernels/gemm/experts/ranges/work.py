@@ -95,7 +95,7 @@ class BlockRange:
         return BlockRange(shape, cta * each + cutlass.min(cta, rest), each + more)
 
     def block(self, index) -> tuple[Any, Any]:
-        """(entry, block of its expert) of the ``index``-th."""
+        """Returns (entry, block of its expert) of the ``index``-th."""
         flat = self.first + index
         entry = quotient(flat, self.shape.block_reciprocal)
         return entry, flat - entry * self.shape.num_blocks

@@ -37,7 +37,7 @@ class RouterConfig:
     num_threads: ClassVar[int] = WARPS * WARP_THREADS
 
     def kernel(self) -> CompiledAs:
-        """How it is compiled."""
+        """Returns how it is compiled."""
         if self.weight == LOGITS:
             return CompiledAs("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
         return CompiledAs("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
@@ -51,7 +51,7 @@ class RouterConfig:
         return f"moe_router_{self.dtype}{weight}_e{experts}t{self.tile_tokens}_pdl"
 
     def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
+        """Returns why this configuration cannot be compiled, or None."""
         return (
             one_of(self.dtype, ("bf16", "fp16"), "dtype")
             or one_of(self.weight, ("own", "fp32", LOGITS), "weight")

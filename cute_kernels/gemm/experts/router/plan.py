@@ -82,7 +82,7 @@ def by_torch(call: RouteCall) -> Routed:
 
 @as_kernels
 def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """fp32 logits [T, E] without the bias."""
+    """Returns fp32 logits [T, E] without the bias."""
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return functional.linear(hidden.float(), weight.float())

@@ -24,7 +24,7 @@ def route_reference(
 def select_reference(
     logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids int32 [T, top_k], weights [T, top_k] in the dtype of logits [T, E])."""
+    """Returns (ids int32 [T, top_k], weights [T, top_k] in the dtype of logits [T, E])."""
     scores = scores_of(logits, routing)
     ranked = logits if routing.ranks_logits(correction is not None) else scores
     if correction is not None:
@@ -54,6 +54,6 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [T, count]: the indices of the greatest of each row, NaN above all, the lower index first among equal
-    ones."""
+    """Returns int64 [T, count]: the indices of the greatest of each row, NaN above all, the lower index first among
+    equal ones."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -154,7 +154,7 @@ class Selection:
         return index, cute.arch.shuffle_sync(value, index % WARP_THREADS)
 
     def first(self, keys, lane) -> tuple[Any, Any]:
-        """(index, key) of the first of the warp's experts: the greatest key, of equal ones the lowest index."""
+        """Returns (index, key) of the first of the warp's experts: the greatest key, of equal ones the lowest index."""
         best, index = keys[0], self.expert(0, lane)
         for i in range(1, self.count):
             more = keys[i] > best
