@@ -1,6 +1,6 @@
-"""Shapes of decode attention apart from the main table: skewed batches, short contexts of one request, chosen blocks.
+"""Shapes of decode attention apart from the main table: skewed batches, short contexts, sizes of heads, chosen blocks.
 
-Bars of the skewed ones: 1.15 of the floor of the bytes and 5 us; of chosen blocks 1.15 of the floor of what is chosen.
+Bars over the floor of the bytes: skewed batches 1.15 and 5 us, heads 1.15 and 3 us, chosen blocks 1.15 (of those).
 """
 
 from __future__ import annotations
@@ -95,6 +95,12 @@ def short_shapes() -> list[DecodeShape]:
     return [DecodeShape(1, tokens, 32, 8) for tokens in SHORT]
 
 
+def head_shapes() -> list[DecodeShape]:
+    """32 requests of 8k of models with several KV heads: query heads, KV heads, head_dim."""
+    sizes = ((32, 8, 128), (64, 8, 64), (16, 8, 256), (32, 8, 96), (24, 2, 128))
+    return [DecodeShape(32, 8192, *size, page_size=PAGE_SIZE) for size in sizes]
+
+
 def block_shapes() -> list[DecodeShape]:
     """2048 tokens of 32k, at one request and at many."""
     sizes = ((32, 64), (16, 128))
@@ -104,6 +110,7 @@ def block_shapes() -> list[DecodeShape]:
 SUITES = {
     "skewed": (skewed_shapes, FORMATS),
     "short": (short_shapes, FORMATS[:2]),
+    "heads": (head_shapes, ("bf16", "int8_token_head", "int4_g1")),
     "blocks": (block_shapes, FORMATS),
 }
 

@@ -132,7 +132,7 @@ class GptOssStep(Step):
         weights = self.layers * model.weight_bytes(self.case.weights, shape.batch)
         seen = sum(shape.context if i % 2 else min(shape.context, model.window) for i in range(self.layers))
         head = 2 * model.vocabulary * model.hidden
-        return weights + head + model.cache_bytes(self.case.kv, shape.batch * seen)
+        return weights + head + model.cache_bytes(self.case.kv, shape.batch * seen, self.case.v)
 
 
 MODELS = {

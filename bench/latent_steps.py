@@ -58,7 +58,7 @@ class LatentModel(StepModel):
         absorbed = 2 * self.num_q_heads * LATENT * (NOPE_COLUMNS + VALUE_COLUMNS)
         return super().weight_bytes(weights, batch) + absorbed
 
-    def cache_bytes(self, kv: Cached, tokens: int) -> int:
+    def cache_bytes(self, kv: Cached, tokens: int, v: Cached | None = None) -> int:
         return tokens * format_of(kv).row_bytes(TOKEN)
 
     def step(self, case: StepCase, shape: Shape, device: str = "cuda", layers: int | None = None) -> Step:

@@ -52,6 +52,12 @@ ATTENTION: tuple[Section, ...] = (
     ),
     ("Short contexts", "decode_apart", "One request of few tokens.", partial(report.markdown, suite="short")),
     (
+        "Sizes of heads",
+        "decode_heads",
+        "32 requests of 8192 tokens, several KV heads, pages of 64.",
+        partial(report.markdown, suite="heads"),
+    ),
+    (
         "Chosen blocks",
         "decode_apart",
         "2048 of 32768 tokens, in blocks that each KV head chooses. The floor is that of what is chosen.",

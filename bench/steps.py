@@ -39,6 +39,7 @@ from cute_kernels.gemm.layer.config import LayerProductsConfig, config_for
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.kv_cache import Rope
+from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.names import KvFormatName, MlaFormatName
 from cute_kernels.runtime import KernelSpec
 
@@ -88,9 +89,9 @@ class StepModel:
         element = element_bytes("bf16" if weights == "bf16" else "w4")
         return dense + active * 3 * self.hidden * self.intermediate * element + 2 * self.hidden * self.experts
 
-    def cache_bytes(self, kv: Cached, tokens: int) -> int:
+    def cache_bytes(self, kv: Cached, tokens: int, v: Cached | None = None) -> int:
         """Of a layer's K and V of so many tokens."""
-        return 2 * tokens * self.num_kv_heads * format_of(kv).row_bytes(self.head_dim)
+        return tokens * self.num_kv_heads * sum(format_of(name).row_bytes(self.head_dim) for name in (kv, v or kv))
 
     @property
     def cases(self) -> tuple[StepCase, ...]:
@@ -110,17 +111,24 @@ MODELS = {
 
 @dataclass(frozen=True)
 class StepCase:
-    """A way to compute the step. weights: "bf16", "w4" or "w8"; kv: a cache format; sdpa: whether torch attends;
-    routes: whether experts are chosen by `route`, not torch."""
+    """A way to compute the step. weights: "bf16", "w4" or "w8"; kv: a cache format; v: of V, if it has another;
+    sdpa: whether torch attends; routes: whether experts are chosen by `route`, not torch."""
 
     weights: str
     kv: Cached
     sdpa: bool = False
     routes: bool = False
+    v: KvFormatName | None = None
+
+    @property
+    def formats(self) -> tuple[Cached, Cached]:
+        """Of K and of V."""
+        return self.kv, self.v or self.kv
 
     @property
     def name(self) -> str:
-        return f"{self.weights}, {'bf16 SDPA' if self.sdpa else self.kv}{', route' if self.routes else ''}"
+        cache = "bf16 SDPA" if self.sdpa else " + ".join(dict.fromkeys(self.formats))
+        return f"{self.weights}, {cache}{', route' if self.routes else ''}"
 
 
 CASES = (
@@ -131,6 +139,8 @@ CASES = (
     StepCase("w4", "int8_token_head"),
     StepCase("w4", "bf16"),
     StepCase("w8", "int8_token_head"),
+    StepCase("w4", "e4m3_tensor"),
+    StepCase("w4", "int8_token_head", v="int4_g4"),
 )
 BASELINE = CASES[0]
 ROUTED = StepCase("w4", "int4_g4", routes=True)  # of models with experts
@@ -273,28 +283,28 @@ class Step:
         """Arguments of append and attention, head by head: pages in random order; of torch's attention, [batch, heads,
         tokens, d]."""
         model, shape = self.model, self.shape
-        form = format_of(self.case.kv)
         pages = -(-shape.context // PAGE_SIZE)
-        row = form.row_elements(model.head_dim)
-        given: dict[str, Any] = {"kv_format": self.case.kv, "seq_lens": self.seq_lens, "rope": self.rope}
+        given: dict[str, Any] = {"kv_format": self.case.formats, "seq_lens": self.seq_lens, "rope": self.rope}
         given["cache_layout"] = "HND"
-        if self.case.sdpa:
-            size = (shape.batch, model.num_kv_heads, pages * PAGE_SIZE, row)
-        else:
-            size = (shape.batch * pages, model.num_kv_heads, PAGE_SIZE, row)
+        size: tuple[int, ...] = (shape.batch, model.num_kv_heads, pages * PAGE_SIZE)
+        if not self.case.sdpa:
+            size = (shape.batch * pages, model.num_kv_heads, PAGE_SIZE)
             table = torch.randperm(shape.batch * pages, device=self.device).to(torch.int32)
             given["block_table"] = table.view(shape.batch, pages)
-        for name in ("k_cache", "v_cache"):
-            given[name] = torch.empty(size, dtype=form.cache_dtype, device=self.device)
-            self.fill(given[name])
+        for operand, form in zip("kv", map(format_of, self.case.formats), strict=True):
+            row = form.row_elements(model.head_dim)
+            cache = given[f"{operand}_cache"] = torch.empty((*size, row), dtype=form.cache_dtype, device=self.device)
+            if form.given_scale is not None:
+                ones = torch.ones(scale_shape(form.given_scale, model.num_kv_heads, model.head_dim), device=self.device)
+                given[f"{operand}_scale"] = ones
+            self.fill_rows(cache, cast("KvFormatName", form.name), given.get(f"{operand}_scale"))
         return given
 
-    def fill(self, cache: torch.Tensor) -> None:
+    def fill_rows(self, cache: torch.Tensor, kv_format: KvFormatName, scale: torch.Tensor | None = None) -> None:
         """Puts rows of random numbers into a contiguous cache, the same `FILLED_ROWS` again and again."""
         rows = cache.view(-1, 1, cache.shape[-1])
         numbers = torch.randn(min(FILLED_ROWS, len(rows)), 1, self.model.head_dim, device=self.device)
-        some = quantize_kv(numbers.bfloat16(), kv_format=cast("KvFormatName", self.case.kv))
-        fill_rows(rows, some)
+        fill_rows(rows, quantize_kv(numbers.bfloat16(), kv_format=kv_format, scale=scale))
 
     # -- what a layer does --------------------------------------------------------------------------------------------
 
@@ -376,7 +386,7 @@ class Step:
         """That a step must read: weights and cache."""
         tokens = self.shape.batch * self.shape.context
         weights = self.model.weight_bytes(self.case.weights, self.shape.batch)
-        return self.layers * (weights + self.model.cache_bytes(self.case.kv, tokens))
+        return self.layers * (weights + self.model.cache_bytes(self.case.kv, tokens, self.case.v))
 
 
 def weight_of(product: Callable[..., torch.Tensor]) -> PackedWeight:
@@ -422,4 +432,4 @@ def resident_bytes(model: StepModel, case: StepCase, shape: Shape) -> float:
     """Memory of a model's weights, every layer and expert, and its cache."""
     whole = replace(model, topk=model.experts) if model.experts else model
     tokens = shape.batch * shape.context
-    return model.layers * (whole.weight_bytes(case.weights, 1) + model.cache_bytes(case.kv, tokens))
+    return model.layers * (whole.weight_bytes(case.weights, 1) + model.cache_bytes(case.kv, tokens, case.v))

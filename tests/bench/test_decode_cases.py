@@ -21,6 +21,7 @@ from tests.launchers import recording
 SMALL = {
     "skewed": MixedShape.of("1 x 200 + 2 x 70", [(1, 200), (2, 70)], (4, 2)),
     "short": DecodeShape(1, 64, 4, 2, 64),
+    "heads": DecodeShape(2, 128, 6, 2, 96, page_size=64),
     "blocks": BlockShape(2, 384, 4, 2, 64, page_size=64, chosen=3),
 }
 
