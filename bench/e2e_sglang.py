@@ -37,10 +37,11 @@ def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the case asks for what there is in vLLM alone.
     """
-    if case.kv not in KV_DTYPES or case.plugin not in PLUGINS or case.kv_format or case.kernels or case.mixed:
+    alone = case.kv_format or case.kernels or case.mixed or case.gpus > 1
+    if case.kv not in KV_DTYPES or case.plugin not in PLUGINS or alone:
         raise ValueError(
             f"case: got {case.name!r}, want KV of {', '.join(KV_DTYPES)} and a plug-in of {', '.join(PLUGINS)}, "
-            "without a cache format or a mixed load, with SGLang"
+            "without a cache format, a mixed load or a second GPU, with SGLang"
         )
     return {
         "model_path": str(model_folder(case, folder)),
@@ -53,7 +54,6 @@ def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
         "mem_fraction_static": 0.85,
         "max_total_tokens": cache_tokens(case) if case.beside else None,
         "max_running_requests": max(case.batches),
-        "tp_size": case.gpus,
         "chunked_prefill_size": case.context,
         "cuda_graph_bs_decode": list(case.batches),
         "cuda_graph_bs_prefill": prefills_of(case),

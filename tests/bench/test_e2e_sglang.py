@@ -46,6 +46,7 @@ def test_an_engine_beside_another_has_room_for_its_largest_batch_alone(tmp_path:
         ("llama3-8b:w4:fp8:moe", {}),
         ("llama3-8b:w4:fp8:on", {"kernels": True}),
         ("llama3-8b:w4:fp8:on@mixed", {}),
+        ("llama3-8b:w4:fp8:on-tp2", {}),
     ],
 )
 def test_what_there_is_in_vllm_alone_is_refused(text: str, changes: dict[str, Any], tmp_path: Path):

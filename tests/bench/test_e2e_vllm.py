@@ -6,17 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from bench import e2e_cases, e2e_vllm, report, step_kernels, turns, vllm_rows
+from bench import e2e_cases, e2e_mixed, e2e_vllm, report, step_kernels, turns, vllm_rows
 from bench.__main__ import main as command
 from bench.bars import judge
 from bench.environment import ROOT
@@ -203,6 +206,65 @@ def test_a_process_is_told_only_what_is_not_usual(tmp_path: Path):
         told = json.loads(json.dumps(want.chosen()))
         e2e_vllm.write_rows(told, tmp_path, lambda found, *_, want=want: [{"same": found == want}])
         assert json.loads((tmp_path / "rows.json").read_text()) == [{"same": True}]
+
+
+class StandIn:
+    """vLLM's `LLM` and its engine: a token takes 0.1 ms, or a step."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given, self.generated, self.waiting, self.ended = given, list[tuple[int, int]](), dict[str, int](), 0
+        cache = SimpleNamespace(num_gpu_blocks=10, block_size=16)
+        self.vllm_config, self.engine_core, self.llm_engine = SimpleNamespace(cache_config=cache), self, self
+        MADE.append(self)
+
+    def generate(self, prompts: list[dict[str, list[int]]], sampling: Any, use_tqdm: bool) -> None:
+        self.generated.append((len(prompts), sampling.max_tokens))
+        time.sleep(sampling.max_tokens * 1e-4)
+
+    def reset_prefix_cache(self) -> None:
+        self.generated.append((0, 0))
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], sampling: Any) -> None:
+        assert len(prompt["prompt_token_ids"]) + sampling.max_tokens <= self.given["max_model_len"]
+        self.waiting[name] = 2
+
+    def step(self) -> list[Any]:
+        self.waiting = {name: left - 1 for name, left in self.waiting.items() if left}
+        return [
+            SimpleNamespace(request_id=name, finished=not left, outputs=[SimpleNamespace(token_ids=[1])])
+            for name, left in self.waiting.items()
+        ]
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+MADE: list[StandIn] = []
+
+
+@pytest.mark.parametrize(
+    "text", ["llama3-8b:w4:fp8:on@1,2", "llama3-8b:w4:fp8:on@mixed", "qwen3-30b-a3b:w4:fp8:on-tp2@2"]
+)
+def test_an_engine_serves_a_prompt_before_it_is_timed(text: str, tmp_path: Path):
+    case = e2e_cases.case_of(text)
+    vllm = SimpleNamespace(LLM=StandIn, SamplingParams=SimpleNamespace, __version__="0.33.0")
+    with (
+        mock.patch.dict(sys.modules, vllm=vllm),
+        mock.patch.object(torch.cuda, "get_device_name", lambda: "a GPU"),
+        mock.patch.object(e2e_mixed, "SECONDS_APART", 1e-5),
+        mock.patch.object(e2e_vllm, "_kept", []),
+    ):
+        rows = e2e_vllm.measure(case, tmp_path, turns.Turn(tmp_path))
+    llm = MADE[-1]
+    assert llm.generated[0] == (1, 2) and llm.ended == (case.gpus > 1)
+    assert [row["batch"] for row in rows] == list(case.batches) and (tmp_path / "ended0").exists()
+    assert all(row["tpot_ms"] > 0 and len(row["tpot_of_turns_ms"]) == (2 if case.mixed else 1) for row in rows)
+    assert llm.given.get("tensor_parallel_size", 1) == case.gpus
+    if case.mixed:  # of each load nothing is in the cache
+        assert llm.generated[1:] == [(0, 0)] * 2
+    else:
+        assert llm.generated[1] == (case.batches[0], 1) and rows[0]["tokens_that_fit"] == 160
+    assert json.loads(json.dumps(rows)) and e2e_vllm.text({"rows": rows}).count("\n") == 1 + len(rows)
 
 
 def test_a_steps_kernels_are_summed_by_name():
