@@ -358,9 +358,10 @@ def _accuracy(options: argparse.Namespace) -> int:
 
     from bench import accuracy, accuracy_report
 
-    if options.resume and not options.model:
-        print("--resume: got no --model, want it together with --model.", file=sys.stderr)
-        return 2
+    for name in ("resume", "weights"):
+        if getattr(options, name) and not options.model:
+            print(f"--{name}: got no --model, want it together with --model.", file=sys.stderr)
+            return 2
     if options.beside_fp8:
         return _beside_fp8(options)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -392,10 +393,11 @@ def _model_accuracy(options: argparse.Namespace, path: Path, device: Any) -> int
     except smollm2.MissingModelError as error:
         print(f"--model: {error}", file=sys.stderr)
         return 2
-    recorder = _recorder(path, kind="model_accuracy", command=sys.argv[1:], device=device.type, resume=options.resume)
+    kind = "weights_accuracy" if options.weights else "model_accuracy"
+    recorder = _recorder(path, kind=kind, command=sys.argv[1:], device=device.type, resume=options.resume)
     if recorder is None:
         return 2
-    plan = model_accuracy.plan_for(device, options.quick, not options.no_decode)
+    plan = model_accuracy.plan_for(device, options.quick, not options.no_decode, options.weights)
     try:
         model_accuracy.run(recorder, plan, device, say=_teller(recorder))
     except model_accuracy.OtherTextError as error:

@@ -150,6 +150,11 @@ def _add_accuracy(commands: Any) -> None:
         action="store_true",
         help="instead: the answers of SmolLM2-135M with each recommended cache and with an FP8 cache; on a CPU",
     )
+    accuracy.add_argument(
+        "--weights",
+        action="store_true",
+        help="--model: formats of weights, each with activations in 16 bits and in FP8, instead of caches",
+    )
     accuracy.add_argument("--resume", action="store_true", help="--model: measure only what the record at --json lacks")
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     accuracy.add_argument("--quick", action="store_true", help="every step once, without training: for tests")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,10 @@ from bench import smollm2
 from bench.accuracy import in_dtype
 from bench.record import Recorder
 from cute_kernels.formats.kv import format_of
-from cute_kernels.gemm import quantize_weight
+from cute_kernels.formats.weights import weight_format
+from cute_kernels.gemm import quantize_activations, quantize_weight
+from cute_kernels.gemm.operands.fp8 import dequantize_activations
+from cute_kernels.gemm.operands.fp8_config import x_group
 from cute_kernels.kv_cache.constants import CacheConstants
 from layouts.kv.int4 import Int4Row
 
@@ -63,17 +65,19 @@ CITIES = ("Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Dakar", "Sofia", 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to store K and V, or weights. method: PLAIN, or what `calibrate_cache` may use."""
+    """A way to store K and V, or weights. method: PLAIN, or what `calibrate_cache` may use; rounds: whether products
+    with the weights have activations in FP8."""
 
     k_format: str = "fp32"
     v_format: str = "fp32"
     method: str = PLAIN
     weights: str | None = None
+    rounds: bool = False
 
     @property
     def name(self) -> str:
         if self.weights is not None:
-            return f"weights {self.weights}"
+            return f"weights {self.weights}{', activations in FP8' if self.rounds else ''}"
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format} + {self.v_format}"
         return formats if self.method == PLAIN else f"{formats}, {self.method}"
 
@@ -112,6 +116,13 @@ WAYS = (
     *(Way(weights=name) for name in ("w8g64", "w4g64", "w4g32", "w4g32z")),
 )
 
+OF_WEIGHTS = tuple(
+    Way(weights=name, rounds=rounds)
+    for name in ("fp8", "fp8_block", "w4g32", "mxfp4", "nvfp4")
+    for rounds in (False, True)
+    if (name, rounds) != ("nvfp4", True)  # which has no products in FP8
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -129,8 +140,12 @@ class Plan:
     decoded_tokens: int
 
 
-def plan_for(device: torch.device, quick: bool, decode: bool = True) -> Plan:
-    """``quick``: each part once, on a few tokens, for tests. ``decode``: some windows by the operators as well."""
+def plan_for(device: torch.device, quick: bool, decode: bool = True, weights: bool = False) -> Plan:
+    """``quick``: each part once, on a few tokens, for tests. ``decode``: some windows by the operators as well.
+    ``weights``: formats of weights instead of caches."""
+    if weights:
+        window, windows, ways = (64, 2, OF_WEIGHTS[:2]) if quick else (512, 6, OF_WEIGHTS)
+        return Plan(window, 1, windows, 2, ways, (), 0, (), 0, 0)
     if quick:
         some = (
             Way("bf16", "bf16"),
@@ -194,14 +209,22 @@ def prepare(
 
 
 def _dequantised(model: Any, text: str) -> Iterator[tuple[torch.nn.Linear, torch.Tensor]]:
-    """Every Linear layer but the head, and what "w4g32z" (bits, group, z: zero points) leaves of its weight."""
-    match = re.fullmatch(r"w(4|8)g(\d+)(z?)", text)
-    assert match is not None, text
-    options: dict[str, Any] = {"bits": int(match[1]), "group_size": int(match[2]), "zero_point": bool(match[3])}
+    """Every Linear layer but the head, and what a format of that name leaves of its weight."""
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and not name.endswith("lm_head"):
-            packed = quantize_weight(layer.weight.data, dtype=torch.bfloat16, **options)
+            packed = quantize_weight(layer.weight.data, format=text, dtype=torch.bfloat16)
             yield layer, packed.dequantize(torch.float32).to(layer.weight.device)
+
+
+def _rounded_inputs(way: Way) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    """A hook of layers that rounds their inputs to E4M3, as products in FP8 do."""
+    assert way.weights is not None
+    group = x_group(weight_format(way.weights))
+
+    def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (dequantize_activations(*quantize_activations(inputs[0], group), group),)
+
+    return hook
 
 
 def store_of(way: Way, constants: CacheConstants | None) -> Store:
@@ -273,12 +296,17 @@ def changed(model: Any, prepared: Prepared | None) -> Iterator[None]:
     if prepared is not None and prepared.way.weights is None:
         store = store_of(prepared.way, prepared.constants)
     before = [layer.weight.data for layer, _ in weights]
+    hooks = []
     try:
         for layer, weight in weights:
             layer.weight.data = weight
+            if prepared is not None and prepared.way.rounds:
+                hooks.append(layer.register_forward_pre_hook(_rounded_inputs(prepared.way)))
         with stored(model, store):
             yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for (layer, _), weight in zip(weights, before, strict=True):
             layer.weight.data = weight
 
@@ -512,7 +540,7 @@ def _decode_all(
 def _row(way: Way, head_dim: int) -> dict[str, Any]:
     row: dict[str, Any] = {"suite": "model_accuracy", "name": way.name}
     if way.weights is not None:
-        return row | {"weights": way.weights}
+        return row | {"weights": way.weights, "activations": "fp8" if way.rounds else None}
     formats = {"k_format": way.k_format, "v_format": way.v_format, "method": way.method}
     return row | formats | {"bytes_per_token": way.bytes_per_token(head_dim)}
 

@@ -10,6 +10,7 @@ from bench.report import aligned, commit_of
 Record = dict[str, Any]
 
 MARK = "<!-- bench:model-accuracy -->"
+MARK_WEIGHTS = "<!-- bench:weights-accuracy -->"
 
 
 def columns_of(record: Record) -> Sequence[tuple[str, Callable[[Record], str]]]:
@@ -17,6 +18,10 @@ def columns_of(record: Record) -> Sequence[tuple[str, Callable[[Record], str]]]:
     columns: list[tuple[str, Callable[[Record], str]]] = [
         ("K and V", lambda row: row["name"]),
         ("bytes", lambda row: str(row.get("bytes_per_token", ""))),
+    ]
+    if record["kind"] == "weights_accuracy":
+        columns = [("weights", lambda row: row["name"].removeprefix("weights "))]
+    columns += [
         ("perplexity, %", lambda row: f"{row['increase_percent']:+.2f} ± {row['increase_error_percent']:.2f}"),
         ("KL, nats / 1000", lambda row: f"{1000 * row['kl']:.2f} ± {1000 * row['kl_error']:.2f}"),
     ]
@@ -67,10 +72,16 @@ def _about(record: Record) -> str:
     return (
         f"{environment['gpu'] or 'CPU'}, torch {environment['versions']['torch']}, commit {commit_of(environment)}, "
         f"{str(environment['date'])[:10]}. {model.get('name')}, head_dim {model.get('head_dim')}; "
-        f"{model.get('test_windows')} windows of {model.get('window')} tokens, calibrated on "
-        f"{model.get('calibration_windows')} others; perplexity {model.get('perplexity', 0):.4f} with exact K and V."
+        f"{model.get('test_windows')} windows of {model.get('window')} tokens, {_against(record, model)}."
         + _earlier(record.get("resumed", []))
     )
+
+
+def _against(record: Record, model: Record) -> str:
+    perplexity = f"perplexity {model.get('perplexity', 0):.4f} with exact"
+    if record["kind"] == "weights_accuracy":
+        return f"{perplexity} weights and activations"
+    return f"calibrated on {model.get('calibration_windows')} others; {perplexity} K and V"
 
 
 def _earlier(runs: Sequence[Record]) -> str:

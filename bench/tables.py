@@ -45,6 +45,7 @@ OF_KIND: dict[str, Table] = {
     "extend": (extend.markdown, None),
     "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
     "model_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK),
+    "weights_accuracy": (model_accuracy_report.markdown, model_accuracy_report.MARK_WEIGHTS),
     "beside_fp8": (beside_fp8_report.markdown, beside_fp8_report.MARK),
     "same_tokens": (same_tokens.markdown, same_tokens.MARK),
     "vllm_int4": (vllm_int4.text, None),
