@@ -12,6 +12,7 @@ from bench import model_accuracy, model_accuracy_report, smollm2
 from bench.__main__ import main
 from bench.model_accuracy import BOTH, CALIBRATED, CENTRED, KIVI, Prepared, Way
 from bench.record import Recorder
+from cute_kernels import quantize_weight, quantized_linear
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.constants import CacheConstants
 from tests.integrations.architectures import DECODERS, VOCABULARY
@@ -126,6 +127,25 @@ def test_weights_are_changed_for_the_time_being(model):
     assert len(prepared[0].weights) == 14  # all but the head
 
 
+def test_activations_in_fp8_are_those_that_a_layer_of_the_library_multiplies(model):
+    """Products are in fp32 here; in the layer the weight is in bf16, and so is the result."""
+    windows = make_windows()
+    ways = [Way(weights="fp8", rounds=rounds) for rounds in (False, True)]
+    plain, rounded = (model_accuracy.prepare(model, windows, way, 2) for way in ways)
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(5, model.config.hidden_size).bfloat16()
+    weight = quantize_weight(layer.weight.data, format="fp8", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for prepared, activations in ((plain, None), (rounded, "fp8")):
+            with model_accuracy.changed(model, prepared):
+                found = layer(x.float())
+            want = quantized_linear(x, weight, activations=activations, out_dtype=torch.float32)
+            torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-3)
+            assert not torch.equal(layer(x.float()), found)
+    _, ((_, first), (_, second)) = model_accuracy.measure(model, windows, [plain, rounded], batch=2)
+    assert 0 < first.mean() < second.mean() and second.mean() < 0.1
+    assert [way.name for way in ways] == ["weights fp8", "weights fp8, activations in FP8"]
+
+
 def test_needles_lie_where_they_should():
     text = torch.arange(2, 90).repeat(20)
     needles = model_accuracy.needles_of(Words(), text, 300, 5)
@@ -226,7 +246,7 @@ def test_the_real_model_goes_through_every_part(loaded_once, tmp_path):
     assert main(command) == 2
 
 
-@pytest.mark.parametrize("option", [["--resume"]])
+@pytest.mark.parametrize("option", [["--resume"], ["--weights"]])
 def test_options_of_the_real_model_are_refused_without_it(option, tmp_path, capsys):
     assert main(["accuracy", *option, "--json", str(tmp_path / "record.json")]) == 2
     assert f"{option[0]}: got no --model, want it together with --model" in capsys.readouterr().err

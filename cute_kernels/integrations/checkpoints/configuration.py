@@ -108,14 +108,23 @@ _MODELOPT_ACTIVATIONS = {
     "FP8": STATIC_FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": "FP8 (dynamic)",
     "NVFP4": "FP4",
-    "W4A8_NVFP4_FP8": STATIC_FP8,
     "W4A8_MXFP4_FP8": "FP8 (dynamic)",
     "MXFP8": "FP8 (dynamic)",
 }
+_TORCHAO_ACTIVATIONS = {
+    "nvfp4": "FP4",
+    "float4": "FP4",
+    "float8": "FP8",
+    "int8": "INT8",
+}  # by words of "act_quant_kwargs"
 
 
 def declared_activations(config: Config) -> str:
-    """The format that a layer's configuration (`config_of`) rounds its inputs to, or "" for 16 bits."""
+    """The format that a layer's configuration (`config_of`, and torchao's "tensor") rounds its inputs to, or "" for 16
+    bits."""
+    attributes = (config.get("tensor") or {}).get("_data") or {}
+    if rounding := str(attributes.get("act_quant_kwargs") or "").lower():
+        return next((f"{name} (dynamic)" for word, name in _TORCHAO_ACTIVATIONS.items() if word in rounding), "")
     said = (config.get("group") or {}).get("input_activations")
     if isinstance(said, Mapping):
         kind = "INT" if said.get("type") == "int" else "FP"

@@ -179,7 +179,7 @@ class Filling:
         layers = read_layers(self._entries, self.found, config, options, activations)
         for done, (name, layer) in enumerate(layers, start=1):
             self._take(name, layer)
-            declared = declared_activations(config_of(config, name))
+            declared = declared_activations(config_of(config, name) | said_of(self._entries, name))
             module = self._swapped(name)
             products = getattr(self._made.get(module, layer), "products", "")  # of experts, when the last one is there
             self._notes[module] = (

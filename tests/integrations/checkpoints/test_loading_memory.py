@@ -53,10 +53,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def random_directory(path: Path) -> int:
+def random_directory(path: Path, sizes: dict[str, Any] = SIZES) -> int:
     """Writes one of gpt-oss's shapes; returns the bytes of a layer's experts."""
     path.mkdir()
-    config = GptOssConfig(**SIZES, dtype="bfloat16", architectures=["GptOssForCausalLM"])
+    config = GptOssConfig(**sizes, dtype="bfloat16", architectures=["GptOssForCausalLM"])
     with torch.device("meta"):
         skeleton = GptOssForCausalLM(config)
     generator, tensors = torch.Generator().manual_seed(0), {}

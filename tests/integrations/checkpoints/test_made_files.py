@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from cute_kernels import QuantizedLinear
 from cute_kernels.formats.weights import ShiftedFormat
-from cute_kernels.integrations.checkpoints import load_safetensors
+from cute_kernels.integrations.checkpoints import load_quantized_linears, load_safetensors
 from tests.integrations.checkpoints.make_files import FLOATS as FLOAT_FILES
-from tests.integrations.checkpoints.make_files import MADE, MODELOPT, NAME, K
+from tests.integrations.checkpoints.make_files import MADE, MODELOPT, NAME, K, N
 
 FLOATS = {
     *FLOAT_FILES,
@@ -87,6 +89,36 @@ def test_what_modelopt_declares_of_activations_goes_with_the_scales_that_it_wrot
     assert (layer.activation_scale is not None) == (name == "modelopt_fp8")
     if layer.activation_scale is not None:
         assert torch.equal(layer.activation_scale, stored[f"{NAME}.input_scale"])
+
+
+ROUNDING = {  # as torchao writes what it does with activations, less what is alike
+    "torchao_fp8_row": ("Float8", {"float8_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"}}, "FP8"),
+    "torchao_mxfp8": ("MX", {"elem_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"}}, "FP8"),
+    "torchao_mxfp4": ("MX", {"elem_dtype": {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}}, "FP4"),
+    "torchao_nvfp4": ("NVFP4", {"use_dynamic_per_tensor_scale": True}, "FP4"),
+    "torchao_int8": ("Int8", {"mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"}}, "INT8"),
+}
+
+
+@pytest.mark.parametrize("name", [*ROUNDING, "torchao_fp8_tensor"])
+def test_a_models_report_says_what_torchao_declares_of_activations(name, tmp_path):
+    key = f"{NAME}.weight"
+    with safe_open(MADE / name / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    said = json.loads(metadata[key])
+    assert said["_data"]["act_quant_kwargs"] is None
+    if name in ROUNDING:
+        kind, attributes, _ = ROUNDING[name]
+        said["_data"]["act_quant_kwargs"] = {"_type": f"QuantizeTensorTo{kind}Kwargs", "_data": attributes}
+    tensors = load_file(MADE / name / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={**metadata, key: json.dumps(said)})
+    model: Any = nn.Linear(K, N, bias=False)
+    for part in reversed(NAME.split(".")):
+        model = nn.ModuleDict({part: model})
+    load_quantized_linears(model, tmp_path)
+    (layer,) = model.quantization_report.quantized
+    declared = f", declared {ROUNDING[name][2]} (dynamic) activations" if name in ROUNDING else ""
+    assert layer.note.endswith(f"16-bit products{declared}")
 
 
 @pytest.mark.parametrize("name", ["ct_nvfp4", "modelopt_nvfp4", "torchao_nvfp4"])
