@@ -111,19 +111,16 @@ _MODELOPT_ACTIVATIONS = {
     "W4A8_MXFP4_FP8": "FP8 (dynamic)",
     "MXFP8": "FP8 (dynamic)",
 }
-_TORCHAO_ACTIVATIONS = {
-    "nvfp4": "FP4",
-    "float4": "FP4",
-    "float8": "FP8",
-    "int8": "INT8",
-}  # by words of "act_quant_kwargs"
+# By words of a tensor's "act_quant_kwargs".
+_TORCHAO_ACTIVATIONS = {"nvfp4": "FP4", "float4": "FP4", "float8": "FP8", "int8": "INT8"}
 
 
 def declared_activations(config: Config) -> str:
     """The format that a layer's configuration (`config_of`, and torchao's "tensor") rounds its inputs to, or "" for 16
     bits."""
-    attributes = (config.get("tensor") or {}).get("_data") or {}
-    if rounding := str(attributes.get("act_quant_kwargs") or "").lower():
+    attributes = (config.get("tensor") or {}).get("_data")
+    if isinstance(attributes, Mapping):
+        rounding = str(attributes.get("act_quant_kwargs")).lower()
         return next((f"{name} (dynamic)" for word, name in _TORCHAO_ACTIVATIONS.items() if word in rounding), "")
     said = (config.get("group") or {}).get("input_activations")
     if isinstance(said, Mapping):
