@@ -27,6 +27,10 @@ SEVERAL_GPUS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",  # of the norms that it fuses; by itself it prefers multicast
+    "VLLM_USE_DIRECT_DCP_A2A": "0",
+    "VLLM_USE_DIRECT_DCP_Q_GATHER": "0",
+    "VLLM_USE_DIRECT_DCP_KV_GATHER": "0",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",

@@ -192,6 +192,7 @@ def test_gpus_that_share_a_model_have_their_part_of_the_cache_and_no_multicast(t
     assert e2e_cases.cache_bytes(shared) == e2e_cases.cache_bytes(e2e_cases.case_of("llama2-70b-shard8:w4:fp8:on@4"))
     found = e2e_cases.environment_of(two, tmp_path)
     assert (found["NCCL_NVLS_ENABLE"], found["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == ("0", "1")
+    assert found["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
     with pytest.raises(ValueError, match="want heads of llama3-8b that so many GPUs can share out"):
         e2e_cases.case_of("llama3-8b:w4:fp8:on-tp3")
 
