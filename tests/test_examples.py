@@ -18,7 +18,7 @@ SAYS = {  # that they did what they are for
     "custom_layout": r"swizzled .*: 4 wavefronts, 0 conflicts[\s\S]*swizzled\.svg",
     "decode_loop": r"\{'a': 48, 'c': 48\}",
     "moe_layer": r"relative difference from 16 bits: 0\.\d+",
-    "transformers_model": r"cache +transformers' +K int8_token_head, V int4_g4[\s\S]*14 of them w4g128",
+    "transformers_model": r"cache +transformers' +int8_token_head \+ int4_g4[\s\S]*14 of them w4g128",
     "w4_layer": r"\[2/2\] layer 2",
 }
 

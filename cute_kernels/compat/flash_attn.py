@@ -141,20 +141,13 @@ def flash_attn_with_kvcache(
         length = room if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     names = {"cu_seqlens_q": "q", "seq_lens": "cache_seqlens"}
+    options = _options(causal, window_size, softcap, alibi_slopes)
+    options |= {"kv_format": _format_of(q), "block_table": block_table, "softmax_scale": softmax_scale}
+    options["num_splits"] = num_splits or None
+    options["cu_seqlens_q"] = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    rows = _rows_of(q.reshape(batch * seqlen_q, *q.shape[2:]))
     try:
-        out, lse = extend_attention(
-            _rows_of(q.reshape(batch * seqlen_q, *q.shape[2:])),
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q,
-            kv_format=_format_of(q),
-            block_table=block_table,
-            softmax_scale=softmax_scale,
-            num_splits=None if num_splits == 0 else num_splits,
-            return_lse=True,
-            **_options(causal, window_size, softcap, alibi_slopes),
-        )
+        out, lse = extend_attention(rows, k_cache, v_cache, cache_seqlens, return_lse=True, **options)
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from None
     out = out.view(q.shape)

@@ -7,7 +7,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,8 +144,9 @@ def run(arguments: argparse.Namespace) -> int:
         if batches[0]["input_ids"].is_cuda:
             formats.save(arguments.output)  # before the first kernels are compiled
             formats = with_step(formats, model, constants, batches[0]["input_ids"])
-        return _write_formats(arguments.output, formats, constants)
-    _write_constants(arguments.output, calibrate_cache(model, batches, arguments.kv_format, **calibration))
+        _write_formats(arguments.output, formats, constants)
+    else:
+        _write_constants(arguments.output, calibrate_cache(model, batches, arguments.kv_format, **calibration))
     return 0
 
 
@@ -173,7 +174,7 @@ def _write_constants(path: Path, constants: CacheConstants) -> None:
         print(f"  {name:<12}  {value}")
 
 
-def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants) -> int:
+def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants) -> None:
     """Writes formats by layer, and constants to a file of their own if there are any; prints what was measured."""
     formats.save(path)
     report = cast("dict[str, Any]", formats.report)
@@ -188,7 +189,6 @@ def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants)
     print("  time of a step: " + (f"{ms:.2f} ms" if (ms := report["step_ms"]) else "not measured, which wants a GPU"))
     if any(transform is not None for transform in constants.transforms) or constants.scales:
         _write_constants(path.with_suffix(".safetensors"), constants)
-    return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -238,16 +238,13 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]) -> torch.Tensor:
     """The tokens of text files, one after the other: int64 [tokens]. ValueError, naming it, for a file that is none."""
-
-    def read() -> Iterator[torch.Tensor]:
-        for path in files:
-            try:
-                text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"--text: got {path}, which is no UTF-8 text ({error.reason})") from error
-            yield torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
-
-    return torch.cat(list(read()))
+    found = []
+    for path in files:
+        try:
+            found += tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text: got {path}, which is no UTF-8 text ({error.reason})") from error
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, length: int, many: int) -> list[Needle]:

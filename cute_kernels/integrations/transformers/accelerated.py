@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cute_kernels import arguments
-from cute_kernels.formats.kv import HEAD_DIMS, LayerFormats, check_layers, format_of, format_pair, told_formats
+from cute_kernels.formats.kv import HEAD_DIMS, check_layers, format_of, told_formats
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
@@ -31,6 +31,7 @@ from cute_kernels.integrations.transformers.cache_options import (
     Transforms,
     constants_for,
     formats_of_layer,
+    told,
 )
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.fuse import Fused, add_routers, fuse, restore_blocks
@@ -179,7 +180,7 @@ def accelerate(
     state = _State(model, make_cache, cuda_graphs)
     state.install()
     is_chosen = kv_format is not None and state.wants_cache({})
-    rows.append(("cache", "transformers'", _named(kv_format) if is_chosen else "as before"))
+    rows.append(("cache", "transformers'", told(kv_format) if is_chosen else "as before"))
     norms = replace_norms(model)
     rows.append(("RMS norms", "several launches", f"one launch each of {norms}" if norms else "as before"))
     rows.append(
@@ -463,17 +464,3 @@ def _weight_options(argument: str, weights: object, model: nn.Module) -> dict[st
     if DTYPES.get(dtype, form.dtypes[0]) not in form.dtypes:
         raise TypeError(f"{argument}: got {weights!r} for a model in {dtype}, want {' or '.join(form.dtypes)} for it")
     return {"format": form}
-
-
-def _named(kv_format: object) -> str:
-    """A format as the summary prints it."""
-    if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
-        return kv_format
-    if isinstance(kv_format, LayerFormats):
-        counts = {one: kv_format.layers.count(one) for one in dict.fromkeys(kv_format.layers)}
-        return ", ".join(f"{_named(one)} in {count} layers" for one, count in counts.items())
-    if isinstance(kv_format, Mapping):
-        named = {layer: _named(one) for layer, one in kv_format.items()}
-        return ", ".join(f"{'others' if layer == -1 else f'layer {layer}'}: {one}" for layer, one in named.items())
-    k, v = (format_of(name).name for name in format_pair(kv_format))
-    return k if k == v else f"K {k}, V {v}"

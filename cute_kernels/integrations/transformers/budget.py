@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from cute_kernels.formats.kv import KvFormat, LayerFormats, format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.transformers.attend import attention
+from cute_kernels.integrations.transformers.cache_options import told
 from cute_kernels.integrations.transformers.calibrate import (
     Batch,
     CacheMoments,
@@ -236,14 +237,14 @@ def choose_formats(
         [_read(*one, layer, model.dtype) if shape[0] else None for one in zip(pairs, known, strict=True)]
         for layer, shape in enumerate(shapes)
     ]
-    names, losses = [_name(pair) for pair in pairs], []
+    names, losses = [told(pair) for pair in pairs], []
     with _in_fp32(model):
         probes = Probes(model, batches, needles)
         for layer, candidate_reads in enumerate(reads):
             losses.append([0.0 if one is None else max(0.0, probes.loss({layer: one})[0]) for one in candidate_reads])
             if say is not None:
-                told = ", ".join(f"{name} {loss:.1e}" for name, loss in zip(names, losses[-1], strict=True))
-                say(f"layer {layer + 1} of {len(reads)}: KL {told}")
+                found = ", ".join(f"{name} {loss:.1e}" for name, loss in zip(names, losses[-1], strict=True))
+                say(f"layer {layer + 1} of {len(reads)}: KL {found}")
         whole = {name: (i,) * len(reads) for i, name in enumerate(names)} | {"mix": least_loss(losses, sizes, most)}
         measured: dict[str, dict[str, Any]] = {}
         for name, chosen in whole.items():
@@ -253,12 +254,12 @@ def choose_formats(
             measured[name] = {"bytes_per_token": size, "share": share, "kl": kl, "agreement": agreement}
         fitting = [name for name, one in measured.items() if one["bytes_per_token"] <= most]
         best = min(fitting, key=lambda name: (measured[name]["kl"], name != "mix"))  # of equal ones as it was measured
-        found, of = probes.needles({layer: reads[layer][i] for layer, i in enumerate(whole[best])})
+        hits, of = probes.needles({layer: reads[layer][i] for layer, i in enumerate(whole[best])})
     report = {
         "budget": budget,
         "chosen": best,
         **measured[best],
-        "needles": {"found": found, "of": of},
+        "needles": {"found": hits, "of": of},
         "step_ms": None,  # `cute-kernels calibrate` measures it on a GPU
         "all_layers": measured,
         "layer_losses": {name: [row[i] for row in losses] for i, name in enumerate(names)},
@@ -301,7 +302,7 @@ def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget
     """(each layer's bytes of a token by candidate, most bytes of all layers); ValueError for too small a budget."""
     for pair in pairs:
         if any(format_of(name).in_blocks for name in pair):
-            raise ValueError(f"candidates: got {_name(pair)}, whose keys lie in blocks, want formats of rows")
+            raise ValueError(f"candidates: got {told(pair)}, whose keys lie in blocks, want formats of rows")
     sizes = [
         [heads * sum(format_of(name).row_bytes(dim) for name, dim in zip(pair, dims, strict=True)) for pair in pairs]
         for heads, *dims in shapes
@@ -311,7 +312,7 @@ def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget
     if least > budget:
         raise ValueError(
             f"budget: got {budget:g}, want at least {math.ceil(1000 * least) / 1000:g}, what the smallest of "
-            f"{', '.join(map(_name, pairs))} takes in every layer"
+            f"{', '.join(map(told, pairs))} takes in every layer"
         )
     return sizes, int(budget * dense * (1 + 1e-9))
 
@@ -325,15 +326,9 @@ def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype)
     return _Read((k_format, v_format), constants.transforms[layer], scales)
 
 
-def _name(pair: Pair) -> str:
-    return pair[0] if pair[0] == pair[1] else " + ".join(pair)
-
-
 def _merged(known: Sequence[CacheConstants], chosen: Sequence[int], formats: LayerFormats) -> CacheConstants:
     """Each layer's constants, of the candidate that it takes."""
     transforms = tuple(known[i].transforms[layer] for layer, i in enumerate(chosen))
     scales = tuple(known[i].scales[layer] if known[i].scales else (None, None) for layer, i in enumerate(chosen))
     given = scales if any(scale is not None for pair in scales for scale in pair) else ()
-    count = {pair: formats.layers.count(pair) for pair in dict.fromkeys(formats.layers)}
-    named = ", ".join(f"{_name(pair)} in {number} layers" for pair, number in count.items())
-    return CacheConstants(transforms, given, dict(known[0].about) | {"kv_format": named})
+    return CacheConstants(transforms, given, dict(known[0].about) | {"kv_format": told(formats)})

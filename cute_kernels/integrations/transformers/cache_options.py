@@ -30,6 +30,18 @@ def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
     return kv.formats_of_layer(kv_format, index)
 
 
+def told(kv_format: object) -> str:
+    """Returns formats in a few words: of all layers, or of each."""
+    if isinstance(kv_format, kv.LayerFormats):
+        counts = {one: kv_format.layers.count(one) for one in dict.fromkeys(kv_format.layers)}
+        return ", ".join(f"{told(one)} in {count} layers" for one, count in counts.items())
+    if isinstance(kv_format, Mapping):
+        layers = [("others" if layer == -1 else f"layer {layer}", told(one)) for layer, one in kv_format.items()]
+        return ", ".join(f"{layer}: {one}" for layer, one in layers)
+    names = formats_of_layer(kv_format, 0)
+    return " + ".join(dict.fromkeys(name if name in LATENT_FORMATS else format_of(name).name for name in names))
+
+
 def constants_for(
     scales: Scales | None, kv_transform: object
 ) -> tuple[Scales | None, CacheTransform | Sequence[CacheTransform | None] | None]:

@@ -193,9 +193,7 @@ def gather_moments(model: PreTrainedModel, batches: Iterable[Batch]) -> CacheMom
 
     tokens = watch(model, batches, see)
     if not any(layer.tokens for layer in layers):
-        raise ValueError(
-            f"model: got {type(model).__name__}, none of whose layers has a cache, want one that generates"
-        )
+        raise ValueError(f"model: got {type(model).__name__}, whose layers have no cache, want one that generates")
     return CacheMoments(tuple(layers), tokens)
 
 
