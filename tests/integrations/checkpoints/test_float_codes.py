@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import nn
 from cute_kernels import QuantizedLinear, quantized_linear
 from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors
 from tests.integrations.checkpoints.test_model import MAKERS, SKIPPED, error, reference
+from tests.integrations.test_own_attention import HAS_DEEPSEEK_V4
+from tests.integrations.test_own_attention import deepseek_v4 as deepseek_v4_model
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -204,6 +207,35 @@ def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, form
     assert left["embed_tokens"] == "an embedding" and left["lm_head"] == "of 16 bits in the checkpoint"
     assert ("gate" in left) == (kind != "llama") and all(layer.nbytes for layer in report.left)
     assert not {layer.name for layer in report.left} & {layer.name for layer in report.quantized}
+
+
+@HAS_DEEPSEEK_V4
+@pytest.mark.parametrize("block", [128, 32])
+def test_a_directory_of_deepseek_v4_has_its_own_names(tmp_path, block):
+    """`layers.0.ffn.experts.0.w1` and the like: MXFP4 experts beside FP8 in blocks of 128, or of 32 as V4.1 has them.
+    Products of groups of heads (`wo_a`) are unpacked."""
+    path, generator = tmp_path / "packed", torch.Generator().manual_seed(1)
+    deepseek_v4_model().bfloat16().save_pretrained(path)
+    dense, tensors = load_file(path / "model.safetensors"), Tensors()
+    for key, tensor in sorted(dense.items()):
+        name, _, own = key.rpartition(".")
+        if own != "weight" or tensor.dim() != 2 or not re.search(r"\.w(q_a|q_b|kv|o_a|o_b|[123])$", name):
+            tensors[key] = tensor
+            continue
+        make = deepseek_v4_experts if ".experts." in name else deepseek_v4(block)
+        stored, want = make(generator, *tensor.shape)
+        dense[key] = want.bfloat16()
+        tensors |= {f"{name}.{each}": value for each, value in stored.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = BLOCKS | {"scale_fmt": "ue8m0", "weight_block_size": [block, block]}
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {"dtype": "bfloat16", "quantization_config": config, "expert_dtype": "fp4"}
+    (path / "config.json").write_text(json.dumps(settings))
+    model = load_model(path)
+    assert error(model, reference(tmp_path / "dense", dense)) < 0.02
+    experts = [layer for layer in model.quantization_report.quantized if layer.name.endswith(".experts")]
+    assert len(experts) == 2 and all(layer.note.startswith("MXFP4, 16-bit products") for layer in experts)
+    assert any(layer.name.endswith("o_a_proj") for layer in model.quantization_report.left)
 
 
 def test_modelopt_s_own_file_is_a_configuration(tmp_path):
