@@ -73,18 +73,17 @@ def flash_attn_varlen_func(
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """
     _refuse(dropout_p=(dropout_p, 0.0))
-    options = _options(causal, window_size, softcap, alibi_slopes)
+    options: dict[str, Any] = _options(causal, window_size, softcap, alibi_slopes) | {"softmax_scale": softmax_scale}
     names = {"k_cache": "k", "v_cache": "v", "seq_lens": "cu_seqlens_k"}
     check_tensors(q=q, k=k, v=v, cu_seqlens_k=cu_seqlens_k)
     q = _rows_of(q)
     try:
         if block_table is None:
             k, v = _rows_of(k), _rows_of(v)
-            out, lse = ragged_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, **options)
+            out, lse = ragged_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
         else:
-            options |= {"kv_format": _format_of(q), "block_table": block_table, "softmax_scale": softmax_scale}
-            lengths = cu_seqlens_k.diff()
-            out, lse = extend_attention(q, k, v, lengths, cu_seqlens_q=cu_seqlens_q, return_lse=True, **options)
+            options |= {"kv_format": _format_of(q), "block_table": block_table, "cu_seqlens_q": cu_seqlens_q}
+            out, lse = extend_attention(q, k, v, cu_seqlens_k.diff(), return_lse=True, **options)
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from None
     return (out, lse.T, None) if return_attn_probs else out

@@ -8,7 +8,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -164,7 +163,7 @@ def with_step(formats: LayerFormats, model: Foreign, constants: CacheConstants, 
         model.generate(tokens, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False).cpu()
         seconds.append(time.perf_counter() - begin)
     step = {"step_ms": 1000 * (seconds[1] - seconds[2]) / STEPS, "step_requests": list(tokens.shape)}
-    return replace(formats, report={**formats.report, **step})
+    return LayerFormats(formats.layers, {**formats.report, **step})
 
 
 def _write_constants(path: Path, constants: CacheConstants) -> None:
