@@ -46,7 +46,8 @@ def exact_fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Lanes:
     product = np.multiply(a, b, dtype=np.float64)
     total = np.asarray(product + c)
     halfway = (total.view(np.int64) & _BELOW_FP32) == _HALF_OF_FP32
-    if (halfway | ((np.abs(total) < _NORMAL) & (total != 0))).any():
+    small = np.abs(total) < _NORMAL
+    if halfway.any() or (small.any() and total[small].any()):
         total = _rounded_to_odd(product, np.asarray(c, np.float64), total)
     return total.astype(np.float32).view(Register) if total.shape else Float32(total)
 
@@ -59,6 +60,8 @@ def _rounded_to_odd(product: np.ndarray, c: np.ndarray, total: np.ndarray) -> np
     """product + c, whose sum in fp64 is ``total``, rounded to odd, which keeps a second rounding honest."""
     part = total - product
     error = (product - (total - part)) + (c - part)
+    if not error.any():
+        return total
     inexact = np.isfinite(total) & (error != 0)
     bits = np.ascontiguousarray(total).view(np.int64)
     toward = np.where((error > 0) == (total > 0), 0, -1)  # truncated towards zero, then the last bit set

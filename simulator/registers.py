@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -47,6 +48,11 @@ class Scalar:
         if isinstance(value, np.ndarray) and value.shape == (32,):  # most are
             cast = value.astype(self.dtype)
             return cast if type(cast) is Register else cast.view(Register)
+        if type(value) is int:  # the others
+            return _everywhere(self, value).copy()
+        return self._of(value)
+
+    def _of(self, value: ArrayLike) -> Register:
         if isinstance(value, int) and issubclass(self.dtype, np.integer):
             value = np.uint64(value % 2**64)  # of any size and sign: what is kept are its lowest bits
         register = np.empty(32, self.dtype).view(Register)
@@ -58,6 +64,12 @@ class Scalar:
         return isinstance(value, Register) and value.dtype == self.dtype
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _everywhere(scalar: Scalar, value: int) -> Register:
+    """The register that has it in all lanes, of which everyone gets a copy: it may be added to in place."""
+    return scalar._of(value)
+
+
 Int32, Int64, Uint32, Uint64 = (Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64))
 Float32 = Scalar(np.float32)
 
@@ -66,7 +78,7 @@ class Registers(list):
     """A register tensor: `cute.make_rmem_tensor(n, dtype)`."""
 
     def __init__(self, count: int, dtype: Scalar):
-        super().__init__(dtype(0) for _ in range(count))
+        super().__init__(np.zeros((count, 32), dtype.dtype).view(Register))
         self.dtype = dtype
 
     def fill(self, value: float) -> None:

@@ -40,6 +40,14 @@ def test_a_module_first_imported_on_the_simulator_is_compiled_behind_it(tmp_path
     assert (module.Int32, module.Float32, module.KEPT) == (cutlass.Int32, cutlass.Float32, bool)
 
 
+def test_who_adds_to_a_register_in_place_changes_no_other():
+    one, pair = registers.Int32(7), registers.Registers(2, registers.Float32)
+    one += 1
+    pair[0] += 1.5
+    assert (one == 8).all() and (registers.Int32(7) == 7).all()
+    assert (pair[0] == 1.5).all() and (pair[1] == 0).all() and isinstance(pair[1], registers.Register)
+
+
 def numbers(kind: str, rng: np.random.Generator) -> np.ndarray:
     """Two factors and a summand of 32 lanes, fp32 [3, 32], all finite with their results."""
     exponents = {"far apart": (67, 187), "alike": (120, 134)}.get(kind, (126, 128))

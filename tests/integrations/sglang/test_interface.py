@@ -32,7 +32,7 @@ def outcomes() -> dict[str, str]:
         pytest.skip(f"SGLang's Python is not in {folder}: python tools/fetch_engine.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_KERNELS_SGLANG")}
     command = [sys.executable, "-m", "tests.integrations.sglang.interface", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

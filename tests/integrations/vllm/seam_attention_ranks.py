@@ -35,7 +35,7 @@ class Group:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.of_thread = world_size, threading.local()
         self.given: list[Any] = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.barrier = threading.Barrier(world_size, timeout=600)
 
     @property
     def rank_in_group(self) -> int:

@@ -52,7 +52,7 @@ def outcomes(version: str) -> dict[str, str]:
     process = processes().get(version)
     if process is None:
         pytest.skip(f"vLLM's Python is not in {FOLDERS[version]}: python tools/fetch_engine.py")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err[-4000:]
     return json.loads(out.splitlines()[-1])
 
