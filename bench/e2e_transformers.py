@@ -73,6 +73,8 @@ CASES = (
     Case("int4_g4 cache", "int4_g4"),
     Case("int4_g4 cache, W4, blocks as they are", "int4_g4", "w4g128", fuse_blocks=False),  # weights stay quantised
     Case("int4_g4 cache, W4", "int4_g4", "w4g128"),
+    Case("bf16 cache, W4", "bf16", "w4g128"),
+    Case("e4m3_token_head cache, W4", "e4m3_token_head", "w4g128"),
     Case("int8_token_head + int4_g4 cache, W4", ("int8_token_head", "int4_g4"), "w4g128"),
     Case("int4_g4 cache, W4, output layer W8", "int4_g4", "w4g128", output_layer="w8g128"),
 )
