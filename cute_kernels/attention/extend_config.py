@@ -24,6 +24,7 @@ from cute_kernels.attention.extend_policies import (
     REGISTERS,
     ROW_BYTES,
     SCALED_ROW_BYTES,
+    SIDE_BY_SIDE,
     SM_REGISTERS,
     SUM_COLUMNS,
     TILE_ROWS,
@@ -38,6 +39,7 @@ from cute_kernels.attention.extend_policies import (
     KeyRows,
     Keys,
     ProducerPipeline,
+    Queries,
     RaggedKeys,
     ReadsCache,
     UnpackedKeys,
@@ -74,7 +76,7 @@ class ExtendConfig(ReadsCache):
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
             :mod:`.mainloops.key_rows`.
-        strided_q: whether there are gaps between queries, as in a fused projection's rows. Heads lie together.
+        queries: whether there are gaps between them.
     """
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_extend"
@@ -90,7 +92,12 @@ class ExtendConfig(ReadsCache):
     merges: bool = False
     tree: bool = False
     tile_rows: int = TILE_ROWS
-    strided_q: bool = False
+    queries: Queries = SIDE_BY_SIDE
+
+    @property
+    def strided_q(self) -> bool:
+        """Whether queries lie apart."""
+        return self.queries.strided
 
     @property
     def key_rows(self) -> KeyRows | None:

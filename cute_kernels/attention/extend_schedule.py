@@ -15,6 +15,7 @@ from cute_kernels.attention.extend_policies import (
     CachedKeys,
     Fp8Products,
     ProducerPipeline,
+    Queries,
     RaggedKeys,
     UnpackConfig,
     UnpackedKeys,
@@ -62,7 +63,7 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
         keys=CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
-        strided_q=problem.strided_q,
+        queries=Queries(problem.strided_q),
     )
 
 
@@ -79,7 +80,7 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         features=replace(config.features, paged=False, head_major=False),
         merges=True,
         tree=config.tree,
-        strided_q=config.strided_q,
+        queries=config.queries,
     )
 
 

@@ -23,6 +23,7 @@ from cute_kernels.attention.extend_policies import (
     CachedKeys,
     Fp8Products,
     ProducerPipeline,
+    Queries,
     UnpackedKeys,
 )
 from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_newer, choose_unpacked, key_rows_of
@@ -165,7 +166,7 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         *(replace(config, keys=UnpackedKeys(Fp8Products(behind))) for behind in (False, True)),
         replace(config, pipeline=ProducerPipeline(ping_pong=False)),
         replace(config, merges=True),
-        replace(config, strided_q=True),
+        replace(config, queries=Queries(strided=True)),
         replace(config, features=FEATURES),
         replace(config, tile_rows=72),
         replace(config, tile_rows=72, keys=CachedKeys(64, mapped=True)),
