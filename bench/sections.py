@@ -59,7 +59,7 @@ ATTENTION: tuple[Section, ...] = (
     ),
     (
         "Chosen blocks",
-        "decode_apart",
+        "decode_blocks",
         "2048 of 32768 tokens, in blocks that each KV head chooses. The floor is that of what is chosen.",
         partial(report.markdown, suite="blocks"),
     ),
