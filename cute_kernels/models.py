@@ -115,7 +115,10 @@ def quantize_model(
 def reported(
     name: str, swapped: nn.Module, layer: QuantizedLinear | OfExperts, before: int, note: str | None = None
 ) -> ReportedLayer:
-    """The entry of a layer in the place of another module, which had ``before`` bytes; note: default what it is."""
+    """The entry of a layer that replaces ``swapped``, a module of ``before`` bytes.
+
+    note: by default the names of the weight format and of the products.
+    """
     parts = (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
     note = f"{parts[-1].weight_format.title}, {layer.products}" if note is None else note
     packed = sum(part.weight.nbytes for part in parts)

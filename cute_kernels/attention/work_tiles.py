@@ -24,7 +24,8 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.formats.scores.terms import ScoreTerms
 
 END = -1  # the request of a slot that says that there is no more work
-SPLIT_SHIFT, PART_SHIFT = 16, 15  # a KV head's number, that of a part of V's columns and a split's share a word
+# The bits of `Work.part`: from 0 on a KV head's number, 15 that of a part of V's columns, from 16 on a split's.
+SPLIT_SHIFT, PART_SHIFT = 16, 15
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ class Work:
         return self.part >> PART_SHIFT & 1
 
     def of_head(self, tile_heads: int, index) -> Work:
-        """The work of one head of several, where ``head`` counts tuples of them."""
+        """The work of the KV head ``index`` of a tuple of ``tile_heads``.
+
+        `head` counts tuples before and KV heads after it; the other bits of ``part`` stay.
+        """
         if tile_heads == 1:
             return self
         return replace(self, part=self.part + self.head * (tile_heads - 1) + index)

@@ -3,7 +3,7 @@
 Both operands are K-major, rows of 128 bytes in the 128-byte swizzle: a row of K, or of V's transpose, in which a tile's
 keys are columns. As an accumulator a thread has columns 2t and 2t + 1 of each 8 (t = lane % 4); as operand A it has
 columns 4t to 4t + 3 of each 16. So the tile's keys are permuted: column 4t + 2j + i of each 16 is key 8j + 2t + i
-(:data:`KEYS_IN_ORDER`), and a thread's accumulators are its operand, four of a row a word.
+(:data:`KEYS_IN_ORDER`). A thread's accumulators are then its operand: four of one row make a word.
 
 Hopper's tensor cores add products of E4M3 in some 14 bits. docs/design/extend_attention.md says what comes of that.
 """

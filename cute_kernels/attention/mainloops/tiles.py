@@ -69,10 +69,10 @@ class Features:
 class Operands:
     """Addresses and numbers that a launch passes to consumers.
 
-    q, out: [total_q, num_q_heads, head_dim], q's as `queries.QueryRows` takes them; lse: fp32 [total_q, num_q_heads] or
-    0; other_out, other_lse: alike, what the result is merged with, if it is; partials: fp32 [splits, total_q,
-    num_q_heads, head_dim], then [splits, total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats that are
-    given one, ``*_scale_stride`` elements from a KV head's to the next one's, those of its columns contiguous.
+    q, out: [total_q, num_q_heads, head_dim], q's as `tile_queries.QueryRows` takes them; lse: fp32 [total_q,
+    num_q_heads] or 0; other_out, other_lse: alike, what the result is merged with, if it is; partials: fp32 [splits,
+    total_q, num_q_heads, head_dim], then [splits, total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats
+    that are given one, ``*_scale_stride`` elements from a KV head's to the next one's, those of its columns contiguous.
     """
 
     q: Int64 | StridedQueries

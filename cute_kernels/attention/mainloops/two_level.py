@@ -25,7 +25,7 @@ from cute_kernels.device.softmax import row_of
 
 
 class TwoLevelSums:
-    """Processes the blocks of a configuration's consumer; arguments as `multiply.Consumer` has them."""
+    """Processes the blocks of a configuration's consumer; arguments as `tiles.Consumer` has them."""
 
     def __init__(self, config: ExtendConfig, consumer: Any):
         assert config.fp8 is not None

@@ -1,10 +1,10 @@
 """Mixtures of experts with INT4 and INT8 weights: grouped products, and a layer of two of them.
 
-Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`; `schedule` and `work` say which part of
-the active experts' weights a CTA takes, `choice` which kernel and layout serve a product, `kernel` what a grouped
-product does otherwise than `cute_kernels.gemm.stream.kernel`, `routing` and `combine` what is before and after,
-`router` how experts are chosen; `module` has the layer as an nn.Module. Weights are
-`cute_kernels.gemm.packed_experts.PackedExperts`.
+Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`; `schedule` says how many rows experts
+are assumed to have, `choice` which kernel and layout serve a product, `wgmma` what a grouped product does otherwise
+than `cute_kernels.gemm.wgmma`, `ranges` which part of the active experts' weights a CTA takes where rows are few.
+`routing` and `combine` are what is before and after, `router` is how experts are chosen; `module` has the layer as an
+nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     rows, qkv = layer_products(x, residual, ...)
 
-Numbers of rows that one launch serves are that launch. Others are the operators of `linear.deferred_ops`, one after
+Numbers of rows that one launch serves are that launch. Others are the operators of `gemm.deferred_ops`, one after
 the other, as if they stood in the graph.
 """
 

@@ -5,9 +5,8 @@ equal ranges of k blocks as there are groups (stream-K, Osama et al. 2023, with 
 thread of a persistent CTA keeps a pipeline of bulk copies full; the consumer warps wait for a stage, decode the 16
 bytes of each thread into the A operand of mma.m16n8k16 (`decoder`), and meet the activations of their slice of K,
 which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 accumulators
-of a group. What a block sums up to goes through a
-staging buffer to warps of its own (:mod:`.epilogue`), so that neither adding up nor storing holds up the stream. There
-is no CTA barrier after the first one.
+of a group. What a block sums up to goes through a staging buffer to warps of its own (:mod:`.epilogue`), so that
+neither adding up nor storing holds up the stream. There is no CTA barrier after the first one.
 
 The tensor cores are used as on sm_80: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an A operand.
 """

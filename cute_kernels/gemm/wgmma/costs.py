@@ -26,8 +26,7 @@ START_CLOCKS = 7300  # of the launch, and until the first MMAs
 SHORT_ROWS = range(65, 257)  # of products that end before the GPU lowers its clock; fewer are often in one tile
 K_BLOCK_CLOCKS = 90  # of each k block that is decoded
 # What tiles that are all cut, and whose parts are added in memory, take besides: nothing as a launch, 2.6 us as a
-# graph of
-# one. So they are left where others are expected to take this much longer.
+# graph of one. So they are left where others are expected to take this much longer.
 ALL_CUT_US = 0.6
 MULTICAST_GAIN = 0.02  # of a k block's time, in a launch between others; 0.05 in launches of the same kind
 MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its first copy and after its last

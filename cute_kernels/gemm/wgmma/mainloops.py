@@ -141,15 +141,14 @@ class Mainloop(ABC):
         )
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The number of the pipeline's mbarriers: full and empty stages."""
+        """The pipeline's mbarriers: full and empty stages."""
         return (
             Barriers("full", config.num_stages, config.mainloop.copies),
             Barriers("empty", config.num_stages, config.stage_warps),
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The number of mbarriers that its device code initialises, after all others: one for x where limbs are
-        resident."""
+        """The mbarriers that its device code initialises, after all others: one for x where limbs are resident."""
         return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -329,7 +328,7 @@ class ResidentLimbs(Mainloop):
         return super().regions(config) + sums
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The number of mbarriers for x."""
+        """The mbarrier for x, which the device code initialises."""
         return (Barriers("x_barrier", 1),)
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:

@@ -117,8 +117,7 @@ class Reduction(ABC):
         return (Region("partials", self.received_bytes(config) + own),)
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The number of mbarriers: one for each tile that receives parts from others; it counts the bytes of all
-        parts."""
+        """The mbarriers: one for each tile that receives parts from others; it counts the bytes of all parts."""
         expected = (self.cluster - 1) * config.partial_bytes
         return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
 

@@ -56,8 +56,8 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
-# The same for the numbers of rows in between: those that a tile lacks cost as much as others and more, see FILL_CLOCKS,
-# and whole rounds of all CTAs want tiles of many sizes.
+# The same for the numbers of rows in between: those that a tile lacks cost as much as others and more, and
+# whole rounds of all CTAs want tiles of many sizes.
 BETWEEN_SHAPES = (
     (240, 1, 2, 64, 1),
     (224, 1, 2, 64, 1),
@@ -76,7 +76,7 @@ BETWEEN_SHAPES = (
 # Of many features and 33 to 64 rows: two tiles of a warpgroup take the same rows of x, whose descriptors are made once.
 # Batch-invariant products are without them.
 PAIRED_SHAPES, PAIRED_BITS = ((64, 2, 2, 128, 1), (48, 2, 2, 128, 1)), 4
-LARGE_TILE_M = 256  # of tiles whose results may leave by TMA, and whose last round may be cut along rows of x
+LARGE_TILE_M = 256  # of tiles whose last round may be cut along rows of x
 ROW_CUTS = 2
 # Those of CTAs that share activations by TMA multicast: less is read from L2, which counts under the power limit.
 MULTICAST = 2

@@ -101,12 +101,10 @@ class TileScheduler:
     The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
     is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile follow
     one another, so neighbouring CTAs have them at the same time, and whoever waits for parts waits for work tiles
-    before its
-    own: no two CTAs wait for each other.
+    before its own: no two CTAs wait for each other.
 
     CTAs that share activations by TMA multicast, ``multicast`` of them, have neighbouring blocks of one token tile and
-    take their work tiles
-    together: they are counted as one, and the grid's blocks as many of theirs.
+    take their work tiles together: they are counted as one, and the grid's blocks as many of theirs.
     """
 
     shape: TileSizes

@@ -219,8 +219,8 @@ class Columns:
             self._before = None
 
     def place_before(self) -> None:
-        """Sets ``before`` of a recorded step, which adds one to it, to its columns before; mostly the last step left it
-        so."""
+        """Sets ``before`` to the number of columns before a recorded step, if the last step, which adds one, did not
+        leave it so."""
         if self._before != self.count:
             self.before.fill_(self.count)
         self._before = self.count + 1

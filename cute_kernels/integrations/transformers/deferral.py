@@ -146,7 +146,10 @@ class Ending(NamedTuple):
     taker: Product | None
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | LayerRows | None:
-        """The layer's results from attention's x, if one launch computes them; else those of the `Sum`."""
+        """Computes the rest of the layer from attention's output x, if one launch does; else attention's product.
+
+        Returns the rows that the layer ends with; else what `Sum.given` of `middle` returns.
+        """
         call = self._call(x, product)
         if call is not None and is_one_launch(call):
             return layer(call)

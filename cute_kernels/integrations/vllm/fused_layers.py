@@ -88,8 +88,10 @@ def reads_norm(layer: object) -> bool:
 
 
 def side_of_norm(layer: object) -> DeferredKind | None:
-    """The side of a norm that a layer's product is on: its results go into one, or it reads one. None for neither, and
-    for layers that GPUs share: their results are added up before they are normed."""
+    """The side of a norm that a layer's product is on: GIVES before a norm, TAKES behind one.
+
+    None for neither, and for layers that GPUs share: their results are added up before they are normed.
+    """
     if getattr(layer, "tp_size", 1) > 1:
         return None
     if ends_block(layer):

@@ -223,7 +223,7 @@ def _outcome(what: str, reason: str | None) -> bool:
 
 
 def replace(interface: Interface) -> str:
-    """Makes vLLM's backends make these layers; returns what was done."""
+    """Replaces the implementations that vLLM's MLA backends return by those of this module; returns what was done."""
     CuteKernelsSparseMlaImpl.gives_lse = interface.mla_gives_lse
     for module, name in interface.mla_backends:
         try:

@@ -165,7 +165,7 @@ class SteppedWeights:
         self.hand_over(0)
 
     def await_part(self, part: int) -> None:
-        """Waits for a part of a block's weights, or for the factors of the end."""
+        """Waits for what `hand_over` of the same part publishes; part 0 also for `hand_over_end`."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
         if self.fenced:
             cute.arch.fence_proxy("async.shared", space="cta")

@@ -51,7 +51,7 @@ class KeyRowsMemory:
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
         tops: fp32 [8], of each warp's queries; then a word for each warpgroup, see `flag`.
-        slots, work: as `extend.memory.ExtendMemory` has them.
+        slots, work: as `loads.memory.ExtendMemory` has them.
         tile_pipeline: of K's tile and V's together: a consumer waits once a block, and arrives once.
     """
 

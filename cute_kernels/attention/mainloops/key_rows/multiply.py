@@ -294,8 +294,8 @@ class KeyRowsConsumer:
         return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
 
     def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
-        """Loads codes and headers of the last block's values. They become operands while the products of keys are
-        computed."""
+        """Loads codes and headers of values, those of the block before the one whose keys are multiplied. They become
+        operands while the products of keys are computed."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
         address = self.values.header_start(memory, VALUES, stage) + place.headers[VALUES]
         return words, self.values.load_value_headers(address, GROUP_TOKENS)
@@ -303,7 +303,7 @@ class KeyRowsConsumer:
     # -- products -----------------------------------------------------------------------------------------------------
 
     def add_values(self, memory, sums, place, values) -> None:
-        """Issues the last block's values, of `fetch_values`, times their probabilities."""
+        """Issues the products of the block before: its values, by `fetch_values`, and their probabilities."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
         words, headers = values
         mmas = range(2)

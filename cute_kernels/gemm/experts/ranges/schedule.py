@@ -74,7 +74,7 @@ class RangeLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch that it decides, by name."""
+        """The arguments of a launch that the layout decides, by name."""
         return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "num_ctas", "x_slots")}
 
     @property

@@ -149,7 +149,7 @@ class RouterKernel:
                 sums[t] = ptx.fma(x, w, sums[t])
 
     def unpack(self, words) -> list[Any]:
-        """The numbers of words of the configuration's dtype."""
+        """Unpacks words, each two values of the configuration's dtype, to fp32."""
         halves = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)
         if self.config.dtype == "fp16":
             halves = (ptx.half2_low_to_float, ptx.half2_high_to_float)
