@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.runtime.gpu import GPU
-
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOST = 2**63 - 1  # of anything that is counted
 
@@ -231,22 +229,6 @@ def check_matrix_shape(name: str, shape: object) -> None:
         raise TypeError(f"{name}: got {shape!r}, want the ints (N, K)")
     if len(shape) != 2 or min(shape) < 1:
         raise ValueError(f"{name}: got {list(shape)}, want (N, K) with N and K at least 1")
-
-
-def device_of(device: object, name: str = "device") -> torch.device | None:
-    """A device argument as a device, None if it is None; TypeError or ValueError if it names none that is here."""
-    if device is None:
-        return None
-    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
-        raise TypeError(f"{name}: got {device!r}, want None, a torch.device or its name")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"{name}: got {device!r}, want None or a device such as 'cpu' or 'cuda:0'") from error
-    if found.type == "cuda" and (found.index or 0) >= GPU.count():
-        there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(GPU.count()))])
-        raise ValueError(f"{name}: got {str(found)!r}, want one of the devices that torch finds here: {there}")
-    return found
 
 
 def needs_dispatch(**tensors: object) -> bool:

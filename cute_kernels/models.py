@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.arguments import check_flag, device_of
+from cute_kernels.arguments import check_flag
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts.blocks import is_moe_block
 from cute_kernels.gemm.experts.module import OfExperts, quantized_experts
@@ -21,6 +21,7 @@ from cute_kernels.model_config import record_layers
 from cute_kernels.model_layers import check_skip, compiled_from, is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.names import Activations
+from cute_kernels.runtime.device import device_of
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from cute_kernels.arguments import (
     check_number,
     check_numbers,
     check_tensors,
-    device_of,
     shape_of,
 )
 from cute_kernels.formats.weights import WeightFormat
@@ -22,6 +21,7 @@ from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.gemm.packed_experts import PackedExperts, filled
 from cute_kernels.gemm.quantize import default_dtype, format_named, pack
 from cute_kernels.gemm.weight import PackedWeight, fitted, padded_shape, row_blocks
+from cute_kernels.runtime.device import device_of
 from layouts.weights.hopper import TILE_N
 
 

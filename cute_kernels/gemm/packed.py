@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from cute_kernels.arguments import device_of
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.runtime.device import device_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from cute_kernels.arguments import check_flag, check_numbers, check_permutation, device_of
+from cute_kernels.arguments import check_flag, check_numbers, check_permutation
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, shifted, weight_format
 from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
@@ -31,6 +31,7 @@ from cute_kernels.gemm.weight import (
     scales_of,
     symmetric_zero,
 )
+from cute_kernels.runtime.device import device_of
 from layouts import transform
 from layouts.weights import hopper
 

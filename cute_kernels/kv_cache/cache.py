@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 
 from cute_kernels import attention
-from cute_kernels.arguments import check_count, device_of
+from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import KvFormat, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache.batch import Batch
@@ -41,6 +41,7 @@ from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
 from cute_kernels.kv_cache.tails import KeyTails, append_then_attend
 from cute_kernels.names import CacheLayout, KvFormats
+from cute_kernels.runtime.device import device_of
 
 if TYPE_CHECKING:
     from pathlib import Path

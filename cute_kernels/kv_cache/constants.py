@@ -17,8 +17,9 @@ from typing import TypeAlias
 
 import torch
 
-from cute_kernels.arguments import check_all_positive, check_dtype, check_floating, device_of
+from cute_kernels.arguments import check_all_positive, check_dtype, check_floating
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
+from cute_kernels.runtime.device import device_of
 
 FORMAT, VERSION = "cute_kernels.cache_constants", "1"
 _NAME = re.compile(r"layers\.(\d+)\.(k_center|k_factor|v_factor|k_scale|v_scale)")

@@ -1,4 +1,4 @@
-"""Which architecture a GPU is compiled for."""
+"""Which device an argument names, and which architecture a GPU is compiled for."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def supported() -> str:
     """The supported GPUs in words, for error messages."""
     names = ", ".join(f"{arch} (compute capability {a}.{b})" for (a, b), arch in SUPPORTED_ARCHS.items())
     return f"supported: {names}, such as H100, H200 and GH200"
+
+
+def device_of(device: object, name: str = "device") -> torch.device | None:
+    """A device argument as a device, None if it is None; TypeError or ValueError if it names none that is here."""
+    if device is None:
+        return None
+    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
+        raise TypeError(f"{name}: got {device!r}, want None, a torch.device or its name")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: got {device!r}, want None or a device such as 'cpu' or 'cuda:0'") from error
+    if found.type == "cuda" and (found.index or 0) >= GPU.count():
+        there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(GPU.count()))])
+        raise ValueError(f"{name}: got {str(found)!r}, want one of the devices that torch finds here: {there}")
+    return found
 
 
 def arch_of(device_index: int | None = None) -> str:

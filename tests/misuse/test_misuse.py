@@ -16,6 +16,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import arguments
+from cute_kernels.runtime.device import device_of
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from tests.misuse.calls import CALLS, Call
 from tests.misuse.mistakes import mistakes, wrong_kinds
@@ -98,13 +99,13 @@ def test_every_public_function_is_among_the_calls():
 )
 def test_a_device_that_is_none(device, error, words):
     with pytest.raises(error, match=words):
-        arguments.device_of(device)
+        device_of(device)
 
 
 def test_a_device_that_is_one():
-    assert arguments.device_of(None) is None
+    assert device_of(None) is None
     for one in ("cpu", "meta", torch.device("cpu", 0)):
-        assert arguments.device_of(one) == torch.device(one)
+        assert device_of(one) == torch.device(one)
 
 
 @pytest.mark.parametrize(("count", "there"), [(0, "cpu"), (2, "cpu, cuda:0, cuda:1")])
@@ -113,10 +114,10 @@ def test_a_device_that_is_not_here(count, there):
         for one in ("cuda:2", torch.device("cuda", 2), *(["cuda"] if not count else [])):
             wanted = f"^device: got '{one}', want one of the devices that torch finds here: {there}$"
             with pytest.raises(ValueError, match=wanted):
-                arguments.device_of(one)
+                device_of(one)
         if count:
             here = torch.device("cuda", 1)
-            assert arguments.device_of("cuda:1") == arguments.device_of(here) == torch.device("cuda:1")
+            assert device_of("cuda:1") == device_of(here) == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize(

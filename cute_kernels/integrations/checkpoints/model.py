@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import device_of
 from cute_kernels.gemm.module import ModelProgress
 from cute_kernels.integrations.checkpoints.configuration import Config
 from cute_kernels.integrations.checkpoints.files import look_into, path_of
@@ -20,6 +19,7 @@ from cute_kernels.integrations.checkpoints.kv_scales import KvScale, kv_scales_o
 from cute_kernels.integrations.checkpoints.layer_formats import OWN
 from cute_kernels.model_config import METHOD
 from cute_kernels.names import Activations
+from cute_kernels.runtime.device import device_of
 
 
 def load_model(
