@@ -63,7 +63,7 @@ def record_layers(model: Any) -> str | None:
     config.quantization_config = describe_layers(model)
     if hasattr(model, "save_pretrained"):
         try:
-            from cute_kernels.integrations.saved_names import keep_names  # wants transformers, which the model is of
+            from cute_kernels.saved_names import keep_names  # wants transformers, which the model is of
         except ImportError:  # one before 5.0, which writes every model by its modules' names
             pass
         else:

@@ -436,7 +436,7 @@ def test_a_model_of_another_method_keeps_its_configuration_and_is_warned_of():
 def test_a_release_of_transformers_that_converts_no_names_serves(monkeypatch):
     """As those before 5.0: a model's tensors are written as they are."""
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
-    monkeypatch.delitem(sys.modules, "cute_kernels.integrations.saved_names", raising=False)
+    monkeypatch.delitem(sys.modules, "cute_kernels.saved_names", raising=False)
     sizes: Any = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
     model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes))
     quantize_model(model)

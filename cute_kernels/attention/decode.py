@@ -11,10 +11,10 @@ from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import Given
 from cute_kernels.attention.checks import MAX_SPLITS
-from cute_kernels.attention.mainloops.tree import attend_to_trees
 from cute_kernels.attention.options import CallOptions, options_of, with_more
 from cute_kernels.attention.reference import decode_attention_splits_reference
 from cute_kernels.attention.transformed import checked_transform, restore, transform_query
+from cute_kernels.attention.trees import attend_to_trees
 from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores import check_mapping

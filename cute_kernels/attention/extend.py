@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_dtype, check_shape, check_tensors
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import Given
-from cute_kernels.attention.mainloops.tree import pack_tree_mask
 from cute_kernels.attention.options import AppendedOptions, BlockOptions, keys_seen
 from cute_kernels.attention.transformed import inputs_of, results_of
 from cute_kernels.formats.kv import format_pair
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["extend_attention", "pack_tree_mask"]
+
+WORD_BITS = 32  # of a tree's mask
 
 
 class ExtendOptions(AppendedOptions, BlockOptions, total=False):
@@ -239,3 +240,23 @@ def extend_attention(
         restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
         results = (restored if out is None else ops.written(out, restored, cu_seqlens_q)), lse
     return results if return_lse else results[0]
+
+
+def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:
+    """Makes the ``tree_mask`` of `extend_attention`.
+
+    Args:
+        seen: bool [total_q, tokens]: whether a query sees new token j of its own request, as
+            ``seen[cu_seqlens_q[b] + i, j]``. A token's query usually sees itself and its ancestors.
+
+    Returns int32 [total_q, ceil(tokens / 32)] on the same device: 32 tokens a word, the first in the lowest bit.
+
+    Raises TypeError and ValueError, naming the argument, what came and what is wanted.
+    """
+    check_tensors(seen=seen)
+    check_dtype("seen", seen, torch.bool)
+    check_shape("seen", seen, "total_q", "tokens")
+    words = -(-seen.shape[1] // WORD_BITS)
+    bits = torch.nn.functional.pad(seen, (0, words * WORD_BITS - seen.shape[1])).view(seen.shape[0], words, WORD_BITS)
+    values = bits.to(torch.int64) << torch.arange(WORD_BITS, device=seen.device)
+    return values.sum(dim=2).to(torch.int32)

@@ -38,10 +38,10 @@ from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
-from cute_kernels.integrations.saved_names import keep_names
 from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, meta_tensor, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
+from cute_kernels.saved_names import keep_names
 from layouts.weights import hopper
 
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")

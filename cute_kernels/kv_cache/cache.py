@@ -26,6 +26,7 @@ from cute_kernels import attention
 from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import KvFormat, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.kv_cache.append import append_kv
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache_checks import (
     check_max_seqs,
@@ -39,6 +40,7 @@ from cute_kernels.kv_cache.exported import ExportedSequence
 from cute_kernels.kv_cache.layer_constants import LayerConstants
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
+from cute_kernels.kv_cache.step import append_and_decode
 from cute_kernels.kv_cache.tails import KeyTails, append_then_attend
 from cute_kernels.names import CacheLayout, KvFormats
 from cute_kernels.runtime.device import device_of
@@ -254,8 +256,6 @@ class KVCache:
             ValueError: sequences have changed since the batch was updated, its new tokens lie in shared pages, or a
                 scale was never given; else as `append_kv`.
         """
-        from cute_kernels.kv_cache import append_kv  # not above: the room's __init__ imports this module
-
         self._check_append(layer, batch)
         given: dict[str, Any] = {**self._layer(layer, batch), **options}
         return append_kv(k, v, seq_lens=batch.seq_lens, cu_seqlens=batch.cu_seqlens, **given)
@@ -392,8 +392,6 @@ class KVCache:
         Raises:
             ValueError: a sequence's new tokens are not q_len; else as `append` and `attend`.
         """
-        from cute_kernels.kv_cache import append_and_decode
-
         self._check_append(layer, batch)
         check_new_tokens(batch.num_new_tokens, q)
         if self.tails is not None:

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens as masks: which of a request's new tokens each of its queries sees."""
+"""Decode attention to trees of drafted tokens, whose mask says which of a request's new tokens each query sees."""
 
 from __future__ import annotations
 
@@ -6,32 +6,12 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_dtype, check_shape, check_tensors
+from cute_kernels.arguments import check_contiguous, check_shape, check_tensors
+from cute_kernels.attention.extend import extend_attention
 
-WORD_BITS = 32
 # Options of `decode_attention` that do not go with a tree's mask, and what one is called.
 REFUSED = {"attn_bias": "a tensor", "q_shift": "a tensor", "transform": "one"}
 REFUSED |= {"k_tail": "a tensor", "tail_slots": "a tensor"}
-
-
-def pack_tree_mask(seen: torch.Tensor) -> torch.Tensor:
-    """Makes the ``tree_mask`` of `extend_attention`.
-
-    Args:
-        seen: bool [total_q, tokens]: whether a query sees new token j of its own request, as
-            ``seen[cu_seqlens_q[b] + i, j]``. A token's query usually sees itself and its ancestors.
-
-    Returns int32 [total_q, ceil(tokens / 32)] on the same device: 32 tokens a word, the first in the lowest bit.
-
-    Raises TypeError and ValueError, naming the argument, what came and what is wanted.
-    """
-    check_tensors(seen=seen)
-    check_dtype("seen", seen, torch.bool)
-    check_shape("seen", seen, "total_q", "tokens")
-    words = -(-seen.shape[1] // WORD_BITS)
-    bits = torch.nn.functional.pad(seen, (0, words * WORD_BITS - seen.shape[1])).view(seen.shape[0], words, WORD_BITS)
-    values = bits.to(torch.int64) << torch.arange(WORD_BITS, device=seen.device)
-    return values.sum(dim=2).to(torch.int32)
 
 
 def attend_to_trees(
@@ -54,8 +34,6 @@ def attend_to_trees(
 
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """
-    from cute_kernels.attention.extend import extend_attention
-
     for name, what in REFUSED.items():
         if options.pop(name, None) is not None:
             raise ValueError(f"{name}: got {what} beside a tree_mask, want None: the mask of a tree is all there is")
