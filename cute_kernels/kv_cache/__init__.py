@@ -1,7 +1,7 @@
 """KV caches: append with everything that comes before it, bulk quantisation, and an owner of pages and sequences.
 
-Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`,
-`append`; in `step` and `step_ops` (append and attention as one call); and in `cache`, `pages`, `batch`, `memory`,
+Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`;
+in `step` and `step_ops` (append, alone and with attention as one call); and in `cache`, `pages`, `batch`, `memory`,
 `calibration`, `smoothing`, `transforms`, `moments`, `constants`, `exported`.
 """
 
@@ -13,7 +13,6 @@ import torch
 
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import bulk_ops
-from cute_kernels.kv_cache.append import append_kv
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
 from cute_kernels.kv_cache.calibration import Calibrator, compute_kv_scale
@@ -24,7 +23,7 @@ from cute_kernels.kv_cache.moments import Moments
 from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
-from cute_kernels.kv_cache.step import append_and_decode
+from cute_kernels.kv_cache.step import append_and_decode, append_kv
 from cute_kernels.names import KvFormatName
 
 __all__ = [

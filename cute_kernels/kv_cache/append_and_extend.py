@@ -13,7 +13,7 @@ import torch
 from cute_kernels.arguments import check_tensors, shape_of, strides_of
 from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.mixed import side_by_side
-from cute_kernels.kv_cache.append import append_kv
+from cute_kernels.kv_cache.step import append_kv
 from cute_kernels.names import KvFormats
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from cute_kernels import attention
 from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import KvFormat, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
-from cute_kernels.kv_cache.append import append_kv
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache_checks import (
     check_max_seqs,
@@ -40,7 +39,7 @@ from cute_kernels.kv_cache.exported import ExportedSequence
 from cute_kernels.kv_cache.layer_constants import LayerConstants
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
-from cute_kernels.kv_cache.step import append_and_decode
+from cute_kernels.kv_cache.step import append_and_decode, append_kv
 from cute_kernels.kv_cache.tails import KeyTails, append_then_attend
 from cute_kernels.names import CacheLayout, KvFormats
 from cute_kernels.runtime.device import device_of

@@ -1,4 +1,4 @@
-"""A layer's decoding step in one call: it appends the new tokens and attends with them, overlapped on the GPU."""
+"""Appends a layer's new tokens to its cache, alone or as a decoding step: attention with them overlaps on the GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from cute_kernels.attention.options import ScoreOptions, options_of
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
-from cute_kernels.kv_cache import step_ops
+from cute_kernels.kv_cache import channel_blocks, ops, step_ops
 from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.options import NewTokenOptions
 from cute_kernels.kv_cache.rope import Rope
@@ -165,3 +165,98 @@ def append_and_decode(
     step = step_ops.Step(q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, *numbers)
     result, lse = step_ops.path_of(step)(step)
     return (result, lse) if return_lse else result
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    kv_format: KvFormats,
+    seq_lens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_layout: CacheLayout = "NHD",
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+    qkv_bias: QkvBias | None = None,
+    rope: Rope | None = None,
+    position_ids: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    transform: CacheTransform | None = None,
+    q_shift: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    tail_slots: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Appends new tokens' K and V to a cache in one launch (two for keys in blocks), and rotates their q.
+
+    It computes in fp32, in this order: qkv_bias, the RMS norm of q and k over head_dim, RoPE of q and k, the
+    transform. Then k and v are quantised to the cache's format, and q is rounded to its dtype.
+
+    Args:
+        k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192, 256 or 512, not
+            necessarily the same. They may be views of one fused QKV tensor: the last two dimensions contiguous, any
+            token stride.
+        k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
+            page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous
+            and do not overlap, nor do K and V; other strides are free.
+        kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`, or a pair of names (K's, V's); "int4", "int8" and
+            "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head".
+        seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
+            seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
+        cu_seqlens: int32 [batch + 1], from 0 on: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1]. Tokens
+            from cu_seqlens[batch] on belong to no request: they are not written, and their q may hold anything.
+        slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
+            a contiguous cache); -1 writes nothing.
+        block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
+            Columns are side by side; the stride of rows is free.
+        q, q_out: [tokens, num_q_heads, head_dim] like k, and where to write the rotated q (q itself is allowed).
+        qkv_bias: (q's, k's, v's), each [heads * head_dim] in k's dtype, or None.
+        rope: see :class:`Rope`.
+        position_ids: int32 or int64 [tokens], below 2**31: positions for RoPE in place of those in the cache; needed
+            with rope if there is a slot_mapping and there are no lengths.
+        q_norm, k_norm: weights [head_dim] in k's dtype of the RMS norm, or None without norm.
+        norm_eps: added to the mean square.
+        k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
+            [num_kv_heads, 1], "channel" [num_kv_heads, head_dim]. Positive and finite.
+
+    Other Parameters:
+        transform: the transform of this cache, see :class:`CacheTransform`; all appends and queries of a cache need the
+            same. The returned q is transformed, as `decode_attention` wants it (without its ``transform``). Rotations
+            are for head_dim 64, 128 and 256.
+        q_shift: fp32 [tokens, num_q_heads], contiguous: receives q . k_center of the untransformed q, which
+            `decode_attention` wants for a soft cap, sinks or the log-sum-exp. Only with a transform that has a center.
+        k_tail: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, for keys in blocks ("int4_channel32"): the last
+            keys of each sequence, position p in row p % 64. Blocks of 32 tokens that become full are read from it and
+            written to k_cache. Sequences may then be cut back by up to 32 tokens, or to whole blocks.
+        tail_slots: int32 [batch], each request's slot of k_tail, none twice. It needs seq_lens and excludes
+            slot_mapping.
+
+    Returns:
+        The rotated q in q's dtype, in q_out or a new tensor; None without q.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths,
+            pages and slots are not checked on a GPU (that would wait for it): a token whose slot is unmapped or
+            outside the cache is not written. On the CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import,
+            these are errors: such slots, slots of two tokens, and scales that are not positive.
+        UnsupportedGPUError: the kernels are not compiled for this GPU.
+
+    CPU tensors run the reference implementation.
+    """
+    k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else format_pair(kv_format)
+    q_bias, k_bias, v_bias = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
+    call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table,
+            transform)  # fmt: skip
+    extras = (cu_seqlens, slot_mapping, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, q_shift)
+    usual = cu_seqlens is slot_mapping is position_ids is qkv_bias is q_norm is k_norm is k_scale is v_scale is None
+    usual = usual and q_shift is None
+    if format_of(k_format).in_blocks or k_tail is not None or tail_slots is not None:
+        return channel_blocks.append(call, None if usual else extras, k_tail, tail_slots)
+    return ops.append(call, None if usual else extras)
