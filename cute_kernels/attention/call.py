@@ -134,14 +134,14 @@ class AttentionCall:
         return self.seq_lens.shape[0]
 
     @property
-    def ragged(self) -> bool:
+    def extends(self) -> bool:
         """Whether it is a call of extend attention."""
         return self.cu_seqlens_q is not None
 
     @property
     def q_len(self) -> int:
         """The queries of every request; 1 where requests differ."""
-        return 1 if self.ragged else self.q.shape[1]
+        return 1 if self.extends else self.q.shape[1]
 
     @property
     def num_q_heads(self) -> int:
@@ -178,7 +178,7 @@ class AttentionCall:
         """The features that, with shapes and formats, decide the compiled variant."""
         return Features(
             queries=self.q_len > 1,
-            causal=self.causal and (self.tree_mask is None if self.ragged else self.q_len > 1),
+            causal=self.causal and (self.tree_mask is None if self.extends else self.q_len > 1),
             window=self.window is not None,
             soft_cap=self.soft_cap is not None,
             sinks=self.sinks is not None,

@@ -253,8 +253,16 @@ class DecodeKernel:
 
     @cute.jit
     def process_expected(self, cta, work, q, query, early, pages, expected):
-        """Processes a unit, which is ``expected`` if its first tile is the early one. Otherwise the early tile, if
-        there is one, goes by unread."""
+        """Processes a unit, which is ``expected`` if its first tile is the early one.
+
+        | early | expected, from tile 0, with tokens | the early tile |
+        |---|---|---|
+        | no | any | there is none: ``state`` and ``issued`` begin at 0 |
+        | yes | yes | the unit's first: its loads are ``issued``, and its stage is ``state`` |
+        | yes | no | goes by unread: ``state`` is the stage after it |
+
+        ``known``: the pages that the filler has asked for are those of this unit's next tiles.
+        """
         state, issued = cta.pipeline.consumer_state(), Int32(0)
         expected = expected & (work.first_tile == 0)
         if const_expr(self.config.early_tiles > 0):

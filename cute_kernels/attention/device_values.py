@@ -15,7 +15,7 @@ def check_device_values(call: AttentionCall) -> None:
 
     Reads lengths, and the pages that hold a token which some query sees, so it waits for the device.
     """
-    if call.ragged:
+    if call.extends:
         _check_requests(call)
         return
     if call.blocks is not None:

@@ -163,6 +163,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def ragged(self) -> bool:
+        """Whether K and V are no cache, but :class:`RaggedKeys`: all requests' tokens one after the other."""
         return isinstance(self.keys, RaggedKeys)
 
     @property

@@ -54,7 +54,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a checked call. ``config`` and ``num_splits`` replace what the schedule would choose, and only that
     configuration is launched."""
-    if call.ragged:
+    if call.extends:
         assert not isinstance(config, DecodeConfig)
         extend = extend_launches(call, config)
         return Plan(call.q.device.index, extend.launch, (extend,))
@@ -85,7 +85,7 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
         num_sms=_num_sms_of(call.q.device),
         after_append=after_append,
         tree=call.tree_mask is not None,
-        strided_q=call.ragged and row_stride(call.q) is not None,
+        strided_q=call.extends and row_stride(call.q) is not None,
     )
 
 
@@ -439,10 +439,10 @@ def check_alignment(call: AttentionCall) -> None:
     if call.new is not None:
         tensors |= {"new_k": (call.new[0], ALIGNMENT), "new_v": (call.new[1], ALIGNMENT)}
     for name, operand in (("k", call.k), ("v", call.v)):
-        by_words = operand.form.is_coded if call.ragged else operand.form.has_header
+        by_words = operand.form.is_coded if call.extends else operand.form.has_header
         wanted = 4 if by_words else ALIGNMENT
         tensors[f"{name}_cache"] = operand.cache, wanted
-        if call.ragged:
+        if call.extends:
             _check_strides(f"{name}_cache", operand, wanted)
         if operand.scale is not None and operand.form.given_scale == "channel":
             check_columns(f"{name}_scale", operand.scale)

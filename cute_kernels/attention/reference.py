@@ -113,7 +113,7 @@ def extend_attention_reference(
 
 def attention_of(call: AttentionCall, compute_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of a checked call, as `decode_attention_reference` or `extend_attention_reference`."""
-    if call.ragged:
+    if call.extends:
         return _attention_of_requests(call, compute_dtype)
     stop = call.seq_lens.to(torch.int64)
     part = attend(call, torch.zeros_like(stop), stop, compute_dtype)

@@ -72,10 +72,10 @@ def key_of(call: LinearCall) -> tuple[Any, ...]:
     )
 
 
-def check(call: LinearCall, *, places: bool = True) -> LinearCall:
+def check(call: LinearCall, *, addresses: bool = True) -> LinearCall:
     """Raises TypeError or ValueError, which name the argument, unless a call can be computed.
 
-    places: whether tensors have addresses to check.
+    addresses: whether tensors have addresses to check.
     """
     x, weight = call.x, call.weight
     n, k = weight.shape
@@ -86,7 +86,7 @@ def check(call: LinearCall, *, places: bool = True) -> LinearCall:
     check_options(
         x, n, bias=call.bias, residual=call.residual, activation=call.activation, out_dtype=call.out_dtype, out=call.out
     )
-    if call.out is not None and places:
+    if call.out is not None and addresses:
         check_out_apart(call, x=x, norm=call.norm)
     return call
 

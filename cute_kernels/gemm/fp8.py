@@ -88,9 +88,9 @@ def key_of(call: Fp8Call) -> tuple[Any, ...]:
     return linear_call.key_of(call.linear), None if call.scale is None else identity(call.scale)
 
 
-def check(call: Fp8Call, *, places: bool = True) -> Fp8Call:
+def check(call: Fp8Call, *, addresses: bool = True) -> Fp8Call:
     """Raises TypeError or ValueError, which name the argument, unless a call can be computed."""
-    linear_call.check(call.linear, places=places)
+    linear_call.check(call.linear, addresses=addresses)
     if call.scale is not None:
         check_scale(call.scale, call.linear.x.device)
     return call
@@ -181,7 +181,7 @@ def _on_cpu(call: Fp8Call) -> torch.Tensor:
 
 
 def _through_operator(call: Fp8Call) -> torch.Tensor:
-    check(call, places=False)
+    check(call, addresses=False)
     return ops.of_rows(call.linear, partial(operator, scale=call.scale))
 
 

@@ -28,7 +28,7 @@ def _on_cpu(call: LinearCall) -> torch.Tensor:
 
 
 def _through_operator(call: LinearCall) -> torch.Tensor:
-    check(call, places=False)
+    check(call, addresses=False)
     return of_rows(call, operator)
 
 

@@ -71,10 +71,10 @@ def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
     )
 
 
-def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
+def check_grouped(call: GroupedCall, *, addresses: bool = True) -> GroupedCall:
     """Raises TypeError or ValueError, which name the argument, unless a product can be computed.
 
-    places: whether to check addresses and, with `cute_kernels.arguments.DEBUG`, values.
+    addresses: whether to check these and, with `cute_kernels.arguments.DEBUG`, values.
     """
     x, weight = call.x, call.weight
     check_experts("weight", weight)
@@ -93,10 +93,10 @@ def check_grouped(call: GroupedCall, *, places: bool = True) -> GroupedCall:
     if call.out is not None:
         shape = call.places, out_features(n, call.activation)
         check_tensor("out", call.out, (out_dtype,), shape, x.device, contiguous=True)
-        if places:
+        if addresses:
             read = {"x": x, "expert_offsets": call.expert_offsets, "rows": call.rows, "bias": call.bias}
             check_apart("out", call.out, read)
-    if places and arguments.DEBUG:
+    if addresses and arguments.DEBUG:
         check_routing(call.expert_offsets, call.rows, x.shape[0])
     return call
 

@@ -34,7 +34,7 @@ def _grouped_on_cpu(call: GroupedCall) -> torch.Tensor:
 
 
 def _grouped_by(call: GroupedCall) -> torch.Tensor:
-    return _grouped_of(check_grouped(call, places=False), grouped_operator)
+    return _grouped_of(check_grouped(call, addresses=False), grouped_operator)
 
 
 def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:

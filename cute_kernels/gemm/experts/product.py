@@ -126,18 +126,18 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
     k_pad = layout.k_blocks * X_GROUP - (X_GROUP // 2 if config.mainloop.half_last else 0)
     rows = rows_for_products(places, k_pad, TORCH_DTYPES[config.dtype], made[0], device_index, made[1])
     multiply = one(function, LIMB_TILES, x_scale_pitch=rows.pitch)
-    return GroupedProduct(layout, device_index, _of_limbs(multiply, rows, num_experts), stores_fp32=False)
+    return GroupedProduct(layout, device_index, _of_made_rows(multiply, rows, num_experts), stores_fp32=False)
 
 
-def _of_limbs(multiply: Bind, limbs: ScaledRows, num_experts: int) -> Bind:
+def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bind:
     """A product with a launch before it that makes limbs, or bytes of E4M3, of all places."""
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
-        send_limbs = multiply(numbers)
+        send_product = multiply(numbers)
 
         def send(x, codes, scales, zeros, bias, out, offsets, rows) -> None:
-            made, x_scales = limbs.make(x, end=offsets + 4 * num_experts, rows=rows)
-            send_limbs(
+            made, x_scales = prepared.make(x, end=offsets + 4 * num_experts, rows=rows)
+            send_product(
                 x=made, codes=codes, scales=scales, x_scales=x_scales.data_ptr(), bias=bias, out=out, offsets=offsets
             )
 

@@ -43,11 +43,12 @@ class ResidentMainloop:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies as `RegisterMainloop.multiply` does. The second of ``state`` is a pipeline's whose phase is that
-        of the next part of x.
+        """Multiplies as `RegisterMainloop.multiply` does. The first of ``state`` is the weights' pipeline. Of
+        the second only the phase counts: the parity of `x_barrier` at which the next part of x has come.
 
         If not all of x fits, the buffer is halved. One half holds a chunk of K while the other is filled with the next:
-        the producer warp goes on meanwhile, and consumers catch up. The chunk before the first is empty.
+        the producer warp goes on meanwhile, and consumers catch up. Chunk -1 multiplies nothing; it fills the first
+        half. A chunk's half is its number modulo 2.
         """
         here, x_next = state
         half = self.config.mainloop.k_blocks // 2

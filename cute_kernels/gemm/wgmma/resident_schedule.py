@@ -94,9 +94,10 @@ def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     k_blocks = part_k_blocks(problem)
     configs = (
         resident_config(problem, tile_m, loads, shape)
-        for loads in ways_of_x(problem)
+        for loads in load_choices(problem)
         for shape in shapes.get(tile_m, ())
-        if k_blocks >= shape.least and (shape.chunks or k_blocks <= shape.resident_k_blocks) and loads >= shape.loaded
+        if (loads or not shape.loaded) and shape.least <= k_blocks
+        if shape.chunks or k_blocks <= shape.resident_k_blocks
     )
     return [config for config in configs if config.can_implement() is None]
 
@@ -129,7 +130,7 @@ def part_k_blocks(problem: LinearProblem) -> int:
     return -(-problem.k_pad // (LIMB_GROUP * RESIDENT_CLUSTER))
 
 
-def ways_of_x(problem: LinearProblem) -> tuple[bool, ...]:
+def load_choices(problem: LinearProblem) -> tuple[bool, ...]:
     """Whether warps load x: both answers if both are to be considered, or the one that is possible."""
     if problem.k % TMA_TILE_K:
         return (True,)  # TMA takes whole TMA tiles
