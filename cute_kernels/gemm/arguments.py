@@ -90,16 +90,16 @@ DENSE_ADDRESSES = ("codes", "scales", "zeros", "bias", "residual", "out", "works
 STREAM = matrix_arguments(
     DENSE_ADDRESSES, ("n", "num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts", *RESULT)
 )  # fmt: skip
-"""Of `StreamKernel`."""
+"""The arguments of `StreamKernel`."""
 STREAM_KERNEL = CompiledAs("cute_kernels.gemm.stream.kernel:StreamKernel", STREAM)
 
 TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RESULT)
 TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
-"""Of `WgmmaKernel` and `ResidentKernel`."""
+"""The arguments of `WgmmaKernel` and `ResidentKernel`."""
 TILES_KERNEL = CompiledAs("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", TILES)
 
 SCALED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), TILE_NUMBERS)
-"""Of `ResidentKernel` that multiplies inputs by factors, [k] of x's dtype."""
+"""The arguments of a `ResidentKernel` that multiplies inputs by factors, [k] of x's dtype."""
 
 GIVES_NORM = joined(TILES.arguments, arguments("address", "norm", "scaled", "squares"), arguments("float32", "offset"))
 TAKES_NORM = joined(

@@ -31,7 +31,7 @@ DENSE = ("codes", "scales", "zeros", "bias", "residual", "out")
 """Addresses that the launch of any dense product takes beside x, by name."""
 
 Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
-"""Of numbers by name, what launches products that have them in common: it takes x and addresses by name."""
+"""Makes the launcher of products that have numbers, given by name, in common. That takes x and addresses by name."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`;
 in `step` and `step_ops` (append, alone and with attention as one call); and in `cache`, `pages`, `batch`, `memory`,
-`calibration`, `smoothing`, `transforms`, `moments`, `constants`, `exported`.
+`calibration`, `smoothing`, `moments`, `constants`, `exported`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek V2, V3, V3.2): decode over whole contexts or chosen tokens of an MLA cache.
 
 Read on in `formats` (what a token is), `reference` (what decode means), `problem` and `checks` (what a checked call
-is), `ops`; then the kernels: `layout` (what they see of a token), `config`, `schedule`, `kernel`, `compile`, `launch`.
+is), `ops`; then the kernels: `layout` (what they see of a token), `config`, `schedule`, `kernel`, `compile`, `plan`.
 Writing tokens is :mod:`cute_kernels.mla.cache`.
 """
 

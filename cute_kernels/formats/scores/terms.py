@@ -138,7 +138,8 @@ class AlibiTerm(ScoreTerm):
 
 
 class SinksTerm(ScoreTerm):
-    """Does nothing: :mod:`.merge` adds the sink, and loads it. A prefetch here would cost more than it saves."""
+    """Does nothing: `combine.merge` of attention loads the sink and adds it. A prefetch here would cost more than it
+    saves."""
 
 
 class BiasTerm(ScoreTerm):
