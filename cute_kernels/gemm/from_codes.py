@@ -20,7 +20,7 @@ from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.gemm.packed_experts import PackedExperts, filled
 from cute_kernels.gemm.quantize import default_dtype, format_named, pack
-from cute_kernels.gemm.weight import PackedWeight, fitted, padded_shape, row_blocks
+from cute_kernels.gemm.weight import PackedWeight, padded_shape, row_blocks
 from cute_kernels.runtime.device import device_of
 from layouts.weights.hopper import TILE_N
 
@@ -77,7 +77,7 @@ def pack_weight(
     shape = (by_row.shape[0], by_row.shape[1] * per_byte)
     where = device_of(device) or codes.device
     stored = _stored_scales(form, scales, shape, dtype or default_dtype(form, torch.bfloat16)).to(by_row.device)
-    form = fitted(form, stored)
+    form = form.fitting(stored)
     form.check_values(stored, None)
 
     def codes_of(start: int, stop: int) -> torch.Tensor:

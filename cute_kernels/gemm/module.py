@@ -86,15 +86,16 @@ class OfWeight(OfFormat, nn.Module):
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
         """Takes on loaded tensors. With ``copy`` they go to the module's device, and into its own tensors where they
-        fit, so that captured graphs see them."""
+        fit, so that captured graphs see them, whose kernels are those of the format."""
         codes = tensors["codes"]
         assert codes is not None
         device = codes.device if self.codes.is_meta else self.codes.device
+        fits = self.weight_format.includes(form)
         for name, new in tensors.items():
             here = self._buffers[name]
-            if new is None or not copy:
+            if new is None or new is here or not copy:
                 setattr(self, name, new)
-            elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
+            elif fits and here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
                 here.copy_(new)
             else:
                 setattr(self, name, new.to(device, copy=True))

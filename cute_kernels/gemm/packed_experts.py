@@ -12,13 +12,12 @@ import torch
 from cute_kernels.arguments import check_contiguous, check_flag, check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.packed import Packed
-from cute_kernels.gemm.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight
+from cute_kernels.gemm.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight, wider
 from cute_kernels.gemm.weight import (
     PackedWeight,
     check_presence,
     check_weight_format,
     checked_state,
-    fitted,
     format_numbers,
     has_values,
     padded_shape,
@@ -223,14 +222,15 @@ def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
 def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
     """Stacks all experts, requested one at a time, so that no more than one of them is in memory twice."""
     first = expert(0)
+    form = first.format
     codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))
     points = torch.empty_like(scales, dtype=torch.uint8) if zeros else None
     for i in range(count):
         weight = first if i == 0 else expert(i)
-        codes[i], scales[i] = weight.codes, weight.scales
+        codes[i], scales[i], form = weight.codes, weight.scales, wider(form, weight.format)
         if points is not None:
             points[i] = points_of(weight, like=weight.scales)
-    form = fitted(first.format.with_zero_points(zeros), scales)
+    form = form.with_zero_points(zeros)
     return PackedExperts(codes, scales, points, format=form, shape=first.shape, check_values=False)
 
 

@@ -22,7 +22,6 @@ from cute_kernels.gemm.weight import (
     TILE_N,
     PackedWeight,
     check_format,
-    fitted,
     num_groups,
     padded_shape,
     per_row,
@@ -92,7 +91,7 @@ def quantize_weight(
         codes = chosen.choose_codes(_grouped(w[start:stop], length), scales[start:stop], points)
         return codes.flatten(1)[:, : shape[1]]
 
-    chosen, zeros = fitted(chosen, scales).simplest(zeros)
+    chosen, zeros = chosen.fitting(scales).simplest(zeros)
     stored = scales if of_rows is None else with_row_scales(scales, of_rows)
     return pack(chosen, codes_of, stored, zeros, shape=shape, device=device)
 
@@ -304,7 +303,7 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
         rows = slice(first - tile * TILE_N, last - tile * TILE_N)
         return in_turn(*(each.unpack_tiles(tile, -(-last // TILE_N))[rows, :k] for each in (gate, up)))
 
-    zeros, chosen = None, gate.format
+    zeros, chosen = None, wider(gate.format, up.format)
     if gate.zeros is not None or up.zeros is not None:
         points = (points_of(each, like=gate.scales) for each in (gate, up))
         zeros = in_turn(*(rows_of(each)[:n, :groups] for each in points))
@@ -322,12 +321,18 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
 def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
     """Returns (name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, the
-    format's options, dtype, device. Integers with zero points go with those that have none."""
+    format's options, dtype, device. Integers with zero points go with those that have none, and a format with one that
+    includes it."""
     options = weight.format.options.keys()
     for name in ("shape", *(options if options == first.format.options.keys() else ("format",)), "dtype", "device"):
         theirs, ours = getattr(weight, name), getattr(first, name)
-        if theirs != ours:
+        if theirs != ours and not (name == "format" and (theirs.includes(ours) or ours.includes(theirs))):
             yield name, theirs, ours
+
+
+def wider(first: WeightFormat, other: WeightFormat) -> WeightFormat:
+    """Returns the format of two weights that are made one: the first, unless the other one includes it."""
+    return other if other.includes(first) else first
 
 
 def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from cute_kernels.gemm.experts.stored import is_experts, known_experts
 from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
-from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
+from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, fitted, num_groups, padded_shape
 from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, meta_tensor, untie_quantised
 from cute_kernels.model_layers import is_dense
 from cute_kernels.models import quantize_model
@@ -143,19 +143,19 @@ class CuteKernelsQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
-        if not self.pre_quantized:
+        if self.pre_quantized:
+            for name, module in model.named_modules():
+                if isinstance(module, (QuantizedLinear, QuantizedExperts)):
+                    _check_loaded(name, module)
+            for attribute, patterns in self._own_patterns.items():
+                setattr(model, attribute, patterns)
+            keep_names(model)
+            keep_vocabulary(model)
+        else:
             self._asked.finish(model)
-            self.quantization_config = CuteKernelsConfig(**describe_layers(model))
             self.pre_quantized = True
-            model.config.quantization_config = self.quantization_config
-            return model
-        for name, module in model.named_modules():
-            if isinstance(module, (QuantizedLinear, QuantizedExperts)):
-                _check_loaded(name, module)
-        for attribute, patterns in self._own_patterns.items():
-            setattr(model, attribute, patterns)
-        keep_names(model)
-        keep_vocabulary(model)
+        self.quantization_config = CuteKernelsConfig(**describe_layers(model))  # an old model has other formats now
+        model.config.quantization_config = self.quantization_config
         return model
 
     def is_serializable(self, *_: object, **__: object) -> bool:
@@ -316,6 +316,7 @@ def _check_loaded(name: str, layer: Any) -> None:
         raise ValueError(f"{name}.{_FORMAT}: got {found}, want {wanted}, as config.json says")
     weight, shifts = layer.weight, layer._buffers.pop("shifts", None)
     tensors = {own: tensor for own, tensor in layer._buffers.items() if own not in EXTRA_NAMES}
+    layer.weight_format = fitted(layer.weight_format, layer.scales)  # of a model saved before there were two of MXFP4
     try:  # once with a look at the values
         type(weight)(**tensors, format=layer.weight_format, shape=layer.shape)
         if shifts is not None:

@@ -27,7 +27,8 @@ from transformers import (
 )
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model, quantize_weight
-from cute_kernels.formats.weights import shifted
+from cute_kernels.formats.weights import MXFP4, shifted
+from cute_kernels.formats.weights.fp4 import MXFP4_ANY
 from cute_kernels.integrations import hf_quantizer
 from tests.moe import blocks
 
@@ -326,3 +327,21 @@ def test_layers_are_saved_apart_where_the_first_checkpoints_had_them_as_one(tmp_
         with torch.no_grad():
             assert torch.equal(loaded(IDS).logits, model(IDS).logits)
         model = loaded
+
+
+def test_mxfp4_scales_beyond_2_of_a_model_saved_as_mxfp4_choose_their_format(tmp_path):
+    """There was one format for all scales. What is saved again says of each layer what it is."""
+    for make in (blocks.mixtral_model, llama):
+        path = tmp_path / make.__name__
+        model: Any = quantize_model(dense(make, path), format="mxfp4")
+        layers: Any = [module for module in model.modules() if getattr(module, "weight_format", None) is MXFP4]
+        layers[0].scales.view(-1)[0] = layers[-1].scales.view(-1)[0] = 129
+        model.save_pretrained(path / "old")
+        for name in ("old", "new"):
+            loaded = load(path / name)
+            found = [module.weight_format for module in loaded.modules() if hasattr(module, "weight_format")]
+            assert found == [MXFP4_ANY, *[MXFP4] * (len(layers) - 2), MXFP4_ANY]
+            assert all(each.weight.format is each.weight_format for each in loaded.modules() if hasattr(each, "scales"))
+            loaded.save_pretrained(path / "new")
+            with torch.no_grad():
+                assert torch.equal(loaded(IDS).logits, model(IDS).logits)

@@ -8,11 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels import PackedWeight, quantize_experts, quantize_weight, quantized_linear
+from cute_kernels import (
+    PackedWeight,
+    QuantizedLinear,
+    interleave_experts,
+    interleave_weights,
+    quantize_experts,
+    quantize_weight,
+    quantized_linear,
+    stack_experts,
+)
 from cute_kernels.formats.weights import MXFP4
 from cute_kernels.formats.weights.fp4 import MOST_FOLDED, MXFP4_ANY
 from cute_kernels.gemm import pack_experts, pack_weight, slice_outputs
+from cute_kernels.gemm.experts.module import QuantizedExperts
 from cute_kernels.gemm.packed_experts import PackedExperts
+from cute_kernels.integrations.checkpoints.experts import Stack
 
 N, K = 64, 96
 CODES = torch.arange(N * K // 2).view(N, K // 2).mul(37).to(torch.uint8)
@@ -83,3 +94,42 @@ def test_mxfp4_refuses_a_scale_beyond_2_where_nothing_is_packed():
         PackedWeight(**fields(weight), format=MXFP4)
     with pytest.raises(ValueError, match="^scales: got 255, which is NaN"):
         pack_weight("mxfp4", CODES, scales_up_to(255))
+
+
+LARGE, SMALL = (pack_weight("mxfp4", CODES, scales_up_to(most)) for most in (200, 120))
+
+
+@pytest.mark.parametrize("weights", [(LARGE, SMALL), (SMALL, LARGE)], ids=["large first", "small first"])
+def test_weights_with_scales_beyond_2_are_made_one_with_others(weights):
+    """As the experts of a checkpoint that are read one by one are, and gates and ups of which one has such scales."""
+    wanted = torch.stack([weight.dequantize() for weight in weights])
+    stack = Stack(2)
+    for i, weight in enumerate(weights):
+        stack.put(i, weight)
+    for experts in (stack_experts(weights), stack.finish()):
+        assert experts.format is MXFP4_ANY and torch.equal(experts.dequantize(), wanted)
+    assert stack_experts([SMALL] * 2).format is MXFP4
+    pair = interleave_weights(*weights)
+    assert pair.format is MXFP4_ANY and torch.equal(pair.dequantize(), wanted.transpose(0, 1).flatten(0, 1))
+    one, other = (stack_experts([weight] * 3) for weight in weights)
+    assert interleave_experts(one, other).format is MXFP4_ANY
+
+
+def test_a_layer_loads_scales_beyond_2_into_memory_that_no_kernel_of_small_ones_reads():
+    """A merged layer, whose views its parts are, and a captured graph would decode them wrongly."""
+    layer, experts = QuantizedLinear(SMALL), QuantizedExperts(stack_experts([SMALL]))
+    for module, large, small in ((layer, LARGE, SMALL), (experts, stack_experts([LARGE]), experts.weight)):
+        codes, state = module.codes, {name: tensor.clone() for name, tensor in small.state_dict().items()}
+        module.load_state_dict(state)
+        assert module.codes is codes
+        module.load_state_dict(large.state_dict())
+        assert module.codes is not codes and module.weight.format is MXFP4_ANY
+        assert torch.equal(module.weight.dequantize(), large.dequantize())
+        codes = module.codes
+        module.load_state_dict(state)
+        assert module.codes is codes and module.weight.format is MXFP4
+
+
+def test_scales_in_torchs_own_dtype_choose_the_format():
+    assert MXFP4.fitting(scales_up_to(200).view(torch.float8_e8m0fnu)) is MXFP4_ANY
+    assert MXFP4.fitting(scales_up_to(120).view(torch.float8_e8m0fnu)) is MXFP4

@@ -199,6 +199,10 @@ class WeightFormat(ABC):
         """Returns the format of the same bytes that takes such stored scales; waits for a GPU where there are two."""
         return self
 
+    def includes(self, other: WeightFormat) -> bool:
+        """Returns whether a weight of another format is one of this format too, byte for byte."""
+        return other is self
+
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Returns scales [rows, G] that are NaN where a group of codes [rows, G, group] has one of `nan_codes`."""
         return scales

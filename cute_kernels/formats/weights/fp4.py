@@ -113,7 +113,10 @@ class MxFp4(PowerScales, Fp4Format):
             raise ValueError(f"scales: got {int(scales.max())}, want exponents up to {MOST_FOLDED} in {self.key}")
 
     def fitting(self, scales: torch.Tensor) -> WeightFormat:
-        return MXFP4_ANY if not self.any_scale and bool((scales > MOST_FOLDED).any()) else self
+        return self if self.any_scale or not bool((scales.view(torch.uint8) > MOST_FOLDED).any()) else MXFP4_ANY
+
+    def includes(self, other: WeightFormat) -> bool:
+        return other is self or (self.any_scale and other is MXFP4)
 
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         return MxFp4Decoder(math)

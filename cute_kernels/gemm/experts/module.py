@@ -66,7 +66,7 @@ class QuantizedExperts(OfWeight):
         their sizes in every call.
         """
         weight = None if is_compiling() else self._weight
-        if weight is None or weight.codes is not self._buffers["codes"]:
+        if weight is None or weight.codes is not self._buffers["codes"] or weight.format is not self.weight_format:
             tensors: dict[str, Any] = {name: self._buffers[name] for name in PackedExperts.tensor_names}
             weight = PackedExperts(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
             if not is_compiling():

@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.gemm.experts.module import QuantizedExperts
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.gemm.quantize import differences, interleave_weights
+from cute_kernels.gemm.quantize import differences, interleave_weights, wider
 from cute_kernels.gemm.weight import PackedWeight, symmetric_zero
 from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
 
@@ -30,12 +30,13 @@ class Stack:
             if getattr(weight, name) is not None:
                 raise ValueError(f"{name}: got an expert that has one, want experts without: they share their inputs")
         if self._first is None:
-            self._first = weight
+            self._first, self._form = weight, weight.format
             for name in ("codes", "scales"):
                 tensor = getattr(weight, name)
                 self._tensors[name] = tensor.new_empty((self._count, *tensor.shape))
         for name, theirs, ours in differences(weight, self._first):
             raise ValueError(f"{name}: got {theirs}, want {ours}, that of the first expert that was read")
+        self._form = wider(self._form, weight.format)
         if weight.zeros is not None and "zeros" not in self._tensors:
             middle = symmetric_zero(weight.bits)
             self._tensors["zeros"] = torch.full_like(self._tensors["scales"], middle, dtype=torch.uint8)
@@ -53,7 +54,7 @@ class Stack:
         """The experts, once all have been put."""
         assert self.is_full and self._first is not None
         zeros, first = self._tensors.get("zeros"), self._first
-        form = first.format.with_zero_points(zeros is not None)
+        form = self._form.with_zero_points(zeros is not None)
         codes, scales = self._tensors["codes"], self._tensors["scales"]
         return PackedExperts(codes, scales, zeros, format=form, shape=first.shape, check_values=False)
 
