@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from cute_kernels.formats.weights import MXFP4, SHIPPED_GROUP_SIZES
+from cute_kernels.formats.weights.fp4 import MXFP4_ANY
 from cute_kernels.gemm import pack_experts
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
@@ -280,6 +281,7 @@ def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
     """Packs a layer's weights, and gives the method these experts; or leaves all as it is, and says what kernels lack.
 
     Raises:
+        NotImplementedError: they would move to GPUs that cannot know the format of their scales.
         ValueError: they are loaded again, and other kernels would serve them than captured graphs have.
     """
     bits, group_size, zero_point, _ = source.form(method)
@@ -297,6 +299,8 @@ def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
             gated=gated,
         )
     forms = packed["w13"].form, packed["w2"].form
+    if method.moe.moe_parallel_config.enable_eplb and MXFP4_ANY in (form.format for form in forms):
+        raise NotImplementedError("--enable-eplb: got MXFP4 scales beyond 2, want none: other GPUs have other kernels")
     reason = prepare.make_ready(packed["w13"].device, lambda: _asked(method, *forms, activation))
     if reason is not None:
         return reason
@@ -338,7 +342,8 @@ def _kept(before: dict[str, PackedExperts], now: dict[str, PackedExperts]) -> di
         ValueError: they are of another form.
     """
     old, new = ([experts.form for experts in each.values()] for each in (before, now))
-    if old != new:
+    pairs = zip(old, new, strict=True)
+    if [b._replace(format=a.format) if a.format.includes(b.format) else b for a, b in pairs] != old:
         got, want = (" and ".join(form.format.key for form in forms) for forms in (new, old))
         raise ValueError(f"experts: got weights loaded again in {got}, want {want}, as graphs were captured with")
     for name, experts in now.items():

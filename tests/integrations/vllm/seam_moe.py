@@ -303,7 +303,7 @@ def methods_of_experts_take_part_in_eplb_where_layers_are_served() -> None:
         raise AssertionError("experts would be moved that vLLM's own method does not move")
 
 
-def gpt_oss_layer() -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def gpt_oss_layer(most: int = 124) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """(method, layer, weights in fp64 and biases) of a random checkpoint in the parameters that vLLM makes."""
     from vllm.model_executor.layers.quantization import mxfp4
 
@@ -329,7 +329,7 @@ def gpt_oss_layer() -> tuple[Any, Any, dict[str, torch.Tensor]]:
     for name in ("w13", "w2"):
         codes, scales = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
         codes.data.random_(0, 256, generator=generator)
-        scales.data.random_(118, 124, generator=generator)
+        scales.data.random_(118, most, generator=generator)
         getattr(layer, f"{name}_bias").data.normal_(generator=generator)
         given = codes.data, scales.data.view(torch.float8_e8m0fnu)
         exact[name] = pack_experts(MXFP4, *given, dtype=torch.bfloat16).dequantize(torch.float64)
@@ -368,3 +368,38 @@ def experts_of_gpt_oss_are_served() -> None:
     fresh, other, _ = gpt_oss_layer()
     fresh.mxfp4_backend = SimpleNamespace(value="FLASHINFER_CUTLASS_MXFP4_BF16")
     assert "weights laid out for FLASHINFER" in str(moe.reason_against(fresh, other, source))
+
+
+@check
+def scales_of_gpt_oss_beyond_2_are_loaded_again_with_others_and_move_nowhere() -> None:
+    """Graphs captured with kernels of small scales cannot go on with large ones, nor can a GPU that gets an expert."""
+    import vllm
+
+    from cute_kernels.integrations.vllm import moe
+
+    moe.current_platform = hopper()
+    if vllm.__version__.startswith("0.26"):
+        return
+    no_hand_out = mock.patch.object(all2all_utils(), "maybe_make_prepare_finalize", lambda **_: None)
+    with no_hand_out, mock.patch.object(moe.modular_kernel, "FusedMoEKernel", lambda hand_out, made: made):
+        for first, again, moves, wanted in (
+            (140, 124, False, ""),
+            (
+                124,
+                140,
+                False,
+                "experts: got weights loaded again in e2m1_g32e8m0any and e2m1_g32e8m0any, want e2m1_g32e8m0 ",
+            ),
+            (140, 140, True, "--enable-eplb: got MXFP4 scales beyond 2"),
+        ):
+            (method, layer, _), (_, other, exact) = gpt_oss_layer(first), gpt_oss_layer(again)
+            method.moe.moe_parallel_config.enable_eplb = moves
+            source, found = moe.SOURCES[type(method).__name__], ""
+            try:
+                moe.process(method, layer, source)
+                moe.process(method, other, source)
+            except (NotImplementedError, ValueError) as error:
+                found = str(error)
+            assert found.startswith(wanted) and bool(found) == bool(wanted), found
+            made = None if found else method.moe_kernel.gate_up
+            assert made is None or torch.equal(made.dequantize(torch.float64), exact["w13"])
