@@ -17,7 +17,7 @@ from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed import OfFormat
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import quantize_weight, with_shifts
-from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, has_values
+from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, fitted, has_values
 from cute_kernels.names import Activations
 from cute_kernels.runtime.operator import new_call
 
@@ -54,6 +54,11 @@ class OfWeight(OfFormat, nn.Module):
     def _needed(self) -> list[str]:
         """The names that a state dict must hold besides a weight's tensors; without them what is there stays."""
         return []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if (scales := self._buffers.get("scales")) is not None:  # perhaps pickled when MXFP4 was one format
+            self.weight_format = fitted(self.weight_format, scales)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

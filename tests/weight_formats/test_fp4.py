@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,13 @@ def test_a_layer_loads_scales_beyond_2_into_memory_that_no_kernel_of_small_ones_
         codes = module.codes
         module.load_state_dict(state)
         assert module.codes is codes and module.weight.format is MXFP4
+
+
+def test_a_layer_pickled_when_mxfp4_was_one_format_is_of_the_one_that_its_scales_need():
+    for module in (QuantizedLinear(LARGE), QuantizedExperts(stack_experts([LARGE]))):
+        module.weight_format = MXFP4
+        assert module.weight.format is MXFP4
+        assert pickle.loads(pickle.dumps(module)).weight.format is MXFP4_ANY
 
 
 def test_scales_in_torchs_own_dtype_choose_the_format():
