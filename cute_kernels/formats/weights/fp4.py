@@ -110,7 +110,8 @@ class MxFp4(PowerScales, Fp4Format):
     def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         super().check_values(scales, zeros)
         if self.fitting(scales) is not self:
-            raise ValueError(f"scales: got {int(scales.max())}, want exponents up to {MOST_FOLDED} in {self.key}")
+            wanted = f"exponents up to {MOST_FOLDED} in {self.key}, or the format {MXFP4_ANY.key}"
+            raise ValueError(f"scales: got {int(scales.max())}, want {wanted}")
 
     def fitting(self, scales: torch.Tensor) -> WeightFormat:
         return self if self.any_scale or not bool((scales.view(torch.uint8) > MOST_FOLDED).any()) else MXFP4_ANY
