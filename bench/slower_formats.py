@@ -50,7 +50,7 @@ def steps_of(record: dict[str, Any]) -> list[Step]:
         if how.get("sdpa") or "kv" not in how or how.get("plugin") == "off":
             continue
         where = f"{row['model']}, {how['weights']}, {row['batch']} x {row['context']}"
-        kv = (how.get("kv_format") or how["kv"]).replace(",", " + ")
+        kv: str = (how.get("kv_format") or how["kv"]).replace(",", " + ")
         found.append(Step(where, ENGINES.get(kv, kv), row.get("ms") or row["tpot_ms"]))
     for row in record.get("steps", ()):
         kv = " + ".join(dict.fromkeys(row["formats"]))

@@ -70,8 +70,9 @@ def run(recorder: Recorder, windows: int, batch: int, device: torch.device) -> N
     text = smollm2.read(tokenizer, plan.window, plan.calibration_windows, plan.test_windows)
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads
-    transform = transform_for(DTYPE, config.num_key_value_heads, head_dim, device)
+    transform = transform_for(DTYPE, config.num_key_value_heads, head_dim)
     assert transform is not None
+    transform = transform.to(device)
     tested = text.test[torch.linspace(0, len(text.test) - 1, windows).long()].to(device)
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in ("exact", *NAMES)}
     divergences: dict[str, list[torch.Tensor]] = {name: [] for name in NAMES}

@@ -623,9 +623,9 @@ def test_flash_attention_s_ragged_calls_are_what_a_cpu_says(causal, window):
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         queries, keys, values, cu_q, cu_k = tensors
-        return flash_attn_varlen_func(
-            queries, keys, values, cu_q, cu_k, 300, 700, causal=causal, window_size=window
-        ).cpu()
+        out = flash_attn_varlen_func(queries, keys, values, cu_q, cu_k, 300, 700, causal=causal, window_size=window)
+        assert isinstance(out, torch.Tensor)
+        return out.cpu()
 
     arguments = [q, k, v, *ends]
     want, out = call(*arguments), call(*(x.cuda() for x in arguments))
