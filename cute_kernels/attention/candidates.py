@@ -81,7 +81,7 @@ def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, mos
 
 
 def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> bool:
-    """Whether tensor maps can load the rows with headers of so many of a token's heads."""
+    """Returns whether tensor maps can load the rows with headers of so many of a token's heads."""
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]

@@ -479,7 +479,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def fitted(weight_format: WeightFormat, scales: torch.Tensor) -> WeightFormat:
-    """The format of the same bytes that takes stored scales, where these can be read."""
+    """Returns the format of the same bytes that takes stored scales, where these can be read."""
     return weight_format.fitting(scales) if has_values(scales) else weight_format
 
 

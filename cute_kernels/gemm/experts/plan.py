@@ -260,7 +260,7 @@ def make_moe_plan(
 
 
 def gathering(places: int, form: ExpertsForm) -> InputRows:
-    """The launch that puts rows of x in the order of the places, in whole pieces of 16 bytes."""
+    """Returns the launch that puts rows of x in the order of the places, in whole pieces of 16 bytes."""
     vector = ALIGNMENT // form.dtype.itemsize
     columns = -(-form.k // vector) * vector
     return rows_of((places, columns), columns, form.dtype, index=form.device_index)

@@ -66,15 +66,15 @@ def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Te
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     if stride is None or room is None or k % VECTOR or stride % VECTOR or not aligned or not is_supported(index):
         return None
-    return rows_of((x.numel() // k, k), stride, x.dtype, room, input_scale is not None, index)
+    return rows_of((x.numel() // k, k), stride, x.dtype, room, input_scale is not None, index=index)
 
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
 def rows_of(
-    size: tuple[int, int], stride: int, dtype: torch.dtype, room: int = 0, scaled: bool = False, index: int = 0
+    size: tuple[int, int], stride: int, dtype: torch.dtype, room: int = 0, scaled: bool = False, *, index: int
 ) -> InputRows:
-    """The launch that makes rows of ``size`` [m, k] from rows at such a distance. room, scaled: as of
+    """Returns the launch that makes rows of ``size`` [m, k] from rows at such a distance. room, scaled: as of
     `InputRowsConfig`."""
     fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index), room)}
     spec = GemmSpec(InputRowsConfig(DTYPES[dtype], room, scaled))

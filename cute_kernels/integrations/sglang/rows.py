@@ -25,7 +25,7 @@ def engine_rows() -> RowCounts:
 
 
 def published(part: str, option: str) -> bool:
-    """Whether an option of a part of the server's configuration is on; not where no server has published any."""
+    """Returns whether an option of the server's configuration is on; False where no server has published any."""
     from sglang.srt import runtime_context
 
     try:

@@ -318,7 +318,7 @@ def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget
 
 
 def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype) -> _Read | None:
-    """How a layer of a model of this dtype is read; None for a format that keeps its K and V as they are."""
+    """Returns how a layer of a model of this dtype is read; None for a format that keeps its K and V as they are."""
     k_format, v_format = map(format_of, pair)
     if all(not form.is_coded and form.cache_dtype == dtype for form in (k_format, v_format)):
         return None

@@ -52,7 +52,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def layers_without_keys(config: Foreign) -> str:
-    """The kinds of a model's layers that cache other states than keys and values; empty for none."""
+    """Returns the kinds of a model's layers that cache other states than keys and values; empty for none."""
     return ", ".join(sorted({*(getattr(config, "layer_types", None) or ())} - _KEY_LAYERS))
 
 

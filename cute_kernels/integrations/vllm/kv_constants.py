@@ -75,7 +75,7 @@ def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -
 
 
 def kept(transform: CacheTransform, device: torch.device) -> CacheTransform:
-    """A transform on a device, where it stays while an engine sleeps."""
+    """Copies a transform to a device, where it stays while an engine sleeps."""
     return prepare.outlasting(device, lambda: transform.to(device))
 
 
