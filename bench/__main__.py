@@ -75,7 +75,7 @@ def _decode_apart(bench: Bench, options: argparse.Namespace) -> int:
     from bench import decode_cases, decode_steps, report
 
     chosen = command_line.OTHER_SUITES if options.suite == "apart" else (options.suite,)
-    steps = decode_steps.cases(options.batches or decode_steps.BATCHES) if "step" in chosen else []
+    steps = decode_steps.cases(options.batches or decode_steps.BATCHES, options.only) if "step" in chosen else []
     shapes = decode_cases.cases(chosen, options.formats, options.only)
     peers = not options.no_peers
     _make_ready(bench, lambda: [*decode_steps.specs(steps, bench.device), *decode_cases.specs(shapes, bench)])

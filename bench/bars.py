@@ -94,7 +94,7 @@ def judge(record: Record) -> list[Verdict]:
     rows = [row for row in record.get("rows", []) if row.get("us")]
     verdicts = [verdict for row in rows for verdict in _judge_row(row)]
     verdicts += _judge_speedup(rows)
-    verdicts += _judge_cache([row for row in rows if row["suite"] == "cache"])
+    verdicts += _judge_cache([row for row in rows if row["suite"] in ("cache", "pages")])
     host = record.get("host_us", {}).get("eager")
     if host is not None:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
@@ -262,7 +262,7 @@ def _judge_append(row: Record) -> list[Verdict]:
 def _judge_row(row: Record) -> list[Verdict]:
     kv_format, batch, us = row["kv_format"], row["shape"]["batch"], row["us"]["median_us"]
     name = f"{kv_format} {row['name']}"
-    if row["suite"] in ("cache", "short"):
+    if row["suite"] in ("cache", "pages", "short"):
         return []
     if row["suite"] in MORE_MICROSECONDS:
         limit = MORE_FLOOR_RATIO * row["floor"]["us"] + MORE_MICROSECONDS[row["suite"]]

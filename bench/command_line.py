@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RECOMMENDED = ("int8_token_head", "int4_g4")  # of docs/accuracy.md: what to begin with
 
 SUITES = ("main", "shapes", "cache", "ladder")
-OTHER_SUITES = ("step", "skewed", "short", "heads", "blocks")  # of decode, apart from "all"; "apart" is all of these
+OTHER_SUITES = ("step", "skewed", "short", "heads", "pages", "blocks")  # of decode; "apart" is all of these
 STEP_MODELS = ("llama3-8b", "llama2-70b-shard8", "qwen3-30b-a3b", "deepseek-v3-layers", "gpt-oss-20b")
 """Those of `bench.e2e_steps`, which imports kernels."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from bench import bars, decode_cases, decode_steps
 from bench.decode_cases import BlockShape, MixedShape
 from bench.peers import PEERS, Peer
 from bench.record import Recorder
-from bench.suites import Bench
+from bench.suites import Bench, WrongOutput
 from bench.timing import Clock, Protocol, Timing, ticking
 from bench.workloads import DecodeShape, make_inputs
 from simulator import stand_in
@@ -22,6 +22,7 @@ SMALL = {
     "skewed": MixedShape.of("1 x 200 + 2 x 70", [(1, 200), (2, 70)], (4, 2)),
     "short": DecodeShape(1, 64, 4, 2, 64),
     "heads": DecodeShape(2, 128, 6, 2, 96, page_size=64),
+    "pages": DecodeShape(2, 128, 4, 2, 64, page_size=64),
     "blocks": BlockShape(2, 384, 4, 2, 64, page_size=64, chosen=3),
 }
 
@@ -138,12 +139,34 @@ def test_a_step_is_checked_against_fp64_over_what_it_appended(formats, bench):
     assert not bench.recorder.data["failures"]
     (row,) = bench.recorder.data["steps"]
     assert row["floor_ratio"] == 5.0 and row["formats"] == list(formats) and row["error"] < 4e-3
-    assert row["cache_bytes"] == sum(shape.cache_bytes(name) // 2 for name in formats)
+    assert row["cache_bytes"] == sum(shape.cache_bytes(name) // 2 for name in formats[:2])
     shown = decode_steps.text({**bench.recorder.data, "environment": {"gpu": "a GPU"}, "failures": []})
     assert formats[0] in shown and "5.00 of it" in shown
     environment = {"gpu": "a GPU", "commit": "0", "date": "2026-01-02", "versions": {"torch": "2.13"}}
     table = decode_steps.markdown({**bench.recorder.data, "environment": environment})
-    assert "| 2 | **50.0** (5.00) |" in table and formats[1] in table
+    assert "| 2 (2 KV heads) | **50.0** (5.00) |" in table and formats[-1] in table
+
+
+def test_steps_of_128_requests_have_eight_kv_heads_and_one_and_are_left_by_name():
+    found = decode_steps.cases(only="rotated B=128|^int8_token_head, int4_g4 B=(32|128)")
+    assert [(shape.batch, shape.num_kv_heads, formats[-1]) for shape, formats in found] == [
+        (32, 8, "int4_g4"),
+        *[(128, heads, last) for heads in (8, 1) for last in ("int4_g4", "rotated")],
+    ]
+
+
+@dataclass(frozen=True)
+class OneRowWrong(decode_steps.CacheStep):
+    def reference(self, rows):
+        wanted = super().reference(rows)
+        wanted[-1] *= 1.5
+        return wanted
+
+
+def test_a_step_whose_last_request_is_wrong_is_not_timed(bench):
+    step = OneRowWrong.of(DecodeShape(2, 100, 4, 2, 64, page_size=64), ("bf16", "bf16"), "cpu")
+    with pytest.raises(WrongOutput, match="relative error"):
+        decode_steps.measure(bench, OneRowWrong(**vars(step)))
 
 
 def test_a_step_of_one_token_is_one_launch():
