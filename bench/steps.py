@@ -168,7 +168,7 @@ def launch_of_a_layer(model: StepModel, case: StepCase, batch: int) -> LayerProd
     """The kernel of `quantized_layer` that a step takes; None where its products are launches of their own."""
     if case.weights != "w4" or model.experts or not serves_rows(batch):
         return None
-    return config_for(batch, max(k for _, k in model.products.values()))
+    return config_for(max(k for _, k in model.products.values()))
 
 
 def specs(model: StepModel, case: StepCase, batch: int) -> list[KernelSpec]:

@@ -100,7 +100,7 @@ SMALL = {
     "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
     "input scale in a product": ScaledCase(200, 256, 3),
     "deferred norm": DeferredNormCase(256, 256, 200, 3),
-    "products of a layer": LayerProductsCase(256, 256, 256, 128, 2),
+    "products of a layer": LayerProductsCase(256, 256, 256, 128),
     "norm": NormCase(3, 256),
     "attention": CASES["bf16"],
     "extend": CASES["extend-int8_token_head"],

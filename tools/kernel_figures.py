@@ -135,7 +135,7 @@ LAYER = Figure(
             Box("parts", "BUFFERS (2) of the consumers' sums", ("gemm/layer/memory.py:parts", "gemm/layer/config.py:BUFFERS")),
         )),
         Lane("consumer warps", "role", (
-            Box("consumer_warps (8)", "poll for x, make limbs of it, multiply stages of their own by MMAs of bytes", ("gemm/layer/multiply.py:Multiplier", "gemm/layer/rows.py:Rows"), 3),
+            Box("consumer_warps (8)", "poll for x, make limbs of it, multiply stages of their own by MMAs of bytes", ("gemm/layer/multiply.py:Multiplier", "gemm/layer/rows.py:Row"), 3),
             Box("store warp, 1", "adds the 8 sums; norm, activation, residual", ("gemm/layer/store.py:Storer",)),
         )),
         Lane("results", "result", (

@@ -323,18 +323,17 @@ class DeferredNormCase:
 
 @dataclass(frozen=True)
 class LayerProductsCase:
-    """The products of a layer in one launch; weights [hidden, heads], [2 * inner, hidden], [hidden, inner] and [qkv,
-    hidden], with m rows."""
+    """The products of a layer in one launch, of one row; weights [hidden, heads], [2 * inner, hidden], [hidden, inner]
+    and [qkv, hidden]."""
 
     hidden: int
     heads: int
     inner: int
     qkv: int
-    m: int
 
     def specs(self) -> list[KernelSpec]:
-        config = config_for(self.m, max(self.hidden, self.heads, self.inner))
-        assert config is not None, "no launch serves so many rows"
+        config = config_for(max(self.hidden, self.heads, self.inner))
+        assert config is not None, "no launch serves so many inputs"
         return [GemmSpec(config)]
 
     def run(self, device: str = "cuda") -> str:
@@ -342,7 +341,7 @@ class LayerProductsCase:
         sizes = (hidden, self.heads), (2 * inner, hidden), (hidden, inner), (self.qkv, hidden)
         weights = [make_weights(*size, W4, device) for size in sizes]
         packed = [pack(one) for one in weights]
-        shapes = (self.m, self.heads), (self.m, hidden), (hidden,), (hidden,)
+        shapes = (1, self.heads), (1, hidden), (hidden,), (hidden,)
         x, residual, norm, following = (torch.randn(size, device=device).bfloat16() for size in shapes)
         norms = {"norm": norm, "following_norm": following}
         for _ in range(CALLS):
@@ -527,7 +526,7 @@ DEFERRED = {
     "deferred-norm-exchanged-rows": DeferredNormCase(1024, 8192, 7168, 128),
     "deferred-norm-pairs": DeferredNormCase(1024, 8192, 7168, 60),
     "deferred-norm-parts": DeferredNormCase(768, 256, 200, 65),
-    "products-of-a-layer": LayerProductsCase(768, 512, 1792, 320, 1),
+    "products-of-a-layer": LayerProductsCase(768, 512, 1792, 320),
 }
 NORMS = {
     "norm": NormCase(3, 4096),

@@ -29,8 +29,8 @@ from cute_kernels.gemm.layer.config import (
 )
 from cute_kernels.gemm.layer.loads import Loader
 from cute_kernels.gemm.layer.memory import Product
-from cute_kernels.gemm.layer.multiply import FRAGMENT_N, FRAGMENTS, Multiplier
-from cute_kernels.gemm.layer.rows import PASSES, WARP_GROUPS, Rows
+from cute_kernels.gemm.layer.multiply import FRAGMENT_N, FRAGMENTS, SUMS, Multiplier
+from cute_kernels.gemm.layer.rows import PASSES, WARP_GROUPS, Row
 from cute_kernels.runtime.workspace import COUNTER_SLAB_WORDS
 from simulator.backend import Altered, Meanings
 from simulator.plain import stand_in
@@ -95,12 +95,12 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Cta:
-    """A CTA's memory, with one product's weight and rows."""
+    """A CTA's memory, with one product's weight and row."""
 
-    def __init__(self, n: int, k: int, rows: int, run_on):
-        self.config = LayerProductsConfig(rows, -(-k // GROUP), 16, consumer_warps=8)
-        self.weight, generator = known(n, k, group_size=GROUP), torch.Generator().manual_seed(k + rows)
-        self.x = torch.randn(rows, k, generator=generator).bfloat16()
+    def __init__(self, n: int, k: int, run_on):
+        self.config = LayerProductsConfig(-(-k // GROUP), 16, consumer_warps=8)
+        self.weight, generator = known(n, k, group_size=GROUP), torch.Generator().manual_seed(k + 1)
+        self.x = torch.randn(1, k, generator=generator).bfloat16()
         self.norm = torch.rand(k, generator=generator).bfloat16()
         packed = self.weight.pack()
         memory = np.zeros(1 << 21, np.uint8)
@@ -116,36 +116,34 @@ class Cta:
         self.k, self.n = k, n
 
     def product(self, norm: bool) -> Product:
-        """Its rows are the results of another where a norm is taken of them."""
+        """Its row is the result of another where a norm is taken of it."""
         return Product(*map(stand_in, (CODES, SCALES, NORM if norm else 0, 0, self.n, self.k, 0, 0, 0, 0, X % 4096)))
 
-    def make_rows(self, norm: bool, offset: float = 0.0) -> None:
-        rows, sizes = Rows(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), m=self.config.rows, x=X))
+    def make_row(self, norm: bool, offset: float = 0.0) -> None:
+        row, sizes = Row(self.config), stand_in(SimpleNamespace(offset=np.float32(offset), x=X))
         exchange = stand_in(SimpleNamespace(address=X - X % 4096))
-        total = self.config.rows * self.k // GROUP
+        total = self.k // GROUP
         for warp in range(self.config.consumer_warps):
-            for first in range(warp * WARP_GROUPS, total, PASSES * rows.pass_groups):
+            for first in range(warp * WARP_GROUPS, total, PASSES * row.pass_groups):
                 at = self.product(norm), exchange, int(norm), Int32(first), Int32(LANES)
-                rows.make_groups(sizes, self.memory, *at)
+                row.make_groups(sizes, self.memory, *at)
 
     def tile(self, number: int) -> np.ndarray:
-        """A work tile's sums [rows, 32 features], by one warp."""
+        """A work tile's sums of 32 features, by one warp."""
         loader, multiplier = Loader(self.config), Multiplier(self.config)
         half, whole = number & 1, number >> 1
         codes = CODES + whole * self.k * 32 + half * 1024
         scales = SCALES + whole * self.k + half * 64
-        acc = [np.zeros(32, np.float32).view(Register) for _ in range(multiplier.num_sums)]
+        acc = [np.zeros(32, np.float32).view(Register) for _ in range(SUMS)]
         for j in range(self.k // STAGE_K):
             here = self.memory.weights.producer_state_of(5 + j)
             loader.copy_stage(self.memory, here, codes, scales, j)
             multiplier.multiply_stage(acc, self.memory, here.stage, j, np.uint32(0x80808080), Int32(LANES))
-        found = np.zeros((max(4, self.config.rows), TILE_N), np.float32)
-        for block in range(self.config.row_blocks):
-            for fragment in range(FRAGMENTS):
-                for k in range(2):
-                    features = FRAGMENT_N * fragment + 8 * k + LANES // 4
-                    found[4 * block + LANES % 4, features] = acc[(block * FRAGMENTS + fragment) * 2 + k]
-        return found[: self.config.rows]
+        found, own = np.zeros(TILE_N, np.float32), LANES[::4]
+        for fragment in range(FRAGMENTS):
+            for k in range(2):
+                found[FRAGMENT_N * fragment + 8 * k + own // 4] = acc[fragment * 2 + k][own]
+        return found
 
 
 def scalar(x: Any) -> int:
@@ -159,20 +157,19 @@ class Barriers:
         return SimpleNamespace(toint=lambda: Int32(0))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("norm", [False, True])
-def test_warps_multiply_a_work_tile_as_fp64_does(rows: int, norm: bool, run_on):
-    cta = Cta(128, 1024, rows, run_on)
-    cta.make_rows(norm, 0.25)
+def test_warps_multiply_a_work_tile_as_fp64_does(norm: bool, run_on):
+    cta = Cta(128, 1024, run_on)
+    cta.make_row(norm, 0.25)
     x = cta.x
     if norm:
         x = (x.float() * (cta.norm.float() + 0.25)).bfloat16()
-        squares = cta.warp.shared_memory[SQUARES:].view(np.float32)[: rows * 8].reshape(rows, 8)
-        exact = cta.x.double().square().view(rows, 8, GROUP).sum(-1)
+        squares = cta.warp.shared_memory[SQUARES:].view(np.float32)[:8]
+        exact = cta.x.double().square().view(8, GROUP).sum(-1)
         assert np.allclose(squares, exact.numpy(), rtol=1e-6)
-    exact = (x.double() @ cta.weight.dense.T).numpy()
+    exact = (x.double() @ cta.weight.dense.T).numpy()[0]
     for number in range(4):
-        wanted = exact[:, number * TILE_N : (number + 1) * TILE_N]
+        wanted = exact[number * TILE_N : (number + 1) * TILE_N]
         assert np.allclose(cta.tile(number), wanted, rtol=0, atol=2e-5 * np.abs(exact).max())
 
 
@@ -180,7 +177,7 @@ def test_warps_multiply_a_work_tile_as_fp64_does(rows: int, norm: bool, run_on):
 def test_work_tiles_of_the_last_product_are_dealt_out(num_ctas: int, num_tiles: int, run_on):
     """Each CTA's first one is the only number of them that it draws."""
     run_on(LayerWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)))
-    loader, begin = Loader(LayerProductsConfig(1, 32, 40)), 1000
+    loader, begin = Loader(LayerProductsConfig(32, 40)), 1000
     sizes: Any = stand_in(SimpleNamespace(waited_for=begin, num_ctas=num_ctas, num_tiles=begin + num_tiles))
     taken = []
     for first in range(begin, begin + num_ctas):
@@ -194,7 +191,7 @@ def test_work_tiles_of_the_last_product_are_dealt_out(num_ctas: int, num_tiles: 
 
 def test_more_is_asked_for_where_nobody_waits(run_on):
     run_on(LayerWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)))
-    config = LayerProductsConfig(1, 112, 40)
+    config = LayerProductsConfig(112, 40)
     loader, sizes = Loader(config), stand_in(SimpleNamespace(first_end=128, second_end=1024, num_ctas=132))
     wide = [tile for tile in range(1344) if scalar(loader.window_of(sizes, Int32(tile))) == config.wide_window]
     assert wide == list(range(128 + 132, 1024 - 132))
@@ -223,11 +220,11 @@ def test_the_first_weights_are_asked_for_once(n: int, k: int, num_ctas: int, run
 
 
 def test_there_are_as_many_stages_as_there_is_room_for():
-    for rows, most_k, stages in ((1, 14336, 40), (2, 14336, 32), (4, 14336, 24), (8, 8192, 16), (1, 28672, 32)):
-        config = config_for(rows, most_k)
+    for most_k, stages in ((4096, 40), (14336, 40), (28672, 32)):
+        config = config_for(most_k)
         assert config is not None and config.num_stages >= stages
         assert config.shared_bytes + config.consumer_warps * (STAGE_BYTES + 16) > config.limits.shared_bytes
-    assert config_for(8, 14336) is None and config_for(9, 4096) is None
+    assert config_for(1 << 18) is None
 
 
 def layer_call(m: int, hidden: int = 512, heads: int = 256, inner: int = 768, qkv: int | None = 384, **weights: Any):

@@ -106,7 +106,7 @@ def kernels(own: ActivationFunction | None) -> Iterator[GemmSpec | ExpertSpec]:
     entries = entry_tiles(replace(problems[0], batch_invariant=True), 2)
     assert entries is not None
     yield ExpertSpec(entries.config)
-    layer = config_for(1, 14336)
+    layer = config_for(14336)
     assert layer is not None
     yield GemmSpec(replace(layer, activation=own))
 

@@ -3,16 +3,16 @@
 For each product (`PRODUCTS`), addresses that are multiples of 16:
 
 - codes, scales: the packed weight [n, k];
-- norm: the weight of its rows' RMSNorm, bf16 [k], or 0;
-- out: its results, bf16 [m, n], or [m, n / 2] with SwiGLU; 0 if only the next product reads them;
+- norm: the weight of its row's RMSNorm, bf16 [k], or 0;
+- out: its results, bf16 [n], or [n / 2] with SwiGLU; 0 if only the next product reads them;
 
 and numbers:
 
 - n, a multiple of 64, or 0 if there is no such product; k, a multiple of 256;
 - gated: 1 with SwiGLU, else 0; adds: 1 if it adds the first product's results, else 0.
 
-x: bf16 [m, k], the first product's rows; each other product's rows are the results of the one before. residual: bf16
-[m, n], added to the first product, or 0.
+x: bf16 [1, k], the first product's row; each other product's row is the result of the one before. residual: bf16
+[n], added to the first product, or 0.
 
 exchange: `EXCHANGE_WORDS` words that no other launch uses, EMPTY at first: see :mod:`.exchange`. num_ctas: how many
 are launched. eps, offset: the norms' numbers.

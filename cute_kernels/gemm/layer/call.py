@@ -36,7 +36,6 @@ from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
 Weight = PackedWeight | WeightTensors
-FASTER_ROWS = (1,)  # for which one launch was measured to be faster than four
 GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
 # Those whose rows are normed. Never two one after the other: consumers of the second would leave its squares where the
 # store warp has yet to read the first one's. What lies between says that it has.
@@ -153,30 +152,31 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def configs_for(rows: int, most_k: int) -> list[LayerProductsConfig]:
-    """Returns the configurations for a number of rows of up to ``most_k`` inputs, the best one first. The
-    configuration in bundles supports more inputs."""
-    found = (config_for(rows, room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
+def configs_for(most_k: int) -> list[LayerProductsConfig]:
+    """Returns the configurations for rows of up to ``most_k`` inputs, the best one first. The configuration in bundles
+    supports more inputs."""
+    found = (config_for(room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
     return [config for config in found if config is not None]
 
 
 @per_gpu
 @lru_cache(maxsize=256)
-def kernel_of(rows: int, most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """The best kernel for a number of rows of up to ``most_k`` inputs that is compiled or may be compiled; None if
-    there is none."""
+def kernel_of(most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
+    """The best kernel for rows of up to ``most_k`` inputs that is compiled or may be compiled; None if there is
+    none."""
     if not is_supported(device):
         return None
     arch, can_compile = arch_of(device), compiler_version() is not None
-    for config in configs_for(rows, most_k):
+    for config in configs_for(most_k):
         if can_compile or default_cache().has(GemmSpec(config), arch):
             return config, load(GemmSpec(config), arch)
     return None
 
 
 def serves_rows(rows: int) -> bool:
-    """Whether one launch is used for a number of rows, in layers that it supports."""
-    return rows in FASTER_ROWS
+    """Whether one launch is used for a number of rows, in layers that it supports: for one. With two to four it would
+    take longer than four launches."""
+    return rows == 1
 
 
 def serves_shape(n: int, k: int) -> bool:
@@ -203,10 +203,10 @@ def _plan(call: LayerCall) -> Plan[[LayerCall], LayerRows]:
     index, m = call.x.get_device(), call.x.numel() // call.o.shape[1]
     tensors = (call.x, call.residual, call.norm, call.following_norm)
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
-    fits = fits and m > 0 and serves_rows(m) and m * results_of(call) <= 2 * SET_WORDS
+    fits = fits and serves_rows(m) and results_of(call) <= 2 * SET_WORDS
     kernel = None
     if fits and all(is_served(weight) for weight in call.weights):
-        kernel = kernel_of(m, max(weight.shape[1] for weight in call.weights), index)
+        kernel = kernel_of(max(weight.shape[1] for weight in call.weights), index)
     return Plan(index, layer_apart) if kernel is None else make_plan(call, *kernel, GPU.num_sms(index))
 
 
@@ -228,8 +228,8 @@ def make_plan(
     call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int
 ) -> Plan[[LayerCall], LayerRows]:
     """The plan of a compiled kernel for calls like one, with at most so many CTAs."""
-    (hidden, heads), m = call.o.shape, call.x.numel() // call.o.shape[1]
-    assert m * results_of(call) <= 2 * SET_WORDS, "a set has no room for so many results"
+    hidden, heads = call.o.shape
+    assert results_of(call) <= 2 * SET_WORDS, "a set has no room for so many results"
     dtype, leading = call.x.dtype, call.x.shape[:-1]
     new = [blank((*leading, hidden), dtype)]
     if call.qkv is not None:
@@ -259,7 +259,7 @@ def make_plan(
             named[names["norm"]] = 0 if norm is None else norm.data_ptr()
             named[names["out"]] = 0 if out is None else out.data_ptr()
         x = call.x.detach() if call.x.requires_grad else call.x
-        send(**named, x=x.view(m, heads), residual=call.residual.data_ptr(), exchange=exchange)
+        send(**named, x=x.view(1, heads), residual=call.residual.data_ptr(), exchange=exchange)
         given = left_to_next(rows, call.following_norm, call.eps, call.offset, None)
         return LayerRows(given, qkv[0] if qkv else None)
 

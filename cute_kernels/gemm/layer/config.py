@@ -20,24 +20,23 @@ CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
 STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
+GROUP_LIMB_BYTES = 2 * GROUP  # of both limbs
+PART_BYTES = 4 * TILE_N  # of a consumer warp's accumulators of a work tile
 EARLY_BYTES = 8 << 20  # of the first product's codes, that are asked into L2 while the launch before ends
 PRODUCT_BYTES = 64  # of a product's numbers in shared memory
 SLOTS = 4  # of numbers of work tiles on their way to the warps
 BUFFERS = 2  # of the consumer warps' sums
-ROWS = (1, 2, 4, 8)
-SET_WORDS = 3 << 13  # of results that others wait for: one row of 8192 hidden and 28672 inner features and less
+SET_WORDS = 3 << 13  # of results that others wait for: of 8192 hidden and 28672 inner features and less
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
 FORMAT = integers(4, GROUP)  # of all weights
-MMA_ROWS = 4  # whose two limbs are the columns of an MMA
 
 
 @dataclass(frozen=True)
 class LayerProductsConfig:
-    """One compiled variant.
+    """One compiled variant, of one row of x.
 
     Attributes:
-        rows: the most rows of x.
-        groups: how many groups of 128 inputs there is room for, as limbs of one row.
+        groups: how many groups of 128 inputs there is room for, as limbs.
         num_stages: stages of the pipeline of weights.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
@@ -48,7 +47,6 @@ class LayerProductsConfig:
     """
 
     limits: ClassVar[Limits] = HOPPER
-    rows: int
     groups: int
     num_stages: int
     dtype: str = "bf16"
@@ -68,29 +66,10 @@ class LayerProductsConfig:
         return self.num_warps * WARP_THREADS
 
     @property
-    def columns(self) -> int:
-        """Columns of limbs: both limbs of each row."""
-        return 2 * self.rows
-
-    @property
-    def row_blocks(self) -> int:
-        """MMAs that share a weight."""
-        return -(-self.rows // MMA_ROWS)
-
-    @property
-    def group_limb_bytes(self) -> int:
-        return self.columns * GROUP
-
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of a consumer warp's accumulators of a work tile."""
-        return self.rows * TILE_N * 4
-
-    @property
     def fixed_bytes(self) -> int:
         """Bytes of shared memory besides the pipeline stages."""
-        limbs = self.groups * (self.group_limb_bytes + 2 * 4 * self.rows)
-        parts = BUFFERS * self.consumer_warps * self.part_bytes
+        limbs = self.groups * (GROUP_LIMB_BYTES + 2 * 4)
+        parts = BUFFERS * self.consumer_warps * PART_BYTES
         return limbs + parts + MOST_PRODUCTS * PRODUCT_BYTES + 4 * SLOTS + 8 * 2 * (SLOTS + BUFFERS) + 7 * 128
 
     @property
@@ -105,14 +84,12 @@ class LayerProductsConfig:
     def name(self) -> str:
         warps = f"w{self.consumer_warps}l{self.loader_warps}f{self.window}x{self.wide_window}d{self.draw_ahead}"
         own = symbol_of(self.activation)
-        return f"layer_products_{self.dtype}_m{self.rows}_g{self.groups}_r{self.num_stages}_{warps}{own}"
+        return f"layer_products_{self.dtype}_m1_g{self.groups}_r{self.num_stages}_{warps}{own}"
 
     def can_implement(self) -> str | None:
         """None, or why not."""
         if self.dtype != "bf16":
             return f"dtype {self.dtype!r} is not 'bf16'"
-        if self.rows not in ROWS:
-            return f"rows {self.rows} is not one of {', '.join(map(str, ROWS))}"
         if self.num_stages < 2 * self.consumer_warps:
             return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
         if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
@@ -125,13 +102,10 @@ class LayerProductsConfig:
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 
-def config_for(rows: int, most_k: int) -> LayerProductsConfig | None:
-    """The configuration for a number of rows of up to ``most_k`` inputs, with as many pipeline stages as there is
-    room for. None if they would be too few."""
-    fitting = [size for size in ROWS if size >= rows]
-    if not fitting:
-        return None
-    empty = LayerProductsConfig(fitting[0], -(-most_k // GROUP), 0)
+def config_for(most_k: int) -> LayerProductsConfig | None:
+    """The configuration for rows of up to ``most_k`` inputs, with as many pipeline stages as there is room for. None
+    if they would be too few."""
+    empty = LayerProductsConfig(-(-most_k // GROUP), 0)
     room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
     each = math.lcm(empty.consumer_warps, empty.loader_warps)
     config = replace(empty, num_stages=max(room, 0) // each * each)

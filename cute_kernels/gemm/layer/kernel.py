@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.device import ptx
-from cute_kernels.device.types import extents
 from cute_kernels.gemm.layer.arguments import PRODUCTS
 from cute_kernels.gemm.layer.config import LayerProductsConfig
 from cute_kernels.gemm.layer.exchange import draw
@@ -50,7 +49,6 @@ class LayerProductsKernel:
 
     def launch(self, given, stream):
         """Launches ``num_ctas`` CTAs; ``given`` has the arguments of :data:`.arguments.LAYER_PRODUCTS`."""
-        m, _ = extents(given.x)
         products, ends = [], []
         begin, place, rows, waited_for, used = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         for names in PRODUCTS:
@@ -60,9 +58,9 @@ class LayerProductsKernel:
             used = Int32(cutlass.select_(there, place >> 2, used))
             products.append(Product(**fields, begin=begin, place=place, rows=rows))
             begin, rows = begin + tiles_of(fields["n"]), place
-            place = place + m * (2 * fields["n"] >> fields["gated"])
+            place = place + (2 * fields["n"] >> fields["gated"])
             ends.append(begin)
-        numbers = m, given.num_ctas, given.eps, given.offset, ptx.address(given.x), given.residual, given.exchange
+        numbers = given.num_ctas, given.eps, given.offset, ptx.address(given.x), given.residual, given.exchange
         sizes = Sizes(ends[0], ends[1], ends[2], ends[3], waited_for, used, *numbers)
         options = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "stream": stream}
         self.kernel(sizes, *products).launch(**options, min_blocks_per_mp=1, use_pdl=True)

@@ -15,7 +15,9 @@ from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer.config import (
     BUFFERS,
     EARLY_BYTES,
+    GROUP_LIMB_BYTES,
     MOST_PRODUCTS,
+    PART_BYTES,
     PRODUCT_BYTES,
     SLOTS,
     STAGE_BYTES,
@@ -53,7 +55,7 @@ class Product:
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a launch. ends: the number after each product's last work tile. waited_for: work tiles that others
-    wait for, all but the last product's; used: words of their results. m: rows. x, residual: the first product's."""
+    wait for, all but the last product's; used: words of their results. x, residual: the first product's."""
 
     first_end: Int32
     second_end: Int32
@@ -61,7 +63,6 @@ class Sizes:
     num_tiles: Int32
     waited_for: Int32
     used: Int32
-    m: Int32
     num_ctas: Int32
     eps: Float32
     offset: Float32
@@ -81,8 +82,8 @@ class LayerMemory:
 
     stages: Int32
     limbs: Int32
-    x_scales: Int32  # [group, row]
-    squares: Int32  # [row, group]
+    x_scales: Int32  # [group]
+    squares: Int32  # [group]
     parts: Int32
     table: Int32
     slots: Int32
@@ -108,10 +109,10 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
 
     regions = {
         "stages": room(config.num_stages * STAGE_BYTES),
-        "limbs": room(config.groups * config.group_limb_bytes),
-        "x_scales": room(config.groups * 4 * config.rows),
-        "squares": room(config.groups * 4 * config.rows),
-        "parts": room(BUFFERS * config.consumer_warps * config.part_bytes),
+        "limbs": room(config.groups * GROUP_LIMB_BYTES),
+        "x_scales": room(config.groups * 4),
+        "squares": room(config.groups * 4),
+        "parts": room(BUFFERS * config.consumer_warps * PART_BYTES),
         "table": room(MOST_PRODUCTS * PRODUCT_BYTES),
         "slots": room(4 * SLOTS),
     }

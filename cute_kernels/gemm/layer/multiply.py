@@ -18,7 +18,7 @@ from cute_kernels.gemm.layer import instructions
 from cute_kernels.gemm.layer.config import (
     CODE_TILE_K,
     GROUP,
-    MMA_ROWS,
+    PART_BYTES,
     STAGE_BYTES,
     STAGE_CODES,
     STAGE_K,
@@ -28,19 +28,20 @@ from cute_kernels.gemm.layer.config import (
 from cute_kernels.gemm.layer.exchange import exchange_of
 from cute_kernels.gemm.layer.loads import HALF_CODES
 from cute_kernels.gemm.layer.memory import LayerMemory, Sizes, receive, turn
-from cute_kernels.gemm.layer.rows import COLUMN_BYTES, Rows
+from cute_kernels.gemm.layer.rows import COLUMN_BYTES, HALF_BYTES, Row
 from cute_kernels.gemm.wgmma.limbs import LIMB_BASE
 
 FRAGMENT_N = 16  # features of an MMA
 FRAGMENTS = TILE_N // FRAGMENT_N
 WARP_CODES = HALF_CODES // FRAGMENTS  # a warp's load of 64 inputs
+SUMS = FRAGMENTS * 2  # of a thread: [fragment][feature]
 
 
 class Multiplier:
     """The code of the consumer warps."""
 
     def __init__(self, config: LayerProductsConfig):
-        self.config, self.rows = config, Rows(config)
+        self.config, self.row = config, Row(config)
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, warp, lane):
@@ -49,7 +50,7 @@ class Multiplier:
         base, slot, running = Int32(0), memory.tiles.consumer_state(), Int32(1)
         before, part = Int32(-1), results.producer_state()
         masks, exchange = ptx.pinned(Uint32(SIGNS)), exchange_of(sizes)
-        acc = cute.make_rmem_tensor(self.num_sums, Float32)
+        acc = cute.make_rmem_tensor(SUMS, Float32)
         while running != 0:
             tile = receive(memory, slot, lane)
             slot = memory.tiles.next(slot)
@@ -59,7 +60,7 @@ class Multiplier:
                 number = sizes.product_of(tile)
                 own = memory.product(number)
                 if number != before:
-                    self.rows.make(sizes, memory, own, exchange, number, warp, lane)
+                    self.row.make(sizes, memory, own, exchange, number, warp, lane)
                     before = number
                 acc.fill(0.0)
                 stages = own.k // STAGE_K
@@ -79,38 +80,23 @@ class Multiplier:
                     results.producer_commit(part)
                 part = results.next(part)
 
-    @property
-    def num_sums(self) -> int:
-        """[block of four rows][fragment][feature of a thread]."""
-        return self.config.row_blocks * FRAGMENTS * 2
-
     def multiply_stage(self, acc, memory: LayerMemory, stage, j, masks, lane) -> None:
-        """Adds a stage's products."""
-        config, place = self.config, memory.stages + stage * STAGE_BYTES
+        """Adds a stage's products. Two columns of an MMA are the limbs; others repeat the low one."""
+        place = memory.stages + stage * STAGE_BYTES
         codes = place + lane * 16
         scales = place + STAGE_CODES + lane // 4 * 2
-        column, row = cutlass.min(lane // 4, config.columns - 1), cutlass.min(lane % 4, config.rows - 1)
-        half_bytes = config.columns * COLUMN_BYTES
-        groups = range(STAGE_K // GROUP)
-        parts = [
-            (i, fragment, block) for i in groups for fragment in range(FRAGMENTS) for block in range(config.row_blocks)
-        ]
-        limbs = memory.limbs + j * (len(groups) * 2 * half_bytes) + column * COLUMN_BYTES + lane % 4 * 16
-        x_scales = memory.x_scales + (j * (len(groups) * config.rows) + row) * 4
+        column, groups = cutlass.min(lane // 4, 1), range(STAGE_K // GROUP)
+        parts = [(i, fragment) for i in groups for fragment in range(FRAGMENTS)]
+        limbs = memory.limbs + j * (len(groups) * 2 * HALF_BYTES) + column * COLUMN_BYTES + lane % 4 * 16
+        x_scales = memory.x_scales + j * (len(groups) * 4)
         b, a = {}, {}
         for i in groups:
             for half in range(2):
-                for block in range(config.row_blocks):
-                    at = (2 * i + half) * half_bytes + block * (8 * COLUMN_BYTES)
-                    b[i, block, half] = ptx.load_shared_vector(limbs, at, 4)
+                b[i, half] = ptx.load_shared_vector(limbs, (2 * i + half) * HALF_BYTES, 4)
                 for fragment in range(FRAGMENTS):
                     at = (i * (GROUP // CODE_TILE_K) + half) * HALF_CODES + fragment * WARP_CODES
                     a[i, fragment, half] = ptx.load_shared_vector(codes, at, 4)
-        of_rows = {
-            (i, block): ptx.load_shared(x_scales, (i * config.rows + block * MMA_ROWS) * 4).bitcast(Float32)
-            for i in groups
-            for block in range(config.row_blocks)
-        }
+        of_row = [ptx.load_shared(x_scales, i * 4).bitcast(Float32) for i in groups]
         of_features = {
             (i, fragment, k): (
                 ptx.load_shared_part(scales, i * (TILE_N * 2) + fragment * (FRAGMENT_N * 2) + 16 * k, 2) << 16
@@ -126,15 +112,13 @@ class Multiplier:
                 for fragment in range(FRAGMENTS):
                     words = a[i, fragment, half]
                     operands = self.operands(words[first], words[first + 1], masks)
-                    for block in range(config.row_blocks):
-                        part, pair = (i, fragment, block), b[i, block, half][first : first + 2]
-                        dots[part] = instructions.multiply_bytes(dots[part], operands, pair)
-        for i, fragment, block in parts:
+                    pair = b[i, half][first : first + 2]
+                    dots[i, fragment] = instructions.multiply_bytes(dots[i, fragment], operands, pair)
+        for i, fragment in parts:
             for k in range(2):
-                high, low = dots[i, fragment, block][2 * k : 2 * k + 2]
-                exact = numbers.to_float(high * LIMB_BASE + low)
-                index = (block * FRAGMENTS + fragment) * 2 + k
-                acc[index] = ptx.fma(exact * of_rows[i, block], of_features[i, fragment, k], acc[index])
+                high, low = dots[i, fragment][2 * k : 2 * k + 2]
+                exact, index = numbers.to_float(high * LIMB_BASE + low), fragment * 2 + k
+                acc[index] = ptx.fma(exact * of_row[i], of_features[i, fragment, k], acc[index])
 
     def operands(self, first, second, masks) -> list:
         """Bytes of two steps' codes, less 8 and times 16: the A operand of an MMA."""
@@ -142,13 +126,9 @@ class Multiplier:
 
     @cute.jit
     def publish(self, acc, memory: LayerMemory, buffer, rank, lane):
-        """Publishes a rank's accumulators to the store warp: [row][feature]."""
-        start = memory.parts + (buffer * self.config.consumer_warps + rank) * self.config.part_bytes
-        start = start + lane % 4 * (TILE_N * 4) + lane // 4 * 4
-        for block in cutlass.range_constexpr(self.config.row_blocks):
-            if lane % 4 + block * MMA_ROWS < self.config.rows:
-                for fragment in cutlass.range_constexpr(FRAGMENTS):
-                    for k in cutlass.range_constexpr(2):
-                        index = (block * FRAGMENTS + fragment) * 2 + k
-                        place = block * (MMA_ROWS * TILE_N * 4) + (fragment * FRAGMENT_N + 8 * k) * 4
-                        ptx.store_shared(start, place, [acc[index]])
+        """Publishes a rank's accumulators to the store warp, from the lanes that have both limbs' columns."""
+        start = memory.parts + (buffer * self.config.consumer_warps + rank) * PART_BYTES + lane // 4 * 4
+        if lane % 4 == 0:
+            for fragment in cutlass.range_constexpr(FRAGMENTS):
+                for k in cutlass.range_constexpr(2):
+                    ptx.store_shared(start, (fragment * FRAGMENT_N + 8 * k) * 4, [acc[fragment * 2 + k]])

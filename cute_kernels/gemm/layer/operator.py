@@ -26,7 +26,7 @@ from cute_kernels.runtime.operator import Operator
 def may_serve(weights: list[tuple[str, int, int]]) -> bool:
     """Whether one launch has a kernel for weights (format, n, k) of some number of rows."""
     fits = all(form == FORMAT.key and serves_shape(n, k) for form, n, k in weights)
-    return fits and config_for(1, max(k for _, _, k in weights)) is not None
+    return fits and config_for(max(k for _, _, k in weights)) is not None
 
 
 def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
@@ -35,7 +35,7 @@ def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
         return False
     if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):
         return True
-    return any(default_cache().has(GemmSpec(config), arch_of(device)) for config in configs_for(rows, most_k))
+    return any(default_cache().has(GemmSpec(config), arch_of(device)) for config in configs_for(most_k))
 
 
 def _apply(

@@ -1,8 +1,8 @@
-"""Makes limbs of a product's rows where MMAs read them, once a CTA, by its consumer warps.
+"""Makes limbs of a product's row where MMAs read them, once a CTA, by its consumer warps.
 
-Eight lanes take 128 inputs of a row; their limbs are those of `.wgmma.limb_rows` of gemm. In memory a group of 128
+Eight lanes take 128 inputs; their limbs are those of `.wgmma.limb_rows` of gemm. In memory a group of 128
 inputs is [two halves][column][4 lanes][4 steps of 16 inputs] words: a lane's B operands of four steps are 16 bytes. A
-column is one limb of a row, the high one first.
+column is a limb, the high one first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ BLOCK = GROUP // GROUP_LANES  # inputs of a step of MMAs, and of a lane
 LANE_WORDS = BLOCK // 2
 HALF_STEPS = GROUP_LANES // 2  # of half a group
 COLUMN_BYTES = 64  # of half a group
+HALF_BYTES = 2 * COLUMN_BYTES  # of both limbs
 PLACES = (0, 16)  # bytes of a lane's vectors
-PASSES = 3  # of groups whose rows are asked for at once: one row of 14336 inputs by twelve warps
+PASSES = 3  # of groups that are asked for at once: 14336 inputs by twelve warps
 CONSUMER_BARRIER = 1
 
 
-class Rows:
-    """The rows of x as the consumer warps make limbs of them."""
+class Row:
+    """The row of x as the consumer warps make limbs of it."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
@@ -39,9 +40,9 @@ class Rows:
 
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
-        """Makes limbs of a product's rows as these arrive. No warp still reads those of the product before."""
+        """Makes limbs of a product's row as it arrives. No warp still reads those of the product before."""
         self.meet()
-        total = product.k // GROUP * sizes.m
+        total = product.k // GROUP
         for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
             self.make_groups(sizes, memory, product, exchange, number, first, lane)
         self.meet()
@@ -53,20 +54,19 @@ class Rows:
 
     @cute.jit
     def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
-        """Makes some groups of each of several passes, from the ``first`` of all rows on; all are loaded at once.
+        """Makes some groups of each of several passes, from the ``first`` on; all are loaded at once.
 
         After the last group lanes make it once more.
         """
-        groups = product.k // GROUP
-        total = groups * sizes.m
+        total = product.k // GROUP
         there = [first + i * self.pass_groups < total for i in range(PASSES)]
-        places = [self.place(first + i * self.pass_groups, total, groups, lane) for i in range(PASSES)]
+        groups = [cutlass.min(first + i * self.pass_groups + lane // GROUP_LANES, total - 1) for i in range(PASSES)]
         words, weights = (cute.make_rmem_tensor(PASSES * LANE_WORDS, Uint32) for _ in range(2))
         for i in cutlass.range_constexpr(PASSES):
-            if there[i] & (product.norm != 0):  # asked for before the rows are there
-                start = product.norm + Int64(places[i][1] * GROUP + lane % GROUP_LANES * BLOCK) * 2
+            if there[i] & (product.norm != 0):  # asked for before the row is there
+                start = product.norm + Int64(groups[i] * GROUP + lane % GROUP_LANES * BLOCK) * 2
                 self.keep(weights, i, [word for at in PLACES for word in ptx.load_global_words(start, at, 4)])
-        offsets = [Int64(row * product.k + group * GROUP + lane % GROUP_LANES * BLOCK) * 2 for row, group in places]
+        offsets = [Int64(group * GROUP + lane % GROUP_LANES * BLOCK) * 2 for group in groups]
         if number > 0:
             load_results(words, [exchange.address + product.rows + at for at in offsets], there, PLACES)
         else:
@@ -76,20 +76,10 @@ class Rows:
                     self.keep(words, i, [word for at in PLACES for word in ptx.load_relaxed(start, 4, offset=at)])
         for i in cutlass.range_constexpr(PASSES):
             if there[i]:
-                self.make_group(sizes, memory, product, *places[i], words, weights, i, lane)
-
-    def place(self, first, total, groups, lane) -> tuple[Any, Any]:
-        """Returns (row, group of the row) of a lane in a pass."""
-        index = cutlass.min(first + lane // GROUP_LANES, total - 1)
-        row = Int32(0)
-        for following in range(1, self.config.rows):
-            row = row + cutlass.select_(index >= following * groups, Int32(1), Int32(0))
-        return row, index - row * groups
+                self.make_group(sizes, memory, product, groups[i], words, weights, i, lane)
 
     @cute.jit
-    def make_group(
-        self, sizes: Sizes, memory: LayerMemory, product: Product, row, group, words, weights, number: int, lane
-    ):
+    def make_group(self, sizes: Sizes, memory: LayerMemory, product: Product, group, words, weights, number: int, lane):
         """Makes limbs of a lane's inputs of a pass."""
         if product.norm != 0:
             values, factors = (self.to_floats(self.kept(each, number)) for each in (words, weights))
@@ -98,10 +88,10 @@ class Rows:
             own = lanes.in_pairs(operator.add, [value * value for value in values])
             total = lanes.lane_sum(own, lanes.neighbours(GROUP_LANES))
             # All of a group's lanes have it, and store the same.
-            ptx.store_shared(memory.squares + (row * self.config.groups + group) * 4, 0, [total])
+            ptx.store_shared(memory.squares + group * 4, 0, [total])
         scale, limbs = self.split(self.kept(words, number))
-        self.store(memory, row, group, lane, limbs)
-        ptx.store_shared(memory.x_scales + (group * self.config.rows + row) * 4, 0, [scale])
+        self.store(memory, group, lane, limbs)
+        ptx.store_shared(memory.x_scales + group * 4, 0, [scale])
 
     def to_floats(self, words) -> list[Any]:
         return [half(word) for word in words for half in (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)]
@@ -125,11 +115,10 @@ class Rows:
         factor, scale = limbs.scales_of(cutlass.max(*pair))
         return scale, rows.limbs(rows.fixed(words, factor))
 
-    def store(self, memory: LayerMemory, row, group, lane, limbs) -> None:
+    def store(self, memory: LayerMemory, group, lane, limbs) -> None:
         """Stores a lane's limbs of a step where MMAs read them."""
-        half_bytes, step = self.config.columns * COLUMN_BYTES, lane % GROUP_LANES
-        start = memory.limbs + (group * 2 + step // HALF_STEPS) * half_bytes + step % HALF_STEPS * 4
-        start = start + row * (2 * COLUMN_BYTES)
+        step = lane % GROUP_LANES
+        start = memory.limbs + (group * 2 + step // HALF_STEPS) * HALF_BYTES + step % HALF_STEPS * 4
         for limb in range(2):
             for i, word in enumerate(limbs[4 * limb : 4 * limb + 4]):
                 ptx.store_shared(start, limb * COLUMN_BYTES + i * 16, [word])

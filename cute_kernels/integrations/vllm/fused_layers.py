@@ -165,8 +165,8 @@ def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     if not may_serve([(problem.format.key, n, k)]):
         return
     index = torch.cuda.current_device()
-    for m in filter(serves_rows, rows.all()):
-        kernel_of(m, max(n, k), index)
+    if any(map(serves_rows, rows.all())):
+        kernel_of(max(n, k), index)
 
 
 def ends_layer(layer: object) -> bool:
