@@ -121,10 +121,11 @@ def _linear(options: argparse.Namespace) -> int:
         linear_fp8.run(bench, *chosen)
         return _finish(bench.recorder, linear_fp8.text)
     if options.by_format:
-        from bench import by_format
+        from bench import by_format, format_peers
 
         chosen = options.layers or linear.LAYERS, options.rows or by_format.ROWS
-        by_format.run_linear(bench, options.seconds, *chosen)
+        peers = () if options.no_peers else [one for one in format_peers.PEERS if one.name not in options.without]
+        by_format.run_linear(bench, options.seconds, *chosen, peers)
         return _finish(bench.recorder, by_format.text)
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     if options.between:

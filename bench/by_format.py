@@ -8,28 +8,38 @@ of 32 on the same layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 
+from bench.format_peers import FormatPeer, Peers
 from bench.kernels import make_ready, needed_by, needed_by_cases
-from bench.linear import LAYERS
+from bench.linear import CHECKED_ROWS, FEW_SAMPLES, LAYERS, MANY_FLOPS, disagreement
 from bench.linear import check as check_rows
 from bench.moe import Inputs, MoeModel, MoeShape
 from bench.moe import check as check_tokens
 from bench.moe_fp8 import Fp8Layer, make_experts
 from bench.report import Record, aligned, in_markdown, number
 from bench.suites import Bench
-from bench.timing import capture, time_cold_in_turn
+from bench.timing import Protocol, capture, time_cold_in_turn
 from cute_kernels import PackedExperts, fused_moe, quantize_weight, quantized_linear
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.experts import ClampedSwiglu
+from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.runtime import KernelSpec
 
-FORMATS = ("mxfp4", "nvfp4", "fp8", "fp8_block", "w4g32")  # FP8 with a scale a row, which per tensor is stored as, too
+FORMATS = (
+    "mxfp4",
+    "nvfp4",
+    "fp8",
+    "fp8_block",
+    "w4g32",
+    "w4g128",
+)  # FP8 with a scale a row, which per tensor is stored as, too
 ROWS = (1, 4, 16)
 EXPERT_FORMATS = ("mxfp4", "w4g32")
 GPT_OSS = MoeModel("gpt-oss-120b", 128, 4, 2880, 2880)
@@ -39,20 +49,29 @@ ACTIVATION = ClampedSwiglu()
 BIAS_STD = 0.1
 
 
-def _row(bench: Bench, calls: Mapping[str, Callable[[], object]], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the time, bytes and floor of each format; calls: graphs by format."""
-    times = time_cold_in_turn(calls, bench.flush, bench.protocol)
+def _row(
+    bench: Bench,
+    calls: Mapping[str, Callable[[], object]],
+    sizes: Mapping[str, int],
+    others: Mapping[Any, Callable[[], object]] | None = None,
+    protocol: Protocol | None = None,
+) -> tuple[dict[str, Any], dict[Any, float]]:
+    """Returns (time, bytes and floor of each format, times of others); calls: by format."""
+    others = others or {}
+    times = time_cold_in_turn({**calls, **others}, bench.flush, protocol or bench.protocol)
     found = {}
-    for name, time in times.items():
-        floor = bench.floor(max(1, sizes[name] // 64) * 64)
+    for name in calls:
+        time, floor = times[name], bench.floor(max(1, sizes[name] // 64) * 64)
         about = {"bytes": sizes[name], "floor_us": floor.us, "floor_ratio": time.median_us / floor.us}
         found[name] = {"us": time.median_us, "min_us": time.min_us, **about}
-    return found
+    return found, {name: times[name].median_us for name in others}
 
 
 def told(row: Mapping[str, Any]) -> str:
     """A row in a line."""
     parts = [f"{name} {one['us']:.2f} ({one['floor_ratio']:.2f})" for name, one in row["formats"].items()]
+    for form, peers in row.get("peers", {}).items():
+        parts += [f"{form} by {name} {one['us']:.2f}" for name, one in peers.items() if one["us"]]
     return f"{row['name']}: us (of the floor): {', '.join(parts)}"
 
 
@@ -64,35 +83,50 @@ def linear_specs(layers: Iterable[tuple[int, int]], rows: Iterable[int], device:
     rows = tuple(rows)
 
     def calls_of(layer: tuple[int, int], form: str) -> list[Callable[[], object]]:
-        weight = quantize_weight(torch.zeros(layer, dtype=torch.bfloat16, device=device), format=form)
+        weight = _like_packed(layer, form, device)
         xs = (torch.empty(m, layer[1], dtype=torch.bfloat16, device=device) for m in rows)
         return [partial(quantized_linear, x, weight) for x in xs]
 
     return needed_by_cases(partial(calls_of, *case) for case in product(layers, FORMATS))
 
 
+def _like_packed(shape: tuple[int, int], form: str, device: str) -> PackedWeight:
+    """A packed weight of a size whose numbers mean nothing."""
+    tile = quantize_weight(torch.zeros((TILE_N, shape[1]), dtype=torch.bfloat16, device=device), format=form)
+    tiles = -(-shape[0] // TILE_N)
+    codes, scales = (part.new_empty((tiles, *part.shape[1:])) for part in (tile.codes, tile.scales))
+    return replace(tile, codes=codes, scales=scales, shape=shape, check_values=False)
+
+
 def run_linear(
-    bench: Bench, seconds: float, layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS
+    bench: Bench,
+    seconds: float,
+    layers: Iterable[tuple[int, int]] = LAYERS,
+    rows: Iterable[int] = ROWS,
+    peers: Iterable[FormatPeer] = (),
 ) -> None:
-    """One row per layer and number of rows under "linear_formats"; after so many seconds the other layers are left."""
+    """One row per layer and number of rows under "linear_formats"; after so many seconds the other layers are left.
+
+    Calls are timed as they are, not in graphs, as the floor is: a graph of one launch takes 2.4 us more.
+    """
     found: list[dict[str, Any]] = []
-    layers, rows = tuple(layers), tuple(rows)
+    layers, rows, peers = tuple(layers), tuple(rows), tuple(peers)
     bench.attempt("kernels", lambda: make_ready(linear_specs(layers, rows, bench.device), bench.say))
+    bench.recorder.set("timed", "calls")
 
     def of_layer(n: int, k: int) -> None:
         w = torch.randn((n, k), device=bench.device, generator=torch.Generator(bench.device).manual_seed(0))
         w *= k**-0.5
         weights = {form: quantize_weight(w, format=form, dtype=torch.bfloat16) for form in FORMATS}
-        del w
         xs = [torch.randn((m, k), device=bench.device).bfloat16() for m in rows]
-        errors = {form: _errors(weight, xs) for form, weight in weights.items()}
-        for i, x in enumerate(xs):
-            calls = {form: capture(partial(quantized_linear, x, weight)) for form, weight in weights.items()}
-            formats = _row(bench, calls, {form: weight.nbytes for form, weight in weights.items()})
-            for form, one in formats.items():
-                one["error"] = errors[form][i]
-            found.append({"name": f"{n} x {k}, M = {len(x)}", "shape": {"n": n, "k": k, "m": len(x)}})
-            found[-1]["formats"] = formats
+        wanted = [{form: _wanted(weight, x) for form, weight in weights.items()} for x in xs]
+        others = Peers.of(weights, xs, peers)
+        if peers:
+            others.add_cublas(w.bfloat16())
+        del w
+        for x, want in zip(xs, wanted, strict=True):
+            row = _linear_row(bench, x, weights, want, others)
+            found.append({"name": f"{n} x {k}, M = {len(x)}", "shape": {"n": n, "k": k, "m": len(x)}} | row)
             bench.recorder.set("linear_formats", found)
             bench.say(told(found[-1]))
 
@@ -103,12 +137,48 @@ def run_linear(
         bench.attempt(f"formats: {n} x {k}", partial(of_layer, n, k))
 
 
-def _errors(weight: PackedWeight, xs: Iterable[torch.Tensor]) -> list[float]:
-    """Relative errors of products, every row of which is held to fp32."""
-    dense = weight.dequantize(torch.float32)
-    return [
-        check_rows(quantized_linear(x, weight), torch.arange(len(x), device=x.device), x.float() @ dense.T) for x in xs
-    ]
+def _checked(x: torch.Tensor) -> torch.Tensor:
+    """Some rows, the first and the last among them."""
+    return torch.linspace(0, len(x) - 1, min(len(x), CHECKED_ROWS), device=x.device).long()
+
+
+def _wanted(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
+    """The checked rows of a product, in fp32."""
+    return x[_checked(x)].float() @ weight.dequantize(torch.float32).T
+
+
+def _linear_row(
+    bench: Bench, x: torch.Tensor, weights: Mapping[str, PackedWeight], want: Mapping[str, torch.Tensor], others: Peers
+) -> dict[str, Any]:
+    """The formats' and the peers' times, all in turn, of one number of rows; each is checked first."""
+    own = {form: partial(quantized_linear, x, weight) for form, weight in weights.items()}
+    errors = {form: check_rows(call(), _checked(x), want[form]) for form, call in own.items()}
+    why_not, calls = dict(others.why_not), {}
+    for key, call in others.products.items():
+        reason = disagreement(call, x, _checked(x), want[key[0]]) if key[0] in want else None
+        if reason is None:
+            calls[key] = partial(call, x)
+        else:
+            why_not[key] = reason
+    sizes = {form: weight.nbytes for form, weight in weights.items()}
+    flops = 2 * x.numel() * next(iter(weights.values())).shape[0]
+    formats, times = _row(bench, own, sizes, calls, _hasty(bench, flops))
+    for form, one in formats.items():
+        one["error"] = errors[form]
+    row: dict[str, Any] = {"formats": formats}
+    if times or why_not:
+        row["peers"] = peers = {}
+        for (form, name), us in times.items():
+            peers.setdefault(form, {})[name] = {"us": us}
+        for (form, name), reason in why_not.items():
+            peers.setdefault(form, {})[name] = {"us": None, "why_not": reason}
+    return row
+
+
+def _hasty(bench: Bench, flops: int) -> Protocol:
+    """Few samples of long calls."""
+    protocol = bench.protocol
+    return protocol if flops <= MANY_FLOPS else replace(protocol, samples=min(protocol.samples, FEW_SAMPLES), warmup=1)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -175,7 +245,7 @@ def run_experts(bench: Bench, seconds: float, tokens: Iterable[int] = TOKENS, mo
         }
         active = int(inputs.ids.unique().numel())
         sizes = {form: layer.bytes_of(active) for form, layer in layers.items()}
-        formats = _row(bench, {form: capture(call) for form, call in own.items()}, sizes)
+        formats, _ = _row(bench, {form: capture(call) for form, call in own.items()}, sizes)
         for form, one in formats.items():
             one["error"] = errors[form]
         about = {"model": asdict(model), "tokens": count}
@@ -196,13 +266,33 @@ def run_experts(bench: Bench, seconds: float, tokens: Iterable[int] = TOKENS, mo
 def text(record: Record) -> str:
     """The run as an aligned table: microseconds, and in brackets how many times the floor."""
     failed = [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
-    return "\n".join([str(record["environment"]["gpu"]), "", *aligned(_cells(record)), "", *failed])
+    lines = [str(record["environment"]["gpu"]), "", *aligned(_cells(record)), "", *_beside_peers(record), *failed]
+    return "\n".join(lines)
+
+
+def _beside_peers(record: Record) -> list[str]:
+    """What each format takes of its fastest peer's time, and why peers are not there."""
+    ratios: dict[str, dict[str, float]] = {}
+    reasons: dict[str, None] = {}
+    for row in record.get("linear_formats", []):
+        for form, peers in row.get("peers", {}).items():
+            times = [one["us"] for one in peers.values() if one["us"]]
+            if times and form in row["formats"]:
+                ratios.setdefault(form, {})[row["name"]] = row["formats"][form]["us"] / min(times)
+            reasons |= {f"{form} by {name}: {one['why_not']}": None for name, one in peers.items() if not one["us"]}
+    told = []
+    for form, of_rows in ratios.items():
+        worst = max(of_rows, key=of_rows.__getitem__)
+        mean = geometric_mean(of_rows.values())
+        told.append(f"{form} over its best peer: {mean:.3f} in the geometric mean, {of_rows[worst]:.2f} at {worst}")
+    return [*told, *reasons]
 
 
 def markdown(record: Record) -> str:
     """The same as a Markdown table."""
     head, *lines = _cells(record)
-    about = f"median of {record.get('samples')} replays of a CUDA graph, each with L2 made cold by reading 256 MB."
+    how = "calls" if record.get("timed") == "calls" else "replays of a CUDA graph"
+    about = f"median of {record.get('samples')} {how}, each with L2 made cold by reading 256 MB."
     return in_markdown(record, head, lines, about)
 
 

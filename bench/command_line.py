@@ -84,8 +84,9 @@ def _add_weights(commands: Any) -> None:
     linear.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
     linear.add_argument("--fp8", action="store_true", help="products in FP8 beside 16-bit ones, torch's and DeepGEMM's")
     linear.add_argument(
-        "--by-format", action="store_true", help="MXFP4, NVFP4, FP8 and INT4 in turn against the floor, few rows"
+        "--by-format", action="store_true", help="MXFP4, NVFP4, FP8 and INT4 in turn, beside the floor and peers"
     )
+    linear.add_argument("--without", action="append", default=[], metavar="PEER", help="--by-format: leave out a peer")
     linear.add_argument(
         "--seconds", type=_count, default=600, help="--by-format: seconds after which no further layer begins"
     )

@@ -218,7 +218,7 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
     calls: dict[str, Callable[[], object]] = {"": own, INVARIANT: invariant}
     why_not = dict(layer.why_not)
     for name, product in layer.products.items():
-        reason = _disagreement(product, x, chosen, some @ layer.dense_by_row.T if name in layer.by_row else want)
+        reason = disagreement(product, x, chosen, some @ layer.dense_by_row.T if name in layer.by_row else want)
         if reason is None:
             calls[name] = partial(product, x)
         else:
@@ -255,7 +255,7 @@ def check(out: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> float:
     return error
 
 
-def _disagreement(product: Product, x: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> str | None:
+def disagreement(product: Product, x: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> str | None:
     """Why a peer's product is not timed."""
     try:
         error = relative_error(product(x)[chosen], want)

@@ -117,32 +117,50 @@ def words_of(weights: Weights) -> torch.Tensor:
 
 def marlin_weights(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int32 and scales [groups, N] in Marlin's order."""
+    return marlin_codes(weights), in_fragments(weights.scales)
+
+
+def marlin_codes(weights: Weights) -> torch.Tensor:
+    """Codes int32 in Marlin's order."""
     n, k = weights.codes.shape
     nothing = torch.empty(0, dtype=torch.int32, device=weights.codes.device)
-    packed = torch.ops._C.gptq_marlin_repack(words_of(weights), nothing, k, n, weights.bits, False)
-    # Its threads want the scales of 64 neighbouring features in the order of their fragments.
+    return torch.ops._C.gptq_marlin_repack(words_of(weights), nothing, k, n, weights.bits, False)
+
+
+def in_fragments(scales: torch.Tensor, of_rows: bool = False) -> torch.Tensor:
+    """Scales [N, groups] as [groups, N], those of 64 neighbouring features in the order of Marlin's fragments.
+
+    of_rows: whether there is one for each feature, which meets the sums.
+    """
     order = [i + 8 * j for i in range(8) for j in range(8)]
-    return packed, weights.scales.T.reshape(-1, 64)[:, order].reshape(-1, n).contiguous()
+    if of_rows:  # other fragments, of 32 features
+        order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+    return scales.T.reshape(-1, len(order))[:, order].reshape(-1, len(scales)).contiguous()
 
 
 def _marlin(weights: Weights) -> Product:
-    n, k = weights.codes.shape
-    device = weights.codes.device
-    packed, scales = marlin_weights(weights)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    workspace = torch.zeros(num_sms, dtype=torch.int32, device=device)
+    return marlin_call(*marlin_weights(weights), type_id(weights.bits), weights.codes.shape)
+
+
+def marlin_call(
+    packed: torch.Tensor, scales: torch.Tensor, kind: int, shape: torch.Size, **more: torch.Tensor
+) -> Product:
+    """The product of a weight [N, K] in Marlin's order."""
+    num_sms = torch.cuda.get_device_properties(packed.device).multi_processor_count
+    workspace = torch.zeros(num_sms, dtype=torch.int32, device=packed.device)
     call = functools.partial(by_name, torch.ops._C.marlin_gemm.default)
     given = {
         "b_q_weight": packed,
         "b_scales": scales,
         "workspace": workspace,
-        "b_type_id": type_id(weights.bits),
-        "size_n": n,
-        "size_k": k,
+        "b_type_id": kind,
+        "size_n": shape[0],
+        "size_k": shape[1],
         "is_k_full": True,
         "use_atomic_add": False,
         "use_fp32_reduce": True,
         "is_zp_float": False,
+        **more,
     }
     return lambda x: call(a=x, size_m=x.shape[0], **given)
 
@@ -152,7 +170,7 @@ def by_name(operator, **given: object) -> torch.Tensor:
     return operator(*(given.get(argument.name) for argument in operator._schema.arguments))
 
 
-def _machete(weights: Weights) -> Product:
+def machete(weights: Weights) -> Product:
     operators, dtype = torch.ops._C, weights.scales.dtype
     columns = words_of(weights).T.contiguous().T
     kind = type_id(weights.bits)
@@ -164,7 +182,7 @@ def _machete(weights: Weights) -> Product:
 
 
 @functools.cache
-def _quack_missing() -> str | None:
+def quack_missing() -> str | None:
     try:
         importlib.import_module("quack.gemm_w4")
     except Exception as error:
@@ -197,7 +215,7 @@ DENSE = tuple(  # which are always there
 PEERS = (
     *DENSE,
     LinearPeer("Marlin", (4, 8), vllm_missing, _marlin, dtypes=BOTH),
-    LinearPeer("Machete", (4, 8), vllm_missing, _machete, dtypes=BOTH),
-    LinearPeer("QuACK", (4,), _quack_missing, _quack),
-    LinearPeer("QuACK by row", (8,), _quack_missing, _quack_by_row, by_row=True),
+    LinearPeer("Machete", (4, 8), vllm_missing, machete, dtypes=BOTH),
+    LinearPeer("QuACK", (4,), quack_missing, _quack),
+    LinearPeer("QuACK by row", (8,), quack_missing, _quack_by_row, by_row=True),
 )

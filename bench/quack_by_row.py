@@ -1,4 +1,4 @@
-"""QuACK's product with 8-bit weights and a scale for each output feature.
+"""QuACK's product with weights of 8 bits, INT8 or FP8, and a scale for each output feature.
 
 QuACK decodes such weights without their scales and leaves those to an epilogue of the caller's: this is it, and the
 call with the tiles and splits that QuACK's own `quack.gemm_w4.gemm_w4a16` chooses. Importing this module wants QuACK.
@@ -16,8 +16,6 @@ from quack.gemm_config import SplitKMode  # pyright: ignore[reportMissingImports
 from quack.operand_transform.formats import decode_format  # pyright: ignore[reportMissingImports]
 from quack.operand_transform.host import pick_w4_cfg  # pyright: ignore[reportMissingImports]
 
-FORMAT = "int8"
-
 
 @gemm_epilogue(ops={"scale": RowVecLoad("scale")})
 def scaled(acc, scale):
@@ -25,11 +23,11 @@ def scaled(acc, scale):
     return {"D": acc * scale}
 
 
-def prepare(codes: torch.Tensor, scales: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The product of codes int8 [N, K], N a multiple of 128, and scales [N]."""
+def prepare(codes: torch.Tensor, scales: torch.Tensor, form: str = "int8") -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product of codes int8 [N, K], N a multiple of 128, and scales [N]. form: "fp8" for bytes that are E4M3."""
     n = codes.shape[0]
-    blob, _ = decode_format(FORMAT).prepare(codes, None)
-    scale, tile_k = scales.float()[None], decode_format(FORMAT).tile_k
+    blob, _ = decode_format(form).prepare(codes, None)
+    scale, tile_k = scales.float()[None], decode_format(form).tile_k
 
     buffers = {}  # by rows; used again, as the kernel leaves them as it found them
 
@@ -44,7 +42,7 @@ def prepare(codes: torch.Tensor, scales: torch.Tensor) -> Callable[[torch.Tensor
             blob,
             out,
             epi_args={"scale": scale},
-            transform_a=FORMAT,
+            transform_a=form,
             tile_M=tile_m,
             tile_N=tile_n,
             tile_K=tile_k,

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from bench import by_format
+from bench.format_peers import PEERS, Codes, FormatPeer, Peers
+from bench.linear_peers import in_fragments
 from bench.moe import Inputs, MoeModel, MoeShape
 from bench.record import Recorder
 from bench.suites import Bench
 from bench.tables import table_of
 from bench.timing import Protocol, ticking
-from cute_kernels import fused_moe
+from cute_kernels import fused_moe, quantize_weight
+from cute_kernels.formats.weights.fp4 import LEVELS
 from simulator import stand_in
 from tests.bench.clocks import every_call_takes
 from tests.launchers import recording
@@ -72,3 +75,66 @@ def test_kernels_of_all_formats_are_found_without_a_launch():
         assert not cache.launches
     for kind in ("e2m1bf16_g32e8m0", "e2m1bf16_g16", "e4m3", "w4bf16_g32"):
         assert any(kind in symbol for symbol in symbols), kind
+
+
+def numbers_of(form, codes):
+    """W of a checkpoint's codes and scales, as its format's page has it."""
+    levels = torch.tensor(LEVELS, dtype=torch.float64)
+    numbers = {
+        "w4g128": lambda: codes.rows.double() - 8,
+        "mxfp4": lambda: torch.cat((levels, -levels))[codes.rows.int()],
+        "nvfp4": lambda: torch.cat((levels, -levels))[codes.rows.int()] * codes.tensor_scale,
+        "fp8": lambda: codes.rows.view(torch.float8_e4m3fn).double(),
+        "fp8_block": lambda: codes.rows.view(torch.float8_e4m3fn).double(),
+    }[form]()
+    scales = {
+        "mxfp4": lambda: torch.exp2(codes.scales.double() - 127),
+        "nvfp4": lambda: codes.scales.view(torch.float8_e4m3fn).double(),
+    }.get(form, lambda: codes.scales.double())()
+    return (numbers.view(*scales.shape, -1) * scales.unsqueeze(-1)).view(codes.rows.shape)
+
+
+@pytest.mark.parametrize("form", ["w4g128", "mxfp4", "nvfp4", "fp8", "fp8_block"])
+def test_peers_are_given_the_codes_and_scales_of_the_weight_itself(form):
+    weight = quantize_weight(torch.randn(128, 256) / 16, format=form, dtype=torch.bfloat16)
+    codes = Codes.of(weight)
+    assert torch.equal(numbers_of(form, codes).float(), weight.dequantize(torch.float32))
+    if codes.bits == 4:
+        assert torch.equal(codes.nibbles & 15, codes.rows[:, ::2])
+        assert torch.equal(codes.nibbles >> 4, codes.rows[:, 1::2])
+
+
+def by_torch(codes):
+    dense = numbers_of("mxfp4", codes).bfloat16()
+    return lambda x: x @ dense.T
+
+
+def test_peers_are_timed_beside_what_agrees_with_them_and_others_say_why_not(bench):
+    def breaks(codes):
+        raise RuntimeError("no such kernel")
+
+    peers = [
+        FormatPeer("torch", lambda: None, {"mxfp4": by_torch, "nvfp4": breaks}),
+        FormatPeer("wrong", lambda: None, {"mxfp4": lambda codes: lambda x: -by_torch(codes)(x)}, compiles=True),
+        FormatPeer("elsewhere", lambda: "not installed", {"fp8": by_torch}),
+    ]
+    by_format.run_linear(bench, 600, [(128, 256)], (1, 20), peers)
+    assert not bench.recorder.data["failures"]
+    _, row = bench.recorder.data["linear_formats"]
+    times = {(form, name): one["us"] for form, found in row["peers"].items() for name, one in found.items()}
+    assert {key for key, us in times.items() if us} == {("mxfp4", "torch"), ("bf16", "cuBLAS")}
+    assert row["peers"]["nvfp4"]["torch"]["why_not"].endswith("no such kernel")
+    assert "relative error 2.0" in row["peers"]["mxfp4"]["wrong"]["why_not"]
+    text = shown(bench)
+    assert "mxfp4 over its best peer: 1.000 in the geometric mean, 1.00 at 128 x 256, M = 1" in text
+    assert "fp8 by elsewhere: not installed" in text
+
+
+def test_every_peer_says_whether_it_is_here_and_its_scales_are_a_permutation():
+    weight = quantize_weight(torch.randn(128, 256) / 16, format="nvfp4", dtype=torch.bfloat16)
+    found = Peers.of({"nvfp4": weight}, (), [peer for peer in PEERS if peer.missing()])
+    assert not found.products and all("not" in reason for reason in found.why_not.values())
+    for groups in (1, 4):
+        order = in_fragments(torch.arange(128 * groups).view(128, groups), of_rows=groups == 1)
+        assert sorted(order.flatten().tolist()) == list(range(128 * groups))
+        assert all(order[i].min() == i for i in range(groups))
