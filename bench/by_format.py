@@ -32,14 +32,7 @@ from cute_kernels.gemm.experts import ClampedSwiglu
 from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.runtime import KernelSpec
 
-FORMATS = (
-    "mxfp4",
-    "nvfp4",
-    "fp8",
-    "fp8_block",
-    "w4g32",
-    "w4g128",
-)  # FP8 with a scale a row, which per tensor is stored as, too
+FORMATS = ("mxfp4", "nvfp4", "fp8", "fp8_block", "w4g128")  # FP8 with a scale a row, which per tensor is stored as, too
 ROWS = (1, 4, 16)
 EXPERT_FORMATS = ("mxfp4", "w4g32")
 GPT_OSS = MoeModel("gpt-oss-120b", 128, 4, 2880, 2880)
