@@ -30,7 +30,7 @@ from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations import expert_kernels, expert_weights
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import prepare
+from cute_kernels.integrations.vllm import prepare, routers
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.seams import packs_here, refusal, replace_once
 from cute_kernels.integrations.vllm.versions import Interface
@@ -406,6 +406,8 @@ def replace_experts(module: str, name: str, source: Source) -> None:
         reason = reason_against(method, layer, source) or process(method, layer, source)
         if reason is not None and method.moe.moe_parallel_config.enable_eplb and not takes_part(method):
             raise NotImplementedError(f"--enable-eplb: {name}: want another method, or a layer served here: {reason}")
+        if reason is None:
+            routers.connect(getattr(layer, "layer_name", None))
         return reason
 
     if not getattr(takes_part, "is_cute_kernels", False):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 
 from cute_kernels.integrations import ready
+from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts, index_of, note, outlasting, specs_for
 from cute_kernels.integrations.vllm import environment, plugin
 from cute_kernels.integrations.vllm.seams import logger
@@ -38,6 +39,14 @@ def engine_has(part: str, option: str) -> bool:
     from vllm.config import get_current_vllm_config_or_none
 
     return bool(getattr(getattr(get_current_vllm_config_or_none(), part, None), option, False))
+
+
+def layer_named(name: str | None) -> Foreign | None:
+    """The layer of this process's engine that vLLM's operators find by a name; None without one."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return None if config is None else config.compilation_config.static_forward_context.get(name)
 
 
 def why_left(seam: str) -> str | None:

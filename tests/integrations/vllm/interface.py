@@ -32,6 +32,7 @@ from tests.integrations.vllm import (
     seam_mla,
     seam_moe,
     seam_plugin,
+    seam_router,
     stubs,
 )
 from tests.integrations.vllm.checks import CHECKS, ONCE, hopper
@@ -44,6 +45,7 @@ SEAMS = (
     seam_attention_ranks,
     seam_attention_steps,
     seam_moe,
+    seam_router,
     seam_mla,
     seam_float_linear,
     seam_fusion,
