@@ -59,7 +59,9 @@ def row_codes(weight: PackedWeight) -> torch.Tensor:
     """Codes of an FP8 weight row by row, float8_e4m3fn [N, K], as torch's product takes them: a second copy of them."""
     n, k = weight.shape
     rows = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
-    for first, last in row_blocks(weight.codes.shape[0], weight.codes.shape[1] * hopper.tile_k(weight.bits)):
+    for first, last in row_blocks(
+        weight.codes.shape[0], weight.codes.shape[1] * hopper.tile_k(weight.bits), weight.device
+    ):
         own = rows[64 * first : 64 * last]
         own.copy_(weight.unpack_tiles(first, last)[: len(own), :k])
     return rows.view(E4M3)

@@ -161,7 +161,7 @@ def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: t
     n, k = shape
     length = form.group_size or k
     found = stored.clone()
-    for first, last in row_blocks(-(-n // TILE_N), padded_shape(shape, form.group_size)[1]):
+    for first, last in row_blocks(-(-n // TILE_N), padded_shape(shape, form.group_size)[1], stored.device):
         rows = slice(first * TILE_N, min(last * TILE_N, n))
         codes = torch.nn.functional.pad(codes_of(rows.start, rows.stop), (0, -k % length))
         found[rows] = form.with_nan_codes(codes.unflatten(1, (-1, length)), stored[rows])

@@ -151,7 +151,7 @@ def _choose_scales(
     at a time."""
     n, k = w.shape
     found = []
-    for first, last in row_blocks(-(-n // TILE_N), k):
+    for first, last in row_blocks(-(-n // TILE_N), k, w.device):
         grouped = _grouped(w[first * TILE_N : last * TILE_N], length)
         if not bool(grouped.isfinite().all()):
             raise ValueError("w: got NaN or infinite values (in fp32), want finite ones")
@@ -235,7 +235,7 @@ def pack(
     n_pad, k_pad = padded_shape(shape, group_size)
     tiles = n_pad // TILE_N
     codes = torch.empty(tiles, k_pad // hopper.tile_k(bits), TILE_BYTES, dtype=torch.uint8, device=where)
-    for first, last in row_blocks(tiles, k_pad):
+    for first, last in row_blocks(tiles, k_pad, scales.device):
         rows = codes_of(first * TILE_N, min(last * TILE_N, n))
         if perm is not None:
             rows = rows[:, perm.to(rows.device).long()]

@@ -41,7 +41,7 @@ def linear_reference(
     computed = _row_by_row if batch_invariant else _at_once
     inputs = prepare_input(x, None, weight.input_scale).to(compute_dtype)
     y = torch.empty(*x.shape[:-1], weight.out_features, dtype=compute_dtype, device=x.device)
-    for first, last in row_blocks(weight.codes.shape[0], weight.in_features):
+    for first, last in row_blocks(weight.codes.shape[0], weight.in_features, weight.device):
         w = weight.dequantize_tiles(first, last).to(x.dtype).to(compute_dtype)
         with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # which would round what goes in and out
             y[..., first * TILE_N : first * TILE_N + w.shape[0]] = computed(lambda rows, w=w: rows @ w.T, inputs)

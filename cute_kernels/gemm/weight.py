@@ -41,6 +41,7 @@ KEY_VERSION = 2  # or the bytes of another format's key
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
 _COPIED = TENSOR_NAMES[:3]  # 16 bytes at a time; the others are read in any place
 BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
+GPU_BLOCK_ELEMENTS = 1 << 24  # on a GPU, where a block is some 50 launches: 2M elements take 10 us, launches 500
 
 
 @lru_cache(maxsize=1024)
@@ -80,9 +81,10 @@ def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
     return padded_shape(shape, group_size)[1] // group_size if group_size else 1
 
 
-def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
-    """Ranges of N tiles that cover ``num_tiles``, each of about `BLOCK_ELEMENTS` weights of ``k`` a row."""
-    step = max(1, blocks.elements(BLOCK_ELEMENTS) // (TILE_N * k))
+def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Ranges of N tiles that cover ``num_tiles``, each of about as many weights of ``k`` a row as suit the device."""
+    usual = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    step = max(1, blocks.elements(usual) // (TILE_N * k))
     for first in range(0, num_tiles, step):
         yield first, min(first + step, num_tiles)
 
@@ -258,7 +260,7 @@ class PackedWeight(Packed):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: got {dtype!r}, want None or a floating one")
         out = torch.empty(n, k, dtype=dtype or self.dtype, device=self.device)
-        for first, last in row_blocks(self.codes.shape[0], self.codes.shape[1] * hopper.tile_k(self.bits)):
+        for first, last in row_blocks(self.codes.shape[0], self.codes.shape[1] * hopper.tile_k(self.bits), self.device):
             out[first * TILE_N : last * TILE_N] = self.dequantize_tiles(first, last)
         return out
 

@@ -91,9 +91,15 @@ def test_work_is_done_by_blocks_of_rows():
     case = known(300, 130, 8, 64, True)
     whole = case.pack()
     with blocks.at_most(64 * 192):
-        assert list(weight_module.row_blocks(5, 192)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+        assert list(weight_module.row_blocks(5, 192, torch.device("cpu"))) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
         assert same(case.pack(), whole)
         assert torch.equal(whole.dequantize(torch.float64), case.dense)
+
+
+@pytest.mark.parametrize("device, calls", [("cpu", 56), ("cuda", 7)])
+def test_a_gpu_has_few_and_large_blocks_since_each_is_many_launches(device, calls):
+    found = list(weight_module.row_blocks(448, 4096, torch.device(device)))
+    assert len(found) == calls and found[0][0] == 0 and found[-1][1] == 448
 
 
 def test_act_order_takes_inputs_by_perm_and_gives_weights_in_their_own_order():
