@@ -1,15 +1,18 @@
-"""Weights of a layer of experts, from the tensors that vLLM loads them into to `PackedExperts`.
+"""Weights of a layer of experts, from the tensors that engines load them into to `PackedExperts`.
 
-vLLM's tensors hold all experts; packed weights have whole tiles of rows, so that all experts are packed as one tall
+Engines' tensors hold all experts; packed weights have whole tiles of rows, so that all experts are packed as one tall
 weight. Gate and up, which lie one after the other, come out row by row in turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from cute_kernels.formats.weights import MXFP4, SHIPPED_GROUP_SIZES
+from cute_kernels.gemm import pack_experts
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import pack_codes
 from cute_kernels.gemm.weight import TILE_N
@@ -19,6 +22,27 @@ COMPRESSED_TENSORS = "{}_weight_packed", "{}_weight_scale", "{}_weight_zero_poin
 """Engines' names of words, scales and zero points, "{}" standing for "w13" and "w2"."""
 AUTO = "{}_qweight", "{}_scales", "{}_qzeros"
 """The same of GPTQ and AWQ."""
+
+
+class Stored(NamedTuple):
+    """How an engine's layer stores codes; group_size 0 for one scale per row."""
+
+    bits: int
+    group_size: int
+    zero_point: bool
+    act_order: bool
+
+    def wrong(self, features: int, hidden: int) -> dict[str, bool]:
+        """What no kernel here supports, and whether it is so. features: between the products; hidden: the model's."""
+        return {
+            f"{self.bits}-bit weights": self.bits not in (4, 8),
+            f"groups of {self.group_size}": self.group_size not in (0, *SHIPPED_GROUP_SIZES),
+            "act-order": self.act_order,
+            f"experts of {features} features": bool(features % (TILE_N // 2) or hidden % TILE_N),
+        }
+
+
+AS_MXFP4 = Stored(MXFP4.bits, MXFP4.group_size, zero_point=False, act_order=False)
 
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
@@ -79,6 +103,17 @@ def from_awq(
         group_size=group_size,
         dtype=dtype,
     )
+
+
+def from_mxfp4(
+    words: torch.Tensor, scales: torch.Tensor, zeros: None, *, dtype: torch.dtype, gated: bool, **_: object
+) -> PackedExperts:
+    """Experts of gpt-oss: words of bytes of two codes [E, K / 2, N], scales E8M0 [E, K / 32, N].
+
+    gated: whether gates come before ups; else they come in turn.
+    """
+    codes, bytes_ = (_in_order(x.transpose(1, 2).view(torch.uint8), gated).contiguous() for x in (words, scales))
+    return pack_experts(MXFP4, codes, bytes_.view(torch.float8_e8m0fnu), dtype=dtype)
 
 
 def _in_order(rows: torch.Tensor, gated: bool) -> torch.Tensor:

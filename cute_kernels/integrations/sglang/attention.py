@@ -16,7 +16,7 @@ from cute_kernels.integrations import attention_kernels, engine_cache, ready
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
-from cute_kernels.integrations.sglang.seams import WANTED, Hook, logger, named, reasons_against, say_once
+from cute_kernels.integrations.sglang.seams import WANTED, Hook, Seam, logger, named, reasons_against, say_once
 from cute_kernels.integrations.sglang.versions import Interface
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ CHOICES = ("attention_backend", "prefill_attention_backend", "decode_attention_b
 """Fields of SGLang's configuration that may name the backend."""
 FP8 = Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
 """Of the pool of `--kv-cache-dtype fp8_e4m3`."""
-
-
-WHAT: str = f"attention with --attention-backend {NAME}"
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:
@@ -55,6 +52,9 @@ def offer(interface: Interface) -> None:
     named(interface.attention_backends)[NAME] = make
     choices = named(interface.attention_choices)
     choices[:] = dict.fromkeys([*choices, NAME])
+
+
+SEAM = Seam(f"attention with --attention-backend {NAME}", hooks, offer)
 
 
 def wants_pages(original: Callable[[Foreign], dict[str, object]], view: Foreign) -> dict[str, object]:

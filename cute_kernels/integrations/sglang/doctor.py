@@ -40,6 +40,6 @@ def examine() -> Finding:
         formats = rows.wanted_formats()
     except ValueError as error:
         return Finding("sglang", LIMITED, str(error), "set it to what is wanted: SGLang does not start so")
-    what = ", ".join(seam.WHAT for seam in plugin.SEAMS)
+    what = ", ".join(seam.what for seam in plugin.SEAMS)
     cache = "" if formats is None else f", with pools in {formats}"
     return Finding("sglang", OK, f"{version}, served: {what}{cache}; {plugin.SWITCH}=0 replaces nothing")

@@ -2,13 +2,12 @@
 
 Hooks stand around the two methods of the owners of such layers: one that brings loaded weights into Marlin's order, and
 one that multiplies. A layer that is served here has its packed tensors under the names of its parameters, as Marlin's
-are, and :data:`SERVED` says what they are. Any other goes on to SGLang's own methods.
+are, and its attribute `seams.SERVED` says what they are. Any other goes on to SGLang's own methods.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,21 +21,15 @@ from cute_kernels.integrations.engine_linear import Form, LayerTensors
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
 from cute_kernels.integrations.sglang.seams import (
-    IN_PLACE,
     WANTED,
-    Hook,
-    hooks_of_layers,
+    Layers,
+    Seam,
     logger,
     reasons_against,
-    say_once,
+    refuse,
     share_workspaces,
 )
-from cute_kernels.integrations.sglang.versions import Interface
 from cute_kernels.runtime.gpu import GPU
-
-SERVED = "cute_kernels_served"
-"""Attribute of a layer that is served here."""
-WHAT: str = "weight-only linear layers"
 
 
 class Served(NamedTuple):
@@ -66,57 +59,38 @@ class Kind:
     pack: Callable[..., PackedWeight] = engine_linear.packed
 
 
-def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
-    """Packs a loaded layer, or leaves it to SGLang and logs why."""
-    if getattr(layer, SERVED, None) is not None:
-        return  # nothing was loaded since: parameters that are packed have no loader
+def _pack(kind: Kind, owner: Foreign, layer: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], Served]:
+    """Packs a loaded layer, as `Layers.pack`."""
     old: list[Any] = [getattr(layer, name, None) for name in kind.names]
-    device = old[0].device
-    batch_invariant = rows.is_deterministic()
-    try:
-        form = kind.form(owner, layer)
-        reason = why_left(form, device, batch_invariant)
-        tensors = None if reason else engine_linear.tensors_of(form, kind.pack(form, *old))
-    except (AttributeError, TypeError, ValueError) as error:
-        form, reason, tensors = None, str(error), None
-    if form is None or tensors is None:
-        say_once(f"linear layers are left to SGLang: {kind.owner}: {reason}", logging.WARNING)
-        original(owner, layer)
-        return
+    device, batch_invariant = old[0].device, rows.is_deterministic()
+    form = kind.form(owner, layer)
+    refuse(reasons_of(form, device, batch_invariant))
+    tensors = engine_linear.tensors_of(form, kind.pack(form, *old))
+    make_ready(form, device, batch_invariant)
+    return dict(zip(kind.names, tensors, strict=True)), Served(form, kind.names, batch_invariant)
+
+
+def reasons_of(form: Form, device: torch.device, batch_invariant: bool) -> list[str]:
+    """Returns why a layer is left to SGLang."""
+    reasons = reasons_against(device)
+    if reasons or device.type != "cuda":
+        return reasons
+    index = ready.index_of(device)
+    problem = form.problem(GPU.num_sms(index), batch_invariant)
+    reason = ready.linear_reason(problem, rows.engine_rows(), index, WANTED)
+    return [] if reason is None else [reason]
+
+
+def make_ready(form: Form, device: torch.device, batch_invariant: bool) -> None:
+    """Loads or compiles the kernels of a layer's steps."""
     if device.type == "cuda":
         share_workspaces()
         ready.note(form.problem(GPU.num_sms(ready.index_of(device)), batch_invariant), rows.engine_rows())
         ready.load_noted(device, functools.partial(ready.load, logger=logger))
-    for name, before, tensor in zip(kind.names, old, tensors, strict=True):
-        if before is not None:  # what has no meaning here is emptied: a GPTQ layer has zero points that are not read
-            new = before.data.new_empty(0) if tensor is None else tensor
-            setattr(layer, name, torch.nn.Parameter(new, requires_grad=False))
-    setattr(layer, SERVED, Served(form, kind.names, batch_invariant))
-    say_once("weight-only linear layers run here")
 
 
-def why_left(form: Form, device: torch.device, batch_invariant: bool) -> str | None:
-    """Returns why a layer is left to SGLang; None if it is served."""
-    if WHAT not in IN_PLACE:
-        return "its hooks were not seen to take effect"
-    if reasons := reasons_against(device):
-        return "; ".join(reasons)
-    if device.type != "cuda":
-        return None
-    index = ready.index_of(device)
-    return ready.linear_reason(form.problem(GPU.num_sms(index), batch_invariant), rows.engine_rows(), index, WANTED)
-
-
-def _multiply(
-    original: Callable[..., torch.Tensor],
-    owner: Foreign,
-    layer: torch.nn.Module,
-    x: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    served = getattr(layer, SERVED, None)
-    if served is None:
-        return original(owner, layer, x, bias)
+def multiply(served: Served, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The result [..., n] of x [..., k]."""
     tensors: list[Any] = [getattr(layer, name, None) for name in served.names]
     out = engine_linear.product(served.form, x, LayerTensors(*tensors), bias, served.batch_invariant)
     return out.reshape(*x.shape[:-1], served.form.n)
@@ -163,6 +137,5 @@ KINDS = (
 )
 
 
-def hooks(interface: Interface) -> dict[str, Hook]:
-    """The hooks around methods of SGLang's, by their full names."""
-    return hooks_of_layers(interface, KINDS, _load, _multiply, ("x", "bias"))
+LAYERS = Layers("weight-only linear layers", KINDS, _pack, multiply, ("x", "bias"))
+SEAM = Seam(LAYERS.what, LAYERS.hooks)

@@ -1,4 +1,4 @@
-"""Layers of experts of SGLang with 4- and 8-bit weights: AWQ, GPTQ and compressed-tensors checkpoints.
+"""Layers of experts of SGLang with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss's checkpoints.
 
 Hooks stand around the two methods of the owners of such layers, as for linear layers. SGLang routes tokens and hands
 them out: a layer sees ids of its own experts, and -1 for those of other GPUs, which add nothing.
@@ -6,55 +6,47 @@ them out: a layer sees ids of its own experts, and -1 for those of other GPUs, w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations import expert_kernels, expert_weights, ready
+from cute_kernels.integrations.expert_kernels import Epilogues
+from cute_kernels.integrations.expert_weights import Stored
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
 from cute_kernels.integrations.sglang.seams import (
-    IN_PLACE,
     WANTED,
     Hook,
-    hooks_of_layers,
+    Layers,
+    Seam,
     logger,
     reasons_against,
-    say_once,
+    refuse,
     share_workspaces,
 )
 from cute_kernels.integrations.sglang.versions import Interface
 from cute_kernels.runtime.spec import KernelSpec
 
-WHAT: str = "experts with 4- and 8-bit weights"
-SERVED = "cute_kernels_experts"
-"""Attribute of a layer that is served here."""
 NAMES = ("w13", "w2")
-BIASES = ("w13_bias", "w2_bias", "w13_weight_bias", "w2_weight_bias")
-
-
-class Form(NamedTuple):
-    """The form of an owner's weights; group_size 0 for one scale per row."""
-
-    bits: int
-    group_size: int
-    zero_point: bool
-    act_order: bool
+MXFP4_BIASES = ("w13_weight_bias", "w2_weight_bias")
+BIASES = ("w13_bias", "w2_bias", *MXFP4_BIASES)
+ROUTER = "cute_kernels_router"
+"""Attribute of gpt-oss's layers: what chooses a token's experts."""
 
 
 class Served(NamedTuple):
-    """A layer's weights, and whether a token's result may not depend on other tokens."""
+    """A layer's weights, what follows its products, and whether a token's result may not depend on other tokens."""
 
     gate_up: PackedExperts
     down: PackedExperts
+    epilogues: Epilogues
     batch_invariant: bool
 
 
@@ -65,9 +57,10 @@ class Kind:
     Attributes:
         owner: the field of `versions.Interface` that names their owner.
         product: the owner's method that multiplies.
-        words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2", each [E, inputs, outputs].
+        words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2".
         form: owner to form; ValueError says why it has none.
-        pack: what packs them.
+        pack: what packs them, as [E, inputs, outputs].
+        outputs_first: whether parameters are [E, outputs, inputs], and gates and ups may come in turn.
     """
 
     owner: str
@@ -75,64 +68,76 @@ class Kind:
     words: str
     scales: str
     zeros: str
-    form: Callable[[Foreign], Form]
+    form: Callable[[Foreign], Stored]
     pack: Callable[..., PackedExperts] = expert_weights.from_inputs_packed
+    outputs_first: bool = False
+
+    def tensor(self, layer: Foreign, text: str, name: str) -> torch.Tensor:
+        """A parameter as [E, inputs, outputs]. text: one of the names. name: "w13" or "w2"."""
+        tensor = getattr(layer, text.format(name)).data
+        return tensor.transpose(1, 2) if self.outputs_first else tensor
+
+    def in_turn(self, config: Foreign) -> bool:
+        """Whether gates and ups come in turn, as in gpt-oss's checkpoints, or gates first."""
+        return self.outputs_first and config.gemm1_alpha is not None and config.gate_up_interleaved
+
+    def biases_of(self, owner: Foreign, layer: Foreign) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both products' biases as kernels take them, gates and ups in turn; None of layers without."""
+        if not (self.outputs_first and owner.with_bias):
+            return None, None
+        config = layer.moe_runner_config
+        first, second = (getattr(layer, name).data.to(config.params_dtype) for name in MXFP4_BIASES)
+        return first if self.in_turn(config) else expert_weights.gate_and_up_in_turn(first), second
 
 
-def _load(kind: Kind, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
-    """Packs a loaded layer, or leaves it to SGLang and logs why."""
-    if getattr(layer, SERVED, None) is not None:
-        return  # nothing was loaded since: parameters that are packed have no loader
-    try:
-        form = kind.form(owner)
-        w2_scales = getattr(layer, kind.scales.format("w2"))
-        reasons = [*reasons_of(form, layer, w2_scales.shape[2]), *reasons_against(w2_scales.device)]
-        packed = [] if reasons else [_packed(kind, form, layer, name) for name in NAMES]
-        reasons = reasons or _make_ready(layer, packed)
-    except (AttributeError, TypeError, ValueError) as error:
-        packed, reasons = [], [str(error)]
-    if reasons:
-        say_once(f"experts are left to SGLang: {kind.owner}: {'; '.join(reasons)}", logging.WARNING)
-        original(owner, layer)
-        return
-    for name, experts in zip(NAMES, packed, strict=True):
+def _pack(kind: Kind, owner: Foreign, layer: Foreign) -> tuple[dict[str, torch.Tensor | None], Served]:
+    """Packs a loaded layer, as `Layers.pack`."""
+    form, config = kind.form(owner), layer.moe_runner_config
+    features, hidden = (kind.tensor(layer, kind.scales, name).shape[2] for name in NAMES)
+    wrong = form.wrong(features // 2, hidden) | _wrong_of(kind, layer) | _wrong_of_server()
+    device = getattr(layer, kind.scales.format("w2")).device
+    refuse([*(what for what, is_so in wrong.items() if is_so), *reasons_against(device)])
+    options = {"bits": form.bits, "group_size": form.group_size or None, "dtype": config.params_dtype}
+    tensors: dict[str, torch.Tensor | None] = {}
+    packed: list[PackedExperts] = []
+    for name in NAMES:
+        texts = (kind.words, kind.scales, *((kind.zeros,) if form.zero_point else ()))
+        words, scales, *zeros = (kind.tensor(layer, text, name) for text in texts)
+        gated = name == "w13" and not kind.in_turn(config)
+        experts = kind.pack(words, scales, zeros[0] if zeros else None, **options, gated=gated)
         new = {kind.words: experts.codes, kind.scales: experts.scales, kind.zeros: experts.zeros}
-        for text, tensor in new.items():
-            if (before := getattr(layer, text.format(name), None)) is not None:
-                tensor = before.data.new_empty(0) if tensor is None else tensor
-                setattr(layer, text.format(name), torch.nn.Parameter(tensor, requires_grad=False))
-    vars(layer)["_original_shapes"] = {}  # which SGLang would give parameters before it loads them again
-    setattr(layer, SERVED, Served(packed[0], packed[1], rows.is_deterministic()))
-    say_once("experts run here")
+        tensors |= {text.format(name): tensor for text, tensor in new.items()}
+        packed.append(experts)
+    epilogues = Epilogues(activation_of(config) or expert_kernels.SWIGLU, *kind.biases_of(owner, layer))
+    refuse(_make_ready(layer, packed, epilogues.activation))
+    if (router := vars(layer).get(ROUTER)) is not None:
+        from sglang.srt.layers.moe.topk import TopKOutputFormat
+
+        router.topk_config.output_format = TopKOutputFormat.STANDARD
+    return tensors, Served(packed[0], packed[1], epilogues, rows.is_deterministic())
 
 
-def _packed(kind: Kind, form: Form, layer: Foreign, name: str) -> PackedExperts:
-    words, scales = (getattr(layer, text.format(name)).data for text in (kind.words, kind.scales))
-    zeros = getattr(layer, kind.zeros.format(name)).data if form.zero_point else None
-    options = {"bits": form.bits, "group_size": form.group_size or None, "dtype": layer.moe_runner_config.params_dtype}
-    return kind.pack(words, scales, zeros, **options, gated=name == "w13")
+def activation_of(config: Foreign) -> ActivationFunction | None:
+    """The activation that SGLang applies to a layer's gates and ups; None for one that no kernel here computes."""
+    alpha, clamp, limit = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
+    if config.activation != "silu" or not config.is_gated or config.gemm1_beta is not None:
+        return None
+    if alpha is clamp is None:
+        return ClampedSwiglu(1.0, limit, 0.0) if limit else expert_kernels.SWIGLU
+    return ClampedSwiglu(alpha, clamp, 1.0) if limit is None and alpha is not None and clamp else None
 
 
-def reasons_of(form: Form, layer: Foreign, hidden: int) -> list[str]:
-    """Returns why a layer is left to SGLang. hidden: features of the model."""
-    config = layer.moe_runner_config
-    features, dtype = config.intermediate_size_per_partition, config.params_dtype  # GPTQ's scales may have another
-    limits = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit, config.swiglu_limit)
-    wrong = {
-        "its hooks were not seen to take effect": WHAT not in IN_PLACE,
-        f"{form.bits}-bit weights": form.bits not in (4, 8),
-        f"groups of {form.group_size}": form.group_size not in (0, *SHIPPED_GROUP_SIZES),
-        "act-order": form.act_order,
-        f"experts of {features} features": bool(features % (TILE_N // 2) or hidden % TILE_N),
+def _wrong_of(kind: Kind, layer: Foreign) -> dict[str, bool]:
+    """What of a layer no kernel here supports, and whether it is so."""
+    config, dtype = layer.moe_runner_config, layer.moe_runner_config.params_dtype  # GPTQ's scales may have another
+    return {
         f"activations in {dtype}": dtype not in DTYPES,
-        f"the activation {config.activation}": config.activation != "silu" or not config.is_gated,
-        "limits": any(limit is not None for limit in limits),
-        "biases": any(getattr(layer, name, None) is not None for name in BIASES),
+        f"the activation {config.activation}, or its numbers": activation_of(config) is None,
+        "biases": not kind.outputs_first and any(getattr(layer, name, None) is not None for name in BIASES),
         "weights on the input": bool(config.apply_router_weight_on_input),
         "results of experts that are not added up": bool(config.no_combine),
-        **_wrong_of_server(),
+        "tokens sorted by experts": kind.outputs_first and layer.use_triton_kernels and ROUTER not in vars(layer),
     }
-    return [what for what, is_so in wrong.items() if is_so]
 
 
 def _wrong_of_server() -> dict[str, bool]:
@@ -141,17 +146,20 @@ def _wrong_of_server() -> dict[str, bool]:
     return {
         "tokens sent between GPUs (all-to-all)": not get_moe_a2a_backend().is_none(),
         "experts that move between GPUs (--enable-eplb)": rows.published("get_exec", "moe.enable_eplb"),
+        "experts paged from the host": rows.published("get_exec", "moe.enable_paged_experts"),
+        "experts shared with the CPU (KTransformers)": rows.published("get_exec", "moe.kt_weight_path"),
+        "experts fetched from other GPUs (DWDP)": rows.published("get_parallel", "dwdp_size"),
         "LoRA": rows.published("get_lora", "enable_lora"),
     }
 
 
-def _make_ready(layer: Foreign, packed: list[PackedExperts]) -> list[str]:
+def _make_ready(layer: Foreign, packed: list[PackedExperts], activation: ActivationFunction) -> list[str]:
     """Loads or compiles the kernels of a layer's steps. Returns why they are not ready."""
     device = packed[0].device
 
     def specs() -> Iterable[KernelSpec]:
         tokens, forms = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS), (each.form for each in packed)
-        return expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic())
+        return expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic(), activation)
 
     reason = ready.make_ready(device, specs, logger, WANTED)
     if device.type == "cuda":
@@ -159,45 +167,79 @@ def _make_ready(layer: Foreign, packed: list[PackedExperts]) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def _multiply(original: Callable[..., Any], owner: Foreign, layer: torch.nn.Module, dispatch_output: Foreign) -> Any:
-    served: Served | None = getattr(layer, SERVED, None)
-    if served is None:
-        return original(owner, layer, dispatch_output)
+def multiply(served: Served, layer: Foreign, dispatch_output: Foreign) -> Foreign:
+    """SGLang's result of tokens that were handed out: the sum over each token's experts."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    x, chosen, config = dispatch_output.hidden_states, dispatch_output.topk_output, layer.moe_runner_config
-    weights = chosen.topk_weights
-    if (factor := config.routed_scaling_factor) is not None and factor != 1.0:
+    x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
+    weights, factor = chosen.topk_weights, layer.moe_runner_config.routed_scaling_factor
+    if factor is not None and factor != 1.0:
         weights = weights * factor
-    ids = chosen.topk_ids.int()
-    out = expert_kernels.multiply(
-        x, served.gate_up, served.down, weights, ids, served.batch_invariant, torch.empty_like(x)
-    )
+    choice = weights, chosen.topk_ids.int(), served.batch_invariant
+    out = expert_kernels.multiply(x, served.gate_up, served.down, *choice, torch.empty_like(x), served.epilogues)
     return StandardCombineInput(hidden_states=out)
 
 
-def _compressed_tensors_form(scheme: Foreign) -> Form:
+def note_router(original: Callable[..., None], block: Foreign, *arguments: object, **named: object) -> None:
+    """Makes a block of gpt-oss, and tells its experts what chooses among them.
+
+    SGLang's kernels for them want tokens sorted by experts; ours want each token's experts, as all other kernels do.
+    """
+    original(block, *arguments, **named)
+    vars(block.experts)[ROUTER] = block.topk
+
+
+def _compressed_tensors_form(scheme: Foreign) -> Stored:
     order = getattr(scheme.actorder, "value", scheme.actorder)
-    return Form(scheme.num_bits, max(scheme.group_size or 0, 0), not scheme.sym, order == "group")
+    return Stored(scheme.num_bits, max(scheme.group_size or 0, 0), not scheme.sym, order == "group")
 
 
-def _gptq_form(kernel: Foreign) -> Form:
+def _gptq_form(kernel: Foreign) -> Stored:
     config = kernel.quant_config
-    return Form(config.weight_bits, max(config.group_size, 0), False, bool(config.desc_act))
+    return Stored(config.weight_bits, max(config.group_size, 0), False, bool(config.desc_act))
 
 
-def _awq_form(kernel: Foreign) -> Form:
+def _awq_form(kernel: Foreign) -> Stored:
     config = kernel.quant_config
-    return Form(config.weight_bits, max(config.group_size, 0), True, False)
+    return Stored(config.weight_bits, max(config.group_size, 0), True, False)
 
 
-KINDS = (
-    Kind("compressed_tensors_experts", "apply_weights", *expert_weights.COMPRESSED_TENSORS, _compressed_tensors_form),
-    Kind("gptq_experts", "apply", *expert_weights.AUTO, _gptq_form),
-    Kind("awq_experts", "apply", *expert_weights.AUTO, _awq_form, expert_weights.from_awq),
+def _mxfp4_form(method: Foreign) -> Stored:
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
+    backend = get_moe_runner_backend()
+    if not (backend.is_auto() or backend.is_triton_kernels()):  # SGLang's choices on Hopper
+        raise ValueError(f"--moe-runner-backend {backend.value}")
+    return expert_weights.AS_MXFP4
+
+
+LAYERS = Layers(
+    "experts with 4- and 8-bit weights",
+    (
+        Kind(
+            "compressed_tensors_experts", "apply_weights", *expert_weights.COMPRESSED_TENSORS, _compressed_tensors_form
+        ),
+        Kind("gptq_experts", "apply", *expert_weights.AUTO, _gptq_form),
+        Kind("awq_experts", "apply", *expert_weights.AUTO, _awq_form, expert_weights.from_awq),
+    ),
+    _pack,
+    multiply,
+    ("dispatch_output",),
+)
+SEAM = Seam(LAYERS.what, LAYERS.hooks)
+MXFP4_NAMES = "{}_weight", "{}_weight_scale", ""
+GPT_OSS = Layers(
+    "experts of gpt-oss",
+    (Kind("mxfp4_experts", "apply", *MXFP4_NAMES, _mxfp4_form, expert_weights.from_mxfp4, outputs_first=True),),
+    _pack,
+    multiply,
+    ("dispatch_output",),
 )
 
 
-def hooks(interface: Interface) -> dict[str, Hook]:
-    """The hooks around methods of SGLang's, by their full names."""
-    return hooks_of_layers(interface, KINDS, _load, _multiply, ("dispatch_output",))
+def _hooks_of_gpt_oss(interface: Interface) -> dict[str, Hook]:
+    made = Hook(note_router, ("self", "layer_id", "config", "quant_config", "prefix"))
+    return {**GPT_OSS.hooks(interface), f"{interface.gpt_oss_block}.__init__": made}
+
+
+GPT_OSS_SEAM = Seam(GPT_OSS.what, _hooks_of_gpt_oss)

@@ -11,25 +11,16 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.sglang import attention, linear, moe, rows, seams, versions
-from cute_kernels.integrations.sglang.seams import Hook, logger, named, say_once
+from cute_kernels.integrations.sglang.seams import Seam, logger, named, say_once
 
 SWITCH = "CUTE_KERNELS_SGLANG"
 
 
-class Seam(Protocol):
-    """A module that takes over from SGLang at one place. WHAT: in words."""
-
-    WHAT: str
-
-    @staticmethod
-    def hooks(interface: versions.Interface) -> dict[str, Hook]: ...
-
-
-SEAMS: tuple[Seam, ...] = (linear, moe, attention)
+SEAMS = (linear.SEAM, moe.SEAM, moe.GPT_OSS_SEAM, attention.SEAM)
 
 
 def register() -> None:
@@ -54,7 +45,7 @@ def register() -> None:
         try:
             _hook(seam, interface)
         except (ImportError, AttributeError) as error:  # a private build that moved something
-            say_once(f"{seam.WHAT} left to SGLang {version}: {type(error).__name__}: {error}", logging.ERROR)
+            say_once(f"{seam.what} left to SGLang {version}: {type(error).__name__}: {error}", logging.ERROR)
 
 
 def why_not_wanted() -> str | None:
@@ -89,13 +80,12 @@ def _then_look(
     def applied() -> None:
         apply_hooks()
         lacking = [target for target, original in originals.items() if named(target) is original]
-        seams.IN_PLACE.discard(seam.WHAT)
+        seams.IN_PLACE.discard(seam.what)
         if lacking:
-            logger.error("cute-kernels %s: %s left to SGLang: not hooked: %s", __version__, seam.WHAT, lacking)
+            logger.error("cute-kernels %s: %s left to SGLang: not hooked: %s", __version__, seam.what, lacking)
         else:
-            seams.IN_PLACE.add(seam.WHAT)
-            if seam is attention:
-                attention.offer(interface)
-            logger.info("cute-kernels %s: %s can run here", __version__, seam.WHAT)
+            seams.IN_PLACE.add(seam.what)
+            seam.offer(interface)
+            logger.info("cute-kernels %s: %s can run here", __version__, seam.what)
 
     return applied

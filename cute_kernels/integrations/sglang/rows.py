@@ -25,13 +25,15 @@ def engine_rows() -> RowCounts:
 
 
 def published(part: str, option: str) -> bool:
-    """Returns whether an option of the server's configuration is on; False where no server has published any."""
+    """Returns whether an option of the server's configuration is on, or a number above 1; False where no server has
+    published any."""
     from sglang.srt import runtime_context
 
     try:
-        return bool(operator.attrgetter(option)(getattr(runtime_context, part)()))
+        found = operator.attrgetter(option)(getattr(runtime_context, part)())
     except ValueError:
         return False
+    return found > 1 if type(found) is int else bool(found)
 
 
 def is_deterministic() -> bool:

@@ -8,6 +8,7 @@ import importlib
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -54,24 +55,86 @@ class Hook(NamedTuple):
     parameters: tuple[str, ...]
 
 
-def hooks_of_layers(
-    interface: Interface,
-    kinds: Iterable[Foreign],
-    load: Callable[..., None],
-    multiply: Callable[..., Any],
-    parameters: tuple[str, ...],
-) -> dict[str, Hook]:
-    """The hooks around the two methods of the owners of layers, by their full names.
+@dataclass(frozen=True)
+class Seam:
+    """A place where the plug-in takes over from SGLang.
 
-    kinds: each with its ``owner``, a field of the interface, and ``product``, the owner's method that multiplies. load:
-    wraps the method that reorders loaded weights, with the kind as first argument. parameters: of ``multiply``.
+    Attributes:
+        what: in words. hooks: the hooks around SGLang's functions, by their full names; ImportError or AttributeError
+            says what this SGLang lacks. offer: what happens once all of them are in place.
     """
-    found: dict[str, Hook] = {}
-    for kind in kinds:
-        owner = getattr(interface, kind.owner)
-        found[f"{owner}.process_weights_after_loading"] = Hook(functools.partial(load, kind), ("self", "layer"))
-        found[f"{owner}.{kind.product}"] = Hook(multiply, ("self", "layer", *parameters))
-    return found
+
+    what: str
+    hooks: Callable[[Interface], dict[str, Hook]]
+    offer: Callable[[Interface], object] = lambda interface: None
+
+
+SERVED = "cute_kernels_served"
+"""Attribute of a layer that is served here: what its product needs."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers of quantised weights: hooks around the methods of their owners that load and that multiply.
+
+    Attributes:
+        what: in words, those of the seam. kinds: each with its ``owner``, a field of the interface, and ``product``,
+            the owner's method that multiplies.
+        pack: (kind, owner, layer) to new tensors by the names of parameters, and what :data:`SERVED` is set to;
+            AttributeError, TypeError or ValueError says why SGLang's own method has to load the layer.
+        multiply: (served, layer, the product's arguments) to the result. parameters: names of those arguments.
+    """
+
+    what: str
+    kinds: tuple[Foreign, ...]
+    pack: Callable[..., tuple[dict[str, torch.Tensor | None], object]]
+    multiply: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+    def hooks(self, interface: Interface) -> dict[str, Hook]:
+        """The hooks around methods of SGLang's, by their full names."""
+        found: dict[str, Hook] = {}
+        for kind in self.kinds:
+            owner = getattr(interface, kind.owner)
+            load = Hook(functools.partial(self.load, kind), ("self", "layer"))
+            found[f"{owner}.process_weights_after_loading"] = load
+            found[f"{owner}.{kind.product}"] = Hook(self.product, ("self", "layer", *self.parameters))
+        return found
+
+    def load(self, kind: Foreign, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
+        """Packs a loaded layer, or leaves it to SGLang and logs why."""
+        if getattr(layer, SERVED, None) is not None:
+            return  # nothing was loaded since: parameters that are packed have no loader
+        try:
+            if self.what not in IN_PLACE:
+                raise ValueError("its hooks were not seen to take effect")
+            tensors, served = self.pack(kind, owner, layer)
+        except (AttributeError, TypeError, ValueError) as error:
+            say_once(f"{self.what} are left to SGLang: {kind.owner}: {error}", logging.WARNING)
+            original(owner, layer)
+            return
+        for name, tensor in tensors.items():
+            if (before := getattr(layer, name, None)) is not None:  # what has no meaning here is emptied
+                new = before.data.new_empty(0) if tensor is None else tensor
+                setattr(layer, name, torch.nn.Parameter(new, requires_grad=False))
+        vars(layer)["_original_shapes"] = {}  # which SGLang would give parameters before it loads them again
+        setattr(layer, SERVED, served)
+        say_once(f"{self.what} run here")
+
+    def product(
+        self, original: Callable[..., Any], owner: Foreign, layer: torch.nn.Module, *arguments: object, **named: object
+    ) -> Any:
+        """The layer's result, here or by SGLang's own method."""
+        served = getattr(layer, SERVED, None)
+        if served is None:
+            return original(owner, layer, *arguments, **named)
+        return self.multiply(served, layer, *arguments, **named)
+
+
+def refuse(reasons: Iterable[str]) -> None:
+    """Raises ValueError with all reasons, if there are any."""
+    if said := "; ".join(reasons):
+        raise ValueError(said)
 
 
 def reasons_against(device: torch.device) -> list[str]:

@@ -20,15 +20,13 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from cute_kernels.formats.weights import MXFP4, SHIPPED_GROUP_SIZES
 from cute_kernels.formats.weights.fp4 import MXFP4_ANY
-from cute_kernels.gemm import pack_experts
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations import expert_kernels, expert_weights
+from cute_kernels.integrations.expert_weights import Stored
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import prepare, routers
 from cute_kernels.integrations.vllm.plugin import note_served
@@ -46,7 +44,7 @@ class Source:
     Attributes:
         words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2".
         pack: what packs them, as [E, inputs, outputs].
-        form: (method) to (bits, group size, whether there are zero points, whether inputs are in act-order).
+        form: (method) to how it stores codes; ValueError says why nothing here reads them.
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: vLLM's names of experts for which the method loads weights so.
         dtype: of activations, where scales do not say it.
@@ -56,7 +54,7 @@ class Source:
     scales: str
     zeros: str
     pack: Callable[..., PackedExperts]
-    form: Callable[[Any], tuple[int, int, bool, bool]]
+    form: Callable[[Any], Stored]
     outputs_first: bool = False
     backends: tuple[str, ...] = ("MARLIN", "HUMMING")
     dtype: torch.dtype | None = None
@@ -69,31 +67,22 @@ class Source:
         return words, scales, zeros[0] if zeros else None
 
 
-def _compressed_tensors_form(method: Foreign) -> tuple[int, int, bool, bool]:
+def _compressed_tensors_form(method: Foreign) -> Stored:
     order = getattr(method, "actorder", None)  # vLLM refuses it from 0.30 on
-    return method.num_bits, method.group_size, not method.symmetric, getattr(order, "value", order) == "group"
+    in_order = getattr(order, "value", order) == "group"
+    return Stored(method.num_bits, max(method.group_size, 0), not method.symmetric, in_order)
 
 
-def _gptq_form(method: Foreign) -> tuple[int, int, bool, bool]:
+def _gptq_form(method: Foreign) -> Stored:
     config = method.quant_config
-    return config.quant_type.size_bits, config.group_size, False, bool(config.desc_act)
+    return Stored(config.quant_type.size_bits, max(config.group_size, 0), False, bool(config.desc_act))
 
 
-def _awq_form(method: Foreign) -> tuple[int, int, bool, bool]:
+def _awq_form(method: Foreign) -> Stored:
     config = method.quant_config
     if not config.zero_point:
         raise ValueError("AWQ without zero points")
-    return config.weight_bits, config.group_size, True, False
-
-
-def _pack_mxfp4(words: torch.Tensor, scales: torch.Tensor, zeros: None, *, gated: bool, **_: object) -> PackedExperts:
-    """Packs gpt-oss's weights. words: bytes of two codes [E, K / 2, N]. scales: E8M0 [E, K / 32, N]. gated: whether
-    gates come before ups."""
-    codes, scales = (x.transpose(1, 2) for x in (words, scales.view(torch.float8_e8m0fnu)))
-    if gated:
-        codes, scales = (expert_weights.gate_and_up_in_turn(x.view(torch.uint8)) for x in (codes, scales))
-    scales = scales.contiguous().view(torch.float8_e8m0fnu)
-    return pack_experts(MXFP4, codes.contiguous(), scales, dtype=torch.bfloat16)
+    return Stored(config.weight_bits, max(config.group_size, 0), True, False)
 
 
 COMPRESSED = functools.partial(
@@ -108,8 +97,8 @@ SOURCES = {
         "{}_weight",
         "{}_weight_scale",
         "",
-        _pack_mxfp4,
-        lambda method: (4, MXFP4.group_size, False, False),
+        expert_weights.from_mxfp4,
+        lambda method: expert_weights.AS_MXFP4,
         outputs_first=True,
         backends=("TRITON", "HUMMING", "MARLIN"),  # vLLM's order on Hopper; all load a checkpoint's own layout
         dtype=torch.bfloat16,
@@ -224,7 +213,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     if (left := prepare.why_left("moe")) is not None:
         return left
     try:
-        bits, group_size, zero_point, act_order = source.form(method)
+        form = source.form(method)
     except ValueError as error:
         return str(error)
     words, scales, _ = source.tensors(layer, "w13", zero_point=False)
@@ -240,10 +229,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "a GPU of another compute capability than 9.0": not CuteKernelsExperts._supports_current_device(),
         f"weights laid out for {backend}": backend not in source.backends or transposed,
         f"--moe-backend {method.moe.moe_backend}": method.moe.moe_backend != "auto",
-        f"{bits}-bit weights": bits not in (4, 8),
-        f"groups of {group_size}": group_size not in (-1, *SHIPPED_GROUP_SIZES),
-        "act-order": act_order,
-        f"experts of {n} features": n % (TILE_N // 2) or hidden % TILE_N,
+        **form.wrong(n, hidden),
         f"{experts} experts": experts > MAX_EXPERTS,
         f"activations in {dtype}": dtype not in DTYPES,
         "quantised activations": inputs is not None and inputs.itemsize == 1,
@@ -252,7 +238,7 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "weights on the input": bool(layer.apply_router_weight_on_input),
         "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
         # Of which each GPU finds by itself whether its own experts need some.
-        "zero points of experts that move between GPUs": zero_point and bool(parallel.enable_eplb),
+        "zero points of experts that move between GPUs": form.zero_point and bool(parallel.enable_eplb),
         "GPUs that come and go": prepare.engine_has("parallel_config", "enable_elastic_ep"),
         "LoRA": bool(method.moe.is_lora_enabled),
     }
@@ -294,7 +280,7 @@ def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
             scales,
             zeros,
             bits=bits,
-            group_size=None if group_size == -1 else group_size,
+            group_size=group_size or None,
             dtype=source.dtype or scales.dtype,
             gated=gated,
         )

@@ -28,12 +28,12 @@ from unittest import mock
 import torch
 
 from cute_kernels.integrations.sglang import linear, plugin, register, rows, seams, versions
-from tests.integrations.sglang import layers, seam_attention, seam_moe
+from tests.integrations.sglang import layers, seam_attention, seam_gpt_oss, seam_moe
 from tests.integrations.sglang.checks import CHECKS, check, lines
 from tests.integrations.sglang.layers import Checkpoint
 from tests.integrations.vllm import stubs
 
-SEAMS = (seam_attention, seam_moe)
+SEAMS = (seam_attention, seam_gpt_oss, seam_moe)
 """Modules that put their checks on the list."""
 QUANTIZATION = "sglang.srt.layers.quantization"
 COMPRESSED_TENSORS = f"{QUANTIZATION}.compressed_tensors.schemes"
@@ -54,6 +54,9 @@ PARTS = (
     "sglang.srt.layers.moe.fused_moe_triton",
     "sglang.srt.layers.moe.token_dispatcher",
     "sglang.srt.configs",
+    *(f"sglang.srt.layers.{name}" for name in ("linear", "logits_processor", "vocab_parallel_embedding")),
+    *(f"sglang.srt.{name}" for name in ("layers.layer_boundary", "lora.layers", "model_loader", "models.utils")),
+    f"{QUANTIZATION}.unquant",
 )
 """What is stood in for."""
 WANTED = (*stubs.WANTED, "orjson", "psutil", "setproctitle", "torchao", "triton")
@@ -97,7 +100,7 @@ INTERFACE = versions.INTERFACES[VERSION]
 
 
 def targets() -> list[str]:
-    return list(linear.hooks(INTERFACE))
+    return list(linear.SEAM.hooks(INTERFACE))
 
 
 def left(form: Checkpoint, full_k: int | None = None) -> str:
@@ -107,11 +110,11 @@ def left(form: Checkpoint, full_k: int | None = None) -> str:
     kind = next(kind for kind in linear.KINDS if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
     before, original = dict(made.layer.named_parameters()), mock.Mock()
     with mock.patch.object(seams, "logger") as said:
-        linear._load(kind, original, made.owner, made.layer)
-        linear._load(kind, original, made.owner, made.layer)
+        linear.LAYERS.load(kind, original, made.owner, made.layer)
+        linear.LAYERS.load(kind, original, made.owner, made.layer)
     assert original.call_args_list == [mock.call(made.owner, made.layer)] * 2
     assert all(before[name] is now for name, now in made.layer.named_parameters())
-    linear._multiply(original, made.owner, made.layer, "x", None)  # type: ignore[arg-type]
+    linear.LAYERS.product(original, made.owner, made.layer, "x", None)
     assert original.call_args == mock.call(made.owner, made.layer, "x", None)
     (line,) = lines(said)
     return line
@@ -128,7 +131,7 @@ def close(made: layers.Layer, form: Checkpoint) -> None:
 
 @check
 def every_hook_took_effect_and_stands_around_sglangs_own_method() -> None:
-    assert {seam.WHAT for seam in plugin.SEAMS} == seams.IN_PLACE and len(targets()) == 6
+    assert {seam.what for seam in plugin.SEAMS} == seams.IN_PLACE and len(targets()) == 6
     for target in (target for seam in plugin.SEAMS for target in seam.hooks(INTERFACE)):
         assert target.endswith(f".{pkgutil.resolve_name(target).__wrapped__.__qualname__}")
 
@@ -138,7 +141,7 @@ def layers_of_every_checkpoint_give_what_it_says() -> None:
     for form in layers.CHECKPOINTS:
         made = layers.make(form)
         made.process()
-        assert getattr(made.layer, linear.SERVED).form.act_order == form.act_order, form
+        assert getattr(made.layer, seams.SERVED).form.act_order == form.act_order, form
         close(made, form)
         made.process()  # nothing was loaded since
         close(made, form)
@@ -164,7 +167,7 @@ def a_gpus_part_of_the_inputs_is_served_but_in_act_order() -> None:
     ):
         made = layers.make(form, full_k=1024)
         made.process()
-        assert getattr(made.layer, linear.SERVED, None) is not None, form
+        assert getattr(made.layer, seams.SERVED, None) is not None, form
         close(made, form)
     for checkpoint in ("ct", "gptq"):
         line = left(Checkpoint(checkpoint, act_order=True), full_k=1024)
@@ -201,12 +204,12 @@ def activations_of_another_dtype_are_refused() -> None:
 def a_hook_that_did_not_take_effect_is_said_and_nothing_is_served() -> None:
     original = pkgutil.resolve_name(targets()[0])
     with mock.patch.object(plugin, "logger") as said:
-        plugin._then_look(lambda: None, linear, INTERFACE, {targets()[0]: original})()
-        assert linear.WHAT not in seams.IN_PLACE
+        plugin._then_look(lambda: None, linear.SEAM, INTERFACE, {targets()[0]: original})()
+        assert linear.SEAM.what not in seams.IN_PLACE
         (line,) = lines(said)
         assert "not hooked" in line and targets()[0] in line and said.error.called
         assert "hooks were not seen to take effect" in left(Checkpoint("ct"))
-    seams.IN_PLACE.add(linear.WHAT)
+    seams.IN_PLACE.add(linear.SEAM.what)
 
 
 @check

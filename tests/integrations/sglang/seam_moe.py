@@ -49,8 +49,16 @@ class Experts:
                 if expert < 0:
                     continue
                 gate, up = (self.gate_up[expert] @ x[token].double()).chunk(2)
-                expected[token] += factor * weight * (self.down[expert] @ (torch.nn.functional.silu(gate) * up))
+                expected[token] += factor * weight * (self.down[expert] @ self.between(gate, up))
         return float((found.double() - expected).abs().max() / expected.abs().max())
+
+    def between(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """What SGLang's Marlin makes of gates and ups."""
+        config = self.layer.moe_runner_config
+        alpha = config.gemm1_alpha
+        limit = config.swiglu_limit if alpha is None else config.gemm1_clamp_limit
+        gate, up = gate.clamp(max=limit or torch.inf), up.clamp(-(limit or torch.inf), limit or torch.inf)
+        return gate * torch.sigmoid((1.0 if alpha is None else alpha) * gate) * (up + (alpha is not None))
 
 
 @contextmanager
@@ -59,11 +67,14 @@ def dispatched(**given: Any) -> Iterator[None]:
     from sglang.srt import runtime_context
     from sglang.srt.layers.moe import token_dispatcher, utils
 
-    server = SimpleNamespace(moe=SimpleNamespace(enable_eplb=given.get("eplb", False)))
+    options = {"enable_eplb": "eplb", "enable_paged_experts": "paged", "kt_weight_path": "cpu"}
+    server = SimpleNamespace(moe=SimpleNamespace(**{name: given.get(short) for name, short in options.items()}))
+    parallel = SimpleNamespace(dwdp_size=given.get("dwdp", 1))
     with (
         mock.patch.object(token_dispatcher, "StandardCombineInput", lambda hidden_states: hidden_states),
         mock.patch.object(utils, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: not given.get("a2a"))),
         mock.patch.object(runtime_context, "get_exec", lambda: server),
+        mock.patch.object(runtime_context, "get_parallel", lambda: parallel),
         mock.patch.object(runtime_context, "get_lora", lambda: SimpleNamespace(enable_lora=given.get("lora", False))),
         mock.patch.object(rows, "is_deterministic", lambda: False),
         mock.patch.object(rows, "saves_memory", lambda: False),
@@ -83,7 +94,7 @@ def make(form: Checkpoint, **config: Any) -> Experts:
     )
     scheme = _scheme(form)
     scheme.create_weights(layer, COUNT, HIDDEN, FEATURES, form.dtype, weight_loader=lambda *_, **__: None)
-    kind = next(kind for kind in moe.KINDS if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
+    kind = next(kind for kind in moe.LAYERS.kinds if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
     generator, dense = torch.Generator().manual_seed(0), []
     order = AWQ_ORDER if form.checkpoint == "awq" else tuple(range(32 // form.bits))
     for name, (n, k) in {"w13": (2 * FEATURES, HIDDEN), "w2": (HIDDEN, FEATURES)}.items():
@@ -153,13 +164,26 @@ def experts_of_every_checkpoint_give_what_it_says() -> None:
         with dispatched():
             made.scheme.process_weights_after_loading(made.layer)
             made.scheme.process_weights_after_loading(made.layer)  # nothing was loaded since
-        assert made.layer.cute_kernels_experts.gate_up.form.dtype is form.dtype, str(form)
+        assert made.layer.cute_kernels_served.gate_up.form.dtype is form.dtype, str(form)
         elsewhere = chosen(6)
         elsewhere[1, 0] = elsewhere[3] = -1  # other GPUs' experts
         for ids in (chosen(7), elsewhere, chosen(3).long()):
             assert made.error(ids, 2.5) < (2**-6 if form.dtype == torch.bfloat16 else 2**-9), (str(form), ids)
-        packed = made.layer.cute_kernels_experts.gate_up.codes
+        packed = made.layer.cute_kernels_served.gate_up.codes
         assert any(parameter.data_ptr() == packed.data_ptr() for parameter in made.layer.parameters())
+
+
+@check
+def limits_and_gpt_oss_activation_are_those_of_sglangs_marlin() -> None:
+    torch.manual_seed(0)
+    for numbers in ({"swiglu_limit": 0.05}, {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 0.05}):
+        made = make(Checkpoint("ct", 4, 32), **numbers)
+        plain = mock.patch.object(Experts, "between", lambda self, gate, up: torch.nn.functional.silu(gate) * up)
+        with dispatched():
+            made.scheme.process_weights_after_loading(made.layer)
+        assert made.error(chosen(7)) < 2**-6, numbers
+        with plain:
+            assert made.error(chosen(7)) > 2**-3, numbers
 
 
 def left(
@@ -170,14 +194,14 @@ def left(
     made, original = make(form, **config), mock.Mock()
     for name, value in (changes or {}).items():
         setattr(made.layer, name, value)
-    kind = next(kind for kind in moe.KINDS if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
+    kind = next(kind for kind in moe.LAYERS.kinds if kind.owner.startswith(form.checkpoint.replace("ct", "comp")))
     before = dict(made.layer.named_parameters())
     with dispatched(**(server or {})), mock.patch.object(seams, "logger") as said:
-        moe._load(kind, original, made.owner, made.layer)
-        moe._load(kind, original, made.owner, made.layer)
+        moe.LAYERS.load(kind, original, made.owner, made.layer)
+        moe.LAYERS.load(kind, original, made.owner, made.layer)
     assert original.call_args_list == [mock.call(made.owner, made.layer)] * 2
     assert all(before[name] is now for name, now in made.layer.named_parameters())
-    moe._multiply(original, made.owner, made.layer, "given")  # type: ignore[arg-type]
+    moe.LAYERS.product(original, made.owner, made.layer, "given")
     assert original.call_args == mock.call(made.owner, made.layer, "given")
     (line,) = lines(said)
     return line
@@ -189,16 +213,18 @@ def other_experts_are_left_to_sglang_by_name() -> None:
     assert "act-order" in left(Checkpoint("gptq", 4, 32, act_order=True))
     assert "act-order" in left(Checkpoint("ct", 4, 32, act_order=True))
     assert "groups of 8" in left(Checkpoint("ct", 4, 8))
-    assert "the activation gelu" in left(usual, activation="gelu") and "the activation silu" in left(
-        usual, is_gated=False
-    )
-    assert "limits" in left(usual, swiglu_limit=7.0) and "limits" in left(usual, gemm1_alpha=1.702)
+    assert "the activation gelu, or its numbers" in left(usual, activation="gelu")
+    for name, value in {"is_gated": False, "gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}.items():
+        assert "the activation silu, or its numbers" in left(usual, None, None, **{name: value}), name
     assert "biases" in left(usual, {"w13_bias": torch.zeros(1)})
     assert "weights on the input" in left(usual, apply_router_weight_on_input=True)
     assert "not added up" in left(usual, no_combine=True)
     assert "all-to-all" in left(usual, server={"a2a": True})
+    assert "paged from the host" in left(usual, server={"paged": True})
+    assert "KTransformers" in left(usual, server={"cpu": "/a/folder"})
+    assert "DWDP" in left(usual, server={"dwdp": 2})
     assert "--enable-eplb" in left(usual, server={"eplb": True}) and "LoRA" in left(usual, server={"lora": True})
-    with mock.patch.object(moe, "IN_PLACE", set()):
+    with mock.patch.object(seams, "IN_PLACE", set()):
         assert "hooks were not seen" in left(usual)
     with mock.patch("cute_kernels.integrations.sglang.seams.capability_of", lambda device: (8, 0)):
         assert "compute capability (8, 0)" in left(usual)

@@ -56,7 +56,7 @@ def test_the_doctor_says_what_would_be_served_and_what_keeps_it():
 
     assert said(None) == "ok: not installed"
     assert "limited: 0.5.24 is installed, nothing is replaced" in said("0.5.24")
-    everything = ", ".join(seam.WHAT for seam in plugin.SEAMS)
+    everything = ", ".join(seam.what for seam in plugin.SEAMS)
     assert said().startswith(f"ok: {VERSION}, served: {everything}; CUTE_KERNELS_SGLANG=0")
     assert "with pools in int4_g4" in said(CUTE_KERNELS_SGLANG_KV_FORMAT="int4_g4")
     assert "limited: CUTE_KERNELS_SGLANG_KV_FORMAT: got 'int5'" in said(CUTE_KERNELS_SGLANG_KV_FORMAT="int5")
