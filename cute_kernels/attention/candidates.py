@@ -133,17 +133,17 @@ def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     # Maps are few copies, but four warps lend registers.
     copies = copies_per_tile(config) if "map" not in config.copies else config.tile_tokens
     wanted = min(MAX_PRODUCER_WARPS, -(-copies // COPIES_PER_WARP))
-    partition_warps = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
-    free = partition_warps * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
+    partition_warps = -(-config.pipeline.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
+    free = partition_warps * SM_PARTITIONS // config.pipeline.ctas_per_sm - config.num_warps
     return changed(config, producer_warps=max(1, min(wanted, free)))
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
     """The configuration with fewer CTAs to an SM where a thread needs more registers than so many leave it."""
-    if config.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
+    if config.mainloop.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
         return config
-    while config.ctas_per_sm > 1 and config.num_warps * config.ctas_per_sm > TARGET_WARPS:
-        config = changed(config, ctas_per_sm=config.ctas_per_sm // 2)
+    while config.pipeline.ctas_per_sm > 1 and config.num_warps * config.pipeline.ctas_per_sm > TARGET_WARPS:
+        config = changed(config, ctas_per_sm=config.pipeline.ctas_per_sm // 2)
     return config
 
 
@@ -261,7 +261,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
         ctas_per_sm = 1 if base.units else 2
     if int4:
         # Pages' pieces are waited for longer: warps with two blocks of tokens each need fewer tiles in turn.
-        pieces = base.page_tokens > 0 and roles == base.blocks_per_warp == 1
+        pieces = base.page_tokens > 0 and roles == base.mainloop.blocks_per_warp == 1
         few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and (groups > 1 or pieces))
         warps = TARGET_WARPS // 2 if few_warps else _target_warps(*base.head_dims)
         config = changed(base, num_slices=max(1, warps // roles))
@@ -275,7 +275,7 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
         return _byte_config(base, ctas_per_sm)
     if max(base.head_dims) >= 256:
         ctas_per_sm = 1
-    few = max(base.head_dims) > 128 or base.num_query_blocks > 1 or ctas_per_sm > 1
+    few = max(base.head_dims) > 128 or base.mainloop.num_query_blocks > 1 or ctas_per_sm > 1
     slices = 1 if WIDE_HEAD_DIM in base.head_dims else 2 if few else 4
     return _with_ring(changed(base, num_slices=slices), min(ctas_per_sm, 2), 3)
 
@@ -307,7 +307,7 @@ def _takes_one_block(config: DecodeConfig) -> bool:
     of 88 for two.
     """
     most_groups = max(_groups(form) for form in config.formats)
-    crowded = config.shares_queries or (config.blocks_per_warp == 2 and most_groups == 8)
+    crowded = config.shares_queries or (config.mainloop.blocks_per_warp == 2 and most_groups == 8)
     return crowded and max(config.head_dims) > 64
 
 
@@ -322,7 +322,7 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
     blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = changed(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
     # Four CTAs with small tiles serve many short rows better than two with large ones.
-    small = ctas_per_sm == MOST_CTAS and not base.units and base.blocks_per_warp == 1
+    small = ctas_per_sm == MOST_CTAS and not base.units and base.mainloop.blocks_per_warp == 1
     if small and _num_stages(config, ctas_per_sm) < 2:
         config = changed(config, blocks_per_slice=1)
     stages = min(num_stages, _num_stages(config, ctas_per_sm))

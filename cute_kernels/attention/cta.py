@@ -194,8 +194,8 @@ class Work:
         """Row r of the CTA's queries: (place in [q_len, num_q_heads], head, whether it exists)."""
         place, shape = self.place, self.place.shape
         role = r // config.warp_queries
-        row = place.first_row + role // config.num_heads * config.warp_queries + r % config.warp_queries
-        query, head = place.query_of(config, role % config.num_heads, row)
+        row = place.first_row + role // config.mainloop.num_heads * config.warp_queries + r % config.warp_queries
+        query, head = place.query_of(config, role % config.mainloop.num_heads, row)
         return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
 
     def output_row(self, query_row):

@@ -66,20 +66,12 @@ class DecodeConfig:
     @property
     def format_names(self) -> tuple[str, str]:
         """The names of K's and V's formats."""
-        return self.k_format, self.v_format
+        return self.k.format, self.v.format
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
         """K's and V's formats."""
         return self.k.form, self.v.form
-
-    @property
-    def k_format(self) -> str:
-        return self.k.format
-
-    @property
-    def v_format(self) -> str:
-        return self.v.format
 
     @property
     def copies(self) -> tuple[str, str]:
@@ -101,49 +93,8 @@ class DecodeConfig:
         return self.k.head_dim, self.v.head_dim
 
     @property
-    def contiguous(self) -> bool:
-        return self.runs.contiguous
-
-    @property
     def page_tokens(self) -> int:
         return self.runs.page_tokens
-
-    @property
-    def num_stages(self) -> int:
-        return self.pipeline.num_stages
-
-    @property
-    def producer_warps(self) -> int:
-        return self.pipeline.producer_warps
-
-    @property
-    def ctas_per_sm(self) -> int:
-        return self.pipeline.ctas_per_sm
-
-    @property
-    def early_tiles(self) -> int:
-        return self.pipeline.early_tiles
-
-    @property
-    def num_heads(self) -> int:
-        """KV heads of a CTA."""
-        return self.mainloop.num_heads
-
-    @property
-    def num_query_blocks(self) -> int:
-        return self.mainloop.num_query_blocks
-
-    @property
-    def blocks_per_warp(self) -> int:
-        return self.mainloop.blocks_per_warp
-
-    @property
-    def num_slices(self) -> int:
-        return self.mainloop.num_slices
-
-    @property
-    def blocks_per_slice(self) -> int:
-        return self.mainloop.blocks_per_slice
 
     @property
     def has_features(self) -> bool:
@@ -153,7 +104,7 @@ class DecodeConfig:
     @property
     def num_warps(self) -> int:
         """Consumer warps; the producers come after them."""
-        return self.num_heads * self.num_query_blocks * self.num_slices
+        return self.mainloop.num_heads * self.mainloop.num_query_blocks * self.mainloop.num_slices
 
     @property
     def num_threads(self) -> int:
@@ -162,7 +113,7 @@ class DecodeConfig:
 
     @property
     def cta_threads(self) -> int:
-        return (self.num_warps + self.producer_warps) * WARP_THREADS
+        return (self.num_warps + self.pipeline.producer_warps) * WARP_THREADS
 
     @property
     def filling_warps(self) -> int:
@@ -171,7 +122,7 @@ class DecodeConfig:
         Each copies a part of every whole tile. Nothing would wait for a warp without a part: it could fall a round of
         the ring behind and mistake one barrier phase for another.
         """
-        return min(self.producer_warps, most_filling_warps(self))
+        return min(self.pipeline.producer_warps, most_filling_warps(self))
 
     @property
     def lends_registers(self) -> bool:
@@ -179,12 +130,13 @@ class DecodeConfig:
 
         Producers that copy words do not: their loops need more than they would keep.
         """
-        return (self.num_warps, self.producer_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
+        alone = (self.pipeline.producer_warps, self.pipeline.ctas_per_sm) == (4, 1)
+        return alone and self.num_warps == 8 and "word" not in self.copies
 
     @property
     def awaits_length(self) -> bool:
         """Whether the first tile depends on the request's length, as a window's does."""
-        return self.features.window and not self.early_tiles and not self.after_append
+        return self.features.window and not self.pipeline.early_tiles and not self.after_append
 
     @property
     def asks_queries_late(self) -> bool:
@@ -194,7 +146,7 @@ class DecodeConfig:
     @property
     def num_roles(self) -> int:
         """Warps that differ in the query heads they carry."""
-        return self.num_heads * self.num_query_blocks
+        return self.mainloop.num_heads * self.mainloop.num_query_blocks
 
     @property
     def shares_queries(self) -> bool:
@@ -214,30 +166,30 @@ class DecodeConfig:
     @property
     def columns(self) -> int:
         """Query heads of a lane: columns of the accumulators, two per block."""
-        return 2 * self.blocks_per_warp
+        return 2 * self.mainloop.blocks_per_warp
 
     @property
     def warp_queries(self) -> int:
         """Query heads that a warp has room for."""
-        return self.blocks_per_warp * BLOCK_QUERIES
+        return self.mainloop.blocks_per_warp * BLOCK_QUERIES
 
     @property
     def head_queries(self) -> int:
         """Query heads per KV head that a CTA has room for."""
-        return self.num_query_blocks * self.warp_queries
+        return self.mainloop.num_query_blocks * self.warp_queries
 
     @property
     def num_rows(self) -> int:
         """Query heads that a CTA has room for."""
-        return self.num_heads * self.head_queries
+        return self.mainloop.num_heads * self.head_queries
 
     @property
     def slice_tokens(self) -> int:
-        return self.blocks_per_slice * BLOCK_TOKENS
+        return self.mainloop.blocks_per_slice * BLOCK_TOKENS
 
     @property
     def tile_tokens(self) -> int:
-        return self.num_slices * self.slice_tokens
+        return self.mainloop.num_slices * self.slice_tokens
 
     @property
     def token_bits(self) -> tuple[int, ...]:
@@ -254,17 +206,17 @@ class DecodeConfig:
     def ring_offsets(self) -> tuple[int, int]:
         """Where the ring's tiles of K and those of V begin."""
         alignment = RAW_TILE_ALIGNMENT if self.formats[1].has_header else SWIZZLE_ALIGNMENT
-        return 0, _round_up(self.num_stages * self.tile_bytes[0], alignment)
+        return 0, _round_up(self.pipeline.num_stages * self.tile_bytes[0], alignment)
 
     @property
     def ring_bytes(self) -> int:
-        return self.ring_offsets[1] + self.num_stages * self.tile_bytes[1]
+        return self.ring_offsets[1] + self.pipeline.num_stages * self.tile_bytes[1]
 
     @property
     def merge_bytes(self) -> int:
         """Shared memory of the merge of the warps' results, which reuses the ring's memory at the end."""
-        outputs = self.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
-        return outputs + self.num_slices * self.num_rows * PAIR_BYTES
+        outputs = self.mainloop.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
+        return outputs + self.mainloop.num_slices * self.num_rows * PAIR_BYTES
 
     @property
     def partial_words(self) -> int:
@@ -277,12 +229,12 @@ class DecodeConfig:
 
         With more CTAs the SMs would have unequal shares.
         """
-        too_little = self.limits.sm_shared_bytes // (self.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
+        too_little = self.limits.sm_shared_bytes // (self.pipeline.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
         return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
 
     @property
     def smem_bytes(self) -> int:
-        return self.pool_bytes + self.query_bytes + 2 * self.num_stages * BARRIER_BYTES
+        return self.pool_bytes + self.query_bytes + 2 * self.pipeline.num_stages * BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -327,7 +279,7 @@ class DecodeConfig:
 
     def _problem_of_heads(self) -> str | None:
         """Returns why KV heads cannot have pages of their own, or None."""
-        if self.features.by_head and (self.num_heads > 1 or self.units or not self.page_tokens):
+        if self.features.by_head and (self.mainloop.num_heads > 1 or self.units or not self.page_tokens):
             return "pages of each KV head for a CTA of several, or cut by lengths, or without pages"
         return None
 
@@ -336,9 +288,9 @@ class DecodeConfig:
         for load in (self.k, self.v):
             if load.copy != "map":
                 continue
-            if self.contiguous or self.features.head_major:
+            if self.runs.contiguous or self.features.head_major:
                 return "a map of rows that lie one behind the other"
-            problem = map_problem(load.form, load.head_dim, self.num_heads)
+            problem = map_problem(load.form, load.head_dim, self.mainloop.num_heads)
             if problem:
                 return problem
         return None
@@ -348,9 +300,10 @@ class DecodeConfig:
         limits = self.limits
         if self.cta_threads > limits.threads:
             most = limits.threads // WARP_THREADS
-            return f"{self.num_warps} + {self.producer_warps} warps are more than the {most} of a CTA"
-        if (self.smem_bytes + limits.reserved_shared_bytes) * self.ctas_per_sm > limits.sm_shared_bytes:
-            return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {limits.shared_bytes} bytes of an SM"
+            return f"{self.num_warps} + {self.pipeline.producer_warps} warps are more than the {most} of a CTA"
+        ctas = self.pipeline.ctas_per_sm
+        if (self.smem_bytes + limits.reserved_shared_bytes) * ctas > limits.sm_shared_bytes:
+            return f"{ctas} CTAs of {self.smem_bytes} bytes exceed the {limits.shared_bytes} bytes of an SM"
         return None
 
 

@@ -103,7 +103,7 @@ class DecodeKernel:
         group = num_q_heads // num_kv_heads
         rows = group * q_len
         query_groups = cute.ceil_div(rows, config.head_queries)
-        head_blocks = num_kv_heads // config.num_heads * query_groups
+        head_blocks = num_kv_heads // config.mainloop.num_heads * query_groups
         shape = DecodeSizes(
             batch=batch,
             q_len=q_len,
@@ -137,7 +137,7 @@ class DecodeKernel:
         ).launch(
             grid=(given.num_splits, head_blocks, batch + uneven[0]),
             block=(config.cta_threads, 1, 1),
-            min_blocks_per_mp=config.ctas_per_sm,
+            min_blocks_per_mp=config.pipeline.ctas_per_sm,
             preferred_smem_carveout=100,
             use_pdl=config.after_append,
             stream=stream,
@@ -184,13 +184,13 @@ class DecodeKernel:
         rotated = Int32(0)
         if const_expr(self.appends):
             rotated = Int32(smem.allocate(self.rows.shared_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint())
-        barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
-        empty = barriers + config.num_stages
-        pipeline = Pipeline(barriers, empty, config.num_stages, self.copier.arrivals, config.num_warps)
+        barriers = smem.allocate_array(cutlass.Int64, 2 * config.pipeline.num_stages)
+        empty = barriers + config.pipeline.num_stages
+        pipeline = Pipeline(barriers, empty, config.pipeline.num_stages, self.copier.arrivals, config.num_warps)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
         query_part = head_block - head_part * shape.query_groups
-        place = Place(shape, head_part * config.num_heads, query_part * config.head_queries)
+        place = Place(shape, head_part * config.mainloop.num_heads, query_part * config.head_queries)
         if const_expr(config.features.by_head):
             # A KV head has pages and lengths of its own, and a CTA one KV head.
             pages = pages.of_head(place.first_head, shape.batch)
@@ -203,7 +203,7 @@ class DecodeKernel:
         cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, pipeline, warp, lane, own)
         if const_expr(self.appends):
             if warp == config.num_warps:
-                self.filler.init_barriers(pipeline, 0, 2 * config.num_stages, Int32(0), lane)
+                self.filler.init_barriers(pipeline, 0, 2 * config.pipeline.num_stages, Int32(0), lane)
             # Lengths and pages may be results of launches that this wait is the first for.
             cute.arch.griddepcontrol_wait()
         if const_expr(config.units):
@@ -265,7 +265,7 @@ class DecodeKernel:
         """
         state, issued = cta.pipeline.consumer_state(), Int32(0)
         expected = expected & (work.first_tile == 0)
-        if const_expr(self.config.early_tiles > 0):
+        if const_expr(self.config.pipeline.early_tiles > 0):
             if early:
                 if expected & (work.length > 0):
                     issued = Int32(1)
@@ -342,9 +342,9 @@ class DecodeKernel:
     def roles(self, warp, first_row) -> "Roles":
         """Returns which KV head, queries and tokens of its CTA's tiles a warp takes."""
         config = self.config
-        query_block = warp // config.num_heads % config.num_query_blocks
+        query_block = warp // config.mainloop.num_heads % config.mainloop.num_query_blocks
         return Roles(
-            head=warp % config.num_heads,
+            head=warp % config.mainloop.num_heads,
             first_row=first_row + query_block * config.warp_queries,
             slice_index=warp // config.num_roles,
         )
@@ -356,7 +356,7 @@ class DecodeKernel:
         """
         shape = place.shape
         addresses = []
-        for block in range(self.config.blocks_per_warp):
+        for block in range(self.config.mainloop.blocks_per_warp):
             row = cutlass.min(roles.first_row + block * BLOCK_QUERIES + lane // 4, shape.group * shape.q_len - 1)
             query, head = place.query_of(self.config, roles.head, row)
             address = q.address(self.config, request, query, head)

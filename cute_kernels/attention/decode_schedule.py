@@ -79,7 +79,7 @@ def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> D
     )
     config = configs[index]
     blocks = head_blocks(problem, config)
-    places = max(1, problem.num_sms * config.ctas_per_sm // blocks)
+    places = max(1, problem.num_sms * config.pipeline.ctas_per_sm // blocks)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
     more, shares = room_beyond(problem, places, splits, blocks) if cut_by_length else (0, places)
     return DecodeSchedule(config, splits, blocks, more, shares)
@@ -92,7 +92,7 @@ def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, 
     says nothing of them: what is best for 128k tokens takes up to 1.3 times the best time for 8k. Costs are then the
     weighted mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
     """
-    by_heads = len({config.num_heads for config, _ in options}) > 1
+    by_heads = len({config.mainloop.num_heads for config, _ in options}) > 1
     if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:
         return [estimate_us(problem, *option, by_heads=by_heads) for option in options]
     lengths = {tokens: weight for tokens, weight in LIKELY_TOKENS.items() if tokens < problem.max_seq_len}
@@ -111,7 +111,7 @@ def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, 
 def head_blocks(problem: AttentionProblem, config: DecodeConfig) -> int:
     """CTAs that cover the heads of one request."""
     query_groups = -(-problem.rows // config.head_queries)
-    return problem.num_kv_heads // config.num_heads * query_groups
+    return problem.num_kv_heads // config.mainloop.num_heads * query_groups
 
 
 def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
@@ -120,7 +120,7 @@ def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
         return range(1, 2)
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
     rows = problem.batch * head_blocks(problem, config)
-    most = max(1, min(tiles, 2 * problem.num_sms * config.ctas_per_sm // rows))
+    most = max(1, min(tiles, 2 * problem.num_sms * config.pipeline.ctas_per_sm // rows))
     return range(1, most + 1)
 
 
@@ -154,24 +154,24 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
     """
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
-    tile_bytes = config.tile_tokens * config.num_heads * problem.token_bytes
+    tile_bytes = config.tile_tokens * config.mainloop.num_heads * problem.token_bytes
     total_bytes = rows * tiles * tile_bytes
     ctas = rows * num_splits
     cta_bytes = -(-tiles // num_splits) * tile_bytes
     # CTAs beyond what the SMs hold at a time wait for a place: whole waves.
-    slots = problem.num_sms * config.ctas_per_sm
+    slots = problem.num_sms * config.pipeline.ctas_per_sm
     waves = -(-ctas // slots)
-    per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.ctas_per_sm
+    per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.pipeline.ctas_per_sm
     advantage = min(SM_RATE_ADVANTAGE[kind] for kind in costs_of(config.formats))
     copying = partials = 0.0
     if by_heads:
-        advantage = SM_RATE_ADVANTAGE_OF_BLOCKS[config.blocks_per_warp]
+        advantage = SM_RATE_ADVANTAGE_OF_BLOCKS[config.mainloop.blocks_per_warp]
         partials = _more_partials_us(problem, config, num_splits)
-        if not config.contiguous:
+        if not config.runs.contiguous:
             copies = -(-tiles // num_splits) * copies_per_tile(config)
             copying = per_sm * (copies * COPY_US + cta_bytes / COPIED_BYTES_PER_US)
     sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * advantage
-    busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
+    busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.pipeline.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the limits the memory, the busiest SM and its copies wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4 + copying**4) ** 0.25 + partials
     if _is_for_short_rows(config):
@@ -181,7 +181,7 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
         streaming += UNEVEN_COST * cta_bytes / sm_rate
     if problem.appends:
         streaming += ROWS_US * (per_sm - 1)
-    return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
+    return streaming + (waves - 1) * WAVE_GAP_US / config.pipeline.ctas_per_sm + _combine_us(num_splits)
 
 
 def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int) -> float:
@@ -195,7 +195,11 @@ def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_split
 def _is_for_short_rows(config: DecodeConfig) -> bool:
     """Whether the configuration is for short rows: four CTAs to an SM with tiles of one block a warp, where INT4 has
     room for two."""
-    return config.ctas_per_sm == MOST_CTAS and config.blocks_per_slice == 1 and costs_of(config.formats) == {"int4"}
+    return (
+        config.pipeline.ctas_per_sm == MOST_CTAS
+        and config.mainloop.blocks_per_slice == 1
+        and costs_of(config.formats) == {"int4"}
+    )
 
 
 def _combine_us(num_splits: int) -> float:

@@ -95,11 +95,6 @@ class ExtendConfig(ReadsCache):
     queries: Queries = SIDE_BY_SIDE
 
     @property
-    def strided_q(self) -> bool:
-        """Whether queries lie apart."""
-        return self.queries.strided
-
-    @property
     def key_rows(self) -> KeyRows | None:
         """The layout of MMAs whose rows are keys; None where their rows are queries."""
         if self.tile_rows == TILE_ROWS:
@@ -138,18 +133,6 @@ class ExtendConfig(ReadsCache):
     @property
     def tile_tokens(self) -> int:
         return self.pipeline.tile_tokens
-
-    @property
-    def num_stages(self) -> int:
-        return self.pipeline.num_stages
-
-    @property
-    def producer_warps(self) -> int:
-        return self.pipeline.producer_warps
-
-    @property
-    def ping_pong(self) -> bool:
-        return self.pipeline.ping_pong
 
     @property
     def page_tokens(self) -> int:
@@ -199,7 +182,7 @@ class ExtendConfig(ReadsCache):
     @property
     def tile_warps(self) -> int:
         """Producer warps that decode a tile of K, or of V."""
-        return self.producer_warps // 2
+        return self.pipeline.producer_warps // 2
 
     @property
     def warp_rows(self) -> int:
@@ -210,7 +193,7 @@ class ExtendConfig(ReadsCache):
     def filling_warps(self) -> int:
         """Producer warps that do something."""
         if self.decodes:
-            return self.producer_warps
+            return self.pipeline.producer_warps
         return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
 
     @property
@@ -297,17 +280,17 @@ class ExtendConfig(ReadsCache):
 
     @property
     def num_threads(self) -> int:
-        return MMA_THREADS + self.producer_warps * WARP_THREADS
+        return MMA_THREADS + self.pipeline.producer_warps * WARP_THREADS
 
     @property
     def registers(self) -> tuple[int, int]:
         """(registers of a producer thread, registers of a consumer thread)."""
         if self.fp8 is not None:
-            return REGISTERS["fp8" if self.fp8.behind else "dense", self.producer_warps]
+            return REGISTERS["fp8" if self.fp8.behind else "dense", self.pipeline.producer_warps]
         if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
-        return REGISTERS["int4" if "int4" in kinds else "bytes", self.producer_warps]
+        return REGISTERS["int4" if "int4" in kinds else "bytes", self.pipeline.producer_warps]
 
     @property
     def launch_registers(self) -> int:
@@ -364,29 +347,29 @@ class ExtendConfig(ReadsCache):
 
     @property
     def smem_bytes(self) -> int:
-        barriers = 8 * (4 * self.num_stages + 2 * WORK_SLOTS) + 1024
+        barriers = 8 * (4 * self.pipeline.num_stages + 2 * WORK_SLOTS) + 1024
         if self.key_rows is not None:
-            tiles = self.num_stages * self.key_rows.stage_bytes + self.key_rows.fixed_bytes
+            tiles = self.pipeline.num_stages * self.key_rows.stage_bytes + self.key_rows.fixed_bytes
             return tiles + WORK_SLOTS * WORK_BYTES + barriers
         queries = MMA_WARPGROUPS * (self.query_bytes + self.query_code_bytes)
-        tiles = queries + self.num_stages * (sum(self.tile_rooms) + 2 * self.scale_bytes)
+        tiles = queries + self.pipeline.num_stages * (sum(self.tile_rooms) + 2 * self.scale_bytes)
         return tiles + 4 * TILE_ROWS + WORK_SLOTS * WORK_BYTES + barriers
 
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
-        shape = f"d{self.head_dim}_t{self.tile_tokens}r{self.num_stages}p{self.producer_warps}"
+        shape = f"d{self.head_dim}_t{self.tile_tokens}r{self.pipeline.num_stages}p{self.pipeline.producer_warps}"
         layout = f"_p{self.page_tokens}" if self.page_tokens else ""
         layout += f"_{self.features.name}" if self.features.name else ""
         layout += "_ragged" if self.ragged else "_unpacked" if self.unpacked else ""
         if self.fp8 is not None:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
         layout += "_merges" if self.merges else ""
-        layout += ("_tree" if self.tree else "") + ("" if self.ping_pong else "_free")
+        layout += ("_tree" if self.tree else "") + ("" if self.pipeline.ping_pong else "_free")
         layout += "_mapped" if self.mapped else ""
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
-        layout += "_strided_q" if self.strided_q else ""
+        layout += "_strided_q" if self.queries.strided else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:
@@ -402,19 +385,18 @@ class ExtendConfig(ReadsCache):
                 return f"q_dtype {self.q_dtype!r} is not that of a {form.name} cache"
         if self.unpacked and (reason := self.why_as_it_lies) is not None:
             return f"unpacked keys: {reason}"
-        if self.producer_warps not in (4, 8):
-            return f"producer_warps {self.producer_warps} is not 4 or 8"
-        if self.producer_warps == 8 and self.columns > 128:
+        if self.pipeline.producer_warps not in (4, 8):
+            return f"producer_warps {self.pipeline.producer_warps} is not 4 or 8"
+        if self.pipeline.producer_warps == 8 and self.columns > 128:
             return f"8 producer_warps leave too few registers for head_dim {self.head_dim}"
         if self.key_rows is not None:
             return self._problem_of_key_rows() or self.limits.refuses(self.num_threads, self.smem_bytes)
         if self.decodes and any(self.tile_scales) and self.warp_rows > WARP_THREADS:
-            return (
-                f"{self.producer_warps} producer_warps have {self.warp_rows} rows each, and a lane for the scale of one"
-            )
+            producers = f"{self.pipeline.producer_warps} producer_warps"
+            return f"{producers} have {self.warp_rows} rows each, and a lane for the scale of one"
         producing, consuming = self.registers
-        shared_out = MMA_WARPS * consuming + self.producer_warps * producing
-        if shared_out > (MMA_WARPS + self.producer_warps) * self.launch_registers:
+        shared_out = MMA_WARPS * consuming + self.pipeline.producer_warps * producing
+        if shared_out > (MMA_WARPS + self.pipeline.producer_warps) * self.launch_registers:
             return f"{producing} and {consuming} registers are more than {self.num_threads} threads begin with"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
@@ -438,11 +420,11 @@ class ExtendConfig(ReadsCache):
             return f"tile_rows {self.tile_rows} is not {TILE_ROWS} or a multiple of 8 up to {MOST_COLUMNS}"
         if not self.decodes or self.ragged or self.merges:
             return f"{self.tile_rows} tile_rows of anything but a cache of codes"
-        if self.head_dim != KEY_ROWS_HEAD_DIM or self.producer_warps != 4:
+        if self.head_dim != KEY_ROWS_HEAD_DIM or self.pipeline.producer_warps != 4:
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
         if self.tile_tokens not in (GROUP_TOKENS, MMA_WARPGROUPS * GROUP_TOKENS):
             return f"{self.tile_rows} tile_rows and {self.tile_tokens} tile_tokens"
-        if not self.ping_pong:  # a warp would flag a block before another one has asked about the last one
+        if not self.pipeline.ping_pong:  # a warp would flag a block before another one has asked about the last one
             return f"{self.tile_rows} tile_rows without ping_pong, whose barriers they want"
         if any(self.channel_scales):
             return f"{self.tile_rows} tile_rows of caches with scales of channels"

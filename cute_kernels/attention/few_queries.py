@@ -46,7 +46,7 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
         return None
     copies_q = not _evenly(call.q)
     checked, config = _extended(call, copies_q)
-    if config is not None and config.strided_q and not may_load(AttentionSpec(config), call.q.device):
+    if config is not None and config.queries.strided and not may_load(AttentionSpec(config), call.q.device):
         copies_q = True  # bundles have kernels of contiguous queries
         checked, config = _extended(call, copies_q)
     if config is None or not lies_in_pieces(checked):

@@ -198,7 +198,7 @@ def _columns(table: torch.Tensor | None) -> tuple[int, int]:
 
 def ctas_log2(config: DecodeConfig, num_sms: int) -> int:
     """log2 of the CTAs that a GPU holds at a time, rounded down: so many combiners of a row may wait for each other."""
-    return (num_sms * config.ctas_per_sm).bit_length() - 1
+    return (num_sms * config.pipeline.ctas_per_sm).bit_length() - 1
 
 
 def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:

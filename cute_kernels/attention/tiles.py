@@ -12,6 +12,7 @@ from layouts.kv.tile import MMA_ROWS, WORD_BYTES, RowTile, plan_tiles, run_codes
 
 if TYPE_CHECKING:
     from cute_kernels.attention.decode_config import DecodeConfig
+    from cute_kernels.attention.policies import CacheLoad
 
 ROW_COPIES = ("bulk", "map", "word")
 BARE_COPIES = ("tma",)
@@ -72,9 +73,7 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
 @lru_cache(maxsize=4096)
 def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
     """The shared-memory images of K and of V of one tile, which agree about the order of tokens."""
-    keys = _tile(config, "k", config.k_format, config.head_dim, config.copies[0])
-    values = _tile(config, "v", config.v_format, config.v_head_dim, config.copies[1])
-    return plan_tiles(keys, values)
+    return plan_tiles(_tile(config, "k", config.k), _tile(config, "v", config.v))
 
 
 def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
@@ -91,7 +90,7 @@ def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
 
 def copies_per_tile(config: DecodeConfig) -> int:
     """Copies that bring one tile of K and V; tensor maps of bare elements bring one head at a time."""
-    heads = [1 if isinstance(tile, RowTile) else config.num_heads for tile in tiles_of(config)]
+    heads = [1 if isinstance(tile, RowTile) else config.mainloop.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
@@ -125,18 +124,18 @@ def most_filling_warps(config: DecodeConfig) -> int:
     return max(config.tile_tokens // lane_tokens(config), *tma_tiles, 1)
 
 
-def _tile(config: DecodeConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
-    form = format_of(kv_format)
+def _tile(config: DecodeConfig, operand: str, load: CacheLoad) -> RowTile | SwizzledTile:
+    form, head_dim = load.form, load.head_dim
     if not form.has_header:
-        return SwizzledTile(head_dim, form.code_bits // 8, config.num_heads, config.tile_tokens)
-    kind = MappedTile if copy == "map" else RowTile
+        return SwizzledTile(head_dim, form.code_bits // 8, config.mainloop.num_heads, config.tile_tokens)
+    kind = MappedTile if load.copy == "map" else RowTile
     return kind(
         head_dim,
         form.code_bits,
         form.header_words(head_dim),
-        config.num_heads,
+        config.mainloop.num_heads,
         config.tile_tokens,
         operand,
-        config.contiguous,
-        1 if copy == "word" else MAP_WORDS,
+        config.runs.contiguous,
+        1 if load.copy == "word" else MAP_WORDS,
     )

@@ -22,12 +22,9 @@ def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
 
 
 @effect
-def load_word_below(
-    index: Int32, limit: Int32, address: Int64, offset: int = 0, *, around: bool = False
-) -> Asm[Uint32]:
-    """Loads one word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access. around:
-    whether other threads soon want its neighbours: L2 requests 256 bytes at once from memory."""
-    load = f"@p ld.global.nc{'.L2::256B' if around else ''}.u32 $0, [$3 + {offset}];"
+def load_word_below(index: Int32, limit: Int32, address: Int64, offset: int = 0) -> Asm[Uint32]:
+    """Loads one word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access."""
+    load = f"@p ld.global.nc.u32 $0, [$3 + {offset}];"
     return Asm(f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; {load} }}", early=True, memory=False)
 
 

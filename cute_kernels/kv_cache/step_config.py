@@ -75,9 +75,9 @@ class StepConfig:
             return "a step in one launch that hands on what a center takes off its scores"
         if (append.dtype, append.k.head_dim, append.v.head_dim) != (attention.q_dtype, *attention.head_dims):
             return "attention and append of different rows"
-        taken = (self.smem_bytes + attention.limits.reserved_shared_bytes) * attention.ctas_per_sm
+        taken = (self.smem_bytes + attention.limits.reserved_shared_bytes) * attention.pipeline.ctas_per_sm
         if taken > attention.limits.sm_shared_bytes:
-            return f"{attention.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the shared memory of an SM"
+            return f"{attention.pipeline.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the shared memory of an SM"
         return None
 
 
@@ -93,7 +93,7 @@ def serving_config(
     if config is None or not config.queries_meet_more:
         return config
     ctas = problem.batch * schedule.head_blocks * schedule.num_splits
-    places = problem.num_sms * schedule.config.ctas_per_sm
+    places = problem.num_sms * schedule.config.pipeline.ctas_per_sm
     return config if ctas <= MOST_WAVES * places else None
 
 

@@ -185,11 +185,11 @@ class NewRows:
 
     def own_head(self, cta):
         """Returns which of the CTA's KV heads the warp rotates queries of."""
-        return cta.roles.head if self.attention.num_heads > 1 else 0
+        return cta.roles.head if self.attention.mainloop.num_heads > 1 else 0
 
     def first_row(self, cta):
         """The first query of its KV head that a warp rotates: warps of a head take turns."""
-        turn = cta.warp // self.attention.num_heads if self.attention.num_heads > 1 else cta.warp
+        turn = cta.warp // self.attention.mainloop.num_heads if self.attention.mainloop.num_heads > 1 else cta.warp
         return turn * self.teams
 
     def fetch_query(self, query, cta, work, q, row, lane) -> None:
@@ -207,7 +207,7 @@ class NewRows:
         repeat the last one."""
         elements, count, terms = self.k_elements, self.count_of(work), cta.new[0].terms
         values = cute.make_rmem_tensor(elements.count, Float32)
-        step = self.attention.num_warps // self.attention.num_heads * self.teams
+        step = self.attention.num_warps // self.attention.mainloop.num_heads * self.teams
         for base in cutlass.range(self.first_row(cta), count, step, unroll=1):
             self.unpack(values, elements, query.words)
             if const_expr(self.has_terms):
@@ -236,7 +236,7 @@ class NewRows:
         """Shared addresses of the lane's query in each of the warp's blocks; lanes past the last query use that one."""
         place, roles = work.place, cta.roles
         addresses = []
-        for block in range(self.attention.blocks_per_warp):
+        for block in range(self.attention.mainloop.blocks_per_warp):
             row = cutlass.min(roles.first_row + block * BLOCK_QUERIES + cta.lane // 4, place.shape.group - 1)
             of_cta = roles.head * self.attention.head_queries + row - place.first_row
             addresses.append(Int32(cta.new[1] + of_cta * self.pitch))
@@ -248,7 +248,7 @@ class NewRows:
     def writers(self) -> int:
         """The number of warps that write K, each rows of as many KV heads as it has teams at a time; as many others
         write V."""
-        wanted = -(-self.attention.num_heads // self.teams)
+        wanted = -(-self.attention.mainloop.num_heads // self.teams)
         return max(1, min(wanted, self.attention.num_warps // 2))
 
     def writes(self, cta, elements) -> Any:
@@ -288,7 +288,7 @@ class NewRows:
             ask(fresh.constants, new.constants, head, lane)
 
     def head_of(self, work, base, team):
-        return work.place.first_head + cutlass.min(base + team, self.attention.num_heads - 1)
+        return work.place.first_head + cutlass.min(base + team, self.attention.mainloop.num_heads - 1)
 
     @cute.jit
     def write_newest(self, fresh, cta, work, place, cos, sin, team, lane):
@@ -311,7 +311,7 @@ class NewRows:
         cache_row, scale, cache, strides = target
         block_stride, token_stride, head_stride = strides
         values = cute.make_rmem_tensor(elements.count, Float32)
-        for ahead in cutlass.range_constexpr(0, self.attention.num_heads, self.writers * self.teams):
+        for ahead in cutlass.range_constexpr(0, self.attention.mainloop.num_heads, self.writers * self.teams):
             base = self.first_head(cta) + ahead
             head = self.head_of(work, base, team)
             given = load_given(cache_row, scale, head, lane)

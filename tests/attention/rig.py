@@ -64,7 +64,7 @@ class Rig:
 
     @property
     def block(self) -> int:
-        return self.config.blocks_per_slice - 1
+        return self.config.mainloop.blocks_per_slice - 1
 
     @property
     def query_start(self) -> int:
@@ -115,7 +115,9 @@ class Rig:
 
         config, memory = self.config, self.warp.global_memory
         memory[2 * SCALE_SPACE :] = q.view(torch.uint8).numpy().reshape(-1)
-        places = [np.minimum(BLOCK_QUERIES * block + ROW, group - 1) for block in range(config.blocks_per_warp)]
+        places = [
+            np.minimum(BLOCK_QUERIES * block + ROW, group - 1) for block in range(config.mainloop.blocks_per_warp)
+        ]
         addresses = [Int64(2 * SCALE_SPACE + place * config.head_dim * 2) for place in places]
         query = self.key_reader.fetch_query(addresses, Int64(_scale_address(config, 0)), Int32(LANES))
         self.key_reader.take_query(self.key_state, query, Float32(SOFTMAX_SCALE))
@@ -166,7 +168,7 @@ def make_rig(
     # Typed for the GPU's scalars, which the warp's stand for.
     made: Any = readers.make_readers(config)
     key_reader, value_reader = made
-    place = (Int32(LANES), Int32(config.num_heads - 1), Int32(config.num_slices - 1))
+    place = (Int32(LANES), Int32(config.mainloop.num_heads - 1), Int32(config.mainloop.num_slices - 1))
     key_state = key_reader.make_state(*place)
     value_state = value_reader.make_state(*place, Int64(_scale_address(config, 1)), key_state)
     keys, values = operands[0].values, operands[1].values
@@ -179,7 +181,7 @@ def make_rig(
 def _scale_address(config: DecodeConfig, index: int) -> int:
     """Address of the given scales of the tile's last head, as :class:`kernel.GivenScales` computes it."""
     stride = {"channel": config.head_dims[index], "head": 1}.get(config.formats[index].given_scale or "", 0)
-    return index * SCALE_SPACE + 4 * stride * (config.num_heads - 1)
+    return index * SCALE_SPACE + 4 * stride * (config.mainloop.num_heads - 1)
 
 
 def last_block(config: DecodeConfig) -> range:
@@ -189,10 +191,10 @@ def last_block(config: DecodeConfig) -> range:
 def _write_block(memory: np.ndarray, config: DecodeConfig, tile: RowTile | SwizzledTile, rows: torch.Tensor) -> None:
     for token, row in zip(last_block(config), rows.view(torch.uint8).numpy(), strict=True):
         if isinstance(tile, RowTile):
-            first = WORD_BYTES * (tile.token_offset(token) + (config.num_heads - 1) * tile.row_words)
+            first = WORD_BYTES * (tile.token_offset(token) + (config.mainloop.num_heads - 1) * tile.row_words)
             memory[first : first + row.size] = row
             continue
-        start = (config.num_heads - 1) * tile.head_bytes
+        start = (config.mainloop.num_heads - 1) * tile.head_bytes
         for chunk, piece in enumerate(row.reshape(-1, CHUNK_BYTES)):
             first = start + tile.chunk_address(token, chunk)
             memory[first : first + CHUNK_BYTES] = piece
@@ -214,7 +216,7 @@ def random_operand(config: DecodeConfig, index: int, seed: int, scale_exponents:
     if form.header_bytes:
         exponents = torch.randint(*scale_exponents, (BLOCK_TOKENS, form.num_groups), generator=generator)
         return Operand(form, head_dim, form.row(head_dim).pack(codes, exponents.float().exp2()))
-    shapes = {"tensor": (), "channel": (config.num_heads, head_dim), None: None}
+    shapes = {"tensor": (), "channel": (config.mainloop.num_heads, head_dim), None: None}
     shape = shapes[form.given_scale]
     scale = None if shape is None else 0.5 + torch.rand(shape, generator=generator)
     return Operand(form, head_dim, codes.view(torch.uint8), scale)

@@ -40,7 +40,7 @@ def config(
     more = {"q_len": q_len, "page_tokens": page_tokens, "features": features, "aligned": aligned}
     problem = AttentionProblem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, **more)
     found = candidate_configs(problem)
-    chosen = next((c for c in found if c.ctas_per_sm == ctas_per_sm), found[0])
+    chosen = next((c for c in found if c.pipeline.ctas_per_sm == ctas_per_sm), found[0])
     return changed(chosen, **fields)
 
 
@@ -135,4 +135,4 @@ def test_tensor_cores_do_no_more_than_they_must(found: DecodeConfig, measured: d
     keys, _ = found.formats
     if keys.codes == "u4" and found.head_dim // keys.num_groups >= 16 and not found.shares_queries:
         columns += {4: 1, 8: 2}.get(keys.num_groups, 0)
-    assert kernel["opcodes"]["HMMA"] == 2 * columns * found.blocks_per_warp * found.blocks_per_slice
+    assert kernel["opcodes"]["HMMA"] == 2 * columns * found.mainloop.blocks_per_warp * found.mainloop.blocks_per_slice

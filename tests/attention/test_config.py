@@ -73,11 +73,14 @@ def test_warps_tokens_and_threads_follow_from_the_fields():
 def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeConfig):
     k_bytes, v_bytes = config.tile_bytes
     first_v = config.ring_offsets[1]
-    assert first_v >= config.num_stages * k_bytes and config.ring_bytes == first_v + config.num_stages * v_bytes
+    assert (
+        first_v >= config.pipeline.num_stages * k_bytes
+        and config.ring_bytes == first_v + config.pipeline.num_stages * v_bytes
+    )
     # Every warp's fp32 outputs and (maximum, sum) pairs must fit into the merge buffer.
     assert config.merge_bytes >= config.num_warps * config.warp_queries * (4 * config.v_head_dim + 8)
-    assert config.smem_bytes >= max(config.ring_bytes, config.merge_bytes) + 2 * config.num_stages * 8
-    resident = config.ctas_per_sm * (config.smem_bytes + HOPPER.reserved_shared_bytes)
+    assert config.smem_bytes >= max(config.ring_bytes, config.merge_bytes) + 2 * config.pipeline.num_stages * 8
+    resident = config.pipeline.ctas_per_sm * (config.smem_bytes + HOPPER.reserved_shared_bytes)
     assert resident <= HOPPER.sm_shared_bytes
 
 
@@ -97,7 +100,7 @@ def test_four_blocks_of_queries_lie_in_shared_memory_beside_the_ring():
     """For each query head of 32: fp16 columns, and for two lanes in eight the sums of a group."""
     config = changed(INT4, num_heads=2, blocks_per_warp=4)
     assert config.shares_queries and config.query_bytes == 2 * (32 * 128 * 2 + 4 * 2 * 32 * 16)
-    assert config.smem_bytes == config.pool_bytes + config.query_bytes + 2 * config.num_stages * 8
+    assert config.smem_bytes == config.pool_bytes + config.query_bytes + 2 * config.pipeline.num_stages * 8
     # Queries of 16-bit keys, and of fewer blocks, stay in registers.
     assert not changed(DENSE, blocks_per_warp=4).query_bytes and not changed(INT4, blocks_per_warp=2).query_bytes
 

@@ -65,11 +65,11 @@ def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> AttentionP
 def heads_of_cta(problem: AttentionProblem, config: DecodeConfig, block: int) -> list[int]:
     """Query heads of head block ``block``, as the kernel numbers them."""
     query_groups = -(-problem.group // config.head_queries)
-    first_kv = block // query_groups * config.num_heads
+    first_kv = block // query_groups * config.mainloop.num_heads
     first_query = block % query_groups * config.head_queries
     return [
         (first_kv + kv) * problem.group + query
-        for kv in range(config.num_heads)
+        for kv in range(config.mainloop.num_heads)
         for query in range(first_query, first_query + config.head_queries)
         if query < problem.group
     ]
@@ -86,7 +86,7 @@ def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: AttentionPr
     assert config.can_implement() is None
     assert config.k_format == kernel_format(problem.k_format) and config.v_format == kernel_format(problem.v_format)
     assert config.q_dtype == problem.q_dtype and config.head_dims == (problem.head_dim, problem.v_head_dim)
-    assert problem.num_kv_heads % config.num_heads == 0
+    assert problem.num_kv_heads % config.mainloop.num_heads == 0
 
 
 @settings(max_examples=300, deadline=None)
@@ -105,7 +105,7 @@ def test_splits_are_bounded(problem: AttentionProblem):
     assert 1 <= schedule.num_splits <= max(1, tiles)
     # Splits are there to fill the GPU: with one split per row, or at most two rounds of CTAs.
     ctas = problem.batch * schedule.head_blocks * schedule.num_splits
-    assert schedule.num_splits == 1 or ctas <= 2 * problem.num_sms * schedule.config.ctas_per_sm
+    assert schedule.num_splits == 1 or ctas <= 2 * problem.num_sms * schedule.config.pipeline.ctas_per_sm
 
 
 @settings(max_examples=200, deadline=None)
@@ -165,8 +165,8 @@ def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: 
             if copy == "bulk":
                 assert tile.copy_tokens * tile.token_words * 4 % 16 == 0
                 # A CTA whose heads are a part of the cache's starts copies at any token and at its first head.
-                assert config.num_heads == problem.num_kv_heads or tile.token_words * 4 % 16 == 0
-            assert config.contiguous == (config.num_heads == problem.num_kv_heads)
+                assert config.mainloop.num_heads == problem.num_kv_heads or tile.token_words * 4 % 16 == 0
+            assert config.runs.contiguous == (config.mainloop.num_heads == problem.num_kv_heads)
 
 
 @pytest.mark.parametrize(("kv_format", "head_dim"), [("int4_g8", 80), ("int8_g4", 80), ("int8_g8", 96)])
@@ -209,7 +209,7 @@ def test_queries_of_several_positions_share_what_a_warp_decodes(kv_format, q_len
     wanted = Features(queries=q_len > 1, causal=q_len > 1, **features)
     problem = dataclasses.replace(issue_problem(kv_format, 32), q_len=q_len, features=wanted)
     for config in candidate_configs(problem):
-        assert (config.num_query_blocks, config.blocks_per_warp) == blocks
+        assert (config.mainloop.num_query_blocks, config.mainloop.blocks_per_warp) == blocks
         grouped = kv_format in ("int4_g2", "int4_g4", "int4_g8")
         assert config.lends_registers == (blocks[1] == 4 or grouped) and config.can_implement() is None
 
@@ -220,8 +220,8 @@ def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
         problem = AttentionProblem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
         problem = dataclasses.replace(problem, k_format=k_format)
         configs = candidate_configs(problem)
-        assert configs[0].num_heads == heads
-        assert all((config.num_warps, config.producer_warps) == (8, 4) for config in configs)
+        assert configs[0].mainloop.num_heads == heads
+        assert all((config.num_warps, config.pipeline.producer_warps) == (8, 4) for config in configs)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_no_more_than_eight_warps_share_an_sm_where_one_needs_more_than_96_regis
     """Codes of two kinds, or of several groups: 16 warps and their producers spilled in the loop."""
     problem = dataclasses.replace(_of_pages("int8_token_head", 32, 1), num_kv_heads=num_kv_heads)
     problem = dataclasses.replace(problem, num_q_heads=4 * num_kv_heads, k_format=k_format, v_format=v_format)
-    assert all(config.num_warps * config.ctas_per_sm <= 8 for config in candidate_configs(problem))
+    assert all(config.num_warps * config.pipeline.ctas_per_sm <= 8 for config in candidate_configs(problem))
 
 
 def _of_pages(kv_format: str, batch: int, q_len: int) -> AttentionProblem:
@@ -263,7 +263,7 @@ def _of_pages(kv_format: str, batch: int, q_len: int) -> AttentionProblem:
 def test_few_requests_and_several_queries_take_fewer_heads_a_cta(kv_format, batch, q_len, heads):
     """What was fastest on an H200, 32 query heads over 8k tokens: docs/design/history/decode_attention.md."""
     config = make_schedule(_of_pages(kv_format, batch, q_len)).config
-    assert config.num_heads == heads and set(config.copies) == {"bulk" if heads == 8 else "map"}
+    assert config.mainloop.num_heads == heads and set(config.copies) == {"bulk" if heads == 8 else "map"}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_few_requests_and_several_queries_take_fewer_heads_a_cta(kv_format, batc
 def test_maps_bring_some_of_a_token_s_heads_where_they_touch(changes, copies):
     problem = dataclasses.replace(_of_pages("int4_g4", 1, 4), **changes)
     found = candidate_configs(problem)
-    assert {config.num_heads: config.copies[0] for config in found} == copies
+    assert {config.mainloop.num_heads: config.copies[0] for config in found} == copies
     for config in found:
         assert config.can_implement() is None and config.copies in {(copy, copy) for copy in copies.values()}
         assert "map" not in config.copies or config.lends_registers
@@ -290,7 +290,7 @@ def test_maps_bring_some_of_a_token_s_heads_where_they_touch(changes, copies):
 def test_fewer_heads_are_considered_where_a_token_s_rows_can_be_copied():
     def counts(kv_format: str, q_len: int = 4, **options: Any) -> list[int]:
         problem = dataclasses.replace(_of_pages(kv_format, 1, q_len), **options)
-        return list(dict.fromkeys(config.num_heads for config in candidate_configs(problem)))
+        return list(dict.fromkeys(config.mainloop.num_heads for config in candidate_configs(problem)))
 
     assert counts("int4_g1") == [8, 4, 2] and counts("int4_g4") == [8, 4, 2, 1], "rows of 68 and of 80 bytes"
     assert counts("int4_g1", 1) == counts("int8_token_head", 1) == [8, 4, 2], "one block of queries of few requests"
@@ -315,7 +315,7 @@ def test_maps_bring_the_rows_of_a_head_with_pages_of_its_own(changes, copy, q_le
     problem = _of_pages("int8_token_head", 32, q_len)
     by_head = dataclasses.replace(problem.features, by_head=True)
     for config in candidate_configs(dataclasses.replace(problem, features=by_head, **changes)):
-        assert (config.num_heads, config.copies, config.can_implement()) == (1, (copy, copy), None)
+        assert (config.mainloop.num_heads, config.copies, config.can_implement()) == (1, (copy, copy), None)
 
 
 def test_fixed_splits_do_not_ask_how_many_requests_there_are():
@@ -390,7 +390,7 @@ def test_one_wave_takes_requests_that_differ_where_it_has_room_for_two_parts_of_
     problem = AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
     schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
     ctas = (batch + schedule.more_rows) * schedule.num_splits
-    assert (schedule.config.ctas_per_sm, schedule.more_rows > 0) == (1, True) and ctas <= problem.num_sms
+    assert (schedule.config.pipeline.ctas_per_sm, schedule.more_rows > 0) == (1, True) and ctas <= problem.num_sms
     cut = functools.partial(cut_rows, parts=schedule.num_splits, more_rows=schedule.more_rows, shares=schedule.shares)
     for alike in (1, 2, 128):
         assert len(cut([alike] * batch)) == batch * min(alike, schedule.num_splits)
@@ -406,7 +406,7 @@ def test_one_wave_takes_requests_that_differ_where_it_has_room_for_two_parts_of_
 def test_parts_wait_for_places_where_one_wave_has_no_room_for_more(batch):
     problem = AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
     schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
-    assert schedule.shares == problem.num_sms * schedule.config.ctas_per_sm
+    assert schedule.shares == problem.num_sms * schedule.config.pipeline.ctas_per_sm
     assert (batch + schedule.more_rows) * schedule.num_splits >= schedule.shares + batch - schedule.num_splits
 
 
@@ -424,13 +424,19 @@ def test_many_short_int4_rows_get_four_ctas_with_small_tiles(batch, seq_len):
     """Measured: 4 to 16 % faster than two CTAs of 8 warps."""
     schedule = make_schedule(AttentionProblem.uniform(batch, seq_len, 8, 1, 128, "int4_g1", "bf16"))
     config = schedule.config
-    assert (config.ctas_per_sm, config.num_slices, config.blocks_per_slice, schedule.num_splits) == (4, 4, 1, 1)
+    assert (
+        config.pipeline.ctas_per_sm,
+        config.mainloop.num_slices,
+        config.mainloop.blocks_per_slice,
+        schedule.num_splits,
+    ) == (4, 4, 1, 1)
 
 
 @pytest.mark.parametrize("batch", [1, 32, 64, 128, 256, 512])
 def test_small_tiles_are_not_for_long_rows(batch):
     """Measured at 128 to 512 requests of 8192 tokens: 2 to 40 % slower."""
-    assert make_schedule(AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config.ctas_per_sm < 4
+    config = make_schedule(AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config
+    assert config.pipeline.ctas_per_sm < 4
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -476,7 +482,11 @@ def test_paged_int4_rows_go_to_fewer_warps_where_two_ctas_share_an_sm(page_token
         problem = AttentionProblem.uniform(
             512, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g1", "bf16", q_len=q_len, **others
         )
-        return [(c.num_warps, c.blocks_per_slice) for c in candidate_configs(problem) if c.ctas_per_sm == 2]
+        return [
+            (c.num_warps, c.mainloop.blocks_per_slice)
+            for c in candidate_configs(problem)
+            if c.pipeline.ctas_per_sm == 2
+        ]
 
     assert of(page_tokens=page_tokens, features=paged) == [(4, 2)]
     assert of() == [(8, 1)]

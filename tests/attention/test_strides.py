@@ -71,14 +71,14 @@ def test_copies_find_every_row(run_on, kv_format, num_kv_heads, page_size, cache
             source_operand: Any = copies.TileCopier(config).operands[index]
             row_bytes, token_bytes = operand.row_bytes, source_operand.tile.token_words * 4
             if source_operand.copy == "map":
-                assert_words_are_found(call, operand.cache, source_operand, config.num_heads)
+                assert_words_are_found(call, operand.cache, source_operand, config.mainloop.num_heads)
                 continue
-            for first_head in range(0, num_kv_heads, config.num_heads):
+            for first_head in range(0, num_kv_heads, config.mainloop.num_heads):
                 place: Any = SimpleNamespace(first_head=first_head)
                 opened = source_operand.open(source, None, place)
                 for block, token in itertools.product((0, call.num_blocks - 1), (0, 1, call.page_size - 1)):
                     address = opened.address(block, token)
-                    for head in range(config.num_heads):
+                    for head in range(config.mainloop.num_heads):
                         assert address + head * row_bytes == row_of(
                             call, operand.cache, block, token, first_head + head
                         )
@@ -103,9 +103,9 @@ def test_maps_find_every_row(kv_format, head_dim, page_size, dim):
     call, heads = call_of(spread(dense, dim)), set()
     for config in candidate_configs(problem_of(call)):
         if "map" in config.copies:
-            heads.add(config.num_heads)
+            heads.add(config.mainloop.num_heads)
             for operand, own in zip((call.k, call.v), copies.TileCopier(config).operands, strict=True):
-                assert_words_are_found(call, operand.cache, own, config.num_heads)
+                assert_words_are_found(call, operand.cache, own, config.mainloop.num_heads)
     assert 2 in heads
 
 
@@ -121,7 +121,7 @@ def test_maps_find_every_row_of_a_head_with_pages_of_its_own(kv_format, num_kv_h
     problem = dataclasses.replace(problem, features=dataclasses.replace(problem.features, by_head=True))
     for config in candidate_configs(problem):
         vectors = all(operand.row_bytes * num_kv_heads % 16 == 0 for operand in (call.k, call.v))
-        assert config.num_heads == 1 and config.can_implement() is None and ("map" in config.copies) == vectors
+        assert config.mainloop.num_heads == 1 and config.can_implement() is None and ("map" in config.copies) == vectors
         for operand, own in zip((call.k, call.v), copies.TileCopier(config).operands, strict=True):
             if own.copy == "map":
                 assert_words_are_found(call, operand.cache, own, 1)
@@ -161,8 +161,8 @@ def test_a_copy_of_several_tokens_needs_them_side_by_side(cache_layout):
         assert problem.tokens_touch == heads_apart_in_hnd and problem.aligned
         assert problem.heads_touch == (cache_layout == "HND" or dim == 2)
         for config in candidate_configs(problem):
-            assert config.contiguous == heads_apart_in_hnd
-            assert config.num_heads == 1 or (cache_layout == "NHD" and dim == 2)
+            assert config.runs.contiguous == heads_apart_in_hnd
+            assert config.mainloop.num_heads == 1 or (cache_layout == "NHD" and dim == 2)
 
 
 def test_blocks_that_do_not_begin_on_vectors_are_copied_by_words():

@@ -222,9 +222,9 @@ def test_the_ladder_switches_each_switchable_step_off(bench):
     def us_of(config, launch):
         return (
             100.0
-            + 50.0 * (config.num_stages == 2)
+            + 50.0 * (config.pipeline.num_stages == 2)
             + 25.0 * (config.copies[0] == "word")
-            + 5.0 * (not config.early_tiles)
+            + 5.0 * (not config.pipeline.early_tiles)
         )
 
     bench.entry = fake_kernels(32, us_of)

@@ -90,8 +90,10 @@ def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     assert report.spill_store_bytes <= (20 if config.features == FEATURES else 0)
     assert report.threads in (None, config.num_threads)
     producing, consuming = config.registers
-    shared_out = MMA_WARPS * consuming + config.producer_warps * producing
-    assert shared_out <= (MMA_WARPS + config.producer_warps) * report.registers, "no warp waits for registers for ever"
+    shared_out = MMA_WARPS * consuming + config.pipeline.producer_warps * producing
+    assert shared_out <= (MMA_WARPS + config.pipeline.producer_warps) * report.registers, (
+        "no warp waits for registers for ever"
+    )
     opcode, columns = ("HGMMA", 16) if config.fp8 is None else ("QGMMA", 32)
     steps = config.head_dim // columns, config.tile_tokens // columns
     assert report.opcodes[opcode] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
@@ -151,8 +153,10 @@ def test_key_rows_keep_all_sums_in_registers_and_products_side_by_side(name):
     (report,) = resource_report(artifact)
     assert report.spill_store_bytes == report.stack_bytes == 0
     producing, consuming = config.registers
-    shared_out = MMA_WARPS * consuming + config.producer_warps * producing
-    assert shared_out <= (MMA_WARPS + config.producer_warps) * report.registers, "no warp waits for registers for ever"
+    shared_out = MMA_WARPS * consuming + config.pipeline.producer_warps * producing
+    assert shared_out <= (MMA_WARPS + config.pipeline.producer_warps) * report.registers, (
+        "no warp waits for registers for ever"
+    )
     assert report.opcodes["HGMMA"] == config.head_dim // 16 + 2 * 2 * GROUP_TOKENS // 16
     assert report.opcodes["WARPGROUP"] <= 4 + 2 * 4 + 3
 

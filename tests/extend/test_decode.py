@@ -85,7 +85,7 @@ class Tiles:
         given = {"request": Int32(0), "head": Int32(HEAD), "value_part": part, "kv_stop": Int32(STOP)}
         work = stand_in(SimpleNamespace(**given))
         memory = SimpleNamespace(tiles=Int32(0), tile=lambda operand, stage: Int32(0), scales_of=lambda *_: Int32(0))
-        writer, runs, lane = Writer(self.config, operand), RowRuns(self.config), Int32(LANES)
+        writer, runs, lane = Writer(self.config, operand), RowRuns(self.config, self.config.warp_rows), Int32(LANES)
         held, places, value_scales = writer.rows.make(), runs.make(), [Uint32(0)] * 8
         runs.ask(places, source, work, Int32(self.block), warp)
         given = (places, source, work, Int32(FIRST), Int32(self.block), warp, lane)

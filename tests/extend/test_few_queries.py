@@ -111,7 +111,7 @@ def test_what_key_rows_do_not_take_is_decode_s(options, launches):
 def test_without_a_compiler_the_queries_are_copied_unless_a_bundle_reads_them_apart(launches, bundled):
     q = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
     plan = few_queries.plan_of(check_call(**given(16, q=q)), may_load=lambda spec, device: bundled)
-    assert plan is not None and plan.products[0].strided_q == bundled
+    assert plan is not None and plan.products[0].queries.strided == bundled
 
 
 def test_caches_that_begin_between_pieces_of_16_bytes_are_refused(launches):

@@ -125,7 +125,7 @@ class Block:
             work: Any = stand_in(SimpleNamespace(request=Int32(0), head=Int32(HEAD), kv_stop=Int32(STOP)))
             self.source = source
             producer, first = RawRowProducer(config), PipelineState(Int32(0), Int32(1))
-            for warp in range(config.producer_warps):
+            for warp in range(config.pipeline.producer_warps):
                 places = producer.runs.make()
                 producer.runs.ask(places, source, work, block, Int32(warp % producer.of_head))
                 for tile in producer.tiles:

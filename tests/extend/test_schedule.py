@@ -179,7 +179,7 @@ def test_key_rows_fit_an_sm(name, page_tokens, tile_rows):
     for features in (Features(causal=True, paged=page_tokens > 0), Features(head_major=True)):
         config = key_rows_of(choose(AttentionProblem.ragged(128, name, name, "bf16", page_tokens, features)), tile_rows)
         assert config is not None and config.can_implement() is None
-        assert config.num_stages >= 4, "memory's latency is hidden"
+        assert config.pipeline.num_stages >= 4, "memory's latency is hidden"
         assert config.smem_bytes <= config.limits.shared_bytes
 
 

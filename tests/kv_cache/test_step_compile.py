@@ -96,8 +96,8 @@ SPECS: list[KernelSpec] = [
 def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: AttentionProblem):
     """So both give the same numbers."""
     alone, step = make_schedule(of), make_schedule(dataclasses.replace(of, after_append=True))
-    assert step.config.early_tiles == 0 and step.config.after_append
-    same = changed(step.config, early_tiles=alone.config.early_tiles, after_append=False)
+    assert step.config.pipeline.early_tiles == 0 and step.config.after_append
+    same = changed(step.config, early_tiles=alone.config.pipeline.early_tiles, after_append=False)
     assert dataclasses.replace(step, config=same) == alone
     assert step.config.can_implement() is None and step.config.name != alone.config.name
 
@@ -109,7 +109,7 @@ def test_a_step_in_one_launch_has_as_few_ctas_on_an_sm_as_are_as_fast(batch, num
     """(CTAs of an SM, splits) of requests of 8192 tokens, as measured: each CTA rotates its queries."""
     of = problem("int4_g4", batch, num_kv_heads, page_tokens=64, features=HEADS_FIRST, after_append=True)
     schedule = make_schedule(replace(of, num_q_heads=32 if num_kv_heads == 8 else 8, appends=True))
-    assert (schedule.config.ctas_per_sm, schedule.num_splits) == want
+    assert (schedule.config.pipeline.ctas_per_sm, schedule.num_splits) == want
 
 
 def test_a_tile_that_may_be_unwritten_is_not_taken_early():

@@ -115,7 +115,7 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
             Float32(1.0 if call.rope is None else call.rope.attention_factor), constants, terms, positions,
         )  # fmt: skip
         numbers = (call.batch, 1, call.num_q_heads, call.num_kv_heads, group, -(-(1 << 20) // group), 1, 1 << 20)
-        head_blocks = call.num_kv_heads // attention.num_heads
+        head_blocks = call.num_kv_heads // attention.mainloop.num_heads
         sizes = place.DecodeSizes(*map(Int32, (*numbers, head_blocks, max_seq_len, call.page_size)))
         pages = Pages(at["block_table"], Int32(stride), Int32(call.num_pages), Divisor.of(Int32(call.page_size)))
         given = SimpleNamespace(k_scale=at["k_scale"], v_scale=at["v_scale"])
@@ -123,22 +123,22 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
         for request, told in enumerate(call.seq_lens.tolist()):
             length = min(max(told, 0), max_seq_len)
             tiles = max(1, -(-length // attention.tile_tokens))
-            for head in range(0, call.num_kv_heads, attention.num_heads):
+            for head in range(0, call.num_kv_heads, attention.mainloop.num_heads):
                 gpu.announced = 0
                 for part in range(min(PARTS, tiles)):
                     of = place.Place(sizes, Int32(head), Int32(0))
                     work = place.Work(of, *map(Int32, (request, part, min(PARTS, tiles), 0, length, 0)))
                     for warp in range(attention.num_warps):
-                        block = warp // attention.num_heads % attention.num_query_blocks
+                        block = warp // attention.mainloop.num_heads % attention.mainloop.num_query_blocks
                         roles = place.Roles(
-                            Int32(warp % attention.num_heads), Int32(block * attention.warp_queries), Int32(0)
+                            Int32(warp % attention.mainloop.num_heads), Int32(block * attention.warp_queries), Int32(0)
                         )
                         cta = SimpleNamespace(
                             lane=Int32(LANES), warp=warp, new=(new, Int32(0)), given=given, roles=roles,
                             tiles=SimpleNamespace(pages=pages),
                         )  # fmt: skip
                         check_addresses(config, rows.make(cta, work, q), roles, group)
-                    for own in range(attention.num_heads):
+                    for own in range(attention.mainloop.num_heads):
                         begin, first = own * attention.head_queries * rows.pitch, (head + own) * group
                         take_queries(queries, gpu.shared[begin:], rows.pitch, request, first, group)
                 assert gpu.announced == (attention.num_warps if told > 0 else 0), "one CTA of the request's writes"

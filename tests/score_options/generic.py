@@ -346,7 +346,7 @@ def _attend(rig: Any, tensors: dict[str, torch.Tensor], first: int, length: int,
     values = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4, None, None, addresses)
     readers = rig.key_reader, rig.value_reader
     mainloop = WarpMainloop(config, stand_in(None), *readers, Logits(config), stand_in(None))
-    roles = Roles(Int32(0), Int32(0), Int32(config.num_slices - 1))
+    roles = Roles(Int32(0), Int32(0), Int32(config.mainloop.num_slices - 1))
     logits = mainloop.logits.open(values, work, roles, rig.key_state.t, Float32(SOFTMAX_SCALE))
     softmax: Any = OnlineSoftmax(*(stand_in(Registers(config.columns, Float32)) for _ in range(2)))
     softmax.references.fill(LOWEST)

@@ -64,7 +64,7 @@ class Merger:
         self.num_rows = config.num_rows  # query heads that a CTA has room for
         self.num_vectors = self.num_rows * config.v_head_dim // 4  # of 4 columns
         self.pitch = 4 * (config.v_head_dim + MERGE_PAD)  # bytes between query heads in the merge buffer
-        self.stats_offset = config.num_slices * self.num_rows * self.pitch
+        self.stats_offset = config.mainloop.num_slices * self.num_rows * self.pitch
 
     @cute.jit
     def finish(self, work, state, results, ring, warp, lane, slice_index):
@@ -146,13 +146,13 @@ class Merger:
             stats = self.stats_address(address, row) + slice_index * PAIR_BYTES
             for column in columns:
                 pair = [softmax.references[column], totals[column]]
-                ptx.store_shared(stats, self.config.num_slices * PAIR_BYTES * _row_of(column), pair)
+                ptx.store_shared(stats, self.config.mainloop.num_slices * PAIR_BYTES * _row_of(column), pair)
 
     def merge_slices(self, address, index):
         """Adds up one vector over the CTA's slices: (maximum, sum, values)."""
         row, d = self.vector(index)
         place, stats = address + row * self.pitch + d * 4, self.stats_address(address, row)
-        slices = self.config.num_slices
+        slices = self.config.mainloop.num_slices
         words = 2 if slices % 2 else 4  # of one load: a pair, or those of two slices
         numbers = []
         for first in range(0, 2 * slices, words):
@@ -163,7 +163,7 @@ class Merger:
 
     def stats_address(self, address, row):
         """Returns where the (maximum, sum) pairs of a query head's slices lie, after the outputs."""
-        return address + self.stats_offset + row * (self.config.num_slices * PAIR_BYTES)
+        return address + self.stats_offset + row * (self.config.mainloop.num_slices * PAIR_BYTES)
 
     def vector(self, index):
         """Returns (row, first column) of a vector of the CTA's outputs."""

@@ -314,7 +314,7 @@ class AddressedRows(RowOperand):
         token_bytes, head_bytes = (inner_bytes, outer_bytes) if head_major else (outer_bytes, inner_bytes)
         base = ptx.pinned(source.iterator.toint() + Int64(place.first_head) * head_bytes)
         # Known where tokens touch, and the same for K and V.
-        known = WORD_BYTES * self.tile.token_words if self.config.contiguous else Int32(token_bytes)
+        known = WORD_BYTES * self.tile.token_words if self.config.runs.contiguous else Int32(token_bytes)
         return RowSource(base, block_bytes, known)
 
     def enter(self, source: RowSource, block) -> RowSource:
@@ -472,7 +472,7 @@ class TensorMapOperand(_Operand):
         tile = tiles_of(config)[index]
         assert isinstance(tile, SwizzledTile)
         self.tile = tile
-        name = (config.k_format, config.v_format)[index]
+        name = config.format_names[index]
         self.element_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(name, cutlass.Uint8)
         self.box_tokens = tokens_per_copy(config, tile)
         self.num_boxes = config.tile_tokens // self.box_tokens
@@ -499,7 +499,7 @@ class TensorMapOperand(_Operand):
     def open(self, source, ring, place) -> TensorMapSource:
         config = self.config
         atom, tensor = source
-        layout = self._layout(config.tile_tokens, config.num_heads, config.num_stages)
+        layout = self._layout(config.tile_tokens, config.mainloop.num_heads, config.pipeline.num_stages)
         pointer = cute.recast_ptr(ring + self.ring_offset, layout.inner, dtype=self.element_type)
         box = (self.box_tokens, self.tile.padded_dim)
         # [box, of the tile's tokens, head, stage] and [box, of a block's tokens, head, block]
@@ -520,7 +520,7 @@ class TensorMapOperand(_Operand):
     def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
         """Copies the ``box``-th part of a tile, which begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
-        for head in cutlass.range_constexpr(self.config.num_heads):
+        for head in cutlass.range_constexpr(self.config.mainloop.num_heads):
             cute.copy(
                 source.atom,
                 source.cache[None, first // self.box_tokens, source.first_head + head, block],

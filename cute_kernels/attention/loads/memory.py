@@ -58,18 +58,18 @@ class ExtendMemory:
     @staticmethod
     def allocate(config: ExtendConfig) -> ExtendMemory:
         smem = cutlass.utils.SmemAllocator()
-        tiles = smem.allocate(config.num_stages * sum(config.tile_rooms), byte_alignment=1024)
+        tiles = smem.allocate(config.pipeline.num_stages * sum(config.tile_rooms), byte_alignment=1024)
         queries = smem.allocate(MMA_WARPGROUPS * config.query_bytes, byte_alignment=1024)
         query_address = Int32(queries.toint())
         codes, code_address = queries, query_address
         if config.query_code_bytes:
             codes = smem.allocate(MMA_WARPGROUPS * config.query_code_bytes, byte_alignment=1024)
             code_address = Int32(codes.toint())
-        scales = smem.allocate(max(2 * config.num_stages * config.scale_bytes, 16), byte_alignment=16)
+        scales = smem.allocate(max(2 * config.pipeline.num_stages * config.scale_bytes, 16), byte_alignment=16)
         query_scales = smem.allocate(4 * TILE_ROWS, byte_alignment=16)
         slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
-        barriers = smem.allocate_array(cutlass.Int64, 4 * config.num_stages + 2 * WORK_SLOTS)
-        stages, readers = config.num_stages, MMA_WARPS + config.filling_warps
+        barriers = smem.allocate_array(cutlass.Int64, 4 * config.pipeline.num_stages + 2 * WORK_SLOTS)
+        stages, readers = config.pipeline.num_stages, MMA_WARPS + config.filling_warps
         return ExtendMemory(
             config=config,
             tile_pointer=tiles,
@@ -96,16 +96,16 @@ class ExtendMemory:
 
     def number(self, operand: int, stage):
         """Number of a tile among K's, then V's."""
-        return operand * self.config.num_stages + stage
+        return operand * self.config.pipeline.num_stages + stage
 
     def tile(self, operand: int, stage):
         """Byte offset of a tile."""
         rooms = self.config.tile_rooms
-        return operand * self.config.num_stages * rooms[KEYS] + stage * rooms[operand]
+        return operand * self.config.pipeline.num_stages * rooms[KEYS] + stage * rooms[operand]
 
     def write_ones(self, lane) -> None:
         """One warp writes the rows of ones after the tiles of V's transpose, before any MMA reads them."""
-        for stage in range(self.config.num_stages):
+        for stage in range(self.config.pipeline.num_stages):
             behind = self.tile(VALUES, stage) + self.config.tile_bytes[VALUES]
             for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):
                 ptx.store_shared(self.tiles + lane * 16, behind + piece, [Uint32(QUARTERS)] * 4)

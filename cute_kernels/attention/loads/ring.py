@@ -26,7 +26,7 @@ class RingFiller:
 
     def make_pages(self):
         """Registers for the pages of a round of the ring and of the tile after it, as (page, place) pairs."""
-        pages = cute.make_rmem_tensor(2 * (self.config.num_stages + 1), Int32)
+        pages = cute.make_rmem_tensor(2 * (self.config.pipeline.num_stages + 1), Int32)
         pages.fill(0)
         return pages
 
@@ -47,7 +47,7 @@ class RingFiller:
     @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
         """Starts loading the pages of the tiles that begin with ``token`` and every ``stride`` tokens after it."""
-        for i in cutlass.range_constexpr(self.config.num_stages + 1):
+        for i in cutlass.range_constexpr(self.config.pipeline.num_stages + 1):
             page, place = self.copier.find_pages(tiles, row, token + i * stride, lane)
             pages[2 * i], pages[2 * i + 1] = page, place
 
@@ -60,14 +60,14 @@ class RingFiller:
         config = self.config
         alone = config.filling_warps == 1
         # What the first tile needs comes first.
-        first = config.early_tiles if alone else 2 * config.num_stages
+        first = config.pipeline.early_tiles if alone else 2 * config.pipeline.num_stages
         token = part * config.tile_tokens
         if const_expr(pages is not None):
             self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
         if const_expr(not self.writes_rows):  # else they were while the launch before was running
             self.init_barriers(tiles.pipeline, 0, first, producer, lane)
         sync_producers(config)
-        if const_expr(config.early_tiles > 0):
+        if const_expr(config.pipeline.early_tiles > 0):
             if early:
                 page, place = (
                     (pages[0], pages[1]) if pages is not None else self.copier.find_pages(tiles, row, token, lane)
@@ -76,7 +76,7 @@ class RingFiller:
                 begin = tiles.pipeline.producer_state()
                 self.copier.copy_tile(entered, row, token, tiles.max_seq_len, begin, producer, lane, page, place)
         if const_expr(not self.writes_rows):
-            self.init_barriers(tiles.pipeline, first, 2 * config.num_stages, producer, lane)
+            self.init_barriers(tiles.pipeline, first, 2 * config.pipeline.num_stages, producer, lane)
         announce_ready(config)
 
     @cute.jit
@@ -117,7 +117,7 @@ class RingFiller:
                     self.find_pages(tiles, work.request, token, stride, pages, lane)
             elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
-            for i in cutlass.range_constexpr(config.num_stages):
+            for i in cutlass.range_constexpr(config.pipeline.num_stages):
                 if const_expr(config.awaits_length and i == 1):
                     self.find_pages(tiles, work.request, first, stride, pages, lane)
                 if (issued <= i) & (token < work.length):
@@ -128,7 +128,7 @@ class RingFiller:
                     )
                 token = token + stride
                 state = pipeline.next(state)
-            page, place = pages[2 * config.num_stages], pages[2 * config.num_stages + 1]
+            page, place = pages[2 * config.pipeline.num_stages], pages[2 * config.pipeline.num_stages + 1]
         elif issued > 0:
             token = token + stride
             state = pipeline.next(state)

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_policies import ELEMENT_BYTES, SLAB_COLUMNS, has_token_scale
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, SLAB_COLUMNS, UnpackConfig, has_token_scale
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.loads.powers import exponent_beside, power_of_2, word_of
 from cute_kernels.attention.loads.tma import Filling, TmaTileProducer
@@ -35,7 +35,7 @@ from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.loads import load_word_below
 from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import RegisterTensor
-from cute_kernels.formats.kv import KvFormat, load_code
+from cute_kernels.formats.kv import load_code
 
 WORD_BITS = 32
 IN_ORDER = ((0, 1), (2, 3))  # bytes of a word, in pairs
@@ -85,30 +85,6 @@ class Int4Words:
         return pairs
 
 
-class RunShape(Protocol):
-    """The rows of a tile that a warp reads; configurations say what each field is."""
-
-    @property
-    def tile_tokens(self) -> int: ...
-    @property
-    def warp_rows(self) -> int: ...
-    @property
-    def page_tokens(self) -> int: ...
-
-
-class RowShape(RunShape, Protocol):
-    """The same with their formats: `ExtendConfig` or `UnpackConfig`."""
-
-    @property
-    def formats(self) -> tuple[KvFormat, KvFormat]: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def operand_columns(self) -> tuple[int, int]: ...
-    @property
-    def value_parts(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Held:
     """The registers in which a warp holds its part of a tile. words: a lane's, by load. headers: of INT4, by load.
@@ -131,9 +107,9 @@ class Places:
 class RowRuns:
     """A warp's rows of a tile, K's and V's, as runs of rows that certainly lie together in the cache."""
 
-    def __init__(self, shape: RunShape):
-        self.tile_tokens, self.warp_rows, self.paged = shape.tile_tokens, shape.warp_rows, shape.page_tokens > 0
-        self.rows = min(self.warp_rows, shape.page_tokens or self.warp_rows)  # of a run
+    def __init__(self, config: ExtendConfig | UnpackConfig, warp_rows: int):
+        self.tile_tokens, self.warp_rows, self.paged = config.tile_tokens, warp_rows, config.page_tokens > 0
+        self.rows = min(warp_rows, config.page_tokens or warp_rows)  # of a run
         self.count = self.warp_rows // self.rows
 
     def make(self) -> Places:
@@ -165,28 +141,28 @@ class RowRuns:
 class CodedRows:
     """K or V: which words each lane loads, and how a warp's rows of a tile are loaded.
 
-    looks_first: whether separate code loads rows that all exist, without a check of each. around: whether other warps
-    read what lies around a row at the same time, see `cute_kernels.device.loads.load_word_below`.
+    looks_first: whether separate code loads rows that all exist, without a check of each.
     """
 
-    def __init__(self, shape: RowShape, operand: int, *, looks_first: bool = False, around: bool = False):
-        self.tile_tokens, self.operand, self.runs = shape.tile_tokens, operand, RowRuns(shape)
-        form = shape.formats[operand]
+    def __init__(self, config: ExtendConfig | UnpackConfig, operand: int, *, looks_first: bool = False):
+        self.tile_tokens, self.operand = config.tile_tokens, operand
+        self.runs = RowRuns(config, config.warp_rows)
+        form = config.formats[operand]
         reader = form.extend
         assert reader is not None  # `ExtendConfig.can_implement` has said so
         self.decoder = load_code(reader.words)()
         self.word_codes = WORD_BITS // form.code_bits
         self.has_headers = reader.scales == "groups"
-        self.looks_first, self.around = looks_first, around
+        self.looks_first = looks_first
         self.token_scale = has_token_scale(form)
         self.header_bytes = form.header_bytes
         self.unit_bytes = self.word_codes * ELEMENT_BYTES  # of a word's numbers
         # Words in the tile; those that the cache lacks are zeros.
-        self.row_units = shape.operand_columns[operand] // self.word_codes
-        self.parts = shape.value_parts if operand == VALUES else 1  # of the cache's rows, one of them in the tile
-        self.real_units = shape.head_dim // self.parts // self.word_codes
-        self.group_words = shape.head_dim // self.word_codes // form.num_groups
-        self.warp_rows = shape.warp_rows
+        self.row_units = config.operand_columns[operand] // self.word_codes
+        self.parts = config.value_parts if operand == VALUES else 1  # of the cache's rows, one of them in the tile
+        self.real_units = config.head_dim // self.parts // self.word_codes
+        self.group_words = config.head_dim // self.word_codes // form.num_groups
+        self.warp_rows = config.warp_rows
         self.num_loads = self.num_words = self.warp_rows * self.row_units // WARP_THREADS
         self.num_groups = form.num_groups if self.token_scale else 1
         self.scale_rows = WARP_THREADS // self.num_groups  # whose scales all lanes hold a register of
@@ -233,7 +209,7 @@ class CodedRows:
             address = base + (row % self.runs.rows) * rows.token_bytes
             if const_expr(self.num_groups > 1):
                 address = address + 4 * group
-            scales[k] = load_word_below(row - low, count, address, around=self.around)
+            scales[k] = load_word_below(row - low, count, address)
 
     def scale_place(self, lane, k: int) -> tuple[Any, Any]:
         """Returns (row, group) of a lane's ``k``-th scale, among those of the warp."""
@@ -277,9 +253,7 @@ class CodedRows:
         """Loads a word of read-only global memory where 0 <= ``index`` < ``limit``, else zero. limit None: it
         exists."""
         if limit is not None:
-            return load_word_below(index, limit, address, offset, around=self.around)
-        if self.around:
-            return load_word_below(Int32(0), Int32(1), address, offset, around=True)
+            return load_word_below(index, limit, address, offset)
         return ptx.load_global_words(address, offset, 1)[0]
 
     def lane_place(self, lane) -> tuple[Int32, Int32]:
@@ -365,7 +339,7 @@ class RowProducer:
     """
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.runs, self.copier = config, RowRuns(config), TmaTileProducer(config)
+        self.config, self.runs, self.copier = config, RowRuns(config, config.warp_rows), TmaTileProducer(config)
         self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):

@@ -95,7 +95,7 @@ class UnpackKernel:
     def __init__(self, config: UnpackConfig):
         self.config = config
         # A branch around a tile's loads keeps ptxas from putting some of them after the wait for its greatest scale.
-        self.rows = tuple(CodedRows(config, operand, looks_first=True, around=True) for operand in (KEYS, VALUES))
+        self.rows = tuple(CodedRows(config, operand, looks_first=True) for operand in (KEYS, VALUES))
         self.row_bytes = config.head_dim * config.element_bytes
 
     def launch(self, given, stream):

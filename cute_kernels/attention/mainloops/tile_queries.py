@@ -62,7 +62,7 @@ class QueryRows:
     """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where there are gaps between them."""
 
     def __init__(self, config: ExtendConfig):
-        self.strided, self.row_bytes = config.strided_q, config.head_dim * ELEMENT_BYTES
+        self.strided, self.row_bytes = config.queries.strided, config.head_dim * ELEMENT_BYTES
 
     def address(self, shape, work, queries, row):
         """The address of a packed row that the request has."""

@@ -90,7 +90,7 @@ class Operands:
     @classmethod
     def of(cls, given, config: ExtendConfig) -> Operands:
         """Takes the operands from a launch's arguments."""
-        q = StridedQueries.of(given.q) if config.strided_q else ptx.address(given.q)
+        q = StridedQueries.of(given.q) if config.queries.strided else ptx.address(given.q)
         addresses = {"q": q, "out": ptx.address(given.out)}
         others = (own.name for own in fields(cls) if own.name not in addresses)
         return cls(**addresses, **{name: getattr(given, name) for name in others})
@@ -110,7 +110,7 @@ class Consumer:
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
-        if const_expr(self.config.ping_pong):
+        if const_expr(self.config.pipeline.ping_pong):
             if group == 1:
                 self.pass_turn(group)
         state, slot = memory.pipelines[KEYS].consumer_state(), memory.work.consumer_state()
@@ -299,9 +299,9 @@ class Consumer:
 
     def await_turn(self, group) -> None:
         """Waits until the other warpgroup has issued its MMAs."""
-        if self.config.ping_pong:
+        if self.config.pipeline.ping_pong:
             cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
 
     def pass_turn(self, group) -> None:
-        if self.config.ping_pong:
+        if self.config.pipeline.ping_pong:
             cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

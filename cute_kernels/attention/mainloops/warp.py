@@ -69,8 +69,8 @@ class WarpMainloop:
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + slice_offset
             addresses = self.copier.stage_addresses(cta.tiles, tile.stage)
-            for block in cutlass.range_constexpr(config.blocks_per_slice):
-                last = block == config.blocks_per_slice - 1
+            for block in cutlass.range_constexpr(config.mainloop.blocks_per_slice):
+                last = block == config.mainloop.blocks_per_slice - 1
                 next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
             self.recentre(state, tile)
@@ -83,7 +83,7 @@ class WarpMainloop:
     def recentre(self, state, tile: PipelineState):
         """Recentres every other time round the ring, which is often enough and needs no counter of its own; not at the
         first tile."""
-        if (tile.stage == self.config.num_stages - 1) & (tile.phase == 1):
+        if (tile.stage == self.config.pipeline.num_stages - 1) & (tile.phase == 1):
             self.value_reader.recentre(state.values)
 
     @cute.jit

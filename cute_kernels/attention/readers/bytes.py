@@ -128,8 +128,8 @@ class _ByteKeys(CodeKeyReader):
         """The start of dot products that takes off the codes' offset: for each block of queries, of a group's
         [column]."""
         if self.sum_factor is None:
-            return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
-        return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.blocks_per_warp)]
+            return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
+        return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.mainloop.blocks_per_warp)]
 
 
 class RowKeyByteReader(_ByteKeys, RowKeyReader):
@@ -210,7 +210,7 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
         """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
-        blocks = range(self.config.blocks_per_warp)
+        blocks = range(self.config.mainloop.blocks_per_warp)
         result = []
         for pairs in self.pairs_at_once():
             query_sums = self.sums_of_group(state, 0)
@@ -250,7 +250,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
         """Adds P V of 32 tokens; probabilities [j][column] in fp32."""
-        blocks = range(self.config.blocks_per_warp)
+        blocks = range(self.config.mainloop.blocks_per_warp)
         operands = [
             [ptx.transpose_8x8(ptx.pack_f16x2(*row[2 * block : 2 * block + 2])) for row in probabilities]
             for block in blocks

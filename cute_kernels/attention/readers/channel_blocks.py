@@ -48,7 +48,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         super().__init__(config)
         assert self.lane_codes == 8 and self.tile.k_unit == UNIT_COLUMNS
         self.multiplies_shifts, self.sum_factor = False, None
-        self.sums = 2 if config.blocks_per_warp == 1 else 1
+        self.sums = 2 if config.mainloop.blocks_per_warp == 1 else 1
         self.by_matrices = self.tile.header_words == RUN_WORDS
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
@@ -76,7 +76,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return [ptx.load_shared(address, offset) for offset in offsets]
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
-        blocks, units = range(self.config.blocks_per_warp), range(self.tile.k_units)
+        blocks, units = range(self.config.mainloop.blocks_per_warp), range(self.tile.k_units)
         words = [
             [
                 self._load_codes(state.lane_offsets + tile_address, block_offset + self._code_offset(j, unit))
@@ -100,7 +100,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
 
     def _shift_dots(self, state: State, tile_address: Int32, block_offset: int) -> list[list[Any]]:
         """Returns [block] accumulators that every row of the codes' products begins with: shifts times queries."""
-        dots = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.config.blocks_per_warp)]
+        dots = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.config.mainloop.blocks_per_warp)]
         for unit in range(self.tile.k_units):
             shifts = self.parameters(state, tile_address, block_offset, 1, unit)
             query = self.query_operands(state, len(self.pairs) * unit, len(self.pairs))
@@ -149,7 +149,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
     def tail_scores(self, state: State, first_token: Int32):
         """Scores of the block that is not quantised yet, as :meth:`scores` has them. Rows after the request's end may
         be anything."""
-        blocks, units = range(self.config.blocks_per_warp), range(self.tile.k_units)
+        blocks, units = range(self.config.mainloop.blocks_per_warp), range(self.tile.k_units)
         ring = self._ring(state, first_token) + Int64(16 * state.t)
         dots: list[list[Any]] = []
         for tile in range(2):

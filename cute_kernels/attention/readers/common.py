@@ -136,7 +136,9 @@ class CodeKeyReader:
     def _load_vectors(self, state: State, first: int, count: int) -> list[list[Any]]:
         """Some of the shared vectors."""
         places = [_vector_offset(index) for index in range(first, first + count)]
-        return [ptx.load_shared_vector(state.shared_query, place, self.config.blocks_per_warp) for place in places]
+        return [
+            ptx.load_shared_vector(state.shared_query, place, self.config.mainloop.blocks_per_warp) for place in places
+        ]
 
     def query_operands(self, state: State, first: int, count: int) -> list[Any]:
         """B operands of an MMA for every block: ``count`` registers from the ``first`` one."""
@@ -196,7 +198,7 @@ class ValueReader:
 
     def make_accumulators(self):
         """Zeros."""
-        accumulators = cute.make_rmem_tensor(self.config.blocks_per_warp * self.num_accumulators, Float32)
+        accumulators = cute.make_rmem_tensor(self.config.mainloop.blocks_per_warp * self.num_accumulators, Float32)
         accumulators.fill(0.0)
         return accumulators
 
@@ -206,7 +208,7 @@ class ValueReader:
 
     def multiply_add(self, state: State, mma: int, a, operands, dtype: str):
         """Adds A P to the accumulators of an MMA; operands: [block] B registers."""
-        for block in range(self.config.blocks_per_warp):
+        for block in range(self.config.mainloop.blocks_per_warp):
             first = self.place(mma, 0, 2 * block)
             total = [state.accumulators[first + i] for i in range(4)]
             total = ptx.mma_m16n8k16(total, a, operands[block], dtype=dtype)

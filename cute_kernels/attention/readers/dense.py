@@ -64,7 +64,7 @@ class DenseKeyReader(SwizzledLoads):
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 0)
-        self.dtype = _MMA_DTYPES[config.k_format]
+        self.dtype = _MMA_DTYPES[config.k.format]
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
         """Registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the queries."""
@@ -107,8 +107,8 @@ class DenseValueReader(SwizzledLoads, ValueReader):
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 1)
-        self.dtype = _MMA_DTYPES[config.v_format]
-        self.pack = of_name(config.v_format).pack
+        self.dtype = _MMA_DTYPES[config.v.format]
+        self.pack = of_name(config.v.format).pack
         self.num_accumulators = 4 * self.num_loads
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
@@ -120,7 +120,7 @@ class DenseValueReader(SwizzledLoads, ValueReader):
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
         """Adds P V of 32 tokens; probabilities [j][column] in fp32."""
-        blocks = range(self.config.blocks_per_warp)
+        blocks = range(self.config.mainloop.blocks_per_warp)
         operands = [[ptx.transpose_8x8(self.pack(*row[2 * b : 2 * b + 2])) for row in probabilities] for b in blocks]
         for pair in range(2):
             for step in range(self.num_loads):

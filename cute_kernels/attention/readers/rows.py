@@ -72,7 +72,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
 
     def first_dots(self, query_sums) -> list[list[Any]]:
         """The start of a group's dot products with each block of queries. query_sums: [column] of the group."""
-        return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
+        return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
         """Adds the contribution of one group of columns to a score (None at first); here of a group with a scale."""
@@ -115,7 +115,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
 
     def _score_rows(self, state: State, words, headers, scores: list[list[Float32 | None]]):
         """Scores row halves, two to an MMA tile, and adds them to ``scores``: [row half][column]."""
-        blocks, tiles = range(self.config.blocks_per_warp), range(len(words) // 2)
+        blocks, tiles = range(self.config.mainloop.blocks_per_warp), range(len(words) // 2)
         for group in range(self.num_groups):
             query_sums = self.sums_of_group(state, group)
             dots = [self.first_dots(query_sums) for _ in tiles]
@@ -224,7 +224,7 @@ class RowValueReader(RowLoads, ValueReader):
 
     def _probability_operands(self, state: State, probabilities, headers):
         """B operands [pair][group][block] of P * scale, tokens along the contraction."""
-        blocks = range(self.config.blocks_per_warp)
+        blocks = range(self.config.mainloop.blocks_per_warp)
         result = []
         for pair in range(2):
             groups = []

@@ -9,7 +9,6 @@ arrived on its barrier, asynchronously: a warp issues tiles as long as there are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -25,32 +24,6 @@ from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, ByteRow
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import PipelineState
-from cute_kernels.formats.kv import KvFormat
-
-
-@dataclass(frozen=True)
-class WarpRows:
-    """Which rows of a tile a producer warp copies, of K and of V. paired: rows of two heads are one."""
-
-    formats: tuple[KvFormat, KvFormat]
-    head_dim: int
-    columns: int
-    tile_tokens: int
-    warp_rows: int
-    page_tokens: int
-    mapped: bool
-    heads: int
-    paired: bool
-
-    @property
-    def of_head(self) -> int:
-        """Producer warps that bring a head's rows."""
-        return self.tile_tokens // self.warp_rows
-
-    @property
-    def by_tma(self) -> bool:
-        """Whether whole tiles are copied by tensor maps: where that is asked for, or rows of K and V have 128 bytes."""
-        return self.mapped or all(type(rows_of(form)) is ByteRows for form in self.formats)
 
 
 def _aligned(address: Int64) -> Int64:
@@ -59,22 +32,21 @@ def _aligned(address: Int64) -> Int64:
 
 
 class TileRows:
-    """Copies a warp's rows of K or V."""
+    """Copies a warp's rows of K or V. by_tma: whether tensor maps copy whole tiles."""
 
-    def __init__(self, shape: WarpRows, operand: int):
-        form = shape.formats[operand]
-        self.operand, self.tokens, self.warp_rows = operand, shape.tile_tokens, shape.warp_rows
-        self.heads = shape.heads if shape.paired else 1  # of a row
-        self.of_head, self.tuples = shape.of_head, shape.heads
-        self.rows = rows_of(form, shape.paired)
+    def __init__(self, config: ExtendConfig, operand: int, runs: RowRuns, by_tma: bool):
+        form = config.formats[operand]
+        self.operand, self.tokens, self.warp_rows = operand, config.tile_tokens, runs.warp_rows
+        self.heads = config.tile_heads if config.paired else 1  # of a row
+        self.of_head, self.tuples = config.tile_tokens // runs.warp_rows, config.tile_heads
+        self.rows = rows_of(form, config.paired)
         self.header_bytes, self.header_words = form.header_bytes, form.header_bytes // 4
-        self.cache_bytes = form.row_bytes(shape.head_dim)
+        self.cache_bytes = form.row_bytes(config.head_dim)
         self.of_tokens = self.cache_bytes % CHUNK_BYTES > 0  # a map is over all bytes of a token, not over rows
         self.piece_bytes = 4 if self.of_tokens else CHUNK_BYTES
         self.row_pieces = self.rows.row_bytes // self.piece_bytes
         self.step_rows = 0 if self.rows.headed else WARP_THREADS // self.row_pieces
-        self.runs = RowRuns(shape)
-        self.by_tma = shape.by_tma
+        self.runs, self.by_tma = runs, by_tma
 
     def lane_place(self, lane):
         """Returns (row of a step, bytes of its codes before the lane's piece, its place from the step's first row)."""
@@ -237,21 +209,13 @@ class RawRowProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        warp_rows = config.tile_tokens * (1 if config.paired else config.tile_heads) // config.producer_warps
-        shape = WarpRows(
-            config.formats,
-            config.head_dim,
-            config.columns,
-            config.tile_tokens,
-            warp_rows,
-            config.page_tokens,
-            config.mapped,
-            config.tile_heads,
-            config.paired,
-        )
+        warp_rows = config.tile_tokens * (1 if config.paired else config.tile_heads) // config.pipeline.producer_warps
         assert warp_rows == WARP_THREADS or config.paired
-        self.of_head = shape.of_head
-        self.runs, self.tiles = RowRuns(shape), (TileRows(shape, KEYS), TileRows(shape, VALUES))
+        self.of_head = config.tile_tokens // warp_rows  # producer warps that bring a head's rows
+        self.runs = RowRuns(config, warp_rows)
+        # Maps copy rows of 128 bytes, of K and of V, and others where that is asked for.
+        by_tma = config.mapped or all(type(rows_of(form)) is ByteRows for form in config.formats)
+        self.tiles = tuple(TileRows(config, operand, self.runs, by_tma) for operand in (KEYS, VALUES))
 
     def make_maps(self, k_cache, v_cache):
         """Makes the tensor maps of K and of V, see :meth:`TileRows.make_map`; None without. Runs on the host."""

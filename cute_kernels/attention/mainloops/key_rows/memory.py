@@ -74,10 +74,10 @@ class KeyRowsMemory:
         pointers = [
             smem.allocate(size, byte_alignment=alignment)
             for size, alignment in (
-                (config.num_stages * sum(shape.tile_bytes), 1024),
+                (config.pipeline.num_stages * sum(shape.tile_bytes), 1024),
                 (shape.heads * shape.query_bytes, 1024),
                 (2 * MMA_WARPGROUPS * shape.probability_bytes, 1024),
-                (max(config.num_stages * sum(shape.header_bytes), 16), 16),
+                (max(config.pipeline.num_stages * sum(shape.header_bytes), 16), 16),
                 (shape.told_bytes, 16),
                 (TOP_BYTES + FLAG_BYTES, 16),
                 (WORK_SLOTS * WORK_BYTES, 16),
@@ -85,7 +85,7 @@ class KeyRowsMemory:
         ]
         tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
         # Every lane of a producer warp arrives for K's tile and for V's, when what it has asked for has come.
-        stages, fillers = config.num_stages, 2 * config.producer_warps * WARP_THREADS
+        stages, fillers = config.pipeline.num_stages, 2 * config.pipeline.producer_warps * WARP_THREADS
         readers = MMA_WARPS + config.filling_warps
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages + 2 * WORK_SLOTS)
         return KeyRowsMemory(
@@ -124,7 +124,7 @@ class KeyRowsMemory:
     def tile_offset(self, operand: int, stage):
         """Bytes from the first tile."""
         sizes = self.shape.tile_bytes
-        return operand * self.config.num_stages * sizes[0] + stage * sizes[operand]
+        return operand * self.config.pipeline.num_stages * sizes[0] + stage * sizes[operand]
 
     def header(self, operand: int, stage):
         """Address of the headers of a tile's rows: [header word][token]."""
