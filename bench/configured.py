@@ -55,7 +55,7 @@ def bind_config(
     the configuration says (formats that share a kernel). A launch of decode attention returns ``out``, one of extend
     attention (out, lse or None).
     """
-    formats = kv_format or (config.k_format, config.v_format)
+    formats = kv_format or config.format_names
     complete: dict[str, Any] | None
     if cu_seqlens_q is None:
         complete = {**NO_OPTIONS, **options} if options else None

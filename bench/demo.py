@@ -372,9 +372,8 @@ def format_report(reports: dict[str, list[KernelResources]]) -> str:
 
 def _formats_of(config: Any) -> tuple[str, str, int] | None:
     """K's and V's format and the head_dim of a decode kernel's configuration; None for another kernel's."""
-    if not hasattr(config, "k_format"):
-        return None
-    return config.k_format, config.v_format, config.head_dim
+    names = getattr(config, "format_names", ())
+    return (*names, config.head_dim) if len(names) == 2 else None
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:

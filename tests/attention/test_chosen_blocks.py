@@ -201,7 +201,7 @@ def test_kernels_of_one_kv_head_a_cta_are_launched_with_its_tables(name, page_si
     assert not again and [launch.symbol == "block_tables" for launch in recorded.launches] == [True, False] * 3
     (spec, _), launch = recorded.loaded[0], recorded.launches[-1]
     config = spec.config
-    assert config.can_implement() is None and config.name.endswith("_by_head") and config.num_heads == 1
+    assert config.can_implement() is None and config.name.endswith("_by_head") and config.mainloop.num_heads == 1
     given = dict(zip(decode_arguments(config.features, True).names, launch.arguments, strict=True))
     size = page_size or 64
     assert given["seq_lens"].shape == (8,) and given["max_pages"] == given["table_stride"] == 768 // size

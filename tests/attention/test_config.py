@@ -125,26 +125,27 @@ OTHERS: dict[str, object] = {
 }
 
 
-def field_names() -> list[str]:
-    """Of a configuration and of its policies, as `changed` calls them."""
-    names = []
+def own_values() -> dict[str, object]:
+    """Fields of a configuration and of its policies, as `changed` calls them."""
+    values: dict[str, object] = {}
     for field in dataclasses.fields(DecodeConfig):
         value = getattr(INT4, field.name)
         is_policy = dataclasses.is_dataclass(value) and not isinstance(value, Features)
-        parts = [part.name for part in dataclasses.fields(value)] if is_policy else [field.name]
-        names += [f"{field.name}_{part}" if field.name in ("k", "v") else part for part in parts]
-    return names
+        parts = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)} if is_policy else None
+        prefix = f"{field.name}_" if field.name in ("k", "v") else ""
+        values |= {field.name: value} if parts is None else {prefix + name: part for name, part in parts.items()}
+    return values
 
 
 def test_names_are_identifiers_and_differ_where_configurations_do():
     names = [config.name for config in SHIPPED]
     assert len(set(names)) == len(set(SHIPPED)) == len(SHIPPED)
     assert all(name.isidentifier() for name in names)
-    assert len(field_names()) == 21
-    for name in field_names():
+    assert len(own_values()) == 21
+    for name, value in own_values().items():
         other = OTHERS.get(name)
         if other is None:
-            value = getattr(INT4, name)
+            assert isinstance(value, int)
             other = not value if isinstance(value, bool) else value + 1
         assert changed(INT4, **{name: other}).name != INT4.name, name
 

@@ -100,7 +100,7 @@ def test_bulk_copies_of_equal_size_are_issued_together(config: DecodeConfig):
     assert sum(len(operands) for _, operands in bulk) == config.copies.count("bulk")
     for tokens, operands in bulk:
         assert all(operand.tile.copy_tokens == tokens for operand in operands)
-    if config.k_format == config.v_format and config.copies[0] == "bulk":
+    if len(set(config.format_names)) == 1 and config.copies[0] == "bulk":
         assert len(bulk) == 1
 
 
@@ -132,7 +132,7 @@ def test_tensor_maps_write_chunks_where_the_tile_says(head_dim: int, element_byt
     ]
 
     def evaluate() -> list[int]:
-        layout = operand._layout(config.tile_tokens, config.num_heads, 2).outer
+        layout = operand._layout(config.tile_tokens, config.mainloop.num_heads, 2).outer
         return [int(layout((t, c * (CHUNK_BYTES // element_bytes), h, s))) for t, c, h, s in places]
 
     # The swizzle is one of byte addresses: bits 4 up are XORed with those from 7 up, three of them or two.

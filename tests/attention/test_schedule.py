@@ -84,7 +84,7 @@ def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: AttentionPr
     schedule = make_schedule(problem, num_splits)
     config = schedule.config
     assert config.can_implement() is None
-    assert config.k_format == kernel_format(problem.k_format) and config.v_format == kernel_format(problem.v_format)
+    assert config.format_names == (kernel_format(problem.k_format), kernel_format(problem.v_format))
     assert config.q_dtype == problem.q_dtype and config.head_dims == (problem.head_dim, problem.v_head_dim)
     assert problem.num_kv_heads % config.mainloop.num_heads == 0
 

@@ -150,7 +150,7 @@ class KvFormatTests:
         config = _configs(form, head_dim)[0]
         operands = []
         for seed in range(2):
-            rows, _, scale = random_cache(form, (32, config.num_heads, head_dim), seed)
+            rows, _, scale = random_cache(form, (32, config.mainloop.num_heads, head_dim), seed)
             operands.append(Operand(form, head_dim, rows[:, -1], None if scale is None else scale.float()))
         rig = make_rig(run_on, config, operands)
         scores = rig.scores() / (SOFTMAX_SCALE * Warp.LOG2_E)

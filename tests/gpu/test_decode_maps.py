@@ -61,7 +61,7 @@ def mapped(call: Call) -> list[DecodeConfig]:
 
 def in_bulk(config: DecodeConfig) -> DecodeConfig | None:
     """The same, but a bulk copy a token; None where these heads' rows are no whole vectors."""
-    sizes = [config.num_heads * load.form.row_bytes(load.head_dim) for load in (config.k, config.v)]
+    sizes = [config.mainloop.num_heads * load.form.row_bytes(load.head_dim) for load in (config.k, config.v)]
     if any(size % BULK_BYTES for size in sizes if size):
         return None
     k, v = ("bulk" if copy == "map" else copy for copy in config.copies)

@@ -238,7 +238,7 @@ HEADS_OF_A_CTA = SMALL.with_(layout="NHD", num_q_heads=32, num_kv_heads=8)
 @pytest.mark.parametrize("changes", [{}, {"num_q_heads": 72}, {"head_dim": 64, "rope": Rope(64)}, {"num_kv_heads": 4}])
 def test_rows_of_all_heads_of_a_cta_are_an_appends(changes):
     shape = HEADS_OF_A_CTA.with_(**changes)
-    assert config_of(make_call(shape), shape).attention.num_heads == shape.num_kv_heads
+    assert config_of(make_call(shape), shape).attention.mainloop.num_heads == shape.num_kv_heads
     check(shape)
 
 
