@@ -281,7 +281,7 @@ EXTEND = Figure(
         Lane("shared memory", "shared", (
             Box("tiles of K", "num_stages of 128 keys, 128-byte swizzle", ("attention/extend_config.py:tile_bytes",)),
             Box("work", "WORK_SLOTS (2) of a work tile's numbers", ("attention/extend_policies.py:WORK_SLOTS",)),
-            Box("tiles of V", "num_stages of 128 values", ("attention/extend_config.py:num_stages",)),
+            Box("tiles of V", "num_stages of 128 values", ("attention/extend_policies.py:num_stages",)),
             Box("queries", "64 rows of each warpgroup, which copies them itself", ("attention/extend_config.py:query_bytes",)),
         )),
         Lane("consumer warpgroups", "role", (
