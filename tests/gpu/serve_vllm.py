@@ -14,6 +14,7 @@ are too few pages for all requests, so that some are preempted and begin again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -100,13 +101,19 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
         "model.norm.weight": torch.ones(hidden).half(),
         "lm_head.weight": matrix(VOCABULARY, hidden),
     }
+    experts = [f"experts.{index}." for index in range(config.get("num_experts", 0))]
+    middle = config["moe_intermediate_size"] if experts else middle
     mlp = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden), "down_proj": (hidden, middle)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         for name, shape in attention_shapes(config).items():
             tensors[f"{layer}.self_attn.{name}.weight"] = matrix(*shape)
-        for name, shape in mlp.items():
-            tensors[f"{layer}.mlp.{name}.weight"] = matrix(*shape)
+        for part, (name, shape) in itertools.product(experts or [""], mlp.items()):
+            tensors[f"{layer}.mlp.{part}{name}.weight"] = matrix(*shape)
+        if experts:
+            tensors[f"{layer}.mlp.gate.weight"] = matrix(len(experts), hidden)
+            for name in ("q_norm", "k_norm"):
+                tensors[f"{layer}.self_attn.{name}.weight"] = torch.ones(config["head_dim"]).half()
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{name}.weight"] = torch.ones(hidden).half()
         if "kv_lora_rank" in config:
@@ -292,12 +299,12 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
     engine is shut down: one that does not end well has served all the same."""
     from cute_kernels.gemm import deferred
     from cute_kernels.gemm.layer import call as layer_call
-    from cute_kernels.integrations.vllm import mla, plugin, seams
+    from cute_kernels.integrations.vllm import plugin, seams
 
     seams.said.clear()
     deferred.deferred_product_of.cache_clear()
-    left = mock.patch.object(mla, "reason_against", lambda *_: "left in this engine")
-    with left if scenario.leaves_mla else nullcontext():
+    seam = f"cute_kernels.integrations.vllm.{scenario.leaves}"
+    with mock.patch(f"{seam}.reason_against", lambda *_: "left in this engine") if scenario.leaves else nullcontext():
         llm = start(scenario, folder / "model")
     try:
         found = globals()[scenario.what](llm, scenario, folder)
@@ -323,12 +330,14 @@ readers that are gone."""
 
 
 def kinds_of_layers(worker: Any) -> dict[str, list[str]]:
-    """What serves the attention and the quantised linear layers of a worker."""
+    """What serves the attention, the quantised linear layers and the routers of a worker."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    routers = [layer.router for layer in layers if hasattr(layer, "router")]
     kernels = [getattr(getattr(module, "scheme", None), "kernel", None) for module in worker.get_model().modules()]
     return {
         "attention": [type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")],
         "linear": [type(kernel).__name__ for kernel in kernels if kernel is not None],
+        "routers": [type(router._compute_routing.__self__).__name__ for router in routers],
     }
 
 

@@ -245,6 +245,14 @@ def test_norms_that_products_leave_to_the_next_ones_give_what_launches_give(serv
     assert Bound(0.032, 0.08, 0.2).holds(found), str(found)
 
 
+def test_routers_in_one_launch_give_what_vllms_give(served: Served):
+    ours, theirs = served("ours", "experts"), served("theirs", "experts")
+    assert (ours["routers"], theirs["routers"]) == (["Router"], ["FusedTopKRouter"])
+    found = difference(ours, theirs)
+    print("routers:", found)
+    assert Bound(0.004, 0.01, 0.025).holds(found), str(found)
+
+
 def test_a_window_that_is_ignored_would_be_noticed(served: Served, own: Difference):
     found = difference(served("window-theirs"), served("theirs"))
     assert len(found.parted) > 20 or sorted(found.logprobs)[len(found.logprobs) // 2] > 10 * max(own.logprobs)

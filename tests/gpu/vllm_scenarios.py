@@ -24,9 +24,13 @@ import torch
 from bench.e2e_cases import SEVERAL_GPUS
 from cute_kernels.formats.kv import LayerFormats, format_pair
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.experts.call import MAX_TOKENS
+from cute_kernels.gemm.experts.router.compile import RouterSpec
+from cute_kernels.gemm.experts.router.config import TILE_TOKENS, RouterConfig, lane_experts_of
+from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.integrations import attention_kernels
+from cute_kernels.integrations import attention_kernels, expert_kernels
 from cute_kernels.integrations.vllm import kv_formats, mla_kernels, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
 from cute_kernels.runtime import KernelSpec, wanted
@@ -90,6 +94,16 @@ W4 = {
 """Changes to CONFIG that make 4-bit weights of it."""
 W4_BF16 = {**W4, "torch_dtype": "bfloat16"}
 """The same in bf16, in which products leave norms to the next ones."""
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "quantization_config": {**W4["quantization_config"], "ignore": ["lm_head", "re:.*mlp.gate$"]},
+}
+"""Changes to CONFIG that make experts of it. A token has all of them, so that rounding a logit changes none."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ class Scenario:
         chunk: tokens of a step, at most.
         tokens: that the cache has room for.
         model: changes to CONFIG. engine: more arguments of the engine.
-        leaves_mla: whether MLA is left to FlashMLA's kernels, though the seam is replaced.
+        leaves: the module of the plugin whose layers are left to vLLM, though their seam is replaced; empty for none.
         what: of `serve_vllm`'s functions of an engine and a scenario, the one that is called.
     """
 
@@ -113,7 +127,7 @@ class Scenario:
     model: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     what: str = "generate_twice"
-    leaves_mla: bool = False
+    leaves: str = ""
 
 
 BLOCK, MAX_REQUESTS, MAX_MODEL_LEN = 16, 32, 2048
@@ -174,9 +188,9 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "wide-theirs": Scenario("auto", "", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
         "wide": Scenario("auto", "fp16", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
         "latent-theirs": Scenario(
-            model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}, leaves_mla=True
+            model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}, leaves="mla"
         ),
-        "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves_mla=True),
+        "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves="mla"),
         "latent": Scenario(model=LATENT, engine=FLASHMLA),
         "w4": Scenario(kv_format="fp16", model=W4),
         "w4-slept": Scenario(
@@ -203,6 +217,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     },
     # The plug-in is there and switched off.
     "off": {"theirs": Scenario(), "theirs-compiled": Scenario(engine=COMPILED)},
+    "experts": {"theirs": Scenario(model=MIXTURE, leaves="routers"), "ours": Scenario(model=MIXTURE)},
     "layers": {
         "theirs": Scenario(),
         "by-layer": Scenario(kv_format="int8_token_head;fp16;int8_token_head"),
@@ -225,6 +240,7 @@ ENVIRONMENTS = {
     # What is fused is said where graphs are made.
     "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
+    "experts": {},
     "layers": {},
     "drafts": {},
     "off": {"CUTE_KERNELS_VLLM": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"},
@@ -263,6 +279,8 @@ def kernels_of(scenarios: Iterable[Scenario], *, invariant: bool) -> list[Kernel
             found.update(dict.fromkeys(_attention_kernels(scenario, invariant)))
         if "quantization_config" in scenario.model:
             found.update(dict.fromkeys(_linear_kernels(scenario)))
+        if "num_experts" in scenario.model:
+            found.update(dict.fromkeys(_expert_kernels(scenario)))
     return list(found)
 
 
@@ -321,18 +339,31 @@ def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
     config, heads, kv_heads = _heads(scenario)
     ranks, hidden = scenario.engine.get("tensor_parallel_size", 1), config["hidden_size"]
     middle, columns = config["intermediate_size"] // ranks, heads * config["head_dim"]
-    shapes = {
-        (columns + 2 * kv_heads * config["head_dim"], hidden),
-        (hidden, columns),
-        (2 * middle, hidden),
-        (hidden, middle),
-    }
-    captured = scenario.engine.get("compilation_config", GRAPHS)["cudagraph_capture_sizes"]
-    rows = prepare.RowCounts(tuple(captured), scenario.chunk).all()
+    shapes = {(columns + 2 * kv_heads * config["head_dim"], hidden), (hidden, columns)}
+    if "num_experts" not in config:
+        shapes |= {(2 * middle, hidden), (hidden, middle)}
+    rows = _rows(scenario)
     for n, k in sorted(shapes):
         problem = LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[_dtype(scenario)])
         for m in rows:
             yield from prepare.specs_for(problem, m)
+
+
+def _rows(scenario: Scenario) -> list[int]:
+    """Numbers of rows that a scenario's engine runs."""
+    captured = scenario.engine.get("compilation_config", GRAPHS)["cudagraph_capture_sizes"]
+    return prepare.RowCounts(tuple(captured), scenario.chunk).all()
+
+
+def _expert_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
+    config, form, dtype = {**CONFIG, **scenario.model}, integers(4, GROUP), _dtype(scenario)
+    count, hidden, middle = config["num_experts"], config["hidden_size"], config["moe_intermediate_size"]
+    gate_up = ExpertsForm(count, 2 * middle, hidden, hidden, form, dtype, 0)
+    down = ExpertsForm(count, hidden, middle, middle, form, dtype, 0)
+    tokens = expert_kernels.tokens_of(_rows(scenario), MAX_TOKENS)
+    yield from expert_kernels.specs(gate_up, down, config["num_experts_per_tok"], tokens, False)
+    for tile in TILE_TOKENS:
+        yield RouterSpec(RouterConfig(DTYPES[dtype], lane_experts=lane_experts_of(count), tile_tokens=tile))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
