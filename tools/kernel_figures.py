@@ -83,7 +83,7 @@ LINEAR = Figure(
         Lane("shared memory", "shared", (
             Box("stages", "num_stages chunks of codes, scales, zeros", ("gemm/stream/memory.py:stages",)),
             Box("x slice", "stays for all blocks of the CTA", ("gemm/stream/memory.py:x",)),
-            Box("staging", "num_buffers (2) of a block's results, fp32", ("gemm/stream/memory.py:staging",)),
+            Box("staging", "NUM_BUFFERS (2) of a block's results, fp32", ("gemm/stream/memory.py:staging",)),
         )),
         Lane("consumer warps", "role", (
             Box("4 x k_warps warps", "decode 16 bytes a thread into A of mma.sync m16n8k16; scales meet the accumulators of a group", ("gemm/stream/kernel.py:multiply", "gemm/stream/config.py:consumer_warps"), 2),
@@ -111,8 +111,8 @@ LINEAR = Figure(
     (
         Barrier("pipeline, full", "num_stages", "2 arrivals (both producer warps) and the bytes of their copies", "consumer warps", ("device/pipeline.py:Pipeline", "gemm/stream/memory.py:pipeline")),
         Barrier("pipeline, empty", "num_stages", "one lane of each consumer warp", "both producer warps", ("gemm/stream/config.py:stage_warps",)),
-        Barrier("results, full (staged)", "num_buffers", "one lane of each consumer warp", "epilogue warps", ("gemm/stream/memory.py:results",)),
-        Barrier("results, empty (drained)", "num_buffers", "one lane of each epilogue warp", "consumer warps", ("gemm/stream/memory.py:drained",)),
+        Barrier("results, full (staged)", "NUM_BUFFERS", "one lane of each consumer warp", "epilogue warps", ("gemm/stream/memory.py:results",)),
+        Barrier("results, empty (drained)", "NUM_BUFFERS", "one lane of each epilogue warp", "consumer warps", ("gemm/stream/memory.py:drained",)),
     ),
     "Experts have kernels of their own.",
 )
@@ -182,7 +182,7 @@ EXPERTS = Figure(
         Lane("shared memory", "shared", (
             Box("stages", "num_stages of codes and scales", ("gemm/stream/memory.py:stages",)),
             Box("limbs", "int8, of one or two entries (x_slots), with a scale for 128 inputs", ("gemm/experts/ranges/schedule.py:x_slots", "gemm/experts/ranges/kernel.py:LimbPlaces")),
-            Box("staging", "num_buffers of a block's results", ("gemm/stream/memory.py:staging",)),
+            Box("staging", "NUM_BUFFERS (2) of a block's results", ("gemm/stream/memory.py:staging",)),
         )),
         Lane("consumer warps", "role", (
             Box("4 x k_warps warps", "make limbs of an entry's rows, multiply stages in turn by wgmma of bytes", ("gemm/experts/ranges/kernel.py:make_limbs", "gemm/experts/ranges/kernel.py:multiply_blocks"), 2),
@@ -211,7 +211,7 @@ EXPERTS = Figure(
     (
         Barrier("pipeline, full", "num_stages", "1 arrival and the bytes of a stage", "the warpgroup that takes it", ("gemm/stream/memory.py:pipeline",)),
         Barrier("pipeline, empty", "num_stages", "one lane of each of that warpgroup's 4 warps", "the weight warp", ("gemm/experts/ranges/config.py:stage_warps",)),
-        Barrier("results", "num_buffers", "staged: consumer warps; drained: epilogue warps", "epilogue warps; consumer warps", ("gemm/stream/memory.py:results",)),
+        Barrier("results", "NUM_BUFFERS", "staged: consumer warps; drained: epilogue warps", "epilogue warps; consumer warps", ("gemm/stream/memory.py:results",)),
         Barrier("MEETING (1)", "consumers", "all consumer warps: limbs are written", "consumer warps", ("gemm/experts/ranges/kernel.py:MEETING",)),
         Barrier("CONSUMERS (2), EPILOGUE (3)", "the CTA", "the weight warp (arrives only): barriers are there", "consumers; epilogue warps", ("gemm/experts/ranges/kernel.py:EPILOGUE",)),
     ),

@@ -37,13 +37,13 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling 
 
 CONFIGS = [
     StreamConfig(integers(4, 32, True), "bf16", block_k=64),
-    StreamConfig(integers(4, 64), "fp16", block_k=64, tile_m=16, n_tiles=2, chunk_k_blocks=4),
+    StreamConfig(integers(4, 64), "fp16", block_k=64, n_tiles=2, chunk_k_blocks=4),
     StreamConfig(integers(4, 0, True), "bf16", n_tiles=2, chunk_k_blocks=2),
-    StreamConfig(integers(4), "bf16", k_warps=4, store=StreamStore(num_buffers=1)),
+    StreamConfig(integers(4), "bf16", k_warps=4),
     StreamConfig(integers(4), "bf16", k_warps=1, store=StreamStore(1)),
     StreamConfig(integers(4, 256, True), "bf16", block_k=256, chunk_k_blocks=2),
     StreamConfig(integers(8, 128, True), "bf16", k_warps=3, chunk_k_blocks=3, num_stages=5),
-    StreamConfig(integers(8, 32), "fp16", block_k=64, tile_m=16, num_stages=4),
+    StreamConfig(integers(8, 32), "fp16", block_k=64, num_stages=4),
 ]
 COMPILED = golden.worth_compiling(CONFIGS, GemmSpec)
 

@@ -33,10 +33,9 @@ CONFIGS = [
     for zero_point in (False, True)
     for block_k in (64, 128)
 ] + [
-    StreamConfig(integers(4, 128, True), "bf16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
-    StreamConfig(integers(4, 32, True), "fp16", tile_m=16, n_tiles=2, chunk_k_blocks=2),
-    StreamConfig(integers(4, 64), "fp16", tile_m=32, n_tiles=2, chunk_k_blocks=2, store=StreamStore(2, 1)),
-    StreamConfig(integers(8, 64), "bf16", tile_m=16, chunk_k_blocks=2),
+    StreamConfig(integers(4, 128, True), "bf16", n_tiles=2, chunk_k_blocks=2),
+    StreamConfig(integers(4, 32, True), "fp16", n_tiles=2, chunk_k_blocks=2),
+    StreamConfig(integers(4, 64), "fp16", n_tiles=2, chunk_k_blocks=2, store=StreamStore(2)),
 ]
 
 
@@ -82,7 +81,7 @@ def run_warps(config: StreamConfig, weight: PackedWeight, x: torch.Tensor, run_o
     operands = SimpleNamespace(scales=0, zeros=scales.size)
     for number in range(config.consumer_warps):
         place = subject.lane_places(memory, work, number, machine.LANES)
-        acc = machine.Registers(config.n_tiles * config.m_fragments * 4, machine.Float32)
+        acc = machine.Registers(config.n_tiles * 4, machine.Float32)
         channel = subject.load_channel(operands, work, None, place)
         for k_block in range(place.k_warp, k_blocks, config.k_warps):
             subject.multiply_k_block(acc, machine.Int32(0), k_block, k_block * 2 * config.block_k, place, channel)

@@ -13,7 +13,7 @@ from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.stream import schedule as schedules
-from cute_kernels.gemm.stream.config import FEW_SEGMENTS, StreamConfig
+from cute_kernels.gemm.stream.config import FEW_SEGMENTS, NUM_BUFFERS, StreamConfig
 from cute_kernels.gemm.stream.schedule import FEW_ROWS, StreamSchedule, candidate_configs, make_schedule
 from simulator import PlainThread, running
 from tests.linear.segments import segments_of
@@ -118,7 +118,7 @@ def test_a_block_has_one_last_group_and_its_parts_have_places(schedule: StreamSc
 
 
 def epilogue_steps(
-    segments: list[tuple[int, int, int, bool]], num_slices: int, num_buffers: int, has_outputs: bool
+    segments: list[tuple[int, int, int, bool]], num_slices: int, has_outputs: bool
 ) -> list[tuple[str, int]]:
     """What a warp of `cute_kernels.gemm.stream.epilogue.StreamEpilogue.run` waits for and tells others, in its order.
 
@@ -128,8 +128,7 @@ def epilogue_steps(
     lag = int(num_slices > 1 and count > FEW_SEGMENTS)
 
     def is_held(index: int) -> bool:
-        held = lag == 0 and (num_slices == 1 or num_buffers > 1)
-        return held or index == count - 1
+        return lag == 0 or index == count - 1
 
     steps: list[tuple[str, int]] = []
     for index in range(count + lag):
@@ -146,16 +145,16 @@ def epilogue_steps(
     return steps
 
 
-@given(cuts(), st.sampled_from([1, 2]))
+@given(cuts())
 @settings(max_examples=150, deadline=None)
-def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule, num_buffers: int):
+def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule):
     """Consumer warps want a buffer, epilogue warps want accumulators and others' parts: all of them come to their
     ends."""
     ctas = [(group, index) for group in range(schedule.num_groups) for index in range(schedule.num_slices)]
     segments = {cta: list(segments_of(schedule, *cta)) for cta in ctas}
     warps = [(cta, number) for cta in ctas for number in range(2)]
     steps = {
-        (cta, number): epilogue_steps(segments[cta], schedule.num_slices, num_buffers, has_outputs=number == 0)
+        (cta, number): epilogue_steps(segments[cta], schedule.num_slices, has_outputs=number == 0)
         for cta, number in warps
     }
     parts = {
@@ -167,7 +166,7 @@ def test_no_two_ctas_wait_for_each_other(schedule: StreamSchedule, num_buffers: 
 
     def multiply(cta: tuple[int, int]) -> bool:
         index = staged[cta]
-        if index == len(segments[cta]) or (index >= num_buffers and released[cta, index - num_buffers] < 2):
+        if index == len(segments[cta]) or (index >= NUM_BUFFERS and released[cta, index - NUM_BUFFERS] < 2):
             return False
         staged[cta] += 1
         return True

@@ -143,12 +143,12 @@ def layout(n: int, k: int, num_groups: int, num_slices: int = 1, **fields: Any) 
 
 CASES = {
     "one row, blocks in parts": (1, 160, 192, 3, {}),
-    "two tiles, of an odd number": (5, 200, 320, 4, {"n_tiles": 2, "num_buffers": 2}),
+    "two tiles, of an odd number": (5, 200, 320, 4, {"n_tiles": 2}),
     "tails of N and K": (3, 130, 200, 3, {}),
     "a group for each k block": (2, 64, 128, 4, {}),
     "whole blocks": (8, 192, 128, 3, {}),
     "slices of K": (8, 130, 320, 2, {"num_slices": 2, "n_tiles": 2}),
-    "slices of K, of which the last is short": (2, 70, 320, 2, {"num_slices": 3, "num_buffers": 1}),
+    "slices of K, of which the last is short": (2, 70, 320, 2, {"num_slices": 3}),
     "many blocks of slices": (3, 400, 256, 1, {"num_slices": 2}),
 }
 

@@ -164,14 +164,14 @@ class Launch:
                     shared[scales : scales + config.k_block_scale_bytes].tobytes(),
                 )
                 at = x_offset + k_block * config.activations.k_block_limb_bytes(config)
-                for i in range(4 * config.m_fragments):
-                    token = i // 4 * 8 + 2 * place.t + i % 2
-                    feature = 16 * place.row_warp + place.g + 8 * (i // 2 % 2)
+                for i in range(4):
+                    token = 2 * place.t + i % 2
+                    feature = 16 * place.row_warp + place.g + 8 * (i // 2)
                     x = halves(shared, place.x + at + token * ROW_BYTES, 128)
                     scale_at = place.x_scales + ranges_kernel.scale_offset(at) + (token - 2 * place.t) * 4
                     scale = shared[scale_at : scale_at + 4].view(np.float32)[0]
                     with np.errstate(invalid="ignore"):
-                        index = tile * 4 * config.m_fragments + i
+                        index = tile * 4 + i
                         acc[index] = np.float32(acc[index] + float(w[feature] @ x) * scale)
         if self.machine.lane == 0:
             self.read[cta, base // config.stage_bytes] += 1
@@ -262,7 +262,6 @@ CASES: dict[str, tuple[tuple[int, ...], int, int, int, int, dict[str, Any]]] = {
     "one expert has all": ((0, 0, 20, 0), 64, 256, 3, 1, {}),
     "no rows at all": ((0, 0, 0, 0), 64, 128, 2, 2, {}),
     "tails of N and K": ((1, 2, 0, 3), 130, 200, 3, 2, {}),
-    "one buffer": ((3, 1, 9, 0), 192, 128, 2, 1, {"num_buffers": 1}),
     "two rounds of experts": (tuple(i % 50 == 49 for i in range(152)), 64, 128, 2, 2, {"expert_rounds": 2}),
     "rows that more than one warp's lanes are read": ((20, 0, 19, 0), 64, 128, 3, 2, {}),
     "two epilogue warps": ((3, 8, 1, 0), 64, 128, 1, 2, {"epilogue_warps": 2}),

@@ -34,7 +34,7 @@ STAGES, STAGING, NOWHERE = 3 << 17, 1 << 19, 5 << 17
 X = 1024 * 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = [
-    range_config(form, dtype, tile_m=8, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
+    range_config(form, dtype, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
     for form, dtype, n_tiles, chunk in (
         (integers(4), "bf16", 1, 2),
         (integers(4), "bf16", 2, 1),
@@ -92,7 +92,7 @@ class Cta:
         self.run_on(self.gpu)
         for warp in range(config.consumer_warps):
             place = self.subject.limb_lane(self.shape, self.memory, warp, LANES)
-            acc = machine.Registers(config.n_tiles * config.m_fragments * 4, machine.Float32)
+            acc = machine.Registers(config.n_tiles * 4, machine.Float32)
             chunk = config.chunk_k_blocks
             for k_block in range(place.k_warp * chunk, self.k_blocks, config.k_warps * chunk):
                 stage = k_block // chunk % config.num_stages

@@ -174,7 +174,7 @@ def test_no_more_blocks_are_counted_than_quotients_hold():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tile_m": 32}, {"k_warps": 1}, {"k_warps": 5}, {"num_stages": 10}, {"expert_rounds": 3}, {"format": integers(8)}],
+    [{"k_warps": 1}, {"k_warps": 5}, {"num_stages": 10}, {"expert_rounds": 3}, {"format": integers(8)}],
     ids=str,
 )
 def test_what_the_kernel_has_no_code_for_is_refused(changes):

@@ -19,6 +19,7 @@ MMA_N = 8  # columns of mma.m16n8
 BLOCK_K = (64, 128, 256)
 STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
 X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
+NUM_BUFFERS = 2  # of results in flight to the epilogue warps
 FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns to the next one
 ALIGNMENT = 128  # bytes, of what bulk copies fill
 
@@ -80,12 +81,10 @@ class StreamStore:
 
     Attributes:
         epilogue_warps: how many warps add up, store and combine results.
-        num_buffers: of results in flight to them.
         activation: of results; None: one of the standard ones, or none, as the launch says.
     """
 
     epilogue_warps: int = 4
-    num_buffers: int = 2
     activation: ActivationFunction | None = None
 
 
@@ -104,7 +103,6 @@ class StreamConfig(Generic[ActivationsT]):
     Attributes:
         format: of the weight.
         dtype: of activations, "bf16" or "fp16".
-        tile_m: rows of x that it has room for, 8, 16 or 32.
         n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
         k_warps: warps that share the k blocks of a chunk.
         block_k: inputs of a k block: a multiple of the group size that divides the padded K.
@@ -115,9 +113,9 @@ class StreamConfig(Generic[ActivationsT]):
     """
 
     limits: ClassVar[Limits] = HOPPER
+    tile_m: ClassVar[int] = MMA_N  # rows of x that there is room for
     format: WeightFormat
     dtype: str
-    tile_m: int = 8
     n_tiles: int = 1
     k_warps: int = 2
     block_k: int = 128
@@ -140,11 +138,6 @@ class StreamConfig(Generic[ActivationsT]):
     def block_rows(self) -> int:
         """Output features of a block."""
         return TILE_N * self.n_tiles
-
-    @property
-    def m_fragments(self) -> int:
-        """MMAs that share an A operand."""
-        return self.tile_m // MMA_N
 
     @property
     def consumer_warps(self) -> int:
@@ -237,14 +230,14 @@ class StreamConfig(Generic[ActivationsT]):
     @property
     def num_barriers(self) -> int:
         """The number of mbarriers, of full and empty stages and of staging buffers."""
-        return 2 * self.num_stages + 2 * self.store.num_buffers
+        return 2 * self.num_stages + 2 * NUM_BUFFERS
 
     @property
     def smem_bytes(self) -> int:
         return (
             self.stages_bytes
             + _round_up(self.x_bytes, ALIGNMENT)
-            + _round_up(self.store.num_buffers * self.buffer_bytes, ALIGNMENT)
+            + _round_up(NUM_BUFFERS * self.buffer_bytes, ALIGNMENT)
             + self.num_barriers * BARRIER_BYTES
         )
 
@@ -253,7 +246,7 @@ class StreamConfig(Generic[ActivationsT]):
         """A C identifier that tells configurations apart."""
         weight = self.format.symbol_name(self.dtype)
         shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.store.epilogue_warps}"
-        state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.store.num_buffers}x{self.x_bytes // 1024}"
+        state = f"c{self.chunk_k_blocks}r{self.num_stages}b{NUM_BUFFERS}x{self.x_bytes // 1024}"
         ends = f"{self.activations.name}{symbol_of(self.store.activation)}"
         return f"linear_{weight}_{shape}_{state}{ends}"
 
@@ -268,10 +261,8 @@ class StreamConfig(Generic[ActivationsT]):
     def _problem(self) -> str | None:
         if reason := (
             one_of(self.dtype, self.format.dtypes, "dtype")
-            or one_of(self.tile_m, (8, 16, 32), "tile_m")
             or one_of(self.n_tiles, (1, 2), "n_tiles")
             or one_of(self.block_k, BLOCK_K, "block_k")
-            or one_of(self.store.num_buffers, (1, 2), "num_buffers")
             or one_of(self.store.epilogue_warps, (1, 2, 3, 4), "epilogue_warps")
         ):
             return reason

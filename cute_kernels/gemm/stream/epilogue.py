@@ -21,7 +21,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.exchange import Poll, Published, publish, reset
 from cute_kernels.gemm.epilogue import VECTOR, Results
-from cute_kernels.gemm.stream.config import FEW_SEGMENTS, StreamConfig
+from cute_kernels.gemm.stream.config import FEW_SEGMENTS, NUM_BUFFERS, StreamConfig
 
 VECTOR_BYTES = 4 * VECTOR
 COMBINE_BATCH = 4  # partial results that a thread loads at a time
@@ -64,19 +64,15 @@ class StreamEpilogue:
 
     def buffer(self, index):
         """Staging buffer of a segment."""
-        return index % self.config.store.num_buffers
+        return index % NUM_BUFFERS
 
     def wait_staged(self, memory, index):
         """Waits until a segment's results are in its buffer."""
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA reads its own part of its share from the staging buffer, not through the workspace.
-
-        A buffer is not held back for other slices if the next block needs it.
-        """
-        held = (lag == 0) & (work.shape.num_slices == 1) if self.config.store.num_buffers == 1 else lag == 0
-        return held | (index == work.num_segments - 1)
+        """Whether a CTA reads its own part of its share from the staging buffer, not through the workspace."""
+        return (lag == 0) | (index == work.num_segments - 1)
 
     def share(self, work, segment):
         """Returns [first, end) of a block's vectors that a CTA finishes."""

@@ -34,7 +34,7 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 X_CHUNKS = 4  # chunks whose activations come together
-FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two accumulators each
+CHAINS = 2  # of accumulators, which steps of a group take turns in: an MMA takes some 30 cycles to come back
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StreamLane:
     t: Int32
     code_offset: Int32  # of its 16 bytes in a tile
     scale_offset: Int32  # of its first row's scale among those of a group
-    x_rows: list[Int32]  # for each block of tokens, where ldmatrix reads the first k16 steps
+    x: Int32  # address: where ldmatrix reads the first k16 steps, or of all limbs
 
 
 class SliceLoads:
@@ -161,10 +161,6 @@ class StreamRoles:
 
     def lane_places(self, memory, work, warp, lane) -> StreamLane:
         row_warp, g = warp % ROW_WARPS, lane // 4
-        rows = [
-            memory.x + cutlass.min(8 * block + lane % 8, work.shape.m - 1) * memory.x_pitch + lane // 8 * 16
-            for block in range(self.config.m_fragments)
-        ]
         return StreamLane(
             row_warp=row_warp,
             k_warp=warp // ROW_WARPS,
@@ -172,7 +168,7 @@ class StreamRoles:
             t=lane % 4,
             code_offset=row_warp * (WARP_THREADS * FRAGMENT_BYTES) + lane * FRAGMENT_BYTES,
             scale_offset=row_warp * 16 + g,
-            x_rows=rows,
+            x=memory.x + cutlass.min(lane % 8, work.shape.m - 1) * memory.x_pitch + lane // 8 * 16,
         )
 
     @cute.jit
@@ -181,7 +177,7 @@ class StreamRoles:
         config, pipeline, results = self.config, memory.pipeline, memory.results
         place = self.lane_places(memory, work, warp, lane)
         here, staged = pipeline.consumer_state(), results.producer_state()
-        acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
+        acc = cute.make_rmem_tensor(config.n_tiles * 4, Float32)
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
             acc.fill(0.0)
@@ -205,7 +201,7 @@ class StreamRoles:
             staged = results.next(staged)
 
     def multiply_k_block(self, acc, base, k_block, x_offset, place: StreamLane, channel):
-        """Adds W X^T of a k block to ``acc``: [tile][block of tokens][4].
+        """Adds W X^T of a k block to ``acc``: [tile][4].
 
         base: address of the stage; k_block: its place in the chunk; x_offset: bytes from where rows begin.
         """
@@ -213,8 +209,6 @@ class StreamRoles:
         group_size = config.group_size or config.block_k
         steps = group_size // STEP_K
         groups = config.block_k // group_size
-        # An MMA takes some 30 cycles to come back.
-        num_chains = 2 if config.n_tiles * config.m_fragments <= FEW_ACC else 1
         codes = base + (k_block * config.k_block_bytes + place.code_offset)
         words = [
             [
@@ -223,27 +217,23 @@ class StreamRoles:
             ]
             for i in range(config.n_tiles)
         ]
-        x_rows = [row + x_offset for row in place.x_rows]
+        x_row = place.x + x_offset
         pair: list[Any] = []  # of two steps, which may be of two groups
         for group in range(groups):
             numbers = [self.load_group(base, i, k_block, group, place, channel) for i in range(config.n_tiles)]
-            parts = [[[] for _ in range(config.m_fragments)] for _ in range(config.n_tiles)]
+            parts = [[] for _ in range(config.n_tiles)]
             for step in range(group * steps, (group + 1) * steps):
                 if step % 2 == 0:
-                    pair = [ptx.load_matrix_x4(row, step * STEP_K * 2, transpose=False) for row in x_rows]
-                for i in range(config.n_tiles):
+                    pair = ptx.load_matrix_x4(x_row, step * STEP_K * 2, transpose=False)
+                b, chain = pair[2 * (step % 2) : 2 * (step % 2) + 2], (step - group * steps) % CHAINS
+                for i, chains in enumerate(parts):
                     load = words[i][step // decoder.steps]
                     a = decoder.fragment(load, step % decoder.steps, numbers[i][1])
-                    for block in range(config.m_fragments):
-                        b = pair[block][2 * (step % 2) : 2 * (step % 2) + 2]
-                        chains = parts[i][block]
-                        chain = (step - group * steps) % num_chains
-                        if chain == len(chains):
-                            chains.append([Float32(0.0)] * 4)
-                        chains[chain] = ptx.mma_m16n8k16(chains[chain], a, b, dtype=MMA_DTYPE[config.dtype])
-            for i in range(config.n_tiles):
-                for block in range(config.m_fragments):
-                    self.add_group(acc, i, block, parts[i][block], numbers[i][0])
+                    if chain == len(chains):
+                        chains.append([Float32(0.0)] * 4)
+                    chains[chain] = ptx.mma_m16n8k16(chains[chain], a, b, dtype=MMA_DTYPE[config.dtype])
+            for i, chains in enumerate(parts):
+                self.add_group(acc, i, chains, numbers[i][0])
 
     def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
         """Loads (scales, offsets) of the thread's two rows in a group of a k block. Scales are None if the decoder
@@ -293,15 +283,12 @@ class StreamRoles:
                 channel.append((load_row_scales(config.format, operands.scales + behind, place.scale_offset), None))
         return channel
 
-    def add_group(self, acc, tile: int, block: int, chains, scales):
+    def add_group(self, acc, tile: int, chains, scales):
         """Adds a group's products times its scales; without scales as they are."""
-        first = (tile * self.config.m_fragments + block) * 4
         for chain in chains:
             for i in range(4):
-                if scales is None:
-                    acc[first + i] = acc[first + i] + chain[i]
-                else:
-                    acc[first + i] = ptx.fma(chain[i], scales[i // 2], acc[first + i])
+                at = 4 * tile + i
+                acc[at] = acc[at] + chain[i] if scales is None else ptx.fma(chain[i], scales[i // 2], acc[at])
 
 
 def stage_acc(config: StreamConfig, acc, memory, buffer, place: StreamLane, channel):
@@ -309,13 +296,11 @@ def stage_acc(config: StreamConfig, acc, memory, buffer, place: StreamLane, chan
     base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
     base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
     for tile in range(config.n_tiles):
-        for block in range(config.m_fragments):
-            for i in range(4):
-                value = acc[(tile * config.m_fragments + block) * 4 + i]
-                if channel:
-                    value = value * channel[tile][0][i // 2]
-                token, row = block * 8 + i % 2, tile * TILE_N + 8 * (i // 2)
-                ptx.store_shared(base, token * config.staging_pitch + row * 4, [value])
+        for i in range(4):
+            value = acc[4 * tile + i]
+            if channel:
+                value = value * channel[tile][0][i // 2]
+            ptx.store_shared(base, i % 2 * config.staging_pitch + (tile * TILE_N + 8 * (i // 2)) * 4, [value])
 
 
 class StreamKernel:
@@ -331,7 +316,7 @@ class StreamKernel:
     | | | parts of other CTAs, by polling | |
 
     Pipelines: ``num_stages`` stages of weights and of the activations that meet them first, with 2 arrivals to fill
-    and one of each consumer warp to empty; ``num_buffers`` staging buffers of results.
+    and one of each consumer warp to empty; `NUM_BUFFERS` staging buffers of results.
     """
 
     def __init__(self, config: StreamConfig):

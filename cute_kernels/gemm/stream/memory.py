@@ -11,7 +11,7 @@ from cutlass import Int32
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Pipeline, fence_init
-from cute_kernels.gemm.stream.config import StreamConfig
+from cute_kernels.gemm.stream.config import NUM_BUFFERS, StreamConfig
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ def allocate(config: StreamConfig, x_pitch, x_slot_bytes) -> StreamMemory:
     smem = cutlass.utils.SmemAllocator()
     stages = smem.allocate(config.stages_bytes, byte_alignment=128)
     x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
-    staging = smem.allocate(config.store.num_buffers * config.buffer_bytes, byte_alignment=128)
+    staging = smem.allocate(NUM_BUFFERS * config.buffer_bytes, byte_alignment=128)
     barriers = smem.allocate_array(cutlass.Int64, config.num_barriers)
     empty, staged = barriers + config.num_stages, barriers + 2 * config.num_stages
-    drained = staged + config.store.num_buffers
+    drained = staged + NUM_BUFFERS
     return StreamMemory(
         stages=Int32(stages.toint()),
         x=Int32(x.toint()),
         x_pitch=x_pitch,
         staging=Int32(staging.toint()),
         pipeline=Pipeline(barriers, empty, config.num_stages, config.producer_warps, config.stage_warps),
-        results=Pipeline(staged, drained, config.store.num_buffers, config.consumer_warps, config.store.epilogue_warps),
+        results=Pipeline(staged, drained, NUM_BUFFERS, config.consumer_warps, config.store.epilogue_warps),
         x_slot_bytes=x_slot_bytes,
     )
 

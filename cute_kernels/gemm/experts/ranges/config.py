@@ -81,7 +81,6 @@ class EntryLimbs(Activations):
         choices = {
             "group_size": (config.group_size, GROUP_SIZES),
             "block_k": (config.block_k, (BLOCK_K,)),
-            "tile_m": (config.tile_m, (ROWS,)),
             "k_warps": (config.k_warps, (2, 3, 4)),
             "expert_rounds": (self.expert_rounds, ROUNDS),
             "lane_assignments": (self.lane_assignments, (0, *LANE_ASSIGNMENTS)),

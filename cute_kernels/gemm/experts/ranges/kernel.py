@@ -30,7 +30,7 @@ from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder
 from cute_kernels.gemm.experts.ranges.routing import AssignedRouting, Routing, SortedRouting
 from cute_kernels.gemm.experts.ranges.work import BlockRange
-from cute_kernels.gemm.stream.config import MMA_N, ROW_WARPS
+from cute_kernels.gemm.stream.config import ROW_WARPS
 from cute_kernels.gemm.stream.epilogue import StreamEpilogue
 from cute_kernels.gemm.stream.kernel import FRAGMENT_BYTES, StreamLane, stage_acc
 from cute_kernels.gemm.stream.memory import allocate, init_barriers
@@ -72,7 +72,6 @@ class LimbPlaces:
 class LimbLane(StreamLane):
     """A thread's offsets, and what it reads of limbs."""
 
-    x: Int32  # address of all limbs
     x_scales: Int32  # of the scales of the thread's two rows, of the first k block
     masks: Any  # of codes
 
@@ -219,7 +218,6 @@ class RangeRoles:
             t=lane % 4,
             code_offset=(row_warp * WARP_THREADS + lane) * FRAGMENT_BYTES,
             scale_offset=row_warp * 16 + g,
-            x_rows=[],
             x=memory.x,
             x_scales=self.limb_scales(shape, memory) + lane % 4 * 8,
             masks=self.products.bytes_of.masks(Uint32(shape.n >> 31)),
@@ -232,7 +230,7 @@ class RangeRoles:
         place = self.limb_lane(shape, memory, warp, lane)
         here, turn, staged = memory.pipeline.consumer_state(place.k_warp), Int32(place.k_warp), results.producer_state()
         last, slot, start = Int32(-1), Int32(0), Int32(0)
-        acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
+        acc = cute.make_rmem_tensor(config.n_tiles * 4, Float32)
         cute.arch.griddepcontrol_wait()
         cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
         for index in cutlass.range(work_range.count, unroll=1):
@@ -307,13 +305,9 @@ class RangeRoles:
     def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
         """Loads (scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
         config, address = self.config, place.x_scales + scale_offset(x_offset)
-        k_block_bytes = config.activations.k_block_scale_bytes(config)
-        pairs = [
-            ptx.load_shared_vector(address, k_block * k_block_bytes + block * MMA_N * ROW_SCALE_BYTES, 2)
-            for block in range(config.m_fragments)
-        ]
+        pair = ptx.load_shared_vector(address, k_block * config.activations.k_block_scale_bytes(config), 2)
         x = wgmma.descriptor(cute.arch.make_warp_uniform(Int32(place.x + x_offset)))
-        scales = [word.bitcast(Float32) for pair in pairs for word in pair]
+        scales = [word.bitcast(Float32) for word in pair]
         return scales, wgmma.advanced(x, k_block * config.activations.k_block_limb_bytes(config))
 
     @cute.jit
