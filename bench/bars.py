@@ -48,6 +48,8 @@ VLLM_SAME_FLAGS |= {("qwen3-30b-a3b", "w4", batch): 1.4 for batch in (1, 32)}
 VLLM_BEST = {("llama3-8b", "w4", 1): 1.55, ("llama3-8b", "w4", 32): 1.75}
 VLLM_BEST |= {("llama3-8b", "bf16", 32): 1.15, ("llama2-70b-shard8", "w4", 64): 1.35}
 VLLM_FIRST_TOKEN, VLLM_PREFIX_HIT = 1.03, 1.10  # of vLLM's time, with the same flags
+VLLM_START_SECONDS = 5.0  # with kernels compiled before; engines that start side by side are compared with each other
+VLLM_MIXED, VLLM_MIXED_FIRST = 1.4, 1.0  # tokens per second, and the time that 99 of 100 requests wait at most
 VLLM_LEFT = 1.01  # medians of turns, of a model whose layers are all left to it
 VLLM_TOKENS_THAT_FIT = {"int4_g4": 1.55, "int4_g1": 1.8}  # of FP8's
 MLA_BARS = {  # of `bench.mla_workloads`' shapes: what is judged, and its limit
@@ -116,8 +118,12 @@ def _judge_vllm(rows: list[Record]) -> list[Verdict]:
     """A served model with the plug-in beside vLLM's best of the same weights and batch."""
     verdicts = []
     groups: dict[tuple[str, str, int], list[Record]] = {}
+    loads: dict[str, dict[str, Record]] = {}
     for row in rows:
-        if row.get("mixed") or row.get("gpus", 1) > 1:  # loads and machines of their own
+        if row.get("gpus", 1) > 1:  # machines of their own
+            continue
+        if row.get("mixed"):
+            loads.setdefault(row["model"], {}).setdefault(row["plugin"], row)
             continue
         groups.setdefault((row["model"], row["weights"], row["batch"]), []).append(row)
     for key, group in groups.items():
@@ -137,7 +143,9 @@ def _judge_vllm(rows: list[Record]) -> list[Verdict]:
             if (row["kv"], row["kv_format"]) != (own["kv"], own["kv_format"]):
                 continue
             if row["kv"] == "auto" and row["weights"] in ("bf16", "fp8") and not row["kv_format"]:
-                left, alone = (statistics.median(each["tpot_of_turns_ms"]) for each in (row, own))
+                left, alone = (
+                    statistics.median(each.get("tpot_of_turns_ms") or [each["tpot_ms"]]) for each in (row, own)
+                )
                 verdicts.append(Verdict(f"{name}: nothing replaced, of vLLM's time", left / alone, VLLM_LEFT, ""))
             if key in VLLM_SAME_FLAGS:
                 times = own["tpot_ms"] / row["tpot_ms"]
@@ -145,6 +153,15 @@ def _judge_vllm(rows: list[Record]) -> list[Verdict]:
             first, hit = (row[part] / own[part] for part in ("ttft_s", "ttft_hit_s"))
             verdicts.append(Verdict(f"{name}: first token, of vLLM's time", first, VLLM_FIRST_TOKEN, ""))
             verdicts.append(Verdict(f"{name}: after a prefix hit, of vLLM's time", hit, VLLM_PREFIX_HIT, ""))
+            if row["start_s"] and own["start_s"] and row.get("beside") == own.get("beside"):
+                more = row["start_s"] - own["start_s"]
+                verdicts.append(Verdict(f"{name}: start-up, more than vLLM's", more, VLLM_START_SECONDS, "s"))
+    for model, load in loads.items():
+        if {"on", "off"} <= load.keys():
+            ours, own = load["on"], load["off"]
+            times, waits = ours["tokens_per_s"] / own["tokens_per_s"], ours["ttft_s"] / own["ttft_s"]
+            verdicts.append(Verdict(f"{model}, mixed load: tokens/s", times, VLLM_MIXED, "", at_most=False))
+            verdicts.append(Verdict(f"{model}, mixed load: first token, 99 of 100", waits, VLLM_MIXED_FIRST, ""))
     return verdicts
 
 

@@ -95,10 +95,7 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
         fit = engine.get_server_info().get("max_total_num_tokens")
     finally:
         engine.shutdown()
-    more = (
-        {"tokens_that_fit": fit, "start_s": start_s} if not case.beside else {"tokens_that_fit": None, "start_s": None}
-    )
-    more |= {"sglang": sglang.__version__}
+    more = {"tokens_that_fit": None if case.beside else fit, "start_s": start_s, "sglang": sglang.__version__}
     return [{**row_of(case, batch, each), **more} for batch, each in decoding.items()]
 
 

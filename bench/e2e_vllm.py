@@ -328,7 +328,7 @@ def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
             {
                 **row_of(case, batch, each),
                 "tokens_that_fit": None if case.beside else cache.num_gpu_blocks * cache.block_size,
-                "start_s": None if case.beside else start_s,
+                "start_s": start_s,
                 "vllm": vllm.__version__,
                 **(
                     {"step": profile_step(llm, list(each.prompts))}
