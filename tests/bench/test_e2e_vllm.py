@@ -345,7 +345,19 @@ def test_loads_and_machines_of_their_own_are_compared_apart():
     gains = {line.split(" | ")[0].strip("| "): line.split(" | ")[6] for line in table if " plugin " in line}
     assert gains == {"Llama-3-8B": "1.25", "Llama-3-8B on 2 GPUs": "1.25"} and "| 2.00 |" in "".join(table)
     assert "half" in e2e_vllm.line_of(mixed[0]) and "hit" not in e2e_vllm.line_of(mixed[0])
-    assert judge({"engine": "vllm", "rows": [*mixed, *two]}) == []
+    assert judge({"engine": "vllm", "rows": two}) == []
+    assert [(each.what, each.met) for each in judge({"engine": "vllm", "rows": mixed})] == [
+        ("llama3-8b, mixed load: tokens/s", True), ("llama3-8b, mixed load: first token, 99 of 100", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("start_s", "beside", "verdicts"), [(64.9, True, [True]), (65.1, True, [False]), (64.9, False, [])]
+)
+def test_start_ups_of_engines_that_start_alike_are_compared(start_s: float, beside: bool, verdicts: list[bool]):
+    off, on = (row(f"llama3-8b:w4:fp8:{plugin}", 1, 4.0) | {"beside": True} for plugin in ("off", "on"))
+    found = judge({"engine": "vllm", "rows": [off, on | {"start_s": start_s, "beside": beside}]})
+    assert [each.met for each in found if "start-up" in each.what] == verdicts
 
 
 def test_a_table_names_the_commit_of_every_row():
