@@ -28,11 +28,14 @@ from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.operator import Operator, Plan, launcher, route
+from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher, route
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 VECTOR_BYTES = 16  # that rows are a multiple of
 MAX_VECTORS = 2**31 - 1024  # the index of a row is 32-bit
+
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""out and lse of one set of keys, then of the other."""
 
 
 def merge_states(
@@ -57,8 +60,11 @@ def merge_states(
 
     CPU tensors run the reference implementation.
     """
+    states = out_a, lse_a, out_b, lse_b
+    if is_direct(*states):
+        return launch(states)
     tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    return route(cuda=launch, cpu=reference, operator=_operator, **tensors)(out_a, lse_a, out_b, lse_b)
+    return route(cuda=_on_cuda, cpu=reference, operator=_operator, **tensors)(*states)
 
 
 def merge_over_ranks(
@@ -117,16 +123,16 @@ def reference(
     return out.to(out_a.dtype), lse
 
 
-def _key(out_a, lse_a, out_b, lse_b) -> tuple[Any, ...]:
+def _key(states: States) -> tuple[Any, ...]:
     """Returns what decides a plan."""
+    out_a = states[0]
     elements = out_a.numel()
     return out_a.dtype, out_a.dim(), out_a.get_device(), not elements, elements > MAX_VECTORS
 
 
-def _checked(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _checked(states: States) -> tuple[torch.Tensor, torch.Tensor]:
     """The first state, after all checks of a call."""
+    out_a, lse_a, out_b, lse_b = states
     check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         check_aligned(name, tensor, VECTOR_BYTES)
@@ -141,7 +147,8 @@ def _plan_of(state: tuple[torch.Tensor, torch.Tensor]) -> Plan | None:
     config, device = CombineConfig(DTYPES[out.dtype], out.dim(), states=True), out.get_device()
     send = COMBINE.bound(load(AttentionSpec(config), arch_of(device)), {"sinks": 0, "last": 0, "num_parts": 2})
 
-    def launch(out_a, lse_a, out_b, lse_b):
+    def launch(states: States) -> tuple[torch.Tensor, torch.Tensor]:
+        out_a, lse_a, out_b, lse_b = states
         out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
         values, sums = out_a.data_ptr(), lse_a.data_ptr()
         strides = {"value_stride": out_b.data_ptr() - values, "sum_stride": lse_b.data_ptr() - sums}
@@ -155,7 +162,7 @@ def _empty_of(state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, t
     return torch.empty_like(state[0]), torch.empty_like(state[1])
 
 
-def _always(out_a, lse_a, out_b, lse_b) -> bool:
+def _always(states: States) -> bool:
     """Always True: a key with all that matters of four tensors would take as long to make as checking them."""
     return True
 
@@ -167,6 +174,10 @@ launch = launcher(_key, _checked, _plan_of, _empty_of, _always)
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
+def _on_cuda(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch((out_a, lse_a, out_b, lse_b))
+
+
 def _on_meta(out_a, lse_a, out_b, lse_b):
     return torch.empty_like(out_a), torch.empty_like(lse_a)
 
@@ -174,6 +185,6 @@ def _on_meta(out_a, lse_a, out_b, lse_b):
 _operator = Operator(
     "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
     cpu=reference,
-    cuda=launch,
+    cuda=_on_cuda,
     meta=_on_meta,
 )

@@ -47,16 +47,16 @@ def ragged_attention(
         call = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, complete)
         scale = call.softmax_scale if softmax_scale is None else softmax_scale
         return _reference(replace(call, softmax_scale=scale), cu_seqlens_k)
-    return launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, complete)
+    return launch((q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, complete))
 
 
-def _key(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> tuple[Any, ...]:
-    values = [identity(value) if isinstance(value, torch.Tensor) else value for value in options.values()]
-    return (*[identity(tensor) for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k)], *values)
+def _key(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    values = [identity(value) if isinstance(value, torch.Tensor) else value for value in given[-1].values()]
+    return (*[identity(tensor) for tensor in given[:5]], *values)
 
 
-def _checked_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options) -> AttentionCall:
-    call = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+def _checked_launch(given: tuple[Any, ...]) -> AttentionCall:
+    call = _checked(*given[:5], options=given[-1])
     check_alignment(call)
     return call
 
@@ -66,7 +66,8 @@ def _plan_of(call: AttentionCall) -> Plan | None:
         return None
     launches = extend_launches(call, replace(choose_newer(choose(problem_of(call))), merges=False))
 
-    def launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options):
+    def launch(given: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, options = given
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         rows = k.unsqueeze(0), v.unsqueeze(0)
         launches.call(Keys(q, *rows, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, options))
@@ -80,7 +81,7 @@ def _without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
-"""The calls on CUDA tensors."""
+"""The calls on CUDA tensors: (q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, all options)."""
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:

@@ -102,13 +102,16 @@ def quantized_linear(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
-    in_fp8 = check_activations(activations, activation_scale, weight.format)
-    if in_fp8 and isinstance(x, NormedRows):
-        x = x.normed()
+    in_fp8 = False
+    if activations is not None or activation_scale is not None:
+        in_fp8 = check_activations(activations, activation_scale, weight.format)
     if isinstance(x, NormedRows):
-        if norm is not None:
+        if in_fp8:
+            x = x.normed()
+        elif norm is not None:
             raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
-        return deferred.take(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out))
+        else:
+            return deferred.take(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out))
     values = x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset
     call = new_call(LinearCall, values)
     return fp8.linear(fp8.Fp8Call(call, activation_scale)) if in_fp8 else ops.linear(call)
@@ -149,7 +152,8 @@ def quantized_linear_norm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
-    return deferred.give(deferred.GivingCall(x, weight, bias, residual, norm, norm_eps, norm_offset, following))
+    values = x, weight, bias, residual, norm, norm_eps, norm_offset, following
+    return deferred.give(new_call(deferred.GivingCall, values))
 
 
 def quantized_layer(

@@ -41,7 +41,7 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.operator import Plan, Routes, is_direct, launcher
+from cute_kernels.runtime.operator import Plan, is_direct, launcher, route
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 PIECE = 8  # results of 16 bytes
@@ -183,9 +183,15 @@ def _giving_plan(call: GivingCall) -> Plan[[GivingCall], NormedRows]:
     return Plan(index, launch, (product,))
 
 
-_routes = Routes(_checked_apart, _checked_apart, {"x": "call.x", "codes": "call.weight.codes"})
-give = launcher(_giving_key, check_giving, _giving_plan, routes=_routes)
-"""`cute_kernels.quantized_linear_norm`."""
+_give = launcher(_giving_key, check_giving, _giving_plan)
+
+
+def give(call: GivingCall) -> NormedRows:
+    """Computes `cute_kernels.quantized_linear_norm`."""
+    x, codes = call.x, call.weight.codes
+    if is_direct(x, codes):
+        return _give(call)
+    return route(cuda=_give, cpu=_checked_apart, operator=_checked_apart, x=x, codes=codes)(call)
 
 
 def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:

@@ -29,7 +29,7 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher
+from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher, route
 from cute_kernels.runtime.plans import identity
 from layouts.weights import hopper
 
@@ -187,9 +187,17 @@ def _through_operator(call: Fp8Call) -> torch.Tensor:
     return ops.of_rows(call.linear, partial(operator, scale=call.scale))
 
 
-_routes = Routes(_on_cpu, _through_operator, {"x": "call.linear.x", "codes": "call.linear.weight.codes"})
-linear = launcher(key_of, check, make_plan, lambda call: without_rows(call.linear), routes=_routes)
-"""`cute_kernels.quantized_linear` of a tensor with ``activations="fp8"``."""
+launch = launcher(key_of, check, make_plan, lambda call: without_rows(call.linear))
+"""`linear` of tensors on a GPU."""
+
+
+def linear(call: Fp8Call) -> torch.Tensor:
+    """Computes `cute_kernels.quantized_linear` of a tensor with ``activations="fp8"``."""
+    x, codes = call.linear.x, call.linear.weight.codes
+    if is_direct(x, codes):
+        return launch(call)
+    return route(cuda=launch, cpu=_on_cpu, operator=_through_operator, x=x, codes=codes)(call)
+
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +217,7 @@ def _fields_on_cuda(
 ) -> torch.Tensor:
     weight = ops.weight_of(codes, scales, zeros, ops.weight_format(format), (n, k))
     given = LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant)
-    return linear.launch(Fp8Call(given, scale))
+    return launch(Fp8Call(given, scale))
 
 
 operator = Operator(

@@ -15,7 +15,7 @@ from cute_kernels.gemm.plan import make_plan, without_rows
 from cute_kernels.gemm.reference import linear_reference, prepare_input
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.gpu import forgotten
-from cute_kernels.runtime.operator import Operator, Routes, launcher
+from cute_kernels.runtime.operator import Operator, is_direct, launcher, route
 from cute_kernels.runtime.plans import identity, keep
 
 T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
@@ -59,9 +59,17 @@ def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-_routes = Routes(_on_cpu, _through_operator, {"x": "call.x", "codes": "call.weight.codes"})
-linear = launcher(key_of, check, make_plan, without_rows, routes=_routes)
-"""`cute_kernels.quantized_linear` of a tensor."""
+launch = launcher(key_of, check, make_plan, without_rows)
+"""`linear` of tensors on a GPU."""
+
+
+def linear(call: LinearCall) -> torch.Tensor:
+    """Computes `cute_kernels.quantized_linear` of a tensor."""
+    x, codes = call.x, call.weight.codes
+    if is_direct(x, codes):
+        return launch(call)
+    return route(cuda=launch, cpu=_on_cpu, operator=_through_operator, x=x, codes=codes)(call)
+
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 
@@ -78,7 +86,7 @@ def _fields_on_cuda(
     x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant=False
 ) -> torch.Tensor:
     weight = weight_of(codes, scales, zeros, weight_format(format), (n, k))
-    return linear.launch(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant))
+    return launch(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant))
 
 
 def fields_on_meta(x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, *_, **__):

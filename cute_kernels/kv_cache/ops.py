@@ -12,7 +12,7 @@ from cute_kernels.arguments import needs_dispatch
 from cute_kernels.formats.kv import WAITING
 from cute_kernels.formats.kv.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall, check_append
-from cute_kernels.kv_cache.plan import AppendPlan, check_alignment, config_of, make_plan
+from cute_kernels.kv_cache.plan import AppendPlan, Given, check_alignment, config_of, make_plan
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.values import check_append_values
@@ -32,19 +32,19 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
     argument that is no tensor at all.
     """
-    k, v, k_cache, v_cache, *_ = call
+    k, v, k_cache, v_cache = call[:4]
     if type(k) is type(v) is type(k_cache) is type(v_cache) is torch.Tensor and not is_compiling():
         if k.is_cuda or GPU.takes_cpu:
-            return launch(call, extras)
+            return launch((call, extras))
     path = dispatch if needs_dispatch(k=k, v=v, k_cache=k_cache, v_cache=v_cache) else reference
     return path(AppendCall(*call, *(extras or ())))
 
 
-def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ...]:
+def _key(given: Given) -> tuple[Any, ...]:
     """Returns what decides a plan. The compiled function checks that k has v's tokens and heads, that V's cache has K's
     pages, and that rows fit their head_dim. So the key needs the shapes of v and of K's cache alone."""
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
-     transform) = call  # fmt: skip
+     transform), extras = given  # fmt: skip
     return (
         v.shape,
         v_cache.shape if k_format == WAITING.name else k_cache.shape,
@@ -66,9 +66,10 @@ def _key(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> tuple[Any, ..
     )
 
 
-def _checked(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> AppendCall:
+def _checked(given: Given) -> AppendCall:
     """The call as an object, after all checks that need not wait for the device; in debug mode lengths and pages are
     checked as well."""
+    call, extras = given
     checked = AppendCall(*call, *(extras or ()))
     check_append(checked)
     check_alignment(checked)
@@ -86,7 +87,7 @@ def _without_tokens(call: AppendCall) -> torch.Tensor | None:
 
 
 launch = launcher(_key, _checked, _plan_of, _without_tokens)
-"""Append on CUDA tensors; returns q_out, None without q. Arguments as :func:`append` has them."""
+"""Append on CUDA tensors; returns q_out, None without q. It takes (call, extras) as :func:`append` has them."""
 
 
 @as_kernels
@@ -126,7 +127,7 @@ def _on_cpu(*arguments: Any) -> torch.Tensor:
 
 def _on_cuda(*arguments: Any) -> torch.Tensor:
     call = _call_of(*arguments)
-    return _result(call, launch(call[:NUM_USUAL], call.extras))
+    return _result(call, launch((call[:NUM_USUAL], call.extras)))
 
 
 def _on_meta(k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, *others):

@@ -31,6 +31,9 @@ from cute_kernels.runtime.launch_arguments import Place
 from cute_kernels.runtime.memory import Blank, blank, byte_view
 from cute_kernels.runtime.plans import ALIGNMENT
 
+Given = tuple[tuple[Any, ...], "tuple[Any, ...] | None"]
+"""The arguments of :func:`cute_kernels.kv_cache.ops.append`."""
+
 EXTRAS = ("cu_seqlens", "slots", "position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
 NOTHING = (None,) * (len(EXTRAS) + 1)  # of extras, the last of which is q_shift
 
@@ -63,14 +66,14 @@ class AppendPlan:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
 
-    def launch(self, call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
+    def launch(self, given: Given) -> torch.Tensor | None:
         """Launches on the current stream of the plan's device, which is the current one; returns q_out or a new one,
         None without q.
 
-        The arguments are those of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function, without objects
+        given: the arguments of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function, without objects
         on the way, because each decoding step of a model waits for it once a layer.
         """
-        k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform = call
+        (k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform), extras = given
         if q_out is None and self.new_q_out is not None:
             q_out = GPU.empty(*self.new_q_out)
         if self.k_view is not None:

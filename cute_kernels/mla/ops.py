@@ -17,7 +17,7 @@ from cute_kernels.mla.arguments import EXTRA
 from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.runtime.operator import Operator, Plan, Routes, launcher, route
+from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher, route
 from cute_kernels.runtime.plans import identity
 
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -96,11 +96,14 @@ def _dense_here(call: DenseCall) -> Results:
     return _copied(result.to(call.q.dtype), call.out), lse
 
 
-_dense_routes = Routes(_dense_here, _dense_through_operator, {name: f"call.{name}" for name in DenseCall._fields[:4]})
-dense = launcher(
-    _dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked), routes=_dense_routes
-)
-"""(out, lse) of :func:`cute_kernels.mla.mla_decode`, wherever the tensors are."""
+launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked))
+
+
+def dense(call: DenseCall) -> Results:
+    """Computes (out, lse) of :func:`cute_kernels.mla.mla_decode`, wherever the tensors are."""
+    if is_direct(*call[:4]):
+        return launch_dense(call)
+    return route(cuda=launch_dense, cpu=_dense_here, operator=_dense_through_operator, **call.tensors)(call)
 
 
 # -- sparse ------------------------------------------------------------------------------------------------------------
@@ -275,7 +278,7 @@ _dense_operator = Operator(
     "mla_decode(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, str kv_format, float? softmax_scale, "
     "bool causal) -> (Tensor, Tensor)",
     cpu=lambda *given: _dense_here(DenseCall(*given)),
-    cuda=lambda *given: dense.launch(DenseCall(*given)),
+    cuda=lambda *given: launch_dense(DenseCall(*given)),
     meta=_dense_on_meta,
 )
 _sparse_operator = Operator(

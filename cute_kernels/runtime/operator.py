@@ -1,6 +1,6 @@
 """The path of a call from a public function to its kernel, written once for all families.
 
-    public function -> route -> launch (CUDA), reference (CPU) or the registered operator (traced, or no plain tensors)
+    public function -> its family's launch (CUDA), reference (CPU) or registered operator (traced, or no plain tensors)
     launch: key -> kept plan -> the plan's launch on its device; checks where a plan is new or the launch is refused
 
 A family brings functions of a call's arguments (what decides a plan, what may be said against a call, how a plan is
@@ -10,12 +10,12 @@ made) and a schema. A call like an earlier one costs the host its key, a look-up
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
@@ -25,6 +25,8 @@ from cute_kernels.runtime.plans import keep
 
 P = ParamSpec("P")
 CallT = TypeVar("CallT")
+CallT_contra = TypeVar("CallT_contra", contravariant=True)
+CheckedT = TypeVar("CheckedT")
 ResultT = TypeVar("ResultT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
@@ -64,121 +66,79 @@ class Plan(Generic[P, ResultT]):
     products: tuple[Any, ...] = ()
 
 
-class Launcher(Protocol[P, ResultT]):
+class Launcher(Protocol[CallT_contra, ResultT_co]):
     """A function that launches calls on CUDA tensors.
 
     Attributes:
         plans: those kept, by key.
-        launch: with `Routes`, the same function for tensors on a GPU alone.
     """
 
     plans: dict[Hashable, Any]
-    launch: Callable[P, ResultT]
     __module__: str
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT: ...
+    def __call__(self, call: CallT_contra, /) -> ResultT_co: ...
 
 
-_LAUNCHER = """
-def launch({parameters}):
-    try:{route}
-        _key = _key_of({arguments})
-        _plan = _plan_of(_key)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        _check({arguments})
-        raise
-    if _plan is None or _package.DEBUG{always}:
-        _call = _check({arguments})
-        if _plan is None:
-            _plan = _make(_call)
-            if _plan is None:
-                return _empty(_call)
-            _keep(_plans, _key, _plan)
-    try:
-        if _plan.device_index == _gpu.current():
-            return _plan.launch({arguments})
-        with _gpu.guard(_plan.device_index):
-            return _plan.launch({arguments})
-    except (TypeError, ValueError, RuntimeError):
-        _check({arguments})
-        raise
-"""
-"""Made anew for each family's parameters: passing them on as *args would cost every call of a decoding step 0.4 us."""
-
-_ROUTE = """
-        if not ({plain} and ({first}.is_cuda or _gpu.takes_cpu)) or _is_compiling():
-            return _route(cuda=_launch, cpu=_cpu, operator=_operator, {tensors})({arguments})"""
-
-
-class Routes(NamedTuple):
-    """The functions that serve calls for which no kernel is launched at once; as of `route`.
-
-    tensors: by name, where they are in the call, as in ``codes="call.weight.codes"``; the first speaks for the device.
-    """
-
-    cpu: Callable[..., Any]
-    operator: Callable[..., Any]
-    tensors: dict[str, str]
+REFUSALS = (AttributeError, TypeError, ValueError, RuntimeError)
+"""What a key, or a compiled function, may raise for arguments that the checks refuse."""
 
 
 def launcher(
-    key: Callable[P, Hashable],
-    check: Callable[P, CallT],
-    make: Callable[[CallT], PlanLike[P, ResultT] | None],
-    empty: Callable[[CallT], ResultT] | None = None,
-    always: Callable[P, bool] | None = None,
-    routes: Routes | None = None,
-) -> Launcher[P, ResultT]:
-    """Makes a function that launches calls on CUDA tensors, with a plan for each kind of call; it takes what ``key``
-    takes.
+    key: Callable[[CallT], Hashable],
+    check: Callable[[CallT], CheckedT],
+    make: Callable[[CheckedT], PlanLike[[CallT], ResultT] | None],
+    empty: Callable[[CheckedT], ResultT] | None = None,
+    always: Callable[[CallT], bool] | None = None,
+) -> Launcher[CallT, ResultT]:
+    """Makes a function that launches calls on CUDA tensors, with a plan for each kind of call.
 
     What a repeated call has passed before is not checked again. A key holds everything that the checks read, except
     what the compiled function compares itself before it launches: shapes, strides, dtypes, alignment, device. Where
     the compiled function refuses, the checks say why in the caller's terms.
 
     Args:
-        key: maps the call's arguments to what decides its plan. May raise AttributeError, TypeError or RuntimeError
-            for an argument of a wrong kind, such as a tensor without strides. Then the checks say which argument it is;
-            if they find none, the error goes on.
-        check: maps the arguments to the call as an object, after all checks that need not wait for the
-            device, and with `cute_kernels.arguments.DEBUG` the rest. Raises TypeError or ValueError.
+        key: maps a call, one value with all arguments, to what decides its plan. May raise one of `REFUSALS` for an
+            argument of a wrong kind, such as a tensor without strides. Then the checks say which argument it is; if
+            they find none, the error goes on.
+        check: maps the call to what its plan is made of, after all checks that need not wait for the device, and with
+            `cute_kernels.arguments.DEBUG` the rest. Raises TypeError or ValueError.
         make: makes a checked call's plan; None for a call that needs no kernel.
         empty: makes the result of a checked call that needs no kernel.
-        always: maps the arguments to whether they are checked although there is a plan.
-        routes: where given, the result is the family's function for any tensors: on a GPU it waits for a few
-            comparisons more. Its ``launch`` takes tensors on a GPU alone.
+        always: maps the call to whether it is checked although there is a plan.
     """
-    parameters = list(inspect.signature(key).parameters.values())
-    names = ", ".join(parameter.name for parameter in parameters)
-    fields = {
-        "parameters": ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters),
-        "arguments": names,
-        "always": "" if always is None else f" or _always({names})",
-        "route": "",
-    }
-    plans: dict[Hashable, Any] = {}
-    scope = {"_key_of": key, "_check": check, "_make": make, "_empty": empty, "_always": always, "_plans": plans}
-    scope |= {"_keep": keep, "_package": arguments, "_gpu": GPU, "_plan_of": plans.get}
+    plans: dict[Hashable, PlanLike[[CallT], ResultT]] = {}
     forgotten(plans.clear)
 
-    def written(fields: dict[str, str]) -> Any:
-        exec(compile(_LAUNCHER.format(**fields), f"<launcher of {key.__module__}>", "exec"), scope)
-        made = scope.pop("launch")
-        made.plans, made.__module__ = plans, key.__module__
-        return made
+    def launch(call: CallT) -> ResultT:
+        try:
+            plan = plans.get(key(call))
+        except REFUSALS:
+            plan = None
+        if plan is None or arguments.DEBUG or (always is not None and always(call)):
+            return check_and_launch(call)
+        try:
+            if plan.device_index == GPU.current():
+                return plan.launch(call)
+            with GPU.guard(plan.device_index):
+                return plan.launch(call)
+        except REFUSALS:
+            check(call)
+            raise
 
-    made = written(fields)
-    if routes is not None:
-        places = routes.tensors
-        plain = " and ".join(f"type({place}) is _Tensor" for place in places.values())
-        tensors = ", ".join(f"{name}={place}" for name, place in places.items())
-        first = next(iter(places.values()))
-        scope |= {"_launch": made, "_cpu": routes.cpu, "_operator": routes.operator, "_route": route}
-        scope |= {"_is_compiling": is_compiling, "_Tensor": torch.Tensor}
-        where = _ROUTE.format(plain=plain, first=first, tensors=tensors, arguments=names)
-        launch, made = made, written(fields | {"route": where})
-        made.launch = launch
-    return cast("Launcher[P, ResultT]", made)
+    def check_and_launch(call: CallT) -> ResultT:
+        checked, found = check(call), key(call)
+        plan = plans.get(found)
+        if plan is None:
+            plan = make(checked)
+            if plan is None:
+                assert empty is not None, "a call without a plan has a result"
+                return empty(checked)
+            keep(plans, found, plan)
+        return on_device_of(plan, call)
+
+    made = cast("Launcher[CallT, ResultT]", launch)
+    made.plans, made.__module__ = plans, key.__module__
+    return made
 
 
 def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
@@ -226,15 +186,17 @@ class Operator:
             return getattr(torch.ops.cute_kernels, self.name)(*args, **kwargs)
 
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
-def is_direct(first: torch.Tensor, *others: object) -> bool:
-    """Whether kernels may be launched without an operator: in eager mode, on plain tensors on a GPU. The others may be
-    None, or parameters."""
-    if is_compiling() or type(first) is not torch.Tensor or not (first.is_cuda or GPU.takes_cpu):
+def is_direct(first: object, second: object, *others: object) -> bool:
+    """Whether a call's kernels may be launched without an operator: in eager mode, on plain tensors on a GPU.
+
+    The first tensor speaks for the device. The others after the second one may be None, or parameters.
+    """
+    if not (type(first) is Tensor and type(second) is Tensor and (first.is_cuda or GPU.takes_cpu)) or is_compiling():
         return False
-    return all(type(other) in PLAIN for other in others)
+    return not others or PLAIN.issuperset(map(type, others))
 
 
 def route(

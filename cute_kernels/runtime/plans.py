@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 ALIGNMENT = 16  # bytes, of the widest access, of bulk copies and of tensor maps
 MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
 
+KeyT = TypeVar("KeyT", bound=Hashable)
 PlanT = TypeVar("PlanT")
 
 
@@ -16,7 +17,7 @@ def identity(tensor: Any) -> tuple[Hashable, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
 
-def keep(plans: dict[tuple[Hashable, ...], PlanT], key: tuple[Hashable, ...], plan: PlanT) -> PlanT:
+def keep(plans: dict[KeyT, PlanT], key: KeyT, plan: PlanT) -> PlanT:
     """Remembers a plan, and forgets all others when there are too many."""
     if len(plans) >= MAX_PLANS:
         plans.clear()

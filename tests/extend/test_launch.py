@@ -83,13 +83,13 @@ def test_ragged_calls_have_plans_of_their_own(launches):
     q, k = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(20, 2, 64).bfloat16()
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 9, 20], dtype=torch.int32)
     for _ in range(2):
-        out, lse = ragged.launch(q, k, k, *bounds, None, NO_EXTEND_OPTIONS)
+        out, lse = ragged.launch((q, k, k, *bounds, None, NO_EXTEND_OPTIONS))
         assert out.shape == q.shape and lse.shape == (8, 4)
     assert len(launches) == 2 and len(ragged.launch.plans) == 1
-    out, lse = ragged.launch(q, k[:0], k[:0], *bounds, None, NO_EXTEND_OPTIONS)
+    out, lse = ragged.launch((q, k[:0], k[:0], *bounds, None, NO_EXTEND_OPTIONS))
     assert not out.any() and (lse == -torch.inf).all() and len(launches) == 2
     with pytest.raises(ValueError, match="cu_seqlens_k"):
-        ragged.launch(q, k, k, bounds[0], bounds[1][:0], None, NO_EXTEND_OPTIONS)
+        ragged.launch((q, k, k, bounds[0], bounds[1][:0], None, NO_EXTEND_OPTIONS))
     assert ragged_attention(q, k, k, *bounds)[0].shape == q.shape  # on the CPU
 
 
@@ -428,7 +428,7 @@ def test_new_tokens_may_lie_apart(launches):
     assert older.symbol.endswith("_strided_q") and newer.symbol.endswith("_ragged_merges_strided_q")
     assert [x.data_ptr() for x in newer.arguments[:3]] == [x.data_ptr() for x in (q, k, v)], "no copies"
     bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
-    out, _ = ragged.launch(q, k, v, bounds, bounds, None, NO_EXTEND_OPTIONS)
+    out, _ = ragged.launch((q, k, v, bounds, bounds, None, NO_EXTEND_OPTIONS))
     assert out.is_contiguous() and launches[-1].symbol.endswith("_ragged_strided_q")
     assert launches[-1].arguments[1].data_ptr() == k.data_ptr()
 

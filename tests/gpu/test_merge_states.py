@@ -138,4 +138,4 @@ def test_what_the_kernel_cannot_take_is_named():
         ({"out_b": room[1:-7].view(4, 3, 64)}, "out_b: got a tensor that starts 2 bytes past a multiple of 16"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-            launch(**({"out_a": a.out, "lse_a": a.lse, "out_b": b.out, "lse_b": b.lse} | bad))
+            launch(tuple(({"out_a": a.out, "lse_a": a.lse, "out_b": b.out, "lse_b": b.lse} | bad).values()))

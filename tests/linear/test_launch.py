@@ -176,7 +176,7 @@ def run(launches: list[Any], given: dict[str, Any]) -> Any:
 
 
 def test_a_call_launches_the_same_after_any_other(launches):
-    want = assert_launched_alike_after_any_other(CALLS, lambda other: run(launches, made(other)), ops.linear.plans)
+    want = assert_launched_alike_after_any_other(CALLS, lambda other: run(launches, made(other)), ops.launch.plans)
     assert {name for name, outcome in want.items() if isinstance(outcome, tuple)} == REFUSED
 
 

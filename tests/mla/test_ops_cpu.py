@@ -170,7 +170,7 @@ def by_name(tokens: str, launch: Launch) -> dict[str, Any]:
 
 def test_what_a_dense_launch_is_given(launches):
     call = make_dense("mla_fp8", [3, 9], q_len=2, page_size=5, padding=32)
-    result, lse = ops.dense.launch(ops.DenseCall(*call.tensors, "mla_fp8", None, True))
+    result, lse = ops.launch_dense(ops.DenseCall(*call.tensors, "mla_fp8", None, True))
     assert result.shape == (2, 2, 4, 512) and lse.shape == (2, 2, 4)
     found = by_name("paged", launches[0])
     assert found["q"] is call.q and found["softmax_scale"] == 576**-0.5
@@ -182,13 +182,13 @@ def test_what_a_dense_launch_is_given(launches):
     launches.clear()
     out = torch.empty_like(result)
     with calls_of(ops._dense_plan) as made:
-        assert ops.dense.launch(ops.DenseCall(*call.tensors, "mla_fp8", 0.5, True, out))[0] is out
+        assert ops.launch_dense(ops.DenseCall(*call.tensors, "mla_fp8", 0.5, True, out))[0] is out
     assert not made, "the plan is kept"
     found = by_name("paged", launches[0])
     assert found["softmax_scale"] == 0.5 and found["out"] == out.data_ptr()
     launches.clear()
     single = make_dense("mla_fp8", [3], q_len=1)
-    ops.dense.launch(ops.DenseCall(*single.tensors, "mla_fp8", None, True))
+    ops.launch_dense(ops.DenseCall(*single.tensors, "mla_fp8", None, True))
     assert by_name("paged", launches[0])["causal"] == 0  # one query has no later token
 
 
@@ -221,7 +221,7 @@ def test_what_a_sparse_launch_is_given(launches):
 
 
 def test_nothing_is_launched_where_there_is_nothing_to_see(launches):
-    out, lse = ops.dense.launch(
+    out, lse = ops.launch_dense(
         ops.DenseCall(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
     )
     assert not out.any() and torch.all(lse == math.inf)

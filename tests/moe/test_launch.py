@@ -185,7 +185,7 @@ def check_launches_after_any_other(calls, refused, run_other, kept):
 
 
 def test_a_call_launches_the_same_after_any_other(launches):
-    check_launches_after_any_other(CALLS, REFUSED, lambda other: run(launches, made(other)), ops.moe.plans)
+    check_launches_after_any_other(CALLS, REFUSED, lambda other: run(launches, made(other)), ops.launch_moe.plans)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in {*REFUSED, "no tokens", "x, a parameter"}])
@@ -347,7 +347,7 @@ def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launch
     """Three launches: each product is given the ids, as is what adds up; the second begins before the first ends."""
     given = routed(tokens, topk, id_dtype)
     result = fused_moe(**given)
-    (made_plan,) = ops.moe.plans.values()
+    (made_plan,) = ops.launch_moe.plans.values()
     ids, shares, words = given["topk_ids"].data_ptr(), given["topk_weights"].data_ptr(), id_dtype.itemsize // 4
     first, second, combine = (launch.arguments for launch in launches)
     gate_up, down = given["gate_up"], given["down"]
@@ -393,7 +393,7 @@ SORTED: dict[str, Any] = {
 def test_assignments_that_are_too_many_or_go_to_other_kernels_are_sorted(name, launches):
     given = SORTED[name]()
     result = fused_moe(**given)
-    (made_plan,) = ops.moe.plans.values()
+    (made_plan,) = ops.launch_moe.plans.values()
     assert not any(one.finds_ids for one in made_plan.products)
     routing, *between, combine = launches
     topk, count = given["topk_ids"].shape[1], len(given["gate_up"])
@@ -411,7 +411,7 @@ def test_assignments_that_are_too_many_or_go_to_other_kernels_are_sorted(name, l
 def test_a_second_product_of_long_k_is_in_parts_that_are_added_up(tokens, launches):
     """Each part has results of its own, of all assignments, behind the hidden activations."""
     result = fused_moe(**(given := call(tokens, inner=14336)))
-    (made_plan,) = ops.moe.plans.values()
+    (made_plan,) = ops.launch_moe.plans.values()
     assert all(one.finds_ids for one in made_plan.products)
     _, second, combine = (launch.arguments for launch in launches)
     hidden, results, count = second[0], second[4], tokens * TOPK
@@ -558,7 +558,7 @@ def test_a_product_launches_the_same_after_any_other(launches):
     def run_other(other):
         return run(launches, product_made(other))
 
-    check_launches_after_any_other(PRODUCTS, REFUSED_PRODUCTS, run_other, ops.grouped.plans)
+    check_launches_after_any_other(PRODUCTS, REFUSED_PRODUCTS, run_other, ops.launch_grouped.plans)
 
 
 NOT_AT_ONCE = {*REFUSED_PRODUCTS, "no places", "x, a parameter"}

@@ -20,7 +20,8 @@ class Doubling:
     device_index: int
     limit: int
 
-    def launch(self, x: int, y: str = "") -> tuple[int, int]:
+    def launch(self, call: tuple[int, Any]) -> tuple[int, int]:
+        x, _ = call
         if x > self.limit:
             raise ValueError("the function refuses it in its own words")
         return 2 * x, self.device_index
@@ -33,12 +34,17 @@ class Family:
         self.device_index = device_index
         self.checked: list[int] = []
         self.made: list[int] = []
-        self.launcher = launcher(self.key, self.check, self.make, lambda x: (0, x), always)
+        self.launches = launcher(self.key, self.check, self.make, lambda x: (0, x), always)
 
-    def key(self, x: int, y: str = "") -> Any:
+    def launcher(self, x: Any, y: Any = "") -> tuple[int, int]:
+        return self.launches((x, y))
+
+    def key(self, call: tuple[int, Any]) -> Any:
+        x, y = call
         return x.bit_length(), y
 
-    def check(self, x: Any, y: str = "") -> int:
+    def check(self, call: tuple[Any, Any]) -> int:
+        x, _ = call
         if not isinstance(x, int):
             raise TypeError(f"x: got {x!r}, want an int")
         if x > 100:
@@ -81,7 +87,7 @@ def test_a_call_like_an_earlier_one_is_neither_checked_nor_planned_again():
 def test_calls_that_nothing_is_launched_for_are_checked_and_not_kept():
     family = Family()
     assert family.launcher(0) == (0, 0) and family.launcher(0) == (0, 0)
-    assert family.checked == [0, 0] and not family.launcher.plans
+    assert family.checked == [0, 0] and not family.launches.plans
 
 
 def test_a_refused_launch_is_explained_by_the_checks():
@@ -89,16 +95,16 @@ def test_a_refused_launch_is_explained_by_the_checks():
     family.launcher(64)
     with pytest.raises(ValueError, match="x: got 120, want at most 100"):
         family.launcher(120)
-    family.launcher.plans[7, ""] = Doubling(0, limit=70)
+    family.launches.plans[7, ""] = Doubling(0, limit=70)
     with pytest.raises(ValueError, match="in its own words"):  # the checks find nothing
         family.launcher(80)
 
 
 def test_an_argument_of_no_kind_is_explained_by_the_checks():
     with pytest.raises(TypeError, match="x: got None, want an int"):
-        Family().launcher(None)  # pyright: ignore[reportArgumentType]
+        Family().launcher(None)
     with pytest.raises(TypeError, match="unhashable"):  # the checks find nothing
-        Family().launcher(3, y=[])  # pyright: ignore[reportArgumentType]
+        Family().launcher(3, y=[])
 
 
 def test_in_debug_mode_every_call_is_checked():
@@ -123,7 +129,7 @@ def test_in_debug_mode_nothing_is_looked_at_while_a_graph_is_captured(monkeypatc
 
 
 def test_what_a_key_cannot_hold_is_checked_in_every_call():
-    family = Family(always=lambda x, y="": x == 6)
+    family = Family(always=lambda call: call[0] == 6)
     for x in (5, 6, 7, 6):
         family.launcher(x)
     assert family.checked == [5, 6, 6] and family.made == [5]

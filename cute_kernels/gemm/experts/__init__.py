@@ -19,6 +19,7 @@ from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_lin
 from cute_kernels.gemm.experts.router import Routing, route
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
 from cute_kernels.names import Activation, Activations
+from cute_kernels.runtime.operator import new_call
 
 __all__ = [
     "ClampedSwiglu",
@@ -131,5 +132,8 @@ def fused_moe(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    options = activation, out_dtype, batch_invariant, out
-    return ops.moe(MoeCall(x, gate_up, down, topk_weights, topk_ids, *options, gate_up_bias, down_bias, activations))
+    values = (
+        x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out, gate_up_bias, down_bias,
+        activations,
+    )  # fmt: skip
+    return ops.moe(new_call(MoeCall, values))

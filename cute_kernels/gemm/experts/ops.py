@@ -14,6 +14,7 @@ from cute_kernels.gemm.call import result_dtype
 from cute_kernels.gemm.experts.call import (
     GroupedCall,
     MoeCall,
+    check_experts,
     check_grouped,
     check_moe,
     check_routing,
@@ -24,7 +25,7 @@ from cute_kernels.gemm.experts.plan import grouped_plan, moe_plan, without_assig
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import check_presence
-from cute_kernels.runtime.operator import Operator, Routes, launcher
+from cute_kernels.runtime.operator import Operator, is_direct, launcher, route
 
 # -- grouped products --------------------------------------------------------------------------------------------------
 
@@ -47,9 +48,17 @@ def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.T
     return result if call.out is None else call.out.copy_(result)
 
 
-_grouped_routes = Routes(_grouped_on_cpu, _grouped_by, {"x": "call.x", "codes": "call.weight.codes"})
-grouped = launcher(grouped_key, check_grouped, grouped_plan, without_places, routes=_grouped_routes)
-"""`cute_kernels.gemm.experts.grouped_linear`."""
+launch_grouped = launcher(grouped_key, check_grouped, grouped_plan, without_places)
+"""`grouped` of tensors on a GPU."""
+
+
+def grouped(call: GroupedCall) -> torch.Tensor:
+    """Computes `cute_kernels.gemm.experts.grouped_linear`."""
+    x, weight = call.x, call.weight
+    if isinstance(weight, PackedExperts) and is_direct(x, weight.codes):
+        return launch_grouped(call)
+    check_experts("weight", weight)
+    return route(cuda=launch_grouped, cpu=_grouped_on_cpu, operator=_grouped_by, x=x, codes=weight.codes)(call)
 
 
 _OPTIONS = "activation", "out_dtype", "batch_invariant", "activations"  # the operator's last arguments
@@ -67,7 +76,7 @@ def _grouped_fields_on_cuda(
 ) -> torch.Tensor:
     weight = experts_of(codes, scales, zeros, weight_format(format), (n, k))
     named = dict(zip(_OPTIONS, options, strict=False))
-    return grouped.launch(GroupedCall(x, weight, expert_offsets, rows, bias, **named))
+    return launch_grouped(GroupedCall(x, weight, expert_offsets, rows, bias, **named))
 
 
 def _grouped_fields_on_meta(
@@ -119,9 +128,17 @@ def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
     return result if call.out is None else call.out.copy_(result)
 
 
-_moe_routes = Routes(_moe_on_cpu, _moe_by, {"x": "call.x", "codes": "call.gate_up.codes"})
-moe = launcher(moe_key, check_moe, moe_plan, without_assignments, routes=_moe_routes)
-"""`cute_kernels.fused_moe`."""
+launch_moe = launcher(moe_key, check_moe, moe_plan, without_assignments)
+"""`moe` of tensors on a GPU."""
+
+
+def moe(call: MoeCall) -> torch.Tensor:
+    """Computes `cute_kernels.fused_moe`."""
+    x, gate_up = call.x, call.gate_up
+    if isinstance(gate_up, PackedExperts) and is_direct(x, gate_up.codes):
+        return launch_moe(call)
+    check_experts("gate_up", gate_up)
+    return route(cuda=launch_moe, cpu=_moe_on_cpu, operator=_moe_by, x=x, codes=gate_up.codes)(call)
 
 
 def _moe_call_of(
@@ -143,7 +160,7 @@ def _moe_fields_on_cpu(*fields: Any) -> torch.Tensor:
 
 
 def _moe_fields_on_cuda(*fields: Any) -> torch.Tensor:
-    return moe.launch(_moe_call_of(experts_of, *fields))
+    return launch_moe(_moe_call_of(experts_of, *fields))
 
 
 def _moe_fields_on_meta(*fields: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.native import compiler_version
-from cute_kernels.runtime.operator import Plan, Routes, is_direct, launcher
+from cute_kernels.runtime.operator import Plan, is_direct, launcher, route
 from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
@@ -77,7 +77,10 @@ class LayerRows(NamedTuple):
 def layer(call: LayerCall) -> LayerRows:
     """`cute_kernels.quantized_layer`."""
     check_weights(call)
-    return _layer(call)
+    x, codes = call.x, call.o.codes
+    if is_direct(x, codes):
+        return _layer(call)
+    return route(cuda=_layer, cpu=_checked_apart, operator=_checked_apart, x=x, codes=codes)(call)
 
 
 def _checked_apart(call: LayerCall) -> LayerRows:
@@ -104,7 +107,7 @@ def is_one_launch(call: LayerCall) -> bool:
         except (TypeError, ValueError):
             keep(_refused, key, None)
             return False
-        keep(cast("dict[tuple[Hashable, ...], Any]", _layer.plans), key, plan)
+        keep(_layer.plans, key, plan)
     return bool(plan.products)
 
 
@@ -266,5 +269,4 @@ def make_plan(
     return Plan(index, launch, (config,))
 
 
-_routes = Routes(_checked_apart, _checked_apart, {"x": "call.x", "codes": "call.o.codes"})
-_layer = launcher(_key, check_layer, _plan, routes=_routes)
+_layer = launcher(_key, check_layer, _plan)
