@@ -140,9 +140,8 @@ class StepPlan:
         if self.restores:
             options = step_plan.restoring(options, transform)
         new = (k.view(of_k), v.view(of_v), k_cache, v_cache)
-        rotated = self.append.launch(
-            (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform), more
-        )  # fmt: skip
+        call = (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform)
+        rotated = self.append.launch((call, more))
         assert rotated is not None
         q = rotated.view(self.q_shape)
         values = q, k_cache, v_cache, seq_lens, "", softmax_scale, None, return_lse, out, options, None
