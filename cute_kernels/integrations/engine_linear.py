@@ -7,12 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, WeightFormat, integers
+from cute_kernels.formats.weights import FP8, FP8_BLOCK, MXFP4, NVFP4, SHIPPED_GROUP_SIZES, WeightFormat, integers
+from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.weight import padded_shape, symmetric_zero
+from cute_kernels.integrations.checkpoints.float_codes import Names, format_of_codes
 from cute_kernels.integrations.objects import Foreign
+
+FLOATS = (FP8, FP8_BLOCK, MXFP4, NVFP4)
+"""Formats of layers whose codes are floats."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,33 @@ def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of
         group_size=form.format.group_size or -1,
         dtype=form.dtype,
     )
+
+
+def float_tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
+    """A loaded layer's tensors as importers take them. Scales of the parts of a fused layer become those of rows."""
+    there = {name: each.data for name, each in layer.named_parameters(recurse=False)}
+    names = Names(
+        next(name for name in ("weight_packed", "weight") if name in there),
+        next(name for name in ("weight_scale_inv", "weight_scale") if name in there),
+        next((name for name in ("weight_global_scale", "weight_scale_2") if name in there), ""),
+        divides="weight_global_scale" in there,
+    )
+    for name in (names.scales, names.second):
+        if name and there[name].dim() == 1 and len(there[name]) == len(layer.logical_widths):
+            there[name] = there[name].repeat_interleave(torch.tensor(layer.logical_widths, device=there[name].device))
+        elif name and there[name].dim() == 4:  # ModelOpt's blocks
+            there[name] = there[name].flatten(2).flatten(0, 1)
+    return names, there
+
+
+def float_form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Form:
+    """The form of such a layer for activations in ``dtype``; TypeError or ValueError if it has none says why."""
+    codes, scales = tensors[names.codes], tensors[names.scales]
+    found = format_of_codes(names, codes, scales).fitting(scales)
+    if found not in FLOATS or DTYPES.get(dtype) not in found.dtypes:
+        wanted = ", ".join(map(spelling, FLOATS))
+        raise ValueError(f"{spelling(found)} weights for activations in {dtype}; supported: {wanted}, FP4 with bf16")
+    return Form(found, codes.shape[0], codes.shape[1] * 8 // found.bits, dtype)
 
 
 class LayerTensors(NamedTuple):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes"
+_MODELOPT = "sglang.srt.layers.quantization.modelopt_quant"
 _GPU = "sglang.srt.hardware_backend.gpu.quantization"
 
 
@@ -17,6 +19,7 @@ class Interface:
     Attributes:
         tested: how this version is known to work, for people.
         compressed_tensors, gptq, awq: the owners of linear layers of these checkpoints.
+        compressed_tensors_fp8, compressed_tensors_fp4, modelopt_fp4, modelopt_fp4_a16: those with floating codes.
         compressed_tensors_experts, gptq_experts, awq_experts, mxfp4_experts: those of layers of experts.
         gpt_oss_block: the class that makes gpt-oss's experts and what chooses among them.
         attention_backends: what makes attention backends, by their names. attention_choices: the names that a command
@@ -25,15 +28,14 @@ class Interface:
     """
 
     tested: str
-    compressed_tensors: str = (
-        "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16.CompressedTensorsWNA16"
-    )
+    compressed_tensors: str = f"{_SCHEMES}.compressed_tensors_wNa16.CompressedTensorsWNA16"
     gptq: str = f"{_GPU}.gptq_kernels.GPTQMarlinLinearKernel"
     awq: str = f"{_GPU}.awq_kernels.AWQMarlinLinearKernel"
-    compressed_tensors_experts: str = (
-        "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16_moe."
-        "CompressedTensorsWNA16MoE"
-    )
+    compressed_tensors_fp8: str = f"{_SCHEMES}.compressed_tensors_w8a16_fp8.CompressedTensorsW8A16Fp8"
+    compressed_tensors_fp4: str = f"{_SCHEMES}.compressed_tensors_w4a16_nvfp4.CompressedTensorsW4A16Fp4"
+    modelopt_fp4: str = f"{_MODELOPT}.ModelOptFp4LinearMethod"
+    modelopt_fp4_a16: str = f"{_MODELOPT}.ModelOptNvFp4A16LinearMethod"
+    compressed_tensors_experts: str = f"{_SCHEMES}.compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE"
     gptq_experts: str = f"{_GPU}.gptq_kernels.GPTQMarlinMoEKernel"
     awq_experts: str = f"{_GPU}.awq_kernels.AWQMoEKernel"
     mxfp4_experts: str = "sglang.srt.layers.quantization.mxfp4.Mxfp4MoEMethod"

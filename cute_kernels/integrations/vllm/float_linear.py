@@ -18,10 +18,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.layers.quantization.utils.quant_utils import FP4_DTYPE
 
-from cute_kernels.formats.weights import FP8, FP8_BLOCK, MXFP4, NVFP4
-from cute_kernels.formats.weights.base import spelling
-from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.integrations.checkpoints.float_codes import Names, format_of_codes, from_float_codes
+from cute_kernels.integrations import engine_linear
+from cute_kernels.integrations.checkpoints.float_codes import Names, from_float_codes
 from cute_kernels.integrations.engine_linear import Form, LayerTensors
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import environment, prepare
@@ -29,8 +27,6 @@ from cute_kernels.integrations.vllm.linear import Products, problem_of
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.seams import packs_here, refusal, replace_once
 from cute_kernels.integrations.vllm.versions import Interface
-
-FORMATS = (FP8, FP8_BLOCK, MXFP4, NVFP4)
 
 
 class FloatProducts(Products):
@@ -88,36 +84,10 @@ def _names_backend() -> bool:
     return {getattr(config, "linear_backend", "auto"), *by_scheme.values()} != {"auto"}
 
 
-def _tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
-    """A loaded layer's tensors as importers take them. Scales of the parts of a fused layer become those of rows."""
-    there = {name: each.data for name, each in layer.named_parameters(recurse=False)}
-    names = Names(
-        next(name for name in ("weight_packed", "weight") if name in there),
-        next(name for name in ("weight_scale_inv", "weight_scale") if name in there),
-        next((name for name in ("weight_global_scale", "weight_scale_2") if name in there), ""),
-        divides="weight_global_scale" in there,
-    )
-    for name in (names.scales, names.second):
-        if name and there[name].dim() == 1 and len(there[name]) == len(layer.logical_widths):
-            there[name] = there[name].repeat_interleave(torch.tensor(layer.logical_widths, device=there[name].device))
-        elif name and there[name].dim() == 4:  # ModelOpt's blocks
-            there[name] = there[name].flatten(2).flatten(0, 1)
-    return names, there
-
-
-def _form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Form:
-    codes, scales = tensors[names.codes], tensors[names.scales]
-    found = format_of_codes(names, codes, scales).fitting(scales)
-    if found not in FORMATS or DTYPES.get(dtype) not in found.dtypes:
-        wanted = ", ".join(map(spelling, FORMATS))
-        raise ValueError(f"{spelling(found)} weights for activations in {dtype}; supported: {wanted}, FP4 with bf16")
-    return Form(found, codes.shape[0], codes.shape[1] * 8 // found.bits, dtype)
-
-
 def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
     """Packs a layer, unless kernels keep it from that; TypeError or ValueError if its weight does."""
-    names, tensors = _tensors(layer)
-    form = _form(names, tensors, getattr(layer, "params_dtype", torch.get_default_dtype()))
+    names, tensors = engine_linear.float_tensors(layer)
+    form = engine_linear.float_form(names, tensors, getattr(layer, "params_dtype", torch.get_default_dtype()))
     device = tensors[names.codes].device
     if device.type == "cuda":
         reason = prepare.linear_reason(problem_of(form), prepare.engine_rows(), prepare.index_of(device))

@@ -28,12 +28,12 @@ from unittest import mock
 import torch
 
 from cute_kernels.integrations.sglang import linear, plugin, register, rows, seams, versions
-from tests.integrations.sglang import layers, seam_attention, seam_gpt_oss, seam_moe
+from tests.integrations.sglang import layers, seam_attention, seam_float_linear, seam_gpt_oss, seam_moe
 from tests.integrations.sglang.checks import CHECKS, check, lines
 from tests.integrations.sglang.layers import Checkpoint
 from tests.integrations.vllm import stubs
 
-SEAMS = (seam_attention, seam_gpt_oss, seam_moe)
+SEAMS = (seam_attention, seam_float_linear, seam_gpt_oss, seam_moe)
 """Modules that put their checks on the list."""
 QUANTIZATION = "sglang.srt.layers.quantization"
 COMPRESSED_TENSORS = f"{QUANTIZATION}.compressed_tensors.schemes"

@@ -101,10 +101,10 @@ def made(
         sizes = {"input_size_per_partition": K, "output_partition_sizes": PARTS, "input_size": K, "output_size": N}
         with torch.device(device):
             method.create_weights(layer, **sizes, params_dtype=dtype, weight_loader=lambda *_, **__: None)
-    return method, layer, _fill(layer)
+    return method, layer, fill(layer)
 
 
-def _fill(layer: Any) -> torch.Tensor:
+def fill(layer: Any) -> torch.Tensor:
     """Random values for all of a layer's parameters; the weight that they stand for."""
     generator = torch.Generator().manual_seed(0)
     there = {name: each.data for name, each in layer.named_parameters()}

@@ -1,0 +1,59 @@
+"""Linear layers of SGLang whose weights are FP8 or NVFP4 and whose activations SGLang keeps in 16 bits on Hopper.
+
+That is W8A16, and NVFP4 whatever its checkpoint declares of activations: SGLang runs both with Marlin there. Layers
+with FP8 activations (W8A8) are SGLang's. Each part of a fused layer keeps its own scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cute_kernels.integrations import engine_linear
+from cute_kernels.integrations.checkpoints.float_codes import from_float_codes
+from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.sglang import linear, rows
+from cute_kernels.integrations.sglang.seams import Layers, Seam, refuse
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of a kind of checkpoint. owner, product: as in `linear.Kind`. is_fp4: whether the server has an option for
+    their kernels."""
+
+    owner: str
+    product: str
+    is_fp4: bool = True
+
+    def reasons(self) -> list[str]:
+        """The reasons why the command line keeps such layers with SGLang."""
+        from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend
+
+        if not self.is_fp4 or (backend := get_fp4_gemm_runner_backend()).is_marlin():
+            return []
+        return [f"--fp4-gemm-backend {backend.value}"]
+
+
+def _pack(kind: Kind, owner: Foreign, layer: Foreign) -> tuple[dict[str, torch.Tensor | None], linear.Served]:
+    """Packs a loaded layer, as `Layers.pack`."""
+    names, tensors = engine_linear.float_tensors(layer)
+    dtype = layer.params_dtype if hasattr(layer, "params_dtype") else layer.orig_dtype
+    form, invariant = engine_linear.float_form(names, tensors, dtype), rows.is_deterministic()
+    reasons = ["inputs scaled by AWQ's factors"] if "pre_quant_scale" in tensors else []
+    device = tensors[names.codes].device
+    refuse([*reasons, *kind.reasons(), *linear.reasons_of(form, device, invariant)])
+    weight = from_float_codes(tensors, names, dtype=form.dtype)
+    linear.make_ready(form, device, invariant)
+    new = {names.codes: weight.codes, names.scales: weight.scales, names.second: None}
+    return new, linear.Served(form, (names.codes, names.scales, "", ""), invariant)
+
+
+KINDS = (
+    Kind("compressed_tensors_fp8", "apply_weights", is_fp4=False),
+    Kind("compressed_tensors_fp4", "apply_weights"),
+    Kind("modelopt_fp4", "apply"),
+    Kind("modelopt_fp4_a16", "apply"),
+)
+LAYERS = Layers("FP8 and NVFP4 layers of 16-bit activations", KINDS, _pack, linear.multiply, ("x", "bias"))
+SEAM = Seam(LAYERS.what, LAYERS.hooks)
