@@ -35,6 +35,7 @@ from tests.gpu.vllm_scenarios import (
     GROUP,
     MAX_MODEL_LEN,
     MAX_REQUESTS,
+    MODELS_OF_TRANSFORMERS,
     VOCABULARY,
     WIDE,
     Scenario,
@@ -124,6 +125,22 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def write_model_of_transformers(folder: Path) -> None:
+    """Random fp16 weights of a model that a folder's configuration describes, by the names that transformers gives
+    them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).half()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+                weight.copy_(drawn * weight.shape[1] ** -0.5)
+    model.save_pretrained(folder)
+
+
 def prompts() -> list[list[int]]:
     """Prompts of 1 to 700 tokens; every third one begins like another."""
     import torch
@@ -145,7 +162,10 @@ def start(scenario: Scenario, folder: Path) -> Any:
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = named_format(scenario.kv_format, folder)
     config = {**CONFIG, **scenario.model}
     (folder / "config.json").write_text(json.dumps(config))
-    write_model(folder, config)
+    if config["model_type"] in MODELS_OF_TRANSFORMERS:
+        write_model_of_transformers(folder)
+    else:
+        write_model(folder, config)
     usual = {
         "compilation_config": GRAPHS,
         "max_model_len": MAX_MODEL_LEN,
@@ -266,7 +286,7 @@ def serve_long(llm: Any, scenario: Scenario, folder: Path) -> dict[str, Any]:
     return {"memory": memory, "finished": finished, "aborted": aborted, "live": len(live)}
 
 
-LONG_STEPS = 1200
+LONG_STEPS = 6000
 
 
 def gpu_bytes() -> int:
@@ -312,7 +332,8 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
         kinds = {name: sorted({kind for rank in ranks for kind in rank[name]}) for name in ranks[0]}
         replaced = [[one.seam, one.reason] for one in plugin.outcomes()]
         fused = sorted(line for line in seams.said if "gates and" in line)
-        about = {"ranks": len(ranks), "replaced": replaced, "fused": fused}
+        ahead = bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+        about = {"ranks": len(ranks), "replaced": replaced, "fused": fused, "ahead": ahead}
         about["plans_around_norms"] = deferred.deferred_product_of.cache_info().currsize
         about["plans_of_layers"] = sum(bool(one.products) for one in layer_call._layer.plans.values())
         keep({**found, **kinds, **about})
@@ -366,13 +387,19 @@ def make_ready(scenarios: list[Scenario]) -> None:
 def start_sooner() -> None:
     """Leaves out of vLLM's starts what models of this size do not need, half a minute on a busy machine.
 
-    These are a process that imports vLLM anew, to look at a model's class, kernels for routers of known models, and the
-    import of the compiler, of whose calls vLLM would warn.
+    These are a process that imports vLLM anew, to look at a model's class, kernels for routers of known models, the
+    import of the compiler, of whose calls vLLM would warn, and the choice among dozens of ways to compile each of
+    Mamba's kernels: the last way, that of the smallest tiles, fits every GPU.
     """
+    from triton.runtime.autotuner import Autotuner
     from vllm.model_executor.models import registry
     from vllm.model_executor.warmup import kernel_warmup
     from vllm.utils import jit_monitor
 
+    made = Autotuner.__init__
+    Autotuner.__init__ = lambda self, fn, names, configs, *others, **named: made(
+        self, fn, names, configs[-1:], *others, **named
+    )
     registry._run_in_subprocess = lambda look: look()
     kernel_warmup._warmup_ll_bf16_router_gemm = lambda *_: None
     jit_monitor._setup_cutedsl_jit_hook = lambda: None

@@ -1,6 +1,6 @@
 """Engines that serve a small random model, as data; and the kernels that they ask for.
 
-    python -m tests.gpu.vllm_scenarios FILE
+    python -m tests.gpu.vllm_scenarios FILE [FAMILY ...]     # default: all families that need one GPU
 
 writes the kernels as a list that `python -m cute_kernels aot build --list FILE` builds a bundle from, without a GPU and
 without vLLM. `serve_vllm` runs scenarios, `test_vllm_serving` judges them.
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +25,22 @@ import torch
 from bench.e2e_cases import SEVERAL_GPUS
 from cute_kernels.formats.kv import LayerFormats, format_pair
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
+from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import TILE_TOKENS, RouterConfig, lane_experts_of
+from cute_kernels.gemm.layer.call import configs_for, serves_rows
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
+from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
 from cute_kernels.integrations import attention_kernels, expert_kernels
 from cute_kernels.integrations.vllm import kv_formats, mla_kernels, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
+from cute_kernels.norm.compile import NormSpec
+from cute_kernels.norm.config import NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec, wanted
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from tests.gpu.specs import ARCH, NUM_SMS
@@ -75,6 +83,41 @@ LATENT = {
     "first_k_dense_replace": CONFIG["num_hidden_layers"],  # no experts
 }
 """Changes to CONFIG that make latent attention (MLA) of it."""
+
+SHARED_CACHES = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 100,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 64,
+    "tie_word_embeddings": True,
+}
+GEMMA3N = {
+    **SHARED_CACHES,
+    "architectures": ["Gemma3nForCausalLM"],
+    "model_type": "gemma3n_text",
+}
+GEMMA4 = {
+    **SHARED_CACHES,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "global_head_dim": 256,
+}
+"""Changes to CONFIG: models whose last two layers read the caches of the first two."""
+HYBRID = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 512,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_chunk_size": 128,
+}
+"""Changes to CONFIG that put Mamba layers beside attention, whose state is larger than a page of 16 tokens."""
+MODELS_OF_TRANSFORMERS = ("gemma3n_text", "gemma4_text", "falcon_h1")
+"""Model types whose weights `serve_vllm` draws by the names that transformers gives them."""
 
 MLA_QUERIES = 16  # of a request, at most
 GROUP = 128  # inputs of a layer that share a scale
@@ -165,42 +208,74 @@ SHARED = {**TWO, "decode_context_parallel_size": 2}
 ONE_KV_HEAD = {**W4, "num_key_value_heads": 1, "intermediate_size": 1280}  # both GPUs have it; five groups of each MLP
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
 
+SYNC = {"async_scheduling": False}
+"""vLLM plans steps ahead, and how far depends on time; without that two runs have the same steps."""
+LEFT = {"left": Scenario(engine=SYNC), "left-compiled": Scenario(engine={**COMPILED, **SYNC})}
+"""Models without layers of ours."""
+
 SCENARIOS: dict[str, dict[str, Scenario]] = {
-    # A process of vLLM's for each of these; FAMILY.NAME is a scenario.
+    # A process of vLLM's for each of these, side by side; FAMILY.NAME is a scenario.
     "": {
         "theirs": Scenario(),
-        "theirs-cut": Scenario(chunk=384),
         "fp16": Scenario(kv_format="fp16"),
+        "theirs-cut": Scenario(chunk=384),
         "fp16-cut": Scenario(kv_format="fp16", chunk=384),
-        "speculation": Scenario(kv_format="fp16", engine={"speculative_config": SPECULATION}),
-        "drafting": Scenario(kv_format="fp16", engine={"speculative_config": DRAFTING}),
-        "speculation-20": Scenario(kv_format="fp16", chunk=1024, engine=drafting(20)),
-        "theirs-compiled": Scenario(engine=COMPILED),
-        "int8": Scenario("int8_per_token_head"),
-        "fp8-rows": Scenario("fp8_per_token_head"),
+        "fp16-sync": Scenario(kv_format="fp16", engine=SYNC),
+    },
+    "caches": {
         "fp8": Scenario("fp8"),
         "int4": Scenario(kv_format="int4_g4"),
+        "int8": Scenario("int8_per_token_head"),
         "int4-rows": Scenario("int4_per_token_head"),
+        "fp8-rows": Scenario("fp8_per_token_head"),
+        "by-layer": Scenario(kv_format="int8_token_head;fp16;int8_token_head"),
+    },
+    "drafts": {
+        "3": Scenario(kv_format="fp16", engine={"speculative_config": SPECULATION}),
+        "model": Scenario(kv_format="fp16", engine={"speculative_config": DRAFTING}),
+        **{f"{count}": Scenario(kv_format="fp16", chunk=1536, engine=drafting(count)) for count in (4, 10, 20, 31)},
+    },
+    "shapes": {
         "window-theirs": Scenario(model=WINDOW),
         "window": Scenario(kv_format="fp16", model=WINDOW),
         "many-theirs": Scenario(tokens=65536, engine=MANY, what="generate_many"),
         "many": Scenario(kv_format="fp16", tokens=65536, engine=MANY, what="generate_many"),
         "wide-theirs": Scenario("auto", "", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
         "wide": Scenario("auto", "fp16", 8192, WIDE + 4096, WIDE_MODEL, WIDE_ENGINE, "generate_wide"),
+    },
+    "shared": {
+        "gemma3n-theirs": Scenario(model=GEMMA3N),
+        "gemma3n": Scenario(kv_format="fp16", model=GEMMA3N),
+        # FlashAttention 4, which vLLM would take, is compiled as it is first asked for.
+        "gemma4-theirs": Scenario(model=GEMMA4, engine={"attention_backend": "TRITON_ATTN"}),
+        "gemma4": Scenario(kv_format="fp16", model=GEMMA4, engine={"attention_backend": "CUSTOM"}),
+    },
+    "hybrid": {
+        "theirs": Scenario(model=HYBRID),
+        "fp16": Scenario(kv_format="fp16", model=HYBRID),
+        "int8": Scenario(kv_format="int8_token_head", model=HYBRID),
+    },
+    "latent": {
         "latent-theirs": Scenario(
             model=LATENT, engine={"block_size": 64, "attention_backend": "FLASH_ATTN_MLA"}, leaves="mla"
         ),
         "latent-left": Scenario(model=LATENT, engine=FLASHMLA, leaves="mla"),
         "latent": Scenario(model=LATENT, engine=FLASHMLA),
+    },
+    "w4": {
         "w4": Scenario(kv_format="fp16", model=W4),
+        "w4-bf16": Scenario(kv_format="bf16", model=W4_BF16),
+        "w4-int4-rows": Scenario("int4_per_token_head", model=W4),
         "w4-slept": Scenario(
             "int4_per_token_head", model=W4, engine={"enable_sleep_mode": True}, what="sleep_and_wake"
         ),
-        "w4-int4-rows": Scenario("int4_per_token_head", model=W4),
+    },
+    "fused": {
         "w4-fused": Scenario(kv_format="fp16", model=W4, engine=COMPILED),
-        "w4-bf16": Scenario(kv_format="bf16", model=W4_BF16),
         "w4-bf16-fused": Scenario(kv_format="bf16", model=W4_BF16, engine=COMPILED),
-        "pair": Scenario(kv_format="fp16", what="beside_another"),
+    },
+    "engines": {
+        "pair": Scenario(kv_format="fp16", engine=SYNC, what="beside_another"),
         "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
     },
     "invariant": {
@@ -211,17 +286,9 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "int4": Scenario(kv_format="int4_g4"),
         "int4-cut": Scenario(kv_format="int4_g4", chunk=384),
     },
-    "drafts": {
-        "theirs": Scenario(),
-        **{f"{count}": Scenario(kv_format="fp16", chunk=1536, engine=drafting(count)) for count in (4, 10, 31)},
-    },
-    # The plug-in is there and switched off.
-    "off": {"theirs": Scenario(), "theirs-compiled": Scenario(engine=COMPILED)},
+    "left": LEFT,
+    "off": LEFT,  # the plug-in is there and switched off
     "experts": {"theirs": Scenario(model=MIXTURE, leaves="routers"), "ours": Scenario(model=MIXTURE)},
-    "layers": {
-        "theirs": Scenario(),
-        "by-layer": Scenario(kv_format="int8_token_head;fp16;int8_token_head"),
-    },
     "two": {
         "theirs": Scenario(),
         "theirs-cut": Scenario(chunk=384),
@@ -236,15 +303,13 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "w4-one-head-shared": Scenario("int8_per_token_head", model=ONE_KV_HEAD, engine=SHARED),
     },
 }
+ENVIRONMENT = {"VLLM_DISABLE_COMPILE_CACHE": "1", "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+"""Of every family: compiled graphs say what they fuse, and a dozen processes share the cores."""
 ENVIRONMENTS = {
-    # What is fused is said where graphs are made.
-    "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS), "VLLM_DISABLE_COMPILE_CACHE": "1"},
+    "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS)},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
-    "experts": {},
-    "layers": {},
-    "drafts": {},
-    "off": {"CUTE_KERNELS_VLLM": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"},
-    "two": {**SEVERAL_GPUS, "VLLM_DISABLE_COMPILE_CACHE": "1"},
+    "off": {"CUTE_KERNELS_VLLM": "0"},
+    "two": SEVERAL_GPUS,
 }
 
 
@@ -257,20 +322,22 @@ def named_format(kv_format: str, folder: Path) -> str:
     return str(path)
 
 
-def specs() -> list[KernelSpec]:
-    """The kernels of all scenarios on the GPU that is here, or on an H200."""
+def specs(families: Iterable[str]) -> list[KernelSpec]:
+    """The kernels of families of scenarios on the GPU that is here, or on an H200."""
     other = Gpu(num_sms=lambda device: NUM_SMS)
     with nullcontext() if torch.cuda.is_available() else standing_in(other):
         found = (
             spec
-            for family, scenarios in SCENARIOS.items()
-            for spec in kernels_of(scenarios.values(), invariant="VLLM_BATCH_INVARIANT" in ENVIRONMENTS[family])
+            for family in families
+            for spec in kernels_of(
+                SCENARIOS[family].values(), invariant="VLLM_BATCH_INVARIANT" in ENVIRONMENTS.get(family, {})
+            )
         )
         return list(dict.fromkeys(found))
 
 
 def kernels_of(scenarios: Iterable[Scenario], *, invariant: bool) -> list[KernelSpec]:
-    """The kernels that engines ask for, but for those of what they fuse."""
+    """The kernels that engines ask for."""
     found: dict[KernelSpec, None] = {}
     for scenario in {_kind(scenario): scenario for scenario in scenarios}.values():
         if "kv_lora_rank" in scenario.model:
@@ -279,6 +346,8 @@ def kernels_of(scenarios: Iterable[Scenario], *, invariant: bool) -> list[Kernel
             found.update(dict.fromkeys(_attention_kernels(scenario, invariant)))
         if "quantization_config" in scenario.model:
             found.update(dict.fromkeys(_linear_kernels(scenario)))
+            if scenario.engine == COMPILED:
+                found.update(dict.fromkeys(_fused_kernels(scenario)))
         if "num_experts" in scenario.model:
             found.update(dict.fromkeys(_expert_kernels(scenario)))
     return list(found)
@@ -300,22 +369,28 @@ def _heads(scenario: Scenario) -> tuple[dict[str, Any], int, int]:
     return config, config["num_attention_heads"] // ranks, max(config["num_key_value_heads"] // ranks, 1)
 
 
+def _kinds_of_layers(config: dict[str, Any]) -> list[tuple[int, int | None]]:
+    """The head sizes and windows of a model's layers of attention."""
+    window, full = config.get("sliding_window"), config.get("global_head_dim", config["head_dim"])
+    return [(config["head_dim"], window), *([(full, None)] if "layer_types" in config else [])]
+
+
 def _attention_kernels(scenario: Scenario, invariant: bool) -> list[KernelSpec]:
     config, heads, kv_heads = _heads(scenario)
     layers = []
-    for own in dict.fromkeys(scenario.kv_format.split(";")):
+    for own, (head_dim, window) in product(dict.fromkeys(scenario.kv_format.split(";")), _kinds_of_layers(config)):
         with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": own}):
             formats = kv_formats.formats_for(scenario.kv)
         layers.append(
             SimpleNamespace(
                 formats=formats,
-                head_size=config["head_dim"],
+                head_size=head_dim,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
-                sliding_window=scenario.model.get("sliding_window"),
+                sliding_window=window,
                 soft_cap=None,
                 sinks=None,
-                transform=kv_formats.transform_for(scenario.kv, kv_heads, config["head_dim"]),
+                transform=kv_formats.transform_for(scenario.kv, kv_heads, head_dim),
             )
         )
     drafted = scenario.engine.get("speculative_config", {}).get("num_speculative_tokens", 0)
@@ -335,6 +410,24 @@ def _latent_kernels(scenario: Scenario) -> list[KernelSpec]:
     return mla_kernels.specs(decodes, NUM_SMS)
 
 
+def _fused_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
+    """The norms of compiled graphs; in bf16 also products beside a norm, and the launch of a layer's products."""
+    config, heads, kv_heads = _heads(scenario)
+    hidden, dtype, columns = config["hidden_size"], _dtype(scenario), heads * config["head_dim"]
+    for has_residual in (False, True):
+        yield NormSpec(NormConfig("rms", DTYPES[dtype], *launch_shape(hidden), has_residual=has_residual))
+    if dtype != torch.bfloat16:
+        return
+    middle, rows = config["intermediate_size"], _rows(scenario)
+    takes = [(columns + 2 * kv_heads * config["head_dim"], hidden), (2 * middle, hidden)]
+    gives = [(hidden, columns), (hidden, middle)]
+    for (n, k), kind in (*((shape, TAKES) for shape in takes), *((shape, GIVES) for shape in gives)):
+        problems = [LinearProblem(m, n, k, k, integers(4, GROUP), DTYPES[dtype]) for m in rows]
+        found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
+        yield from (GemmSpec(one) for one in found if one is not None)
+    yield from (GemmSpec(one) for m in filter(serves_rows, rows) for one in configs_for(m, max(hidden, middle))[:1])
+
+
 def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
     config, heads, kv_heads = _heads(scenario)
     ranks, hidden = scenario.engine.get("tensor_parallel_size", 1), config["hidden_size"]
@@ -345,7 +438,7 @@ def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
     rows = _rows(scenario)
     for n, k in sorted(shapes):
         problem = LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[_dtype(scenario)])
-        for m in rows:
+        for m in _rows(scenario):
             yield from prepare.specs_for(problem, m)
 
 
@@ -369,8 +462,10 @@ def _expert_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE")
-    file: Path = parser.parse_args(arguments).file
-    found = specs()
+    parser.add_argument("families", nargs="*", choices=["", *SCENARIOS], default="", metavar="FAMILY")
+    options = parser.parse_args(arguments)
+    file: Path = options.file
+    found = specs(options.families or [family for family in SCENARIOS if family != "two"])
     wanted.write(file, found, ARCH)
     print(f"{len(found)} kernels")
     return 0

@@ -246,7 +246,7 @@ def test_kernels_of_a_served_scenario_can_be_listed_before_it_runs():
     one, two = (kernels_of([scenarios[name]], invariant=False) for name in ("w4-int4", "w4-int4-two"))
     assert families(one) == families(two) == {"append", "decode", "extend", "linear", "step"}
     assert {spec.symbol for spec in one} != {spec.symbol for spec in two}
-    assert families(kernels_of([SCENARIOS[""]["latent"]], invariant=False)) == {"mla"}
+    assert families(kernels_of([SCENARIOS["latent"]["latent"]], invariant=False)) == {"mla"}
     assert kernels_of([scenarios["theirs"]], invariant=False) == []
 
 
