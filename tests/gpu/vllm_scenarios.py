@@ -425,7 +425,8 @@ def _fused_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
         problems = [LinearProblem(m, n, k, k, integers(4, GROUP), DTYPES[dtype]) for m in rows]
         found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
         yield from (GemmSpec(one) for one in found if one is not None)
-    yield from (GemmSpec(one) for m in filter(serves_rows, rows) for one in configs_for(m, max(hidden, middle))[:1])
+    if any(map(serves_rows, rows)):
+        yield from (GemmSpec(one) for one in configs_for(max(hidden, middle))[:1])
 
 
 def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
@@ -438,7 +439,7 @@ def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
     rows = _rows(scenario)
     for n, k in sorted(shapes):
         problem = LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[_dtype(scenario)])
-        for m in _rows(scenario):
+        for m in rows:
             yield from prepare.specs_for(problem, m)
 
 
