@@ -23,12 +23,11 @@ from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, ResidentConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers
 from cute_kernels.gemm.wgmma.epilogue import Store, TileEpilogue
 from cute_kernels.gemm.wgmma.kernel import launch_options
-from cute_kernels.gemm.wgmma.loads import ELEMENTS, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
+from cute_kernels.gemm.wgmma.loads import ELEMENTS, WeightLoads, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
 from cute_kernels.gemm.wgmma.memory import allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces
 from cute_kernels.gemm.wgmma.reading import StageReader
 from cute_kernels.gemm.wgmma.reduction import TileStore
-from cute_kernels.gemm.wgmma.resident_loads import StageLoads
 from cute_kernels.gemm.wgmma.resident_mainloop import ResidentMainloop
 from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads, ScaledOperands
 from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
@@ -66,7 +65,7 @@ class ResidentKernel:
         self.config, self.store, self.operands = config, store, operands
         self.places, stages = DensePlaces(config), StageReader(config)
         epilogue: TileStore = TileEpilogue(config) if store is None else store
-        self.weights = StageLoads(config, self.places)
+        self.weights = WeightLoads(config, self.places, asks_first=True)
         reduction = ClusterReduction(config, epilogue, self.places)
         self.limbs = ResidentLimbLoads(config)
         mainloop = ResidentMainloop(config, self.limbs, stages)
@@ -100,18 +99,17 @@ class ResidentKernel:
         if warp == config.consumer_warps:
             # All of a launch waits for the first weights: they are asked for before anybody else is told of barriers.
             if lane == 0:
-                work_tile = scheduler.work_tile(scheduler.first)
                 cute.arch.griddepcontrol_launch_dependents()
                 prefetch_k_blocks(config, self.places, operands, shape, scheduler)
                 init_barriers(config, memory)
                 cute.arch.griddepcontrol_wait()
-                self.weights.copy_first(operands, shape, memory, work_tile)
+                self.weights.copy_first(operands, shape, memory, scheduler)
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             # For whoever publishes. Barriers are all that was written, and have had their fence.
             cute.arch.cluster_arrive_relaxed()
             prefetch_biases(config, self.places, operands, shape, scheduler, WARP_THREADS - 1 - lane)
-            self.weights.copy_following(operands, shape, memory, scheduler, lane)
+            self.weights.copy(operands, shape, memory, scheduler)
         else:
             cute.arch.cluster_arrive_relaxed()
             factors = self.limbs.ask_factors(scheduler, warp, lane)
