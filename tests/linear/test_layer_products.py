@@ -98,7 +98,7 @@ class Cta:
     """A CTA's memory, with one product's weight and row."""
 
     def __init__(self, n: int, k: int, run_on):
-        self.config = LayerProductsConfig(-(-k // GROUP), 16, consumer_warps=8)
+        self.config = LayerProductsConfig(-(-k // GROUP), 16)
         self.weight, generator = known(n, k, group_size=GROUP), torch.Generator().manual_seed(k + 1)
         self.x = torch.randn(1, k, generator=generator).bfloat16()
         self.norm = torch.rand(k, generator=generator).bfloat16()

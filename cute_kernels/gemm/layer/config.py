@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -37,33 +36,27 @@ class LayerProductsConfig:
 
     Attributes:
         groups: how many groups of 128 inputs there is room for, as limbs.
-        num_stages: stages of the pipeline of weights.
+        num_stages: stages of the pipeline of weights, as many for each of the warps that multiply.
+        activation: between gate and up and down; None: SwiGLU.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
         window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
             wait behind weights that no one needs yet.
         wide_window: the same where no CTA waits for another.
-        activation: between gate and up and down; None: SwiGLU.
         draw_ahead: how many stages the first loader warp has still to load when it draws the next work tile.
     """
 
-    limits: ClassVar[Limits] = HOPPER
     groups: int
     num_stages: int
-    dtype: str = "bf16"
-    consumer_warps: int = 8
-    loader_warps: int = 4
-    window: int = 8
-    wide_window: int = 16
-    draw_ahead: int = 4
     activation: ActivationFunction | None = None
-
-    @property
-    def num_warps(self) -> int:
-        return self.consumer_warps + self.loader_warps + 1
-
-    @property
-    def num_threads(self) -> int:
-        return self.num_warps * WARP_THREADS
+    limits: ClassVar[Limits] = HOPPER
+    dtype: ClassVar[str] = "bf16"
+    consumer_warps: ClassVar[int] = 8
+    loader_warps: ClassVar[int] = 4
+    num_warps: ClassVar[int] = consumer_warps + loader_warps + 1
+    num_threads: ClassVar[int] = num_warps * WARP_THREADS
+    window: ClassVar[int] = 8
+    wide_window: ClassVar[int] = 16
+    draw_ahead: ClassVar[int] = 4
 
     @property
     def fixed_bytes(self) -> int:
@@ -88,17 +81,8 @@ class LayerProductsConfig:
 
     def can_implement(self) -> str | None:
         """None, or why not."""
-        if self.dtype != "bf16":
-            return f"dtype {self.dtype!r} is not 'bf16'"
-        if self.num_stages < 2 * self.consumer_warps:
-            return f"{self.num_stages} stages are fewer than two for each of {self.consumer_warps} consumer warps"
-        if self.num_stages % self.consumer_warps or self.num_stages % self.loader_warps:
-            return f"{self.num_stages} stages are not as many for each consumer warp, and for each loader warp"
-        for window in (self.window, self.wide_window):
-            if window % self.loader_warps or not 0 < window <= self.num_stages:
-                return f"a window of {window} is no multiple of {self.loader_warps} loader warps, or too large"
-        if self.draw_ahead < 1:
-            return f"draw_ahead {self.draw_ahead} is less than the stage that is asked for next"
+        if self.num_stages < self.wide_window or self.num_stages % self.consumer_warps:
+            return f"{self.num_stages} stages are not as many for each of {self.consumer_warps} warps, two at least"
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 
@@ -107,6 +91,5 @@ def config_for(most_k: int) -> LayerProductsConfig | None:
     if they would be too few."""
     empty = LayerProductsConfig(-(-most_k // GROUP), 0)
     room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
-    each = math.lcm(empty.consumer_warps, empty.loader_warps)
-    config = replace(empty, num_stages=max(room, 0) // each * each)
+    config = replace(empty, num_stages=max(room, 0) // empty.consumer_warps * empty.consumer_warps)
     return config if config.can_implement() is None else None
