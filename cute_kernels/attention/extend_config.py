@@ -256,12 +256,6 @@ class ExtendConfig(ReadsCache):
         return self.formats[0].is_coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
 
     @property
-    def converts_by_piece(self) -> bool:
-        """Whether a lane converts 16 bytes of a query at a time, instead of half a query. Half a query in registers is
-        faster, but spills other values in FP8 products and with registered options."""
-        return self.channel_scales[0] or self.fp8 is not None or bool(self.features.terms) or self.value_parts > 1
-
-    @property
     def channel_scales(self) -> tuple[bool, bool]:
         """Whether K's and V's columns have scales: queries are multiplied with K's, the output with V's."""
         return has_channel_scales(self.formats[0]), has_channel_scales(self.formats[1])

@@ -28,9 +28,6 @@ from cute_kernels.device.types import Index
 TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
 WARP_ROWS = 16
 WIDE_UNROLLED = 2  # steps of rows of which a lane has several pieces
-NO_SIGNS = 0x7FFF7FFF  # of a pair; as bf16 none is a number
-LEAST_EXPONENT, GREAT_EXPONENT = 27, 155  # of bf16, biased: what a power of 2 in bf16 brings to that of fp16
-DOWN, ONES, DOWN_EXPONENT = 0x0D800D80, 0x3F803F80, 100  # pairs of 2**-100 and 1 in bf16
 PIECE_COLUMNS = wgmma_tiles.PIECE_BYTES // ELEMENT_BYTES
 SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
@@ -86,7 +83,6 @@ class QueryLoader:
         self.halves = of_name(config.q_dtype).halves
         self.step_rows = WARP_THREADS // self.row_lanes
         self.num_steps = WARP_ROWS // self.step_rows
-        self.own_pieces = self.row_pieces // 2  # of half a row
 
     def places(self, tile, warp, lane, step: Index) -> list[Any]:
         """Shared addresses of a lane's pieces, by part of their row."""
@@ -132,77 +128,11 @@ class QueryLoader:
         """
         cute.arch.cp_async_wait_group(0)
         if const_expr(self.config.converts_queries):
-            if const_expr(self.config.converts_by_piece):
-                self.convert_pieces(operands, work, tile, codes, scales, warp, lane)
-            else:
-                self.convert(tile, scales, warp, lane)
+            self.convert(operands, work, tile, codes, scales, warp, lane)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def convert(self, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Converts a warp's rows, which all of its lanes have loaded, to fp16, each times a power of 2. A lane has half
-        of a row: its greatest number takes one shuffle, and all pieces are converted together."""
-        cute.arch.sync_warp()
-        row, half = lane % WARP_ROWS, lane // WARP_ROWS
-        own = (warp * WARP_ROWS + row) * wgmma_tiles.ROW_BYTES
-        words = cute.make_rmem_tensor(4 * self.own_pieces, Uint32)
-        place = tile + own + self.own_place(row, half)
-        for j in cutlass.range_constexpr(self.own_pieces):
-            piece = ptx.load_shared_vector(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, 4)
-            for i in cutlass.range_constexpr(4):
-                words[4 * j + i] = piece[i]
-        top = in_pairs(self.greater, [words[i] for i in range(4 * self.own_pieces)])
-        top = self.greater(top, cute.arch.shuffle_sync_bfly(top, WARP_ROWS))
-        from_operand = self.make_halves(words, top)
-        for j in cutlass.range_constexpr(self.own_pieces):
-            piece = [words[4 * j + i] for i in range(4)]
-            ptx.store_shared(place ^ (j % 8 * wgmma_tiles.PIECE_BYTES), j // 8 * SLAB_BYTES, piece)
-        self.tell(from_operand, scales + (warp * WARP_ROWS + row) * 4, lane)
-
-    def own_place(self, row, half):
-        """The byte offset of a lane's first piece in a row's slabs; that of its j-th is it ^ 16 j."""
-        if self.own_pieces < 8:
-            return (row % 8 ^ half * self.own_pieces) * wgmma_tiles.PIECE_BYTES
-        return half * (self.own_pieces // 8 * SLAB_BYTES) + row % 8 * wgmma_tiles.PIECE_BYTES
-
-    @cute.jit
-    def tell(self, from_operand: Float32, address: Int32, lane: Int32):
-        """Publishes a row's power of 2 for the consumer warps."""
-        if lane < WARP_ROWS:
-            ptx.store_shared(address, 0, [from_operand])
-
-    def greater(self, a: Uint32, b: Uint32) -> Uint32:
-        """The number of greater magnitude, for each of the two in a word."""
-        return numbers.greater_magnitude(a, b, dtype=self.config.q_dtype)
-
-    @cute.jit
-    def make_halves(self, words, top: Uint32):
-        """Converts a row's bf16 numbers to fp16. Returns the factor that makes them what they were.
-
-        The row is first scaled by a power of 2, so that all exponent fields of bf16 are below 2**5. Such fields are
-        those of fp16, subnormal numbers included: sign, exponent and fraction only move to other bits. An infinite
-        number or NaN makes all of its row NaN.
-
-        top: a pair of the row's greatest magnitudes.
-        """
-        top = top & Uint32(NO_SIGNS)
-        exponent = cutlass.max(Int32(top >> 23), Int32(top & Uint32(0xFFFF)) >> 7)
-        nothing = exponent == 255
-        exponent = cutlass.max(exponent, Int32(LEAST_EXPONENT))
-        great = exponent > GREAT_EXPONENT
-        if cute.arch.vote_any_sync(great):
-            down = cutlass.select_(great, Uint32(DOWN), Uint32(ONES))
-            for i in cutlass.range_constexpr(4 * self.own_pieces):
-                words[i] = ptx.mul_bf16x2(words[i], down)
-        field = (GREAT_EXPONENT + 1) - exponent + cutlass.select_(great, Int32(DOWN_EXPONENT), Int32(0))
-        power = cutlass.select_(nothing, Uint32(NO_SIGNS), Uint32(field) * Uint32(0x00800080))
-        for i in cutlass.range_constexpr(4 * self.own_pieces):
-            moved = ptx.mul_bf16x2(words[i], power)
-            words[i] = (moved & Uint32(NO_SIGNS)) * Uint32(7) + moved
-        return numbers.from_bits(Uint32(exponent - TOP_EXPONENTS["fp16"]) << Uint32(23))
-
-    @cute.jit
-    def convert_pieces(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
+    def convert(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
         """Converts a warp's rows to fp16 or E4M3, each times a power of 2, piece by piece; times scales of K's columns,
         if these have any."""
         channels: list[Float32] = []
@@ -247,9 +177,7 @@ class QueryLoader:
                 top = ptx.fmax(top, ptx.absolute(value))
         top = lane_max(top, neighbours(self.row_lanes))
         to_operand, from_operand = self.powers_of(top)
-        if self.config.fp8 is not None:
-            # Codes have no infinity: a row with one is NaN, as in 16 bits, not what 448 in its place makes of it.
-            to_operand = to_operand + (top - top)
+        to_operand = to_operand + (top - top)  # a row with an infinite number is NaN: E4M3 has no infinity
         scaled = [value * to_operand for value in values]
         if self.config.fp8 is not None:
             return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
