@@ -124,15 +124,11 @@ def test_it_compiles_without_spilling(found: DecodeConfig, measured: dict[str, g
 def test_tensor_cores_do_no_more_than_they_must(found: DecodeConfig, measured: dict[str, golden.Entry]):
     """MMAs of a block: 2 tiles of 16 tokens, for every 16 columns of K and of V, for every block of queries.
 
-    Groups of an odd number of 8 columns take half as many columns to an MMA. Shifts of INT4 keys with four groups of at
-    least 16 columns take one more for a tile, with eight two.
+    Groups of an odd number of 8 columns take half as many columns to an MMA.
     """
     (kernel,) = measured[AttentionSpec(found).symbol]
     columns = 0
     for form, head_dim in zip(found.formats, found.head_dims, strict=True):
         groups = form.num_groups
         columns += head_dim // (16 if head_dim // groups % 16 == 0 else 8)
-    keys, _ = found.formats
-    if keys.codes == "u4" and found.head_dim // keys.num_groups >= 16 and not found.shares_queries:
-        columns += {4: 1, 8: 2}.get(keys.num_groups, 0)
     assert kernel["opcodes"]["HMMA"] == 2 * columns * found.mainloop.blocks_per_warp * found.mainloop.blocks_per_slice

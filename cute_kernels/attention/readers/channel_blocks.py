@@ -43,11 +43,11 @@ class ChannelBlockKeyReader(Int4KeyReader):
     """Scores a block whose parameters lie in the headers of its rows, or one whose rows are in the tail."""
 
     query_exponent = QUERY_EXPONENT
+    sum_factor = None
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)
         assert self.lane_codes == 8 and self.tile.k_unit == UNIT_COLUMNS
-        self.multiplies_shifts, self.sum_factor = False, None
         self.sums = 2 if config.mainloop.blocks_per_warp == 1 else 1
         self.by_matrices = self.tile.header_words == RUN_WORDS
 

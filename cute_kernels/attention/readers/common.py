@@ -34,7 +34,7 @@ class State:
     shift: Uint32  # where the lane's codes are in its words
     select: Uint32
     query: list[list[Uint32]]  # B operands: [block][register]
-    query_sums: list[list[Any]]  # [column][group], or the operands that readers of codes make of them
+    query_sums: list[list[Any]]  # [column][group]
     shared_query: Int32  # the lane's address of both, where they are shared
     scale_offset: Int32  # of the loads of a block's scales, bytes
     tail: Int64  # address of the rows of 16 bits of a block that is not full

@@ -15,8 +15,6 @@ a constant the softmax reference is the maximum of s + log2(scale of V) instead 
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -26,28 +24,22 @@ from cute_kernels.attention.readers.common import Query, State
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum
-from layouts.kv.tile import WORD_BYTES
 
 LOW_NIBBLES = 0x000F000F
 HIGH_NIBBLES = 0x00F000F0
 LOW_NIBBLE_UNIT = 2.0**24  # 1 / value of the fp16 subnormal that stands for nibble 1 at bit 0
 HIGH_NIBBLE_UNIT = 2.0**20
-QUERY_SUM_UNIT = 2.0**-6  # brings sums of up to 64 queries below 2**15 into fp16
-SHIFT_PRODUCT_UNIT = 1.0 / (LOW_NIBBLE_UNIT * QUERY_SUM_UNIT)  # of a shift and such a sum, in those of scores
 
 
 class Int4KeyReader(RowKeyReader):
     """Scores of INT4 rows: nibbles n and n + 4 of a lane's share of a word make one packed pair."""
 
     code_unit = LOW_NIBBLE_UNIT
+    sum_factor = 1.0 / LOW_NIBBLE_UNIT
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)
         self.lane_codes = self.tile.k_unit // 4
-        # Products of shifts want the queries' sums as B operands, for which shared queries have no place, and one more
-        # address, for which groups of 8 columns leave no register.
-        self.multiplies_shifts = self.num_groups in (4, 8) and self.lane_codes > 2 and not config.shares_queries
-        self.sum_factor = None if self.multiplies_shifts else 1.0 / LOW_NIBBLE_UNIT
         half = self.lane_codes // 2
         self.pairs = tuple((code, code + half) for code in range(half))
         # Odd registers meet the high nibble of a byte, which is worth 16 times as much.
@@ -91,59 +83,7 @@ class Int4KeyReader(RowKeyReader):
             return [[low & LOW_NIBBLES, high & LOW_NIBBLES] for low, high in pairs]
         return [[low & LOW_NIBBLES, high & LOW_NIBBLES, low & HIGH_NIBBLES, high & HIGH_NIBBLES] for low, high in pairs]
 
-    def _sums_of_columns(self, state: State, sums):
-        """The sums of the base class; where shifts are multiplied, the block's B operands instead, one for each MMA.
-
-        Lane (g, t) has head g's sums of groups t and t + 4, where they meet the shifts of headers, in two fp16 that add
-        up to each: with four groups both parts in one operand, with eight the high parts and then the low ones.
-        """
-        if not self.multiplies_shifts:
-            return super()._sums_of_columns(state, sums)
-        sums = [lane_sum(value, (1, 2)) * QUERY_SUM_UNIT for value in sums]
-        highs, lows = [], []
-        for first in range(0, self.num_groups, 4):
-            own = sums[first]
-            for t in range(1, 4):
-                own = cutlass.select_(state.t == t, sums[first + t], own)
-            high = ptx.pack_f16x2(Float32(0.0), own)
-            highs.append(high)
-            lows.append(ptx.pack_f16x2(Float32(0.0), own - ptx.half2_high_to_float(high)))
-        return [[highs + lows] if self.num_groups == 4 else [highs, lows]]
-
-    def first_scores(self, state: State, tile_address: Int32, block_offset: int, rows):
-        """Computes shifts times sums of queries, of all groups in one or two MMAs: a row of headers is a row of their A
-        operand.
-
-        Lane t's words of a row's headers are those of groups t and t + 4, scale and shift: eight columns of A each.
-        Four groups are there twice, for both parts of the sums. This saves 33 of 605 instructions of a block with
-        four groups, and registers. The alternative is a conversion and a multiplication per group, row and query
-        head.
-        """
-        if not self.multiplies_shifts:
-            return super().first_scores(state, tile_address, block_offset, rows)
-        address = state.header_offset + tile_address + WORD_BYTES * state.t
-        words = [
-            [
-                ptx.load_shared(address, block_offset + WORD_BYTES * (self._row_offset(j) + group))
-                for group in range(0, self.num_groups, 4)
-            ]
-            for j in rows
-        ]
-        result: list[list[Any]] = [[] for _ in rows]
-        for tile in range(len(rows) // 2):
-            a = [word for pair in zip(*words[2 * tile : 2 * tile + 2], strict=True) for word in pair]
-            for operands in state.query_sums:
-                products = [Float32(0.0)] * 4
-                for b in operands:
-                    products = ptx.mma_m16n8k16(products, (2 * a)[:4], b, dtype="f16")
-                for half in range(2):
-                    pair = products[2 * half : 2 * half + 2]
-                    result[2 * tile + half] += [product * SHIFT_PRODUCT_UNIT for product in pair]
-        return result
-
     def add_group(self, score, header, dot, query_sum):
-        if query_sum is None:
-            return score + ptx.half2_low_to_float(header) * dot
         offset = ptx.half2_high_to_float(header) * query_sum
         if score is not None:
             offset = score + offset

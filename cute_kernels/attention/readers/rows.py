@@ -101,20 +101,16 @@ class RowKeyReader(RowLoads, CodeKeyReader):
                 for j in rows
             ]
             headers = [self._load_header(state.header_offset + tile_address, block_offset, j) for j in rows]
-            starts = self.first_scores(state, tile_address, block_offset, rows)
-            result += self._score_rows(state, words, headers, starts)
+            result += self._score_rows(state, words, headers)
         return result
-
-    def first_scores(self, state: State, tile_address: Int32, block_offset: int, rows) -> list[list[Any]]:
-        """The start of scores of row halves ``rows`` (two to an MMA tile): [row half][column]; None for zeros."""
-        return [[None] * self.config.columns for _ in rows]
 
     def _code_offset(self, j: int, unit: int) -> int:
         words = self.tile.header_words + self.tile.k_unit_words * unit
         return WORD_BYTES * (self._row_offset(j) + words)
 
-    def _score_rows(self, state: State, words, headers, scores: list[list[Float32 | None]]):
-        """Scores row halves, two to an MMA tile, and adds them to ``scores``: [row half][column]."""
+    def _score_rows(self, state: State, words, headers) -> list[list[Any]]:
+        """Scores row halves, two to an MMA tile: [row half][column]."""
+        scores: list[list[Any]] = [[None] * self.config.columns for _ in words]
         blocks, tiles = range(self.config.mainloop.blocks_per_warp), range(len(words) // 2)
         for group in range(self.num_groups):
             query_sums = self.sums_of_group(state, group)
