@@ -19,7 +19,8 @@ class ReportedLayer:
         packed_nbytes: bytes of its packed weights, 0 if it was left.
         reason: why it was left, "" if it was not.
         counts: whether it multiplies with its weights and was not left because `skip` says so.
-        note: its format, its products ("MXFP4, 16-bit products"), and what a checkpoint declares besides.
+        note: its format, its products and where they come from ("MXFP4, FP8 products as asked"), what a checkpoint
+            declares.
     """
 
     name: str

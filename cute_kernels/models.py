@@ -13,14 +13,14 @@ from torch import nn
 from cute_kernels.arguments import check_flag
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts.blocks import is_moe_block
-from cute_kernels.gemm.experts.module import OfExperts, quantized_experts
+from cute_kernels.gemm.experts.module import OfExperts, parts_of, quantized_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES, chosen_format
 from cute_kernels.model_config import record_layers
 from cute_kernels.model_layers import check_skip, compiled_from, is_dense, survey, take_hooks, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
-from cute_kernels.names import Activations
+from cute_kernels.names import Activations, ModelActivations
 from cute_kernels.runtime.device import device_of
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def quantize_model(
     skip: Sequence[str] = ("lm_head",),
     progress: ModelProgress | None = None,
     format: WeightFormat | str | None = None,
-    activations: Activations | None = None,
+    activations: ModelActivations | None = None,
 ) -> nn.Module:
     """Swaps the nn.Linear layers of a model for `QuantizedLinear`, and its mixtures of experts for `QuantizedMoE`.
 
@@ -61,7 +61,7 @@ def quantize_model(
             layer. The name of a mixture of experts does not skip the layers within it.
         progress: called after each layer with its qualified name, the number of layers done and that of all.
         format: as for `quantize_weight`.
-        activations: the new layers' attribute: "fp8" rounds x to E4M3 for products in FP8.
+        activations: the new layers' attribute: "fp8" rounds x to E4M3 for products in FP8. None, "16bit": it is None.
 
     Returns:
         ``model``.
@@ -82,7 +82,8 @@ def quantize_model(
         raise TypeError(f"progress: got {type(progress).__name__}, want None or a function")
     form = chosen_format(bits, group_size, zero_point, dtype, format)
     check_flag("batch_invariant", batch_invariant)
-    check_activations(activations, None, form)
+    rounded: Activations | None = None if activations == "16bit" else activations
+    check_activations(rounded, None, form)
     device = device_of(device)
     found = survey(model, skip)
     if dtype is None:
@@ -98,7 +99,7 @@ def quantize_model(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{names[0]}: {error}") from error
         layer.batch_invariant = batch_invariant
-        layer.activations = activations
+        layer.activations = rounded
         if isinstance(layer, QuantizedLinear) and layer.bias is not None:
             layer.bias = layer.bias.clone()  # BERT's output layer shares its own: only one of them would be saved
         take_hooks(layer, module)
@@ -118,10 +119,11 @@ def reported(
 ) -> ReportedLayer:
     """The entry of a layer that replaces ``swapped``, a module of ``before`` bytes.
 
-    note: by default the names of the weight format and of the products.
+    note: by default the names of the weight format and of the products, which are in FP8 as asked.
     """
-    parts = (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
-    note = f"{parts[-1].weight_format.title}, {layer.products}" if note is None else note
+    parts = parts_of(layer)
+    asked = f"{layer.products}{'' if layer.activations is None else ' as asked'}"
+    note = f"{parts[-1].weight_format.title}, {asked}" if note is None else note
     packed = sum(part.weight.nbytes for part in parts)
     return ReportedLayer(name, type(swapped).__name__, before, packed, note=note)
 

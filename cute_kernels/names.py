@@ -15,6 +15,9 @@ Activation = Literal["silu", "gelu", "swiglu", "relu2"]
 Activations = Literal["fp8"]
 """What a product rounds activations to; None in its place leaves them in 16 bits."""
 
+ModelActivations = Literal["fp8", "16bit"]
+"""The same of a model's layers; None in its place: as its checkpoint declares, else 16 bits."""
+
 CacheLayout = Literal["NHD", "HND"]
 """Order of a cache's dimensions: tokens before heads, or heads before tokens."""
 

@@ -354,7 +354,7 @@ def test_inputs_of_a_layer_have_gradients():
 def test_a_models_report_says_which_products():
     model = nn.Sequential(nn.Linear(64, 64, dtype=BF16))
     quantize_model(model, format="fp8", activations="fp8")
-    assert vars(model)["quantization_report"].quantized[0].note == "FP8 by rows, FP8 products"
+    assert vars(model)["quantization_report"].quantized[0].note == "FP8 by rows, FP8 products as asked"
     layer = model[0]
     assert isinstance(layer, QuantizedLinear) and layer.activations == "fp8"
     with pytest.raises(ValueError, match="activations: got 'fp4', want None"):

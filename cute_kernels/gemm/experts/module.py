@@ -24,7 +24,7 @@ from cute_kernels.gemm.experts.blocks import (
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.experts.stored import WANTED, Known, is_experts, known_experts
 from cute_kernels.gemm.gradient import differentiable
-from cute_kernels.gemm.module import OfWeight, describe, products_in
+from cute_kernels.gemm.module import OfWeight, QuantizedLinear, describe, products_in
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 from cute_kernels.gemm.weight import has_values
@@ -334,6 +334,11 @@ def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfEx
     kind, (first, second, biases) = known[0], known[0].weights(experts)
     gate_up = quantize_experts(first, *weights, halves_in_turn=kind.gated and not kind.in_turn, **options)
     return layer_for(swapped, known, gate_up, quantize_experts(second, *weights, **options), biases)
+
+
+def parts_of(layer: QuantizedLinear | OfExperts) -> tuple[QuantizedLinear, ...] | tuple[QuantizedExperts, ...]:
+    """Returns the parts of a layer that have a weight each, in the order of its products."""
+    return (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
 
 
 def layer_for(

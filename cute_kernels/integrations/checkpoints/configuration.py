@@ -103,34 +103,6 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
     return {**config, **mixed.get(name, {})}
 
 
-STATIC_FP8 = "FP8 (static)"
-_MODELOPT_ACTIVATIONS = {
-    "FP8": STATIC_FP8,
-    "FP8_PER_CHANNEL_PER_TOKEN": "FP8 (dynamic)",
-    "NVFP4": "FP4",
-    "W4A8_MXFP4_FP8": "FP8 (dynamic)",
-    "MXFP8": "FP8 (dynamic)",
-}
-# By words of a tensor's "act_quant_kwargs".
-_TORCHAO_ACTIVATIONS = {"nvfp4": "FP4", "float4": "FP4", "float8": "FP8", "int8": "INT8"}
-
-
-def declared_activations(config: Config) -> str:
-    """The format that a layer's configuration (`config_of`, and torchao's "tensor") rounds its inputs to, or "" for 16
-    bits."""
-    attributes = (config.get("tensor") or {}).get("_data")
-    if isinstance(attributes, Mapping):
-        rounding = str(attributes.get("act_quant_kwargs")).lower()
-        return next((f"{name} (dynamic)" for word, name in _TORCHAO_ACTIVATIONS.items() if word in rounding), "")
-    said = (config.get("group") or {}).get("input_activations")
-    if isinstance(said, Mapping):
-        kind = "INT" if said.get("type") == "int" else "FP"
-        return f"{kind}{said.get('num_bits', 8)} ({'dynamic' if said.get('dynamic') else 'static'})"
-    if config.get("quant_method") in FP8:
-        return f"FP8 ({config.get('activation_scheme', 'dynamic')})"
-    return _MODELOPT_ACTIVATIONS.get(str(config.get("quant_algo")), "")
-
-
 def _dynamic_of(config: Config, name: str) -> Config:
     """GPTQModel's values for layers whose names a pattern matches from the start; "-:" marks layers that are not
     quantised."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
@@ -13,41 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.module import OfExperts, QuantizedExperts, layer_for
 from cute_kernels.gemm.experts.stored import NAMES, Known, known_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear, is_conv1d
-from cute_kernels.gemm.operands.fp8 import check_scale
-from cute_kernels.gemm.operands.fp8_config import check_activations, fp8_problem
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.integrations.checkpoints.configuration import (
-    STATIC_FP8,
-    Config,
-    checked,
-    config_of,
-    declared_activations,
-    read_config,
-)
+from cute_kernels.integrations.checkpoints.activations import Rounding, common, declared_activations
+from cute_kernels.integrations.checkpoints.configuration import Config, checked, config_of, read_config
 from cute_kernels.integrations.checkpoints.experts import Experts
 from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
 from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_headers
-from cute_kernels.integrations.checkpoints.layer_formats import (
-    OWN,
-    STATIC_SCALES,
-    LayerFormat,
-    find_layers,
-    is_stacked,
-    join,
-    said_of,
-)
+from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, find_layers, is_stacked, join, said_of
 from cute_kernels.integrations.checkpoints.placement import place_layers
 from cute_kernels.model_config import keep_vocabulary
 from cute_kernels.model_layers import compiled_from, survey, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.models import reported
-from cute_kernels.names import Activations
-
-FP8_WEIGHTS = weight_format("fp8")  # whose products may be in FP8
+from cute_kernels.names import ModelActivations
 
 
 def load_safetensors(
@@ -56,7 +37,7 @@ def load_safetensors(
     config: Config | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    activations: Activations | None = None,
+    activations: ModelActivations | None = None,
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
     """Loads the quantised layers of a checkpoint, one after the other, each read when it is requested.
 
@@ -73,9 +54,9 @@ def load_safetensors(
             the tensors.
         dtype: of scales and activations, default the checkpoint's, bf16 for fp32.
         device: where the layers are put; packing is done on the CPU.
-        activations: "fp8" sets that of each `QuantizedLinear` whose format allows it, and takes on the static scale of
-            a checkpoint that declares FP8 activations with one. None: products are in 16 bits, also if it declares
-            others.
+        activations: None: of a layer that the checkpoint declares FP8 activations for, `QuantizedLinear.activations` is
+            "fp8", with the static scale if it declares one, unless FP8 products are coarser than what is declared; of
+            other layers it is None. "fp8": it is so for each layer whose format allows it. "16bit": for none.
 
     Yields:
         (name, layer) in the order of names: a `QuantizedLinear`, with the bias if there is one, or `QuantizedExperts`
@@ -87,7 +68,8 @@ def load_safetensors(
             says; the message names the tensor and its file.
     """
     entries, config, layers = look_into(path_of(path), config, activations)
-    return read_layers(entries, layers, config, {"dtype": dtype, "device": device}, activations)
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    return ((name, layer) for name, layer, _ in read_layers(entries, layers, config, options, activations))
 
 
 def load_quantized_linears(
@@ -98,7 +80,7 @@ def load_quantized_linears(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: ModelProgress | None = None,
-    activations: Activations | None = None,
+    activations: ModelActivations | None = None,
 ) -> nn.Module:
     """Swaps a checkpoint's quantised layers for `QuantizedLinear` and `QuantizedRoutedExperts`, all or none of them.
 
@@ -114,8 +96,8 @@ def load_quantized_linears(
 
     Returns:
         ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) says of each layer its
-        format, whether products are in 16 bits or FP8, and what else the checkpoint declares of activations; and what
-        has its weights in 16 bits.
+        format, whether products are in 16 bits or FP8 and why, and what the checkpoint declares of activations; and
+        what has its weights in 16 bits. Experts have no static scales.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape, or with a bias
@@ -161,7 +143,7 @@ class Filling:
             if place.role is not None and has_bias and not wants_bias:
                 raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
         self._made: dict[nn.Module, QuantizedLinear | OfExperts] = {}
-        self._activations: Activations | None = None
+        self._roundings: dict[nn.Module, set[Rounding]] = {}  # by a layer's experts
         self._notes: dict[nn.Module, str] = {}  # of layers, what they compute with
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
         self._experts: dict[str, Experts | dict[str, QuantizedExperts]] = {}
@@ -172,24 +154,18 @@ class Filling:
         config: Config,
         options: dict[str, Any],
         progress: ModelProgress | None,
-        activations: Activations | None = None,
+        activations: ModelActivations | None = None,
     ) -> None:
         """Reads the layers and puts them into the model."""
-        self._activations = activations
-        layers = read_layers(self._entries, self.found, config, options, activations)
-        for done, (name, layer) in enumerate(layers, start=1):
-            self._take(name, layer)
-            declared = declared_activations(config_of(config, name) | said_of(self._entries, name))
-            module = self._swapped(name)
-            products = getattr(self._made.get(module, layer), "products", "")  # of experts, when the last one is there
-            self._notes[module] = (
-                f"{layer.weight_format.title}, {products}{f', declared {declared} activations' if declared else ''}"
-            )
+        experts = {name for name, place in self.places.items() if place.role is not None}
+        layers = read_layers(self._entries, self.found, config, options, activations, experts)
+        for done, (name, layer, rounding) in enumerate(layers, start=1):
+            self._take(name, layer, rounding)
             if progress is not None:
                 progress(name, done, len(self.found))
         self._swap(model)
 
-    def _take(self, name: str, layer: QuantizedLinear | QuantizedExperts) -> None:
+    def _take(self, name: str, layer: QuantizedLinear | QuantizedExperts, rounding: Rounding) -> None:
         """Keeps a layer for its place; TypeError or ValueError, which names it, if it does not fit there."""
         place = self.places[name]
         module: Any = self._modules[place.module]
@@ -199,11 +175,13 @@ class Filling:
             self._check_shape(name, layer.shape, shape[::-1] if is_conv1d(module) else shape)
             if place.packed:
                 self._made[module] = layer.train(module.training)
+                self._notes[module] = rounding.set(layer)
             else:
                 self._unpacked[module] = {"weight": layer.dequantize(), "bias": layer.bias}
             return
         known, (count, hidden, inner) = self._known[place.module]
-        kind = known[0]
+        kind, target = known[0], self._swapped(name)
+        self._roundings.setdefault(target, set()).add(rounding)
         if isinstance(layer, QuantizedExperts):
             experts: Any = self._experts.setdefault(place.module, {})
             wanted = (count, hidden, inner) if place.role == "down" else (count, kind.rows(inner), hidden)
@@ -223,13 +201,8 @@ class Filling:
             del self._experts[place.module]
             biases = (parts["gate_up"].bias, parts["down"].bias) if kind.biased else None
             pair: dict[str, PackedExperts] = {role: part.weight for role, part in parts.items()}
-            target = self._swapped(name)
-            made = layer_for(target, known, **pair, biases=biases)
-            # Experts have no static scales: those of a checkpoint that declares some stay with 16-bit products.
-            rounds = self._activations is not None and getattr(layer, "activation_scale", None) is None
-            if rounds and all(fp8_problem(one.format) is None for one in pair.values()):
-                made.activations = self._activations
-            self._made[target] = made
+            made = self._made[target] = layer_for(target, known, **pair, biases=biases)
+            self._notes[target] = common(self._roundings[target]).set(made)
 
     def _swapped(self, name: str) -> Any:
         """The module that is swapped when a layer, or all experts beside it, are there."""
@@ -249,7 +222,8 @@ class Filling:
                 if tensor is not None:
                     setattr(dense, name, nn.Parameter(tensor, requires_grad=getattr(dense, name).requires_grad))
         keep_vocabulary(model)
-        vars(model)["quantization_report"] = QuantizationReport(tuple(self._reported()), tuple(self._left(model)))
+        unpacked = {name for name, module in self._modules.items() if module in self._unpacked}
+        vars(model)["quantization_report"] = QuantizationReport(tuple(self._reported()), left_in(model, unpacked))
 
     def _reported(self) -> Iterator[ReportedLayer]:
         names: dict[nn.Module, str] = {}
@@ -260,21 +234,22 @@ class Filling:
             before = sum(getattr(own, name).nbytes for name in ("weight", *NAMES) if hasattr(own, name))
             yield reported(names[module], module, layer, before, self._notes[module])
 
-    def _left(self, model: nn.Module) -> Iterator[ReportedLayer]:
-        """The layers that have weights in 16 bits, by the checkpoint or because they were unpacked."""
-        found = survey(model, ())
-        unpacked = {name for name, module in self._modules.items() if module in self._unpacked}
-        for layer in found.left:
-            if layer.kind not in (QuantizedLinear.__name__, QuantizedExperts.__name__):
-                reason = f"unpacked to 16 bits: {layer.reason}" if layer.name in unpacked else layer.reason
-                yield replace(layer, reason=reason, counts=False)
-        for module, (name, *_) in found.places.items():
-            nbytes = sum(weight_bytes(part) for part in module.modules())
-            yield ReportedLayer(name, type(module).__name__, nbytes, 0, "of 16 bits in the checkpoint", False)
-
     def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)}, that of the model's layer")
+
+
+def left_in(model: nn.Module, unpacked: Container[str] = ()) -> tuple[ReportedLayer, ...]:
+    """The layers that have weights in 16 bits, by the checkpoint or because they were unpacked."""
+    found, left = survey(model, ()), []
+    for layer in found.left:
+        if layer.kind not in (QuantizedLinear.__name__, QuantizedExperts.__name__):
+            reason = f"unpacked to 16 bits: {layer.reason}" if layer.name in unpacked else layer.reason
+            left.append(replace(layer, reason=reason, counts=False))
+    for module, (name, *_) in found.places.items():
+        nbytes = sum(weight_bytes(part) for part in module.modules())
+        left.append(ReportedLayer(name, type(module).__name__, nbytes, 0, "of 16 bits in the checkpoint", False))
+    return tuple(left)
 
 
 def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool]:
@@ -294,13 +269,14 @@ def path_of(path: object) -> Path:
 
 
 def look_into(
-    path: Path, config: Config | None, activations: Activations | None
+    path: Path, config: Config | None, activations: ModelActivations | None
 ) -> tuple[Headers, Config, dict[str, LayerFormat]]:
     """Reads the tensors of a checkpoint, its configuration and its quantised layers; arguments as of
     `load_safetensors`."""
     entries = with_common_names(read_headers(path))
     config = read_config(path) if config is None else checked("config", config)
-    check_activations(activations, None, FP8_WEIGHTS)
+    if activations not in (None, "fp8", "16bit"):
+        raise ValueError(f"activations: got {activations!r}, want None (as the checkpoint declares), 'fp8' or '16bit'")
     return entries, config, find_layers(entries, config)
 
 
@@ -309,9 +285,13 @@ def read_layers(
     layers: Mapping[str, LayerFormat],
     config: Config,
     options: dict[str, Any],
-    activations: Activations | None = None,
-) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
-    """Reads layers that were found, as `load_safetensors` does."""
+    activations: ModelActivations | None = None,
+    experts: Container[str] = (),
+) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts, Rounding]]:
+    """Reads layers that were found, as `load_safetensors` does.
+
+    experts: names of layers that become parts of others, which have their own activations.
+    """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -336,40 +316,18 @@ def read_layers(
             tensors = {each: read(join(name, each)) for each in own if join(name, each) in entries}
             bias = read(join(name, "bias")) if join(name, "bias") in entries else None
             try:
-                converted = form.convert(tensors, config_of(config, name) | said_of(entries, name), **options)
+                own_config = config_of(config, name) | said_of(entries, name)
+                converted = form.convert(tensors, own_config, **options)
                 stacked = isinstance(converted, PackedExperts)
                 layer = QuantizedExperts(converted, bias) if stacked else QuantizedLinear(converted, bias)
-                if activations is not None and isinstance(layer, QuantizedLinear):
-                    scale = _static_scale(entries, name, config_of(config, name), read)
-                    _round_activations(layer, activations, scale)
+                rounding = Rounding(activations, declared_activations(own_config, name))
+                if isinstance(layer, QuantizedLinear) and name not in experts:
+                    rounding.set(layer)
+                    if layer.activations is not None:
+                        layer.activation_scale = rounding.scale(name, entries, read, layer.codes.device)
             except (TypeError, ValueError) as error:
                 own = join(name, str(error).partition(":")[0])
                 file = entries.get(own, entries[join(name, form.mark)]).file.name
                 raise type(error)(f"{join(name, str(error))} (in {file})") from error
             del tensors, bias  # what was read is not kept while the caller works
-            yield name, layer
-
-
-def _static_scale(
-    entries: Mapping[str, Entry], name: str, config: Config, read: Callable[[str], torch.Tensor]
-) -> torch.Tensor | None:
-    """The scale of all of a layer's inputs, if the checkpoint declares FP8 activations with one, or the layer is of
-    ours and has one; else None."""
-    declared, ours = declared_activations(config) == STATIC_FP8, join(name, OWN.mark) in entries
-    keys = [key for own in STATIC_SCALES[ours:] if (key := join(name, own)) in entries]  # our input_scale is AWQ's
-    if declared and not keys:
-        raise ValueError("input_scale: got no such tensor, want it: the configuration declares static FP8 activations")
-    return read(keys[0]) if keys and (declared or ours) else None
-
-
-def _round_activations(layer: QuantizedLinear, activations: Activations, scale: torch.Tensor | None) -> None:
-    """Sets a layer's products to FP8, where its format allows that."""
-    if fp8_problem(layer.weight_format) is not None:
-        return
-    layer.activations = activations
-    if scale is not None:
-        if scale.numel() != 1:
-            raise ValueError(f"input_scale: got shape {list(scale.shape)}, want one number")
-        scale = scale.float().reshape(()).to(layer.codes.device)
-        check_scale(scale, scale.device, "input_scale")
-        layer.activation_scale = scale
+            yield name, layer, rounding

@@ -6,19 +6,24 @@ safetensors alone, and a model whose code is in the directory is refused.
 
 from __future__ import annotations
 
+import math
 from os import PathLike
 from typing import Any
 
 import torch
 
-from cute_kernels.gemm.module import ModelProgress
+from cute_kernels.gemm.experts.module import OfExperts, parts_of
+from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
+from cute_kernels.integrations.checkpoints.activations import E4M3, Declared, Rounding
 from cute_kernels.integrations.checkpoints.configuration import Config
-from cute_kernels.integrations.checkpoints.files import look_into, path_of
+from cute_kernels.integrations.checkpoints.files import left_in, look_into, path_of
 from cute_kernels.integrations.checkpoints.headers import read_headers
 from cute_kernels.integrations.checkpoints.kv_scales import KvScale, kv_scales_of, scale_keys
 from cute_kernels.integrations.checkpoints.layer_formats import OWN
-from cute_kernels.model_config import METHOD
-from cute_kernels.names import Activations
+from cute_kernels.model_config import METHOD, record_layers
+from cute_kernels.model_report import QuantizationReport, ReportedLayer
+from cute_kernels.models import reported
+from cute_kernels.names import ModelActivations
 from cute_kernels.runtime.device import device_of
 
 
@@ -31,7 +36,7 @@ def load_model(
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
     progress: ModelProgress | None = None,
-    activations: Activations | None = None,
+    activations: ModelActivations | None = None,
 ) -> Any:
     """Loads the transformers model of a directory with config.json and safetensors files, with its quantised layers
     packed.
@@ -46,7 +51,7 @@ def load_model(
         device: where the model is put, default the CPU.
         attn_implementation: as for `from_pretrained`.
         progress: called after each quantised layer with its name, the number of layers done and that of all.
-        activations: as for `load_safetensors`. A quantised model that `save_pretrained` wrote has its own.
+        activations: as for `load_safetensors`. What a quantised model had that `save_pretrained` wrote is declared.
 
     Returns:
         The model, in evaluation mode, as `from_pretrained` returns it, with the directory's generation_config.json.
@@ -76,6 +81,7 @@ def load_model(
     register()
     if quantization.get("quant_method") == METHOD and all(form is OWN for form in found.values()):
         model = model_class.from_pretrained(path, dtype=dtype, trust_remote_code=False, **options)
+        _round_saved(model, activations)
     else:
         task = Import(entries, found, quantization, {"dtype": dtype, "device": device}, progress, activations)
         model = task.model(model_class, settings, scale_keys(entries), options)
@@ -85,6 +91,19 @@ def load_model(
         model.to(device)
     model.kv_scales = scales
     return model
+
+
+def _round_saved(model: torch.nn.Module, asked: ModelActivations | None) -> None:
+    """Sets the activations of a model that was quantised when it was saved, and reports its layers."""
+    done: list[ReportedLayer] = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, (QuantizedLinear, OfExperts)):
+            note = Rounding(asked, None if layer.activations is None else Declared(E4M3)).set(layer)
+            before = sum(2 * math.prod(one.shape) * one.codes.shape[:-3].numel() for one in parts_of(layer))
+            done.append(reported(name, layer, layer, before, note))
+    if asked is not None:
+        record_layers(model)
+    vars(model)["quantization_report"] = QuantizationReport(tuple(done), left_in(model))
 
 
 def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:

@@ -26,7 +26,7 @@ from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, joi
 from cute_kernels.integrations.hf_quantizer import CuteKernelsConfig, register
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.model_config import record_layers, untie_quantised
-from cute_kernels.names import Activations
+from cute_kernels.names import ModelActivations
 
 
 def class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
@@ -89,12 +89,12 @@ class Import(CuteKernelsConfig):
         config: Config,
         options: dict[str, Any],
         progress: ModelProgress | None,
-        activations: Activations | None = None,
+        activations: ModelActivations | None = None,
     ) -> None:
         super().__init__()
         self.entries, self.found, self.config = entries, found, config
         self.layer_options, self.progress = options, progress
-        self.activations: Activations | None = activations
+        self.activations: ModelActivations | None = activations
         self.filling: Filling | None = None
 
     def __deepcopy__(self, _: object) -> Import:

@@ -55,7 +55,7 @@ from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
 from cute_kernels.model_layers import compiled_from, is_dense
 from cute_kernels.models import quantize_model
-from cute_kernels.names import Activations
+from cute_kernels.names import ModelActivations
 
 _LOG = logging.getLogger(__name__)
 _STATE = "_cute_kernels"
@@ -101,7 +101,7 @@ def accelerate(
     *,
     kv_format: FormatOfLayers | None = ("int8_token_head", "int4_g4"),
     weights: str | None = None,
-    activations: Activations | None = None,
+    activations: ModelActivations | None = None,
     skip: Sequence[str] = ("lm_head",),
     output_layer: str | None = None,
     scales: Scales | None = None,
@@ -125,7 +125,8 @@ def accelerate(
         weights: of the Linear layers and experts, as `quantize_weight` takes its format: "w4g128", "w8gchannel",
             "w4g64z" (bits, group size or one scale per row, z for zero points), "mxfp4", "nvfp4", "fp8". None leaves
             them as they are.
-        activations: of the layers that ``weights`` quantises, as `quantize_model` takes it: "fp8" or None.
+        activations: of the layers that ``weights`` quantises, as `quantize_model` takes it. Layers that were loaded
+            quantised keep theirs.
         skip: layers that stay as they are, as `quantize_model` takes them.
         output_layer: of the layer that makes logits, as ``weights`` says it; None leaves it to ``weights`` and
             ``skip``. It is the most read of all layers, and the one whose rounding nothing comes after: "w8g128" halves
@@ -160,7 +161,8 @@ def accelerate(
     quantisation = None if weights is None else _weight_options("weights", weights, model)
     if activations is not None and quantisation is None:
         raise ValueError(f"activations: got {activations!r} with weights None, want None, or a format of weights")
-    if quantisation is not None and check_activations(activations, None, quantisation["format"]):
+    if quantisation is not None and activations != "16bit":
+        check_activations(activations, None, quantisation["format"])
         quantisation["activations"] = activations
     output = None
     if output_layer is not None:

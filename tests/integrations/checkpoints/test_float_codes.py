@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from cute_kernels import QuantizedLinear, quantized_linear
+from cute_kernels import QuantizedLinear
 from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors
 from tests.integrations.checkpoints.test_model import MAKERS, SKIPPED, error, reference
 from tests.integrations.test_own_attention import HAS_DEEPSEEK_V4
@@ -85,13 +85,13 @@ def modelopt_fp8(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, t
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
-FORMATS: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], dict[str, Any], str]] = {
-    "modelopt nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "FP4"),
-    "modelopt fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8 (static)"),
-    "deepseek v3": (deepseek_v3, BLOCKS, "FP8 (dynamic)"),
-    "deepseek v4": (deepseek_v4(128), BLOCKS | {"scale_fmt": "ue8m0"}, "FP8 (dynamic)"),
-    "deepseek v4.1, bytes": (deepseek_v4(32, torch.uint8), BLOCKS | {"weight_block_size": [32, 32]}, "FP8 (dynamic)"),
-    "deepseek v4 experts": (deepseek_v4_experts, BLOCKS, "FP8 (dynamic)"),
+FORMATS: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], dict[str, Any]]] = {
+    "modelopt nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "modelopt fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "deepseek v3": (deepseek_v3, BLOCKS),
+    "deepseek v4": (deepseek_v4(128), BLOCKS | {"scale_fmt": "ue8m0"}),
+    "deepseek v4.1, bytes": (deepseek_v4(32, torch.uint8), BLOCKS | {"weight_block_size": [32, 32]}),
+    "deepseek v4 experts": (deepseek_v4_experts, BLOCKS),
 }
 
 
@@ -105,7 +105,7 @@ def write_layer(path: Path, tensors: Tensors, config: dict[str, Any] | None, **m
 @pytest.mark.parametrize("configured", [True, False])
 @pytest.mark.parametrize("form", list(FORMATS))
 def test_a_layer_is_what_its_formula_says_bit_by_bit(tmp_path, form, configured):
-    make, config, _ = FORMATS[form]
+    make, config = FORMATS[form]
     tensors, want = make(torch.Generator().manual_seed(0), 200, 416)  # tails of tiles, blocks and groups
     bias = torch.randn(200)
     path = write_layer(tmp_path, tensors, config if configured else None, bias=bias)
@@ -115,74 +115,11 @@ def test_a_layer_is_what_its_formula_says_bit_by_bit(tmp_path, form, configured)
     assert torch.equal(layer.weight.dequantize(), want.bfloat16())
 
 
-@pytest.mark.parametrize("form", list(FORMATS))
-def test_declared_activations_are_rounded_where_the_caller_says_so(tmp_path, form):
-    make, config, declared = FORMATS[form]
-    tensors, _ = make(torch.Generator().manual_seed(0), 128, 256)
-    path, x = write_layer(tmp_path, tensors, config), torch.randn(3, 256).bfloat16()
-    ((_, plain),) = load_safetensors(path)
-    ((_, layer),) = load_safetensors(path, activations="fp8")
-    assert isinstance(plain, QuantizedLinear) and isinstance(layer, QuantizedLinear)
-    assert plain.activations is None and plain.activation_scale is None
-    assert layer.activations == (None if declared == "FP4" else "fp8")
-    scale = tensors.get("input_scale") if "static" in declared else None
-    found = layer.activation_scale
-    assert found is scale is None or (found is not None and scale is not None and torch.equal(found, scale))
-    want = plain(x)
-    if layer.activations:
-        want = quantized_linear(x, plain.weight, activations="fp8", activation_scale=scale)
-        assert not torch.equal(want, plain(x))
-    assert torch.equal(layer(x), want)
-    (again := tmp_path / "again").mkdir()
-    write_layer(again, layer.state_dict(), None)
-    ((_, layer),) = load_safetensors(again, activations="fp8")
-    assert isinstance(layer, QuantizedLinear) and torch.equal(layer(x), want)
-    ((_, plain),) = load_safetensors(again)
-    assert isinstance(plain, QuantizedLinear) and torch.equal(plain(x), quantized_linear(x, layer.weight))
-
-
-@pytest.mark.parametrize("scale", [None, torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2)])
-def test_a_static_scale_that_is_missing_or_no_positive_number_is_named(tmp_path, scale):
-    make, config, _ = FORMATS["modelopt fp8"]
-    tensors, _ = make(torch.Generator().manual_seed(0), 128, 256)
-    del tensors["input_scale"]
-    path = write_layer(tmp_path, tensors | ({} if scale is None else {"input_scale": scale}), config)
-    assert len(list(load_safetensors(path))) == 1
-    with pytest.raises(ValueError, match=rf"{NAME}.input_scale: got "):
-        list(load_safetensors(path, activations="fp8"))
-
-
-def test_a_model_of_a_directory_says_which_products_it_has(tmp_path):
-    make, config, _ = FORMATS["deepseek v3"]
-    path = tmp_path / "packed"
-    MAKERS["llama"]().save_pretrained(path)
-    found = load_file(path / "model.safetensors")
-    tensors = {key: tensor for key, tensor in found.items() if not key.endswith("_proj.weight")}
-    for key in sorted(found.keys() - tensors.keys()):
-        stored, _ = make(torch.Generator().manual_seed(0), *found[key].shape)
-        tensors |= {f"{key.removesuffix('.weight')}.{own}": value for own, value in stored.items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": config}
-    (path / "config.json").write_text(json.dumps(settings))
-    model = load_model(path, activations="fp8")
-    notes = {layer.note for layer in model.quantization_report.quantized}
-    assert {note.partition(", ")[2] for note in notes} == {"FP8 products, declared FP8 (dynamic) activations"}
-    tokens = torch.arange(8).view(1, 8)
-    with torch.no_grad():
-        logits = model(tokens).logits
-        model.save_pretrained(tmp_path / "saved")
-        again = load_model(tmp_path / "saved")
-        assert torch.equal(again(tokens).logits, logits)
-        assert not torch.equal(load_model(path)(tokens).logits, logits)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek"])
-@pytest.mark.parametrize("form", list(FORMATS))
-def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, form, kind):
-    """The scales of the second level of an expert's gate and up differ."""
-    make, config, declared = FORMATS[form]
-    path, generator = tmp_path / "packed", torch.Generator().manual_seed(1)
-    MAKERS[kind]().save_pretrained(path, max_shard_size="50GB")
+def write_model(path: Path, model: Any, form: str) -> Tensors:
+    """Writes a model whose matrices but the embedding, output and router are in a format; returns the dense tensors
+    that they stand for."""
+    (make, config), generator = FORMATS[form], torch.Generator().manual_seed(1)
+    model.save_pretrained(path, max_shard_size="50GB")
     dense, tensors = load_file(path / "model.safetensors"), Tensors()
     for key, tensor in sorted(dense.items()):
         name, _, own = key.rpartition(".")
@@ -195,14 +132,19 @@ def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, form
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": config}
     (path / "config.json").write_text(json.dumps(settings))
-    model = load_model(path)
+    return dense
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek"])
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_directory_becomes_the_model_that_its_formula_describes(tmp_path, form, kind):
+    """The scales of the second level of an expert's gate and up differ."""
+    dense = write_model(tmp_path / "packed", MAKERS[kind](), form)
+    model = load_model(tmp_path / "packed", activations="16bit")
     assert error(model, reference(tmp_path / "dense", dense)) < 0.02
     report = model.quantization_report
     assert report.quantized and all(layer.nbytes and layer.packed_nbytes for layer in report.quantized)
-    assert {layer.note.partition(", ")[2] for layer in report.quantized} == {
-        f"16-bit products, declared {declared} activations"
-    }
-    assert f"declared {declared} activations" in str(report)
+    assert all("16-bit products as asked; declared: " in layer.note for layer in report.quantized)
     left = {layer.name.rpartition(".")[2]: layer.reason for layer in report.left}
     assert left["embed_tokens"] == "an embedding" and left["lm_head"] == "of 16 bits in the checkpoint"
     assert ("gate" in left) == (kind != "llama") and all(layer.nbytes for layer in report.left)
@@ -231,7 +173,7 @@ def test_a_directory_of_deepseek_v4_has_its_own_names(tmp_path, block):
     settings = json.loads((path / "config.json").read_text())
     settings |= {"dtype": "bfloat16", "quantization_config": config, "expert_dtype": "fp4"}
     (path / "config.json").write_text(json.dumps(settings))
-    model = load_model(path)
+    model = load_model(path, activations="16bit")
     assert error(model, reference(tmp_path / "dense", dense)) < 0.02
     experts = [layer for layer in model.quantization_report.quantized if layer.name.endswith(".experts")]
     assert len(experts) == 2 and all(layer.note.startswith("MXFP4, 16-bit products") for layer in experts)
@@ -261,7 +203,7 @@ def test_modelopts_mixed_precision_names_stacked_experts_as_one_layer(tmp_path):
     groups = {f"group_{i}": {"input_activations": {"dynamic": False}, "targets": [key]} for i, key in enumerate(layers)}
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {**config, "config_groups": groups}}))
-    found = dict(load_safetensors(tmp_path, activations="fp8"))
+    found = dict(load_safetensors(tmp_path))
     for name, (_, want) in made.items():
         assert torch.equal(found[name].weight.dequantize(torch.float32), want)
     assert found[expert].activations is None and found[dense].activation_scale is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from cute_kernels import QuantizedLinear
 from cute_kernels.formats.weights import ShiftedFormat
-from cute_kernels.integrations.checkpoints import load_quantized_linears, load_safetensors
+from cute_kernels.integrations.checkpoints import load_safetensors
 from tests.integrations.checkpoints.make_files import FLOATS as FLOAT_FILES
-from tests.integrations.checkpoints.make_files import MADE, MODELOPT, NAME, K, N
+from tests.integrations.checkpoints.make_files import MADE, MODELOPT, K
 
 FLOATS = {
     *FLOAT_FILES,
@@ -28,7 +25,7 @@ NAMES = sorted({path.name for path in MADE.iterdir()} - FLOATS)
 
 
 def read(path: Path, dtype: torch.dtype) -> Any:
-    ((_, layer),) = load_safetensors(path, dtype=dtype)
+    ((_, layer),) = load_safetensors(path, dtype=dtype, activations="16bit")
     return layer
 
 
@@ -77,48 +74,6 @@ def test_a_layer_of_floats_is_what_the_project_dequantises_bit_by_bit(name):
     x = torch.randn(5, want.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = x.double() @ layer.weight.dequantize().double().T
     assert ((layer(x).double() - exact).norm() / exact.norm()) < 3e-3
-
-
-@pytest.mark.parametrize("name", list(MODELOPT))
-def test_what_modelopt_declares_of_activations_goes_with_the_scales_that_it_wrote(name):
-    """Its groups call all activations static; its algorithm says which are."""
-    stored = load_file(MADE / name / "model.safetensors")
-    ((_, layer),) = load_safetensors(MADE / name, activations="fp8")
-    assert isinstance(layer, QuantizedLinear)
-    assert layer.activations == (None if name == "modelopt_nvfp4" else "fp8")
-    assert (layer.activation_scale is not None) == (name == "modelopt_fp8")
-    if layer.activation_scale is not None:
-        assert torch.equal(layer.activation_scale, stored[f"{NAME}.input_scale"])
-
-
-ROUNDING = {  # as torchao writes what it does with activations, less what is alike
-    "torchao_fp8_row": ("Float8", {"float8_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"}}, "FP8"),
-    "torchao_mxfp8": ("MX", {"elem_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"}}, "FP8"),
-    "torchao_mxfp4": ("MX", {"elem_dtype": {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}}, "FP4"),
-    "torchao_nvfp4": ("NVFP4", {"use_dynamic_per_tensor_scale": True}, "FP4"),
-    "torchao_int8": ("Int8", {"mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"}}, "INT8"),
-}
-
-
-@pytest.mark.parametrize("name", [*ROUNDING, "torchao_fp8_tensor"])
-def test_a_models_report_says_what_torchao_declares_of_activations(name, tmp_path):
-    key = f"{NAME}.weight"
-    with safe_open(MADE / name / "model.safetensors", "pt") as file:
-        metadata = file.metadata()
-    said = json.loads(metadata[key])
-    assert said["_data"]["act_quant_kwargs"] is None
-    if name in ROUNDING:
-        kind, attributes, _ = ROUNDING[name]
-        said["_data"]["act_quant_kwargs"] = {"_type": f"QuantizeTensorTo{kind}Kwargs", "_data": attributes}
-    tensors = load_file(MADE / name / "model.safetensors")
-    save_file(tensors, tmp_path / "model.safetensors", metadata={**metadata, key: json.dumps(said)})
-    model: Any = nn.Linear(K, N, bias=False)
-    for part in reversed(NAME.split(".")):
-        model = nn.ModuleDict({part: model})
-    load_quantized_linears(model, tmp_path)
-    (layer,) = model.quantization_report.quantized
-    declared = f", declared {ROUNDING[name][2]} (dynamic) activations" if name in ROUNDING else ""
-    assert layer.note.endswith(f"16-bit products{declared}")
 
 
 @pytest.mark.parametrize("name", ["ct_nvfp4", "modelopt_nvfp4", "torchao_nvfp4"])

@@ -1,0 +1,142 @@
+"""What a checkpoint declares of a layer's activations, and whether its products round them so.
+
+FP8 products represent a declaration of E4M3 with scales of x that are no finer than their own. Where they do not,
+products stay in 16 bits, and the model's report says why. A caller may ask for either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.gemm.experts.module import OfExperts, parts_of
+from cute_kernels.gemm.module import QuantizedLinear
+from cute_kernels.gemm.operands.fp8 import check_scale
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, fp8_problem, x_group
+from cute_kernels.gemm.weight import padded_shape
+from cute_kernels.integrations.checkpoints.configuration import FP8, Config
+from cute_kernels.integrations.checkpoints.layer_formats import OWN, STATIC_SCALES, join
+from cute_kernels.model_config import METHOD
+from cute_kernels.names import ModelActivations
+
+E4M3, STATIC, DYNAMIC = "FP8", "static", "dynamic"
+Read = Callable[[str], torch.Tensor]
+"""Reads a tensor of a checkpoint."""
+
+
+class Declared(NamedTuple):
+    """The format that a checkpoint rounds a layer's inputs to.
+
+    kind: `E4M3`, or a name of its own. scales: `STATIC`, `DYNAMIC` or, where nothing says it, "". group_size:
+    consecutive inputs of a row that share a scale; 0: a row, or all of x.
+    """
+
+    kind: str
+    scales: str = ""
+    group_size: int = 0
+
+    def __str__(self) -> str:
+        said = [*filter(None, (self.scales, f"in groups of {self.group_size}" if self.group_size else ""))]
+        return f"{self.kind} ({', '.join(said)})" if said else self.kind
+
+
+_OF_MODELOPT = {
+    "FP8": Declared(E4M3, STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": Declared(E4M3, DYNAMIC),
+    "NVFP4": Declared("FP4"),
+    "W4A8_MXFP4_FP8": Declared(E4M3, DYNAMIC),
+    "MXFP8": Declared(E4M3, DYNAMIC, 32),
+}
+# By words of a tensor's "act_quant_kwargs".
+_OF_TORCHAO = {"nvfp4": "FP4", "float4": "FP4", "e5m2": "E5M2", "float8": E4M3, "int8": "INT8"}
+
+
+def declared_activations(config: Config, name: str) -> Declared | None:
+    """What a layer's configuration (`config_of`, and torchao's "tensor") rounds its inputs to; None for 16 bits."""
+    attributes = (config.get("tensor") or {}).get("_data")
+    if isinstance(attributes, Mapping):
+        rounding = str(attributes.get("act_quant_kwargs")).lower()
+        kinds = [kind for word, kind in _OF_TORCHAO.items() if word in rounding]
+        block = _group_in(rounding.partition("block_size'")[2].partition("'")[0])
+        return Declared(kinds[0], DYNAMIC, block) if kinds else None
+    said = (config.get("group") or {}).get("input_activations")
+    if isinstance(said, Mapping):
+        kind = f"{'INT' if said.get('type') == 'int' else 'FP'}{said.get('num_bits', 8)}"
+        group_size = _group_in(said.get("block_structure") or said.get("group_size"))
+        return Declared(kind, DYNAMIC if said.get("dynamic") else STATIC, group_size)
+    if config.get("quant_method") in FP8:
+        scales = str(config.get("activation_scheme", DYNAMIC))
+        return Declared(E4M3, scales, _group_in(config.get("weight_block_size")))
+    if config.get("quant_method") == METHOD:
+        for form in (*config.get("linear", ()), *config.get("experts", ())):
+            if name in form["names"] and form.get("activations") == "fp8":
+                return Declared(E4M3, STATIC if STATIC_SCALES[1] in form["tensors"] else DYNAMIC)
+    return _OF_MODELOPT.get(str(config.get("quant_algo")))
+
+
+def _group_in(said: object) -> int:
+    """The inputs of a group, of a number or a block of them, [128, 128] or "128x128"; 0 for none."""
+    return max(int((re.findall(r"-?\d+", str(said)) or [0])[-1]), 0)
+
+
+class Rounding(NamedTuple):
+    """How a layer's products round activations.
+
+    asked: as `load_safetensors` takes it. declared: by the checkpoint, or None.
+    """
+
+    asked: ModelActivations | None
+    declared: Declared | None
+
+    def reason(self, layer: QuantizedLinear | OfExperts) -> str | None:
+        """Returns why a layer's products are in 16 bits, "" if nothing says otherwise; None if they are in FP8."""
+        declared = self.declared if self.asked is None else None
+        if self.asked != "fp8" and declared is None:
+            return ""
+        if declared is not None and declared.kind != E4M3:
+            return f"there are none in {declared.kind}"
+        if declared is not None and declared.scales == STATIC and isinstance(layer, OfExperts):
+            return "experts have no static scales"
+        for part in parts_of(layer):
+            form, k = part.weight_format, part.shape[1]
+            if (wanted := fp8_problem(form)) is not None:
+                return f"FP8 ones want {wanted}"
+            if padded_shape(part.shape, form.group_size)[1] < X_GROUP:
+                return f"FP8 ones want at least {X_GROUP} inputs"
+            if declared is not None and 0 < declared.group_size < (x_group(form) or k):
+                return f"FP8 ones have a scale for {f'{X_GROUP} inputs' if x_group(form) else 'a row'}"
+        return None
+
+    def set(self, layer: QuantizedLinear | OfExperts) -> str:
+        """Sets a layer's activations; returns its format, its products, and where they come from."""
+        reason, declared = self.reason(layer), self.declared
+        layer.activations = "fp8" if reason is None else None
+        why = f" because {reason}" if reason else "" if self.asked is None else " as asked"
+        said = " as declared" if reason is None and self.asked is None else "; declared"
+        said = "" if declared is None else f"{said}: {declared}"
+        return f"{parts_of(layer)[-1].weight_format.title}, {layer.products}{why}{said}"
+
+    def scale(self, name: str, entries: Container[str], read: Read, device: torch.device) -> torch.Tensor | None:
+        """Returns the static scale of a layer in FP8 if the checkpoint declares one, or the layer is of ours and has
+        one."""
+        is_static, ours = self.declared is not None and self.declared.scales == STATIC, join(name, OWN.mark) in entries
+        keys = [key for own in STATIC_SCALES[ours:] if (key := join(name, own)) in entries]  # our input_scale is AWQ's
+        if is_static and not keys:
+            wanted = "the configuration declares static FP8 activations: activations='16bit' does without"
+            raise ValueError(f"input_scale: got no such tensor, want it: {wanted}")
+        if not (keys and (is_static or ours)):
+            return None
+        scale = read(keys[0]).float()
+        check_scale(scale, scale.device, "input_scale")
+        return scale.reshape(()).to(device)
+
+
+def common(found: set[Rounding]) -> Rounding:
+    """How all experts of a layer round; a kind is declared that no products have, if they differ."""
+    if len(found) > 1:
+        said = sorted(str(each.declared or "16 bits") for each in found)
+        found = {Rounding(each.asked, Declared(" and ".join(said))) for each in found}
+    return next(iter(found))
