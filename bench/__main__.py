@@ -227,7 +227,8 @@ def _e2e(options: argparse.Namespace) -> int:
         return _e2e_steps(options, recorder)
     if options.engine == "transformers":
         shape = {name: getattr(options, name) for name in ("batch", "context", "layers", "steps")}
-        e2e_transformers.run(recorder, _teller(recorder), **shape)
+        chosen = e2e_transformers.chosen(options.only, options.batches)
+        e2e_transformers.run(recorder, _teller(recorder), **shape, **chosen)
         return _finish(recorder, e2e_transformers.text)
     usual = (e2e_sglang if options.engine == "sglang" else e2e_vllm).DEFAULT_CASES
     cases = options.case or [e2e_cases.case_of(text) for text in usual]

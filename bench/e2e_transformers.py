@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -82,6 +83,15 @@ REPLAYS = 20
 BATCHES, BATCHES_CONTEXT = (1, 2, 4, 8, 16, 32, 64), 2048
 BATCHES_ROUNDS = 3  # in which the two caches take turns
 BATCHES_CASES = (Case("bf16 cache, W4", "bf16", "w4g128"), Case("int4_g4 cache, W4", "int4_g4", "w4g128"))
+
+
+def chosen(only: str, batches: Iterable[int] | None = None) -> dict[str, Any]:
+    """What `run` is given for the cases in whose names ``only``, a regular expression, is found.
+
+    Other batches are measured where they are asked for, or where all cases are.
+    """
+    cases = [case for case in CASES if re.search(only, case.name)]
+    return {"cases": cases, "batches": tuple(batches or (() if only else BATCHES))}
 
 
 def make_model(layers: int, device: str = "cuda") -> Any:

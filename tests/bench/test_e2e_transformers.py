@@ -41,6 +41,13 @@ def met(data: dict[str, Any]) -> dict[str, bool]:
     return {verdict.what: verdict.met for verdict in judge(data)}
 
 
+def test_cases_are_chosen_by_name_and_then_batches_are_asked_for():
+    few = e2e_transformers.chosen(r"^transformers, SDPA$|\+ int4_g4 cache, W4$")
+    assert [case.name for case in few["cases"]] == ["transformers, SDPA", "int8_token_head + int4_g4 cache, W4"]
+    assert not few["batches"] and e2e_transformers.chosen("W4", [2])["batches"] == (2,)
+    assert e2e_transformers.chosen("") == {"cases": [*e2e_transformers.CASES], "batches": e2e_transformers.BATCHES}
+
+
 def test_every_bar_is_judged():
     recorded = sum(case.kv_format is not None and case.cuda_graphs for case in e2e_transformers.CASES)
     assert list(met(record()).values()) == [True] * (3 + 2 * recorded + 2)
