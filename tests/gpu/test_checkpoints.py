@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels import QuantizedLinear, quantize_weight, quantized_linear
+from cute_kernels import QuantizedLinear, quantize_activations, quantize_weight, quantized_linear
 from cute_kernels.gemm.experts import ClampedSwiglu, QuantizedRoutedExperts
+from cute_kernels.gemm.operands.fp8 import dequantize_activations
+from cute_kernels.gemm.operands.fp8_config import x_group
 from cute_kernels.integrations.checkpoints import load_model, load_safetensors
 from tests.integrations.checkpoints import test_float_codes, test_gpt_oss, test_model
 from tests.moe import test_clamped
@@ -83,14 +85,22 @@ def test_a_directory_becomes_a_model_on_the_gpu(tmp_path, kind, form):
 
 
 @pytest.mark.parametrize("form", list(test_float_codes.FORMATS))
-def test_a_layer_of_floats_is_its_formula(tmp_path, form):
-    make, config, _ = test_float_codes.FORMATS[form]
+def test_a_layer_of_floats_is_its_formula_of_inputs_as_declared(tmp_path, form):
+    make, config = test_float_codes.FORMATS[form]
     tensors, want = make(torch.Generator().manual_seed(0), 200, 416)
     path = test_float_codes.write_layer(tmp_path, tensors, config)
-    ((_, layer),) = load_safetensors(path, device="cuda")
+    ((_, layer),) = load_safetensors(path, device="cuda", activations="16bit")
+    ((_, declared),) = load_safetensors(path, device="cuda")
+    assert isinstance(declared, QuantizedLinear)
     for m in (1, 7, 24, 200):
         x = torch.randn(m, 416, dtype=BF16, device="cuda")
         assert near(layer(x), x.double() @ want.cuda().double().T)
+        if declared.activations is None:
+            assert torch.equal(declared(x), layer(x))
+            continue
+        group = x_group(declared.weight_format)
+        rounded = dequantize_activations(*quantize_activations(x, group, scale=declared.activation_scale), group)
+        assert near(declared(x), rounded.double() @ want.cuda().double().T)
 
 
 @pytest.mark.parametrize("count", [1, 4, 37, 300])
