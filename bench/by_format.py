@@ -112,13 +112,13 @@ def run_linear(
         w *= k**-0.5
         weights = {form: quantize_weight(w, format=form, dtype=torch.bfloat16) for form in FORMATS}
         xs = [torch.randn((m, k), device=bench.device).bfloat16() for m in rows]
-        wanted = [{form: _wanted(weight, x) for form, weight in weights.items()} for x in xs]
+        by_form = {form: _wanted(weight, xs) for form, weight in weights.items()}
         others = Peers.of(weights, xs, peers)
         if peers:
             others.add_cublas(w.bfloat16())
         del w
-        for x, want in zip(xs, wanted, strict=True):
-            row = _linear_row(bench, x, weights, want, others)
+        for i, x in enumerate(xs):
+            row = _linear_row(bench, x, weights, {form: want[i] for form, want in by_form.items()}, others)
             found.append({"name": f"{n} x {k}, M = {len(x)}", "shape": {"n": n, "k": k, "m": len(x)}} | row)
             bench.recorder.set("linear_formats", found)
             bench.say(told(found[-1]))
@@ -135,9 +135,10 @@ def _checked(x: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0, len(x) - 1, min(len(x), CHECKED_ROWS), device=x.device).long()
 
 
-def _wanted(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    """The checked rows of a product, in fp32."""
-    return x[_checked(x)].float() @ weight.dequantize(torch.float32).T
+def _wanted(weight: PackedWeight, xs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The checked rows of products, in fp32."""
+    dense = weight.dequantize(torch.float32)
+    return [x[_checked(x)].float() @ dense.T for x in xs]
 
 
 def _linear_row(
