@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -58,7 +58,11 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.device != b.device or not a.numel() or not b.numel():
         return False
-    return _meet(b.data_ptr() - a.data_ptr(), _steps_of(a), _steps_of(b))
+    try:
+        apart = b.data_ptr() - a.data_ptr()
+    except RuntimeError:  # of one that stands for another, as in a traced call
+        return False
+    return _meet(apart, _steps_of(a), _steps_of(b))
 
 
 Steps = list[tuple[int, int]]
@@ -284,23 +288,44 @@ def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str, why: str = "
         raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{', '.join(map(str, sizes))}]{why}")
 
 
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    sizes: tuple[int | str, ...],
-    device: torch.device,
-    *,
-    contiguous: bool = False,
-) -> None:
-    """Raises TypeError or ValueError unless a tensor has one of ``dtypes`` and these sizes (see `check_shape`), and
-    lies on ``device``, that of x."""
-    check_tensors(**{name: tensor})
-    check_dtype(name, tensor, *dtypes)
-    check_shape(name, tensor, *sizes)
-    check_place(name, tensor, device, "x")
-    if contiguous:
-        check_contiguous(name, tensor)
+class Wanted(NamedTuple):
+    """What a tensor among a call's arguments must be.
+
+    Attributes:
+        name, tensor: of the argument; any value, which may be no tensor.
+        dtypes: one of these, of which ``why`` says where they come from.
+        sizes: as of `check_shape`.
+        device: where it must lie, that of the argument ``speaker``.
+        contiguous: whether its elements must be.
+        unit: bytes that it must be aligned to, 1 for a tensor that may have no address.
+    """
+
+    name: str
+    tensor: object
+    dtypes: tuple[torch.dtype, ...]
+    sizes: tuple[int | str, ...]
+    device: torch.device
+    speaker: str = "x"
+    why: str = ""
+    contiguous: bool = False
+    unit: int = 1
+
+
+def check_wanted(wanted: Iterable[Wanted]) -> None:
+    """Raises TypeError or ValueError, naming the argument, unless each tensor is what is wanted of it.
+
+    A tensor is checked before the next one is asked for, so what is wanted of that may be read from it.
+    """
+    for name, tensor, dtypes, sizes, device, speaker, why, contiguous, unit in wanted:
+        check_tensors(**{name: tensor})
+        assert isinstance(tensor, torch.Tensor)
+        check_dtype(name, tensor, *dtypes, why=why)
+        check_shape(name, tensor, *sizes)
+        check_place(name, tensor, device, speaker)
+        if contiguous:
+            check_contiguous(name, tensor)
+        if unit > 1:
+            check_aligned(name, tensor, unit)
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:

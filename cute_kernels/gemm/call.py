@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
-from cute_kernels.arguments import (
-    check_apart,
-    check_contiguous,
-    check_dtype,
-    check_flag,
-    check_number,
-    check_shape,
-    check_tensor,
-    check_tensors,
-)
+from cute_kernels.arguments import Wanted, check_apart, check_flag, check_number, check_wanted
 from cute_kernels.formats.weights.integers import SCALE_DTYPES
 from cute_kernels.gemm.activations import ActivationFunction, activation_named, out_features
-from cute_kernels.gemm.weight import PackedWeight, WeightTensors, check_place, check_start
+from cute_kernels.gemm.packed import Packed
+from cute_kernels.gemm.weight import PackedWeight, WeightTensors
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,33 +67,59 @@ def key_of(call: LinearCall) -> tuple[Any, ...]:
     )
 
 
-def check(call: LinearCall, *, addresses: bool = True) -> LinearCall:
-    """Raises TypeError or ValueError, which name the argument, unless a call can be computed.
-
-    addresses: whether tensors have addresses to check.
-    """
-    x, weight = call.x, call.weight
-    n, k = weight.shape
-    check_input(x, k, weight.dtype, weight.device)
+def check(call: LinearCall) -> LinearCall:
+    """Raises TypeError or ValueError, which name the argument, unless a call can be computed."""
+    check_activation(call.activation, call.weight.shape[0])
+    check_out_dtype(call.out_dtype)
+    check_wanted(_wanted(call))
     if call.norm is not None:
-        check_norm(call.norm, call.eps, call.offset, x)
+        check_norm_numbers(call.eps, call.offset)
     check_flag("batch_invariant", call.batch_invariant)
-    check_options(
-        x, n, bias=call.bias, residual=call.residual, activation=call.activation, out_dtype=call.out_dtype, out=call.out
-    )
-    if call.out is not None and addresses:
-        check_out_apart(call, x=x, norm=call.norm)
+    if call.out is not None:
+        read = {"x": call.x, "norm": call.norm, "bias": call.bias, "residual": call.residual}
+        check_apart("out", call.out, read, in_place=("residual",))
     return call
 
 
-def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises TypeError or ValueError unless x is ``dtype`` [..., k] where the weight is."""
+def _wanted(call: LinearCall) -> Iterator[Wanted]:
+    yield rows_wanted(call.x, call.weight, "...")
+    if call.norm is not None:
+        yield norm_wanted(call.norm, call.x)
+    yield from results_wanted(call, call.x)
+
+
+def rows_wanted(x: object, weight: Packed | WeightTensors, leading: str) -> Wanted:
+    """Returns what is wanted of x: rows of a weight's inputs in its dtype, where it is. leading: x's sizes before K."""
+    dtype = weight.dtype
     if dtype not in SCALE_DTYPES:  # of a module whose dtype was changed
         raise TypeError(f"scales: got dtype {dtype}, want torch.bfloat16 or torch.float16")
-    check_tensors(x=x)
-    check_dtype("x", x, dtype, why=", that of the weight's scales")
-    check_shape("x", x, "...", k)
-    check_place("x", x, device, "the weight")
+    sizes, why = (leading, weight.shape[1]), ", that of the weight's scales"
+    return Wanted("x", x, (dtype,), sizes, weight.device, "the weight", why)
+
+
+def norm_wanted(norm: object, x: torch.Tensor, name: str = "norm") -> Wanted:
+    """Returns what is wanted of a norm's weight for rows of x. name: of the argument."""
+    has_address = not is_compiling() and type(norm) in (torch.Tensor, torch.nn.Parameter)
+    unit = ALIGNMENT if has_address and (x.is_cuda or GPU.takes_cpu) else 1
+    return Wanted(name, norm, (x.dtype, torch.float32), (x.shape[-1],), x.device, contiguous=True, unit=unit)
+
+
+def results_wanted(call: LinearCall, x: torch.Tensor) -> Iterator[Wanted]:
+    """Yields what is wanted of bias, residual and ``out`` beside checked rows x."""
+    n = call.weight.shape[0]
+    sizes = (*x.shape[:-1], out_features(n, call.activation))
+    if call.out is not None:
+        yield out_wanted(call.out, call.out_dtype, sizes, x.device)
+    if call.bias is not None:
+        yield Wanted("bias", call.bias, (x.dtype,), (n,), x.device, contiguous=True)
+    if call.residual is not None:
+        yield Wanted("residual", call.residual, (result_dtype(call.out_dtype, x, call.out),), sizes, x.device)
+
+
+def out_wanted(out: object, out_dtype: torch.dtype | None, sizes: tuple[int, ...], device: torch.device) -> Wanted:
+    """Returns what is wanted of a result's tensor that the caller gives."""
+    dtypes = OUT_DTYPES if out_dtype is None else (out_dtype,)
+    return Wanted("out", out, dtypes, sizes, device, contiguous=True)
 
 
 def check_activation(activation: object, n: int) -> None:
@@ -111,60 +132,20 @@ def check_activation(activation: object, n: int) -> None:
         raise ValueError(f"activation: got {found.name!r} for a weight of {n} rows, want {wanted}")
 
 
-def check_options(
-    x: torch.Tensor,
-    n: int,
-    *,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: object,
-    out_dtype: torch.dtype | None,
-    out: torch.Tensor | None,
-) -> torch.dtype:
-    """The dtype of the result. Raises TypeError or ValueError unless a product of x with a weight of ``n`` rows can
-    have these options."""
-    check_activation(activation, n)
-    out_dtype = result_dtype(out_dtype, x, out)
-    if bias is not None:
-        check_tensor("bias", bias, (x.dtype,), (n,), x.device, contiguous=True)
-    if residual is not None:
-        check_result("residual", residual, x, n, activation, out_dtype)
-    if out is not None:
-        check_result("out", out, x, n, activation, out_dtype)
-        check_contiguous("out", out)
-    return out_dtype
-
-
-def check_norm(norm: torch.Tensor, eps: object, offset: object, x: torch.Tensor, name: str = "norm") -> None:
-    """Raises TypeError or ValueError unless ``norm`` is a norm's weight for rows of x, and its numbers are numbers.
-
-    name: of the argument."""
-    check_tensor(name, norm, (x.dtype, torch.float32), (x.shape[-1],), x.device, contiguous=True)
-    check_start(name, norm)
+def check_norm_numbers(eps: object, offset: object) -> None:
+    """Raises TypeError or ValueError unless they are a norm's numbers."""
     check_number("norm_eps", eps, least=0)
     check_number("norm_offset", offset)
 
 
-def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
-    """The dtype of the result: ``out_dtype``, or else that of ``out``, or else that of x."""
-    if out_dtype is None and out is not None:
-        check_tensors(out=out)
-        check_dtype("out", out, *OUT_DTYPES)
-        return out.dtype
+def check_out_dtype(out_dtype: object) -> None:
+    """Raises TypeError unless a result can have the dtype; None stands for another argument's."""
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {', '.join(map(str, OUT_DTYPES))}")
-    return x.dtype if out_dtype is None else out_dtype
 
 
-def check_result(
-    name: str, tensor: torch.Tensor, x: torch.Tensor, n: int, activation: object, out_dtype: torch.dtype
-) -> None:
-    """Raises TypeError or ValueError unless ``tensor`` (residual or out) has dtype, shape and device of the result."""
-    check_tensor(name, tensor, (out_dtype,), (*x.shape[:-1], out_features(n, activation)), x.device)
-
-
-def check_out_apart(call: LinearCall, **read: torch.Tensor | None) -> None:
-    """Raises ValueError if ``out`` shares memory with what kernels read meanwhile; it may be the residual itself."""
-    assert call.out is not None
-    read |= {"bias": call.bias, "residual": call.residual}
-    check_apart("out", call.out, read, in_place=("residual",))
+def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
+    """Returns the dtype of the result: ``out_dtype``, or else that of ``out``, or else that of x."""
+    if out_dtype is not None:
+        return out_dtype
+    return x.dtype if out is None else out.dtype

@@ -8,24 +8,26 @@ the same two calls are a product, `rms_norm` and a product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_tensor, check_tensors
+from cute_kernels.arguments import Wanted, check_apart, check_wanted
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.activations import activation_named, config_of
 from cute_kernels.gemm.call import (
     LinearCall,
-    check_input,
-    check_norm,
-    check_options,
-    check_out_apart,
-    check_result,
+    check_activation,
+    check_norm_numbers,
+    check_out_dtype,
+    norm_wanted,
     result_dtype,
+    results_wanted,
+    rows_wanted,
 )
 from cute_kernels.gemm.deferred_choice import beside_a_norm, deferred
 from cute_kernels.gemm.inputs.launch import input_rows
@@ -41,7 +43,7 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.operator import Plan, is_direct, launcher, route
+from cute_kernels.runtime.operator import Plan, is_direct, launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 PIECE = 8  # results of 16 bytes
@@ -97,10 +99,6 @@ class GivingCall(NamedTuple):
     following: PackedWeight | WeightTensors | None = None
 
 
-def _checked_apart(call: GivingCall) -> NormedRows:
-    return give_apart(check_giving(call))
-
-
 def give_apart(call: GivingCall) -> NormedRows:
     """The rows by an ordinary product, of a checked call: the norm is left to the next product."""
     rows = ops.linear(LinearCall(call.x, call.weight, call.bias, call.residual))
@@ -109,14 +107,9 @@ def give_apart(call: GivingCall) -> NormedRows:
 
 def check_giving(call: GivingCall) -> GivingCall:
     """Raises TypeError or ValueError, which name the argument, unless rows can be computed and normed."""
-    x, weight, residual = call.x, call.weight, call.residual
-    (n, k), dtype = weight.shape, weight.dtype
-    check_input(x, k, dtype, weight.device)
-    if call.bias is not None:
-        check_tensor("bias", call.bias, (x.dtype,), (n,), x.device, contiguous=True)
-    check_tensors(residual=residual)
-    check_result("residual", residual, x, n, None, x.dtype)
-    check_norm(call.norm, call.eps, call.offset, residual)
+    n = call.weight.shape[0]
+    check_wanted(_giving_wanted(call))
+    check_norm_numbers(call.eps, call.offset)
     if n % NORM_VECTOR or n > MAX_COLUMNS:
         raise ValueError(f"weight: got {n} rows, want a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}: they are normed")
     following = call.following
@@ -125,6 +118,15 @@ def check_giving(call: GivingCall) -> GivingCall:
     if following is not None and following.shape[1] != n:
         raise ValueError(f"following: got a weight {list(following.shape)}, want one of {n} inputs")
     return call
+
+
+def _giving_wanted(call: GivingCall) -> Iterator[Wanted]:
+    x, n = call.x, call.weight.shape[0]
+    yield rows_wanted(x, call.weight, "...")
+    if call.bias is not None:
+        yield Wanted("bias", call.bias, (x.dtype,), (n,), x.device, contiguous=True)
+    yield Wanted("residual", call.residual, (x.dtype,), (*x.shape[:-1], n), x.device)
+    yield norm_wanted(call.norm, call.residual)
 
 
 def _giving_key(call: GivingCall) -> tuple[Any, ...]:
@@ -188,10 +190,7 @@ _give = launcher(_giving_key, check_giving, _giving_plan)
 
 def give(call: GivingCall) -> NormedRows:
     """Computes `cute_kernels.quantized_linear_norm`."""
-    x, codes = call.x, call.weight.codes
-    if is_direct(x, codes):
-        return _give(call)
-    return route(cuda=_give, cpu=_checked_apart, operator=_checked_apart, x=x, codes=codes)(call)
+    return _give(call) if is_direct(call.x, call.weight.codes) else give_apart(check_giving(call))
 
 
 def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
@@ -239,15 +238,14 @@ def take_apart(call: LinearCall) -> torch.Tensor:
 
 def check_taking(call: LinearCall) -> LinearCall:
     """Raises TypeError or ValueError, which name the argument, unless the product can be computed."""
-    weight, rows = call.weight, call.x.rows
-    check_input(rows, weight.shape[1], weight.dtype, weight.device)
-    check_options(
-        rows, weight.shape[0], bias=call.bias, residual=call.residual, activation=call.activation,
-        out_dtype=call.out_dtype, out=call.out,
-    )  # fmt: skip
+    check_activation(call.activation, call.weight.shape[0])
+    check_out_dtype(call.out_dtype)
+    check_wanted(chain([rows_wanted(call.x.rows, call.weight, "...")], results_wanted(call, call.x.rows)))
     _check_parts(call.x)
-    if call.out is not None and call.x.deferred is not None:
-        check_out_apart(call, x=call.x.deferred.scaled, squares=call.x.deferred.squares)
+    parts = call.x.deferred
+    if call.out is not None and parts is not None:
+        read = {"x": parts.scaled, "squares": parts.squares, "bias": call.bias, "residual": call.residual}
+        check_apart("out", call.out, read, in_place=("residual",))
     return call
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cute_kernels.arguments import needs_dispatch
 from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall, result_dtype
@@ -29,7 +30,7 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher, route
+from cute_kernels.runtime.operator import Operator, Plan, as_kernels, is_direct, launcher
 from cute_kernels.runtime.plans import identity
 from layouts.weights import hopper
 
@@ -90,9 +91,9 @@ def key_of(call: Fp8Call) -> tuple[Any, ...]:
     return linear_call.key_of(call.linear), None if call.scale is None else identity(call.scale)
 
 
-def check(call: Fp8Call, *, addresses: bool = True) -> Fp8Call:
+def check(call: Fp8Call) -> Fp8Call:
     """Raises TypeError or ValueError, which name the argument, unless a call can be computed."""
-    linear_call.check(call.linear, addresses=addresses)
+    linear_call.check(call.linear)
     if call.scale is not None:
         check_scale(call.scale, call.linear.x.device)
     return call
@@ -177,14 +178,9 @@ def _launch_torch(call: Fp8Call) -> torch.Tensor:
     return ops.of_rows(call.linear, product)
 
 
+@as_kernels
 def _on_cpu(call: Fp8Call) -> torch.Tensor:
-    check(call)
     return ops.of_rows(call.linear, partial(_fields_on_cpu, scale=call.scale))
-
-
-def _through_operator(call: Fp8Call) -> torch.Tensor:
-    check(call, addresses=False)
-    return ops.of_rows(call.linear, partial(operator, scale=call.scale))
 
 
 launch = launcher(key_of, check, make_plan, lambda call: without_rows(call.linear))
@@ -196,7 +192,9 @@ def linear(call: Fp8Call) -> torch.Tensor:
     x, codes = call.linear.x, call.linear.weight.codes
     if is_direct(x, codes):
         return launch(call)
-    return route(cuda=launch, cpu=_on_cpu, operator=_through_operator, x=x, codes=codes)(call)
+    check(call)
+    by_operator = needs_dispatch(x=x, codes=codes)
+    return ops.of_rows(call.linear, partial(operator, scale=call.scale)) if by_operator else _on_cpu(call)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_dtype, check_tensors, row_stride
-from cute_kernels.gemm.call import check_norm
+from cute_kernels.arguments import check_dtype, check_tensors, check_wanted, row_stride
+from cute_kernels.gemm.call import check_norm_numbers, norm_wanted
 from cute_kernels.norm import rms_norm
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.config import MAX_COLUMNS
@@ -101,7 +101,8 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
     if not n or n % NORM_VECTOR or n > MAX_COLUMNS:
         want = f"[..., n] with n a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}"
         raise ValueError(f"rows: got shape {list(rows.shape)}, want {want}")
-    check_norm(norm, eps, offset, rows)
+    check_wanted([norm_wanted(norm, rows)])
+    check_norm_numbers(eps, offset)
 
 
 def left_to_next(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from cute_kernels.arguments import needs_dispatch
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm.activations import name_of, out_features
 from cute_kernels.gemm.call import LinearCall, check, key_of, result_dtype
@@ -15,21 +16,11 @@ from cute_kernels.gemm.plan import make_plan, without_rows
 from cute_kernels.gemm.reference import linear_reference, prepare_input
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.gpu import forgotten
-from cute_kernels.runtime.operator import Operator, is_direct, launcher, route
+from cute_kernels.runtime.operator import Operator, as_kernels, is_direct, launcher
 from cute_kernels.runtime.plans import identity, keep
 
 T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
 ResultT = TypeVar("ResultT")
-
-
-def _on_cpu(call: LinearCall) -> torch.Tensor:
-    check(call)
-    return of_rows(call, _fields_on_cpu)
-
-
-def _through_operator(call: LinearCall) -> torch.Tensor:
-    check(call, addresses=False)
-    return of_rows(call, operator)
 
 
 def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -68,7 +59,13 @@ def linear(call: LinearCall) -> torch.Tensor:
     x, codes = call.x, call.weight.codes
     if is_direct(x, codes):
         return launch(call)
-    return route(cuda=launch, cpu=_on_cpu, operator=_through_operator, x=x, codes=codes)(call)
+    check(call)
+    return of_rows(call, operator) if needs_dispatch(x=x, codes=codes) else _on_cpu(call)
+
+
+@as_kernels
+def _on_cpu(call: LinearCall) -> torch.Tensor:
+    return of_rows(call, _fields_on_cpu)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_a_call_launches_the_same_after_any_other(launches):
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED | {"no rows", "a parameter"}])
 def test_a_repeated_call_is_not_checked_again(name, launches):
     first = run(launches, made(name))
-    with calls_of(call.check_input) as repeated:
+    with calls_of(call.rows_wanted) as repeated:
         assert run(launches, made(name)) == first
     assert not repeated
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import (
-    check_apart,
-    check_dtype,
-    check_flag,
-    check_place,
-    check_shape,
-    check_tensor,
-    check_tensors,
-)
+from cute_kernels.arguments import Wanted, check_apart, check_flag, check_wanted
 from cute_kernels.gemm.activations import ActivationFunction, experts_activation, out_features
-from cute_kernels.gemm.call import check_activation, result_dtype
+from cute_kernels.gemm.call import check_activation, check_out_dtype, out_wanted, rows_wanted
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts
@@ -71,34 +64,39 @@ def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
     )
 
 
-def check_grouped(call: GroupedCall, *, addresses: bool = True) -> GroupedCall:
-    """Raises TypeError or ValueError, which name the argument, unless a product can be computed.
-
-    addresses: whether to check these and, with `cute_kernels.arguments.DEBUG`, values.
-    """
-    x, weight = call.x, call.weight
-    check_experts("weight", weight)
-    n, k = weight.shape
-    check_rows_of(x, k, weight.dtype, weight.device)
-    int32 = (torch.int32,)
-    check_tensor("expert_offsets", call.expert_offsets, int32, (len(weight) + 1,), x.device, contiguous=True)
-    if call.rows is not None:
-        check_tensor("rows", call.rows, int32, ("places",), x.device, contiguous=True)
-    if call.bias is not None:
-        check_tensor("bias", call.bias, (x.dtype,), (len(weight), n), x.device, contiguous=True)
-    check_activation(call.activation, n)
-    out_dtype = result_dtype(call.out_dtype, x, call.out)
+def check_grouped(call: GroupedCall) -> GroupedCall:
+    """Raises TypeError or ValueError, which name the argument, unless a product can be computed."""
+    check_experts("weight", call.weight)
+    check_activation(call.activation, call.weight.shape[0])
+    check_out_dtype(call.out_dtype)
+    check_activations(call.activations, None, call.weight.format)
+    check_wanted(_grouped_wanted(call))
     check_flag("batch_invariant", call.batch_invariant)
-    check_activations(call.activations, None, weight.format)
     if call.out is not None:
-        shape = call.places, out_features(n, call.activation)
-        check_tensor("out", call.out, (out_dtype,), shape, x.device, contiguous=True)
-        if addresses:
-            read = {"x": x, "expert_offsets": call.expert_offsets, "rows": call.rows, "bias": call.bias}
-            check_apart("out", call.out, read)
-    if addresses and arguments.DEBUG:
-        check_routing(call.expert_offsets, call.rows, x.shape[0])
+        read = {"x": call.x, "expert_offsets": call.expert_offsets, "rows": call.rows, "bias": call.bias}
+        check_apart("out", call.out, read)
     return call
+
+
+def check_grouped_values(call: GroupedCall) -> GroupedCall:
+    """Checks as `check_grouped` does, and with `cute_kernels.arguments.DEBUG` values, too."""
+    check_grouped(call)
+    if arguments.DEBUG:
+        check_routing(call.expert_offsets, call.rows, call.x.shape[0])
+    return call
+
+
+def _grouped_wanted(call: GroupedCall) -> Iterator[Wanted]:
+    x, weight, int32 = call.x, call.weight, (torch.int32,)
+    yield rows_wanted(x, weight, "rows")
+    yield Wanted("expert_offsets", call.expert_offsets, int32, (len(weight) + 1,), x.device, contiguous=True)
+    if call.rows is not None:
+        yield Wanted("rows", call.rows, int32, ("places",), x.device, contiguous=True)
+    if call.bias is not None:
+        yield Wanted("bias", call.bias, (x.dtype,), (len(weight), weight.shape[0]), x.device, contiguous=True)
+    if call.out is not None:
+        sizes = call.places, out_features(weight.shape[0], call.activation)
+        yield out_wanted(call.out, call.out_dtype, sizes, x.device)
 
 
 class MoeCall(NamedTuple):
@@ -151,27 +149,33 @@ def moe_key(call: MoeCall) -> tuple[Any, ...]:
 
 def check_moe(call: MoeCall) -> MoeCall:
     """Raises TypeError or ValueError, which name the argument, unless a layer can be computed."""
-    x, gate_up, down = call.x, call.gate_up, call.down
+    gate_up, down = call.gate_up, call.down
     check_experts("gate_up", gate_up)
     check_experts("down", down)
     check_pair(gate_up, down, experts_activation(call.activation))
-    check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
-    if not is_compiling():  # or an exported program would be for no more tokens, wherever it runs
-        check_tokens(x)
-    check_tensor("topk_ids", call.topk_ids, ID_DTYPES, (x.shape[0], "topk"), x.device)
-    check_tensor("topk_weights", call.topk_weights, WEIGHT_DTYPES, tuple(call.topk_ids.shape), x.device)
-    for name, weight in (("gate_up_bias", gate_up), ("down_bias", down)):
-        if (bias := getattr(call, name)) is not None:
-            check_tensor(name, bias, (x.dtype,), (len(weight), weight.out_features), x.device, contiguous=True)
-    out_dtype = result_dtype(call.out_dtype, x, call.out)
-    check_flag("batch_invariant", call.batch_invariant)
+    check_out_dtype(call.out_dtype)
     for weight in (gate_up, down):
         check_activations(call.activations, None, weight.format)
-    if call.out is not None:
-        check_tensor("out", call.out, (out_dtype,), (x.shape[0], down.out_features), x.device, contiguous=True)
-        # x and the biases have been read when the last launch writes.
+    check_wanted(_moe_wanted(call))
+    check_flag("batch_invariant", call.batch_invariant)
+    if call.out is not None:  # x and the biases have been read when the last launch writes
         check_apart("out", call.out, {"topk_weights": call.topk_weights, "topk_ids": call.topk_ids})
     return call
+
+
+def _moe_wanted(call: MoeCall) -> Iterator[Wanted]:
+    x, gate_up, down = call.x, call.gate_up, call.down
+    yield rows_wanted(x, gate_up, "rows")
+    tokens = x.shape[0]
+    if not is_compiling() and tokens > MAX_TOKENS:  # or an exported program would be for no more, wherever it runs
+        raise ValueError(f"x: got {tokens} rows, want at most {MAX_TOKENS}")
+    yield Wanted("topk_ids", call.topk_ids, ID_DTYPES, (tokens, "topk"), x.device)
+    yield Wanted("topk_weights", call.topk_weights, WEIGHT_DTYPES, tuple(call.topk_ids.shape), x.device)
+    for name, weight in (("gate_up_bias", gate_up), ("down_bias", down)):
+        if (bias := getattr(call, name)) is not None:
+            yield Wanted(name, bias, (x.dtype,), (len(weight), weight.out_features), x.device, contiguous=True)
+    if call.out is not None:
+        yield out_wanted(call.out, call.out_dtype, (tokens, down.out_features), x.device)
 
 
 def check_experts(name: str, weight: object) -> None:
@@ -179,19 +183,6 @@ def check_experts(name: str, weight: object) -> None:
         raise TypeError(f"{name}: got {type(weight).__name__}, want PackedExperts")
     if len(weight) > MAX_EXPERTS:
         raise ValueError(f"{name}: got {len(weight)} experts, want at most {MAX_EXPERTS}")
-
-
-def check_rows_of(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises TypeError or ValueError unless x is ``dtype`` [rows, K] where the weight is."""
-    check_tensors(x=x)
-    check_dtype("x", x, dtype, why=", that of the weight's scales")
-    check_shape("x", x, "rows", k)
-    check_place("x", x, device, "the weight")
-
-
-def check_tokens(x: torch.Tensor) -> None:
-    if x.shape[0] > MAX_TOKENS:
-        raise ValueError(f"x: got {x.shape[0]} rows, want at most {MAX_TOKENS}")
 
 
 def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_rows: int) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arguments import needs_dispatch
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm.activations import name_of, out_features
 from cute_kernels.gemm.call import result_dtype
 from cute_kernels.gemm.experts.call import (
     GroupedCall,
     MoeCall,
-    check_experts,
     check_grouped,
+    check_grouped_values,
     check_moe,
     check_routing,
     grouped_key,
@@ -25,17 +26,14 @@ from cute_kernels.gemm.experts.plan import grouped_plan, moe_plan, without_assig
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import check_presence
-from cute_kernels.runtime.operator import Operator, is_direct, launcher, route
+from cute_kernels.runtime.operator import Operator, as_kernels, is_direct, launcher
 
 # -- grouped products --------------------------------------------------------------------------------------------------
 
 
+@as_kernels
 def _grouped_on_cpu(call: GroupedCall) -> torch.Tensor:
-    return _grouped_of(check_grouped(call), _grouped_fields_on_cpu)
-
-
-def _grouped_by(call: GroupedCall) -> torch.Tensor:
-    return _grouped_of(check_grouped(call, addresses=False), grouped_operator)
+    return _grouped_of(call, _grouped_fields_on_cpu)
 
 
 def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -48,7 +46,7 @@ def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.T
     return result if call.out is None else call.out.copy_(result)
 
 
-launch_grouped = launcher(grouped_key, check_grouped, grouped_plan, without_places)
+launch_grouped = launcher(grouped_key, check_grouped_values, grouped_plan, without_places)
 """`grouped` of tensors on a GPU."""
 
 
@@ -57,8 +55,9 @@ def grouped(call: GroupedCall) -> torch.Tensor:
     x, weight = call.x, call.weight
     if isinstance(weight, PackedExperts) and is_direct(x, weight.codes):
         return launch_grouped(call)
-    check_experts("weight", weight)
-    return route(cuda=launch_grouped, cpu=_grouped_on_cpu, operator=_grouped_by, x=x, codes=weight.codes)(call)
+    check_grouped(call)
+    by_operator = needs_dispatch(x=x, codes=weight.codes)
+    return _grouped_of(call, grouped_operator) if by_operator else _grouped_on_cpu(call)
 
 
 _OPTIONS = "activation", "out_dtype", "batch_invariant", "activations"  # the operator's last arguments
@@ -109,12 +108,9 @@ def experts_of(
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
+@as_kernels
 def _moe_on_cpu(call: MoeCall) -> torch.Tensor:
-    return _moe_of(check_moe(call), _moe_fields_on_cpu)
-
-
-def _moe_by(call: MoeCall) -> torch.Tensor:
-    return _moe_of(check_moe(call), moe_operator)
+    return _moe_of(call, _moe_fields_on_cpu)
 
 
 def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -137,8 +133,8 @@ def moe(call: MoeCall) -> torch.Tensor:
     x, gate_up = call.x, call.gate_up
     if isinstance(gate_up, PackedExperts) and is_direct(x, gate_up.codes):
         return launch_moe(call)
-    check_experts("gate_up", gate_up)
-    return route(cuda=launch_moe, cpu=_moe_on_cpu, operator=_moe_by, x=x, codes=gate_up.codes)(call)
+    check_moe(call)
+    return _moe_of(call, moe_operator) if needs_dispatch(x=x, codes=gate_up.codes) else _moe_on_cpu(call)
 
 
 def _moe_call_of(

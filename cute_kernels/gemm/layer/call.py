@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.gemm.call import LinearCall, check_norm
+from cute_kernels.arguments import check_wanted
+from cute_kernels.gemm.call import LinearCall, norm_wanted
 from cute_kernels.gemm.deferred import GivingCall, check_giving, give, take
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.gemm.layer.compile import SHIPPED_K
@@ -31,7 +32,7 @@ from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.native import compiler_version
-from cute_kernels.runtime.operator import Plan, is_direct, launcher, route
+from cute_kernels.runtime.operator import Plan, is_direct, launcher
 from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
@@ -77,14 +78,7 @@ class LayerRows(NamedTuple):
 def layer(call: LayerCall) -> LayerRows:
     """`cute_kernels.quantized_layer`."""
     check_weights(call)
-    x, codes = call.x, call.o.codes
-    if is_direct(x, codes):
-        return _layer(call)
-    return route(cuda=_layer, cpu=_checked_apart, operator=_checked_apart, x=x, codes=codes)(call)
-
-
-def _checked_apart(call: LayerCall) -> LayerRows:
-    return layer_apart(check_layer(call))
+    return _layer(call) if is_direct(call.x, call.o.codes) else layer_apart(check_layer(call))
 
 
 _refused: dict[tuple[Hashable, ...], None] = {}
@@ -140,7 +134,7 @@ def check_layer(call: LayerCall) -> LayerCall:
             raise ValueError(f"{name}: got a weight {list(found)}, want {list(wanted)} behind o {list(call.o.shape)}")
         check_beside(name, getattr(call, name), call.o)
     check_giving(GivingCall(call.x, call.o, None, call.residual, call.norm, call.eps, call.offset))
-    check_norm(call.following_norm, call.eps, call.offset, call.residual, "following_norm")
+    check_wanted([norm_wanted(call.following_norm, call.residual, "following_norm")])
     return call
 
 
