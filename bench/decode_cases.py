@@ -148,7 +148,7 @@ def specs(chosen: Iterable[Case], bench: Bench) -> list[KernelSpec]:
     """The kernels of all calls, found by calls with the same shapes."""
 
     def calls_of(_: str, shape: DecodeShape, kv_format: str) -> list[Callable[[], object]]:
-        inputs = make_inputs(shape, kv_format, device=bench.device)
+        inputs = make_inputs(shape, kv_format, device=bench.device, filled=False)
         return [bench.entry.bind(inputs, out=torch.empty_like(inputs.q))]
 
     return needed_by_cases(partial(calls_of, *case) for case in chosen)

@@ -53,11 +53,13 @@ class CacheStep:
     caches: dict[str, Any]
 
     @staticmethod
-    def of(shape: DecodeShape, formats: tuple[str, ...], device: str) -> CacheStep:
-        """K and V are those of inputs in their formats."""
+    def of(shape: DecodeShape, formats: tuple[str, ...], device: str, filled: bool = True) -> CacheStep:
+        """K and V are those of inputs in their formats; filled: as `make_inputs` has it."""
         k_format, v_format, *how = formats
         transform = vllm_transform(shape.num_kv_heads, shape.head_dim, device=device) if how else None
-        k, v = (make_inputs(shape, name, device, seed=3 + i) for i, name in enumerate((k_format, v_format)))
+        k, v = (
+            make_inputs(shape, name, device, seed=3 + i, filled=filled) for i, name in enumerate((k_format, v_format))
+        )
         caches: dict[str, Any] = {"k_cache": k.k_cache, "v_cache": v.v_cache, "seq_lens": k.seq_lens}
         caches["block_table"] = k.options["block_table"]
         for of, name in ((k, "k_scale"), (v, "v_scale")):
@@ -127,7 +129,7 @@ def specs(chosen: Iterable[Case], device: str) -> list[KernelSpec]:
     """The kernels of all steps, the append of their check among them."""
 
     def calls_of(shape: DecodeShape, pair: tuple[str, ...]) -> list[Callable[[], object]]:
-        step = CacheStep.of(shape, pair, device)
+        step = CacheStep.of(shape, pair, device, filled=False)
         return [step.bind(), step.queries]
 
     return needed_by_cases(partial(calls_of, *case) for case in chosen)

@@ -132,11 +132,17 @@ def _filled(shape: DecodeShape) -> DecodeShape:
 
 
 def make_inputs(
-    shape: DecodeShape, kv_format: str, device: torch.device | str = "cuda", seed: int = 0, chunk_rows: int = 1 << 20
+    shape: DecodeShape,
+    kv_format: str,
+    device: torch.device | str = "cuda",
+    seed: int = 0,
+    chunk_rows: int = 1 << 20,
+    filled: bool = True,
 ) -> DecodeInputs:
     """Gaussian q, K and V; INT4 caches are quantised from Gaussian values, `chunk_rows` rows at a time.
 
-    Beside keys in blocks V is in rows of as many bytes: INT4 with a scale for every 32 columns.
+    Beside keys in blocks V is in rows of as many bytes: INT4 with a scale for every 32 columns. filled: False for
+    caches whose rows nobody reads, as where kernels are listed.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     form = format_of(kv_format)
@@ -159,7 +165,8 @@ def make_inputs(
         options["k_tail"] = torch.randn(waiting, dtype=torch.float16, device=device, generator=generator)
         options["tail_slots"] = torch.arange(shape.batch, dtype=torch.int32, device=device)
     k_cache, v_cache = (
-        _make_cache(shape, size, name, scale, device, generator, chunk_rows) for name in format_pair(formats)
+        _make_cache(shape, size, name, scale, device, generator, chunk_rows if filled else 0)
+        for name in format_pair(formats)
     )
     seq_lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
     options |= shape.own_options(device, generator)
@@ -205,6 +212,8 @@ def _make_cache(
     form = format_of(kv_format)
     row = form.row_elements(shape.head_dim)
     cache = torch.empty((*size, shape.num_kv_heads, row), dtype=form.cache_dtype, device=device)
+    if not chunk_rows:
+        return cache
     if not form.is_coded:
         return cache.normal_(generator=generator)
     tokens = -(-max(1, chunk_rows // shape.num_kv_heads) // form.block_tokens) * form.block_tokens  # whole blocks

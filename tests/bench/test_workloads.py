@@ -32,6 +32,8 @@ def test_other_shapes_exceed_l2_in_every_format_by_the_least_power_of_two():
 @pytest.mark.parametrize("kv_format", [*FORMATS, CHANNEL_BLOCKS.name])
 def test_every_format_that_the_command_takes_has_inputs(kv_format):
     inputs = make_inputs(DecodeShape(2, 64, 4, 2, 64, page_size=32), kv_format, device="cpu")
+    empty = make_inputs(DecodeShape(2, 64, 4, 2, 64, page_size=32), kv_format, device="cpu", filled=False)
+    assert empty.k_cache.shape == inputs.k_cache.shape and empty.v_cache.dtype == inputs.v_cache.dtype
     rows, want = reference_rows(inputs)
     out = torch.full_like(inputs.q, torch.nan)
     Entry().bind(inputs, out=out)()
