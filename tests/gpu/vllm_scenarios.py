@@ -36,8 +36,8 @@ from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
-from cute_kernels.integrations import attention_kernels, expert_kernels
-from cute_kernels.integrations.vllm import kv_formats, mla_kernels, prepare
+from cute_kernels.integrations import attention_kernels, expert_kernels, mla_kernels
+from cute_kernels.integrations.vllm import kv_formats, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import NormConfig, launch_shape

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.formats.kv import format_of
-from cute_kernels.integrations import attention_kernels, engine_cache, ready
+from cute_kernels.integrations import attention_kernels, engine_cache
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
-from cute_kernels.integrations.sglang.seams import WANTED, Hook, Seam, logger, named, reasons_against, say_once
+from cute_kernels.integrations.sglang.seams import Hook, Seam, make_ready, named, reasons_against, say_once
 from cute_kernels.integrations.sglang.versions import Interface
 
 if TYPE_CHECKING:
@@ -120,10 +120,7 @@ def make(runner: Foreign) -> CuteKernelsAttentionBackend:
     layers = layers_of(runner.model)
     reasons = [*_reasons_of_server(runner), *_reasons_of_model(runner, layers)]
     device, kinds = torch.device(runner.device), kernel_layers(runner, layers)
-    specs = lambda: attention_kernels.specs(kinds, decodes_of(runner), device)  # noqa: E731
-    if not reasons and (reason := ready.make_ready(device, specs, logger, WANTED)) is not None:
-        reasons = [reason]
-    if reasons:
+    if reasons := reasons or make_ready(device, lambda: attention_kernels.specs(kinds, decodes_of(runner), device)):
         raise ValueError(f"--attention-backend {NAME}: {'; '.join(reasons)}")
     say_once(f"attention over a {formats_of(runner)} pool in pages of {runner.page_size} runs here")
     return CuteKernelsAttentionBackend(runner)

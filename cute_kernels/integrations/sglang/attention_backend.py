@@ -56,8 +56,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         self.graph_step: Step | None = None
         self.forward_metadata: Step | None = None
         self.scales: dict[float, torch.Tensor] = {1.0: torch.ones(1, device=self.device)}
-        if torch.device(self.device).type == "cuda":
-            share_workspaces()
+        share_workspaces(torch.device(self.device))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

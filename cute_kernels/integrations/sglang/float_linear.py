@@ -41,10 +41,8 @@ def _pack(kind: Kind, owner: Foreign, layer: Foreign) -> tuple[dict[str, torch.T
     dtype = layer.params_dtype if hasattr(layer, "params_dtype") else layer.orig_dtype
     form, invariant = engine_linear.float_form(names, tensors, dtype), rows.is_deterministic()
     reasons = ["inputs scaled by AWQ's factors"] if "pre_quant_scale" in tensors else []
-    device = tensors[names.codes].device
-    refuse([*reasons, *kind.reasons(), *linear.reasons_of(form, device, invariant)])
+    refuse([*reasons, *kind.reasons()] or linear.make_ready(form, tensors[names.codes].device, invariant))
     weight = from_float_codes(tensors, names, dtype=form.dtype)
-    linear.make_ready(form, device, invariant)
     new = {names.codes: weight.codes, names.scales: weight.scales, names.second: None}
     return new, linear.Served(form, (names.codes, names.scales, "", ""), invariant)
 

@@ -64,29 +64,23 @@ def _pack(kind: Kind, owner: Foreign, layer: torch.nn.Module) -> tuple[dict[str,
     old: list[Any] = [getattr(layer, name, None) for name in kind.names]
     device, batch_invariant = old[0].device, rows.is_deterministic()
     form = kind.form(owner, layer)
-    refuse(reasons_of(form, device, batch_invariant))
+    refuse(make_ready(form, device, batch_invariant))
     tensors = engine_linear.tensors_of(form, kind.pack(form, *old))
-    make_ready(form, device, batch_invariant)
     return dict(zip(kind.names, tensors, strict=True)), Served(form, kind.names, batch_invariant)
 
 
-def reasons_of(form: Form, device: torch.device, batch_invariant: bool) -> list[str]:
-    """Returns why a layer is left to SGLang."""
-    reasons = reasons_against(device)
-    if reasons or device.type != "cuda":
+def make_ready(form: Form, device: torch.device, batch_invariant: bool) -> list[str]:
+    """Loads or compiles the kernels of a layer's steps. Returns why SGLang serves it instead."""
+    if (reasons := reasons_against(device)) or device.type != "cuda":
         return reasons
-    index = ready.index_of(device)
+    index, counts = ready.index_of(device), rows.engine_rows()
     problem = form.problem(GPU.num_sms(index), batch_invariant)
-    reason = ready.linear_reason(problem, rows.engine_rows(), index, WANTED)
-    return [] if reason is None else [reason]
-
-
-def make_ready(form: Form, device: torch.device, batch_invariant: bool) -> None:
-    """Loads or compiles the kernels of a layer's steps."""
-    if device.type == "cuda":
-        share_workspaces()
-        ready.note(form.problem(GPU.num_sms(ready.index_of(device)), batch_invariant), rows.engine_rows())
-        ready.load_noted(device, functools.partial(ready.load, logger=logger))
+    if (reason := ready.linear_reason(problem, counts, index, WANTED)) is not None:
+        return [reason]
+    share_workspaces(device)
+    ready.note(problem, counts)
+    ready.load_noted(device, functools.partial(ready.load, logger=logger))
+    return []
 
 
 def multiply(served: Served, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

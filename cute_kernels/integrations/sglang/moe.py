@@ -6,6 +6,7 @@ them out: a layer sees ids of its own experts, and -1 for those of other GPUs, w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,21 +17,12 @@ from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.integrations import expert_kernels, expert_weights, ready
+from cute_kernels.integrations import expert_kernels, expert_weights
 from cute_kernels.integrations.expert_kernels import Epilogues
 from cute_kernels.integrations.expert_weights import Stored
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
-from cute_kernels.integrations.sglang.seams import (
-    WANTED,
-    Hook,
-    Layers,
-    Seam,
-    logger,
-    reasons_against,
-    refuse,
-    share_workspaces,
-)
+from cute_kernels.integrations.sglang.seams import Hook, Layers, Seam, make_ready, reasons_against, refuse
 from cute_kernels.integrations.sglang.versions import Interface
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -109,7 +101,7 @@ def _pack(kind: Kind, owner: Foreign, layer: Foreign) -> tuple[dict[str, torch.T
         tensors |= {text.format(name): tensor for text, tensor in new.items()}
         packed.append(experts)
     epilogues = Epilogues(activation_of(config) or expert_kernels.SWIGLU, *kind.biases_of(owner, layer))
-    refuse(_make_ready(layer, packed, epilogues.activation))
+    refuse(make_ready(device, lambda: _specs(layer, packed, epilogues.activation)))
     if (router := vars(layer).get(ROUTER)) is not None:
         from sglang.srt.layers.moe.topk import TopKOutputFormat
 
@@ -153,18 +145,10 @@ def _wrong_of_server() -> dict[str, bool]:
     }
 
 
-def _make_ready(layer: Foreign, packed: list[PackedExperts], activation: ActivationFunction) -> list[str]:
-    """Loads or compiles the kernels of a layer's steps. Returns why they are not ready."""
-    device = packed[0].device
-
-    def specs() -> Iterable[KernelSpec]:
-        tokens, forms = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS), (each.form for each in packed)
-        return expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic(), activation)
-
-    reason = ready.make_ready(device, specs, logger, WANTED)
-    if device.type == "cuda":
-        share_workspaces()
-    return [] if reason is None else [reason]
+def _specs(layer: Foreign, packed: list[PackedExperts], activation: ActivationFunction) -> Iterable[KernelSpec]:
+    """The kernels of a layer's steps."""
+    tokens, forms = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS), (each.form for each in packed)
+    return expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic(), activation)
 
 
 def multiply(served: Served, layer: Foreign, dispatch_output: Foreign) -> Foreign:
@@ -194,14 +178,9 @@ def _compressed_tensors_form(scheme: Foreign) -> Stored:
     return Stored(scheme.num_bits, max(scheme.group_size or 0, 0), not scheme.sym, order == "group")
 
 
-def _gptq_form(kernel: Foreign) -> Stored:
+def _auto_form(zero_point: bool, kernel: Foreign) -> Stored:
     config = kernel.quant_config
-    return Stored(config.weight_bits, max(config.group_size, 0), False, bool(config.desc_act))
-
-
-def _awq_form(kernel: Foreign) -> Stored:
-    config = kernel.quant_config
-    return Stored(config.weight_bits, max(config.group_size, 0), True, False)
+    return Stored(config.weight_bits, max(config.group_size, 0), zero_point, getattr(config, "desc_act", False))
 
 
 def _mxfp4_form(method: Foreign) -> Stored:
@@ -219,8 +198,10 @@ LAYERS = Layers(
         Kind(
             "compressed_tensors_experts", "apply_weights", *expert_weights.COMPRESSED_TENSORS, _compressed_tensors_form
         ),
-        Kind("gptq_experts", "apply", *expert_weights.AUTO, _gptq_form),
-        Kind("awq_experts", "apply", *expert_weights.AUTO, _awq_form, expert_weights.from_awq),
+        Kind("gptq_experts", "apply", *expert_weights.AUTO, functools.partial(_auto_form, False)),
+        Kind(
+            "awq_experts", "apply", *expert_weights.AUTO, functools.partial(_auto_form, True), expert_weights.from_awq
+        ),
     ),
     _pack,
     multiply,

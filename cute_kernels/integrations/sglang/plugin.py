@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cute_kernels._version import __version__
-from cute_kernels.integrations.sglang import attention, float_linear, linear, moe, rows, seams, versions
+from cute_kernels.integrations.sglang import attention, float_linear, linear, mla, moe, rows, seams, versions
 from cute_kernels.integrations.sglang.seams import Seam, logger, named, say_once
 
 SWITCH = "CUTE_KERNELS_SGLANG"
 
 
-SEAMS = (linear.SEAM, float_linear.SEAM, moe.SEAM, moe.GPT_OSS_SEAM, attention.SEAM)
+SEAMS = (linear.SEAM, float_linear.SEAM, moe.SEAM, moe.GPT_OSS_SEAM, attention.SEAM, mla.SEAM)
 
 
 def register() -> None:

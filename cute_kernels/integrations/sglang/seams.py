@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.integrations import ready
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
 from cute_kernels.integrations.sglang.versions import Interface
+from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 logger = logging.getLogger("sglang.cute_kernels")
@@ -150,7 +152,14 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 
-def share_workspaces() -> None:
+def make_ready(device: torch.device, specs: Callable[[], Iterable[KernelSpec]]) -> list[str]:
+    """Loads or compiles the kernels of a layer's steps, once for all that are alike. Returns why they are not ready."""
+    reason = ready.make_ready(device, specs, logger, WANTED)
+    share_workspaces(device)
+    return [] if reason is None else [reason]
+
+
+def share_workspaces(device: torch.device) -> None:
     """Makes captured graphs share workspaces: SGLang replays its graphs one at a time, and they share a memory pool."""
-    for pool in (POOL, COUNTERS):
+    for pool in (POOL, COUNTERS) if device.type == "cuda" else ():
         pool.share_among_captures()

@@ -22,6 +22,7 @@ class Interface:
         compressed_tensors_fp8, compressed_tensors_fp4, modelopt_fp4, modelopt_fp4_a16: those with floating codes.
         compressed_tensors_experts, gptq_experts, awq_experts, mxfp4_experts: those of layers of experts.
         gpt_oss_block: the class that makes gpt-oss's experts and what chooses among them.
+        mla_backend: the class of the backend of latent attention.
         attention_backends: what makes attention backends, by their names. attention_choices: the names that a command
             line may give. page_sizes: the function that says which page size such a name wants.
         pool_class, slot_bytes: the methods that choose the class of a pool of K and V, and the bytes of a token.
@@ -40,6 +41,7 @@ class Interface:
     awq_experts: str = f"{_GPU}.awq_kernels.AWQMoEKernel"
     mxfp4_experts: str = "sglang.srt.layers.quantization.mxfp4.Mxfp4MoEMethod"
     gpt_oss_block: str = "sglang.srt.models.gpt_oss.GptOssSparseMoeBlock"
+    mla_backend: str = "sglang.srt.layers.attention.flashmla_backend.FlashMLABackend"
     attention_backends: str = "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS"
     attention_choices: str = "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES"
     page_sizes: str = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"

@@ -17,22 +17,18 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 
 from cute_kernels import mla_decode, sparse_mla_decode
+from cute_kernels.integrations import mla_kernels
 from cute_kernels.integrations.attention_kernels import batches_up_to
+from cute_kernels.integrations.mla_kernels import FORMATS, HEAD_DIM, MAX_HEADS, PAGE_SIZE, V_DIM, Decodes
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import mla_kernels, prepare
-from cute_kernels.integrations.vllm.mla_kernels import HEAD_DIM, V_DIM, Decodes
+from cute_kernels.integrations.vllm import prepare
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.seams import refusal, say_once
 from cute_kernels.integrations.vllm.versions import Interface
-from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime.gpu import GPU
 
-PAGE_SIZE = 64  # of FlashMLA's backends; FLASH_ATTN_MLA's would have 16
 MAX_Q_LEN = 16  # of `mla_decode`
-MAX_HEADS = 128
 EACH_ROW = 256  # up to so many new tokens of a step, neighbours may have other kernels
-FORMATS: dict[torch.dtype, MlaFormatName] = {torch.bfloat16: "mla_bf16", torch.float16: "mla_fp16"}
-"""Of caches in 16 bits, by their dtype."""
 SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 

@@ -28,12 +28,12 @@ from unittest import mock
 import torch
 
 from cute_kernels.integrations.sglang import linear, plugin, register, rows, seams, versions
-from tests.integrations.sglang import layers, seam_attention, seam_float_linear, seam_gpt_oss, seam_moe
+from tests.integrations.sglang import layers, seam_attention, seam_float_linear, seam_gpt_oss, seam_mla, seam_moe
 from tests.integrations.sglang.checks import CHECKS, check, lines
 from tests.integrations.sglang.layers import Checkpoint
 from tests.integrations.vllm import stubs
 
-SEAMS = (seam_attention, seam_float_linear, seam_gpt_oss, seam_moe)
+SEAMS = (seam_attention, seam_float_linear, seam_gpt_oss, seam_mla, seam_moe)
 """Modules that put their checks on the list."""
 QUANTIZATION = "sglang.srt.layers.quantization"
 COMPRESSED_TENSORS = f"{QUANTIZATION}.compressed_tensors.schemes"
@@ -57,6 +57,7 @@ PARTS = (
     *(f"sglang.srt.layers.{name}" for name in ("linear", "logits_processor", "vocab_parallel_embedding")),
     *(f"sglang.srt.{name}" for name in ("layers.layer_boundary", "lora.layers", "model_loader", "models.utils")),
     f"{QUANTIZATION}.unquant",
+    "sglang.srt.speculative.spec_utils",
 )
 """What is stood in for."""
 WANTED = (*stubs.WANTED, "orjson", "psutil", "setproctitle", "torchao", "triton")

@@ -177,7 +177,7 @@ def pages_have_64_tokens_where_layers_are_served() -> None:
 
 @check
 def kernels_of_every_step_of_mla_are_listed() -> None:
-    from cute_kernels.integrations.vllm import mla_kernels
+    from cute_kernels.integrations import mla_kernels
 
     for heads in (1, 16, 64, 128):
         for form, chosen in (("mla_bf16", False), ("mla_fp16", False), ("mla_fp8", True), ("mla_bf16", True)):

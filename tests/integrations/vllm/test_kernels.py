@@ -15,14 +15,9 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.integrations import attention_kernels, expert_kernels
+from cute_kernels.integrations import attention_kernels, expert_kernels, mla_kernels
 from cute_kernels.integrations.engine_cache import Formats
-from cute_kernels.integrations.vllm import (
-    engine_kernels,
-    kv_formats,
-    mla_kernels,
-    prepare,
-)
+from cute_kernels.integrations.vllm import engine_kernels, kv_formats, prepare
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig

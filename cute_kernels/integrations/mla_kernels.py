@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from cute_kernels.mla.compile import MlaSpec, combine_specs
 from cute_kernels.mla.config import fits_tma_tiles
 from cute_kernels.mla.formats import V_DIM as V_DIM
 from cute_kernels.mla.schedule import Workload, choose
+from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime.spec import KernelSpec
 
-HEAD_DIM = 576  # latent and RoPE columns, which vLLM's FlashMLA backends take
+HEAD_DIM = 576  # latent and RoPE columns, which engines' FlashMLA backends take
+MAX_HEADS = 128
+PAGE_SIZE = 64  # of FlashMLA's backends; vLLM's FLASH_ATTN_MLA would have 16
+FORMATS: dict[torch.dtype, MlaFormatName] = {torch.bfloat16: "mla_bf16", torch.float16: "mla_fp16"}
+"""Of caches in 16 bits, by their dtype."""
 
 
 @dataclass(frozen=True)
