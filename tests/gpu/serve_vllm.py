@@ -113,8 +113,10 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
             tensors[f"{layer}.mlp.{part}{name}.weight"] = matrix(*shape)
         if experts:
             tensors[f"{layer}.mlp.gate.weight"] = matrix(len(experts), hidden)
-            for name in ("q_norm", "k_norm"):
-                tensors[f"{layer}.self_attn.{name}.weight"] = torch.ones(config["head_dim"]).half()
+            for name in ("q", "k"):  # of a head, or in OLMoE of all
+                width = tensors[f"{layer}.self_attn.{name}_proj.weight"].shape[0]
+                width = width if config["model_type"] == "olmoe" else config["head_dim"]
+                tensors[f"{layer}.self_attn.{name}_norm.weight"] = torch.ones(width).half()
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{name}.weight"] = torch.ones(hidden).half()
         if "kv_lora_rank" in config:

@@ -311,11 +311,14 @@ def test_norms_that_products_leave_to_the_next_ones_give_what_launches_give(serv
     check(Bound(0.032, 0.08, 0.2), fused, plain, "w4-bf16-fused")
 
 
+@pytest.mark.parametrize("name", ["ours", "in-code"])
 @families("experts")
-def test_routers_in_one_launch_give_what_vllms_give(served: Served):
-    ours, theirs = served("ours", "experts"), served("theirs", "experts")
+def test_routers_in_one_launch_give_what_vllms_give(served: Served, name: str):
+    ours, theirs = served(name, "experts"), served({"ours": "theirs"}.get(name, f"{name}-theirs"), "experts")
     assert (ours["routers"], theirs["routers"]) == (["Router"], ["FusedTopKRouter"])
-    check(Bound(0.004, 0.01, 0.025), ours, theirs, "experts.ours")
+    rewritten = [any("1 routers run here" in line for line in each["fused"]) for each in (ours, theirs)]
+    assert rewritten == [name == "in-code", False]
+    check(Bound(0.004, 0.01, 0.025), ours, theirs, f"experts.{name}")
 
 
 @families("", "shapes")

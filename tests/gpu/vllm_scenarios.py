@@ -147,6 +147,14 @@ MIXTURE = {
     "quantization_config": {**W4["quantization_config"], "ignore": ["lm_head", "re:.*mlp.gate$"]},
 }
 """Changes to CONFIG that make experts of it. A token has all of them, so that rounding a logit changes none."""
+GATE_IN_CODE = {
+    **MIXTURE,
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "head_dim": 64,
+    "intermediate_size": MIXTURE["moe_intermediate_size"],
+}
+"""The same of a model whose own code multiplies by the gate."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +296,12 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     },
     "left": LEFT,
     "off": LEFT,  # the plug-in is there and switched off
-    "experts": {"theirs": Scenario(model=MIXTURE, leaves="routers"), "ours": Scenario(model=MIXTURE)},
+    "experts": {
+        "theirs": Scenario(model=MIXTURE, leaves="routers"),
+        "ours": Scenario(model=MIXTURE),
+        "in-code-theirs": Scenario(model=GATE_IN_CODE, leaves="routers", engine=COMPILED),
+        "in-code": Scenario(model=GATE_IN_CODE, engine=COMPILED),
+    },
     "two": {
         "theirs": Scenario(),
         "theirs-cut": Scenario(chunk=384),

@@ -191,11 +191,11 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
             both = graph.call_function(NORM, (total, weight, None, kept, "rms", eps, 0.0))
             other = value.new_empty(0) if absorbs else value
             both.meta = {"val": (value, other)}
-            normed = _item(both, 0, value)
-            total = total if absorbs else _item(both, 1, value)
+            normed = item(both, 0, value)
+            total = total if absorbs else item(both, 1, value)
     items = list(node.users)
-    for item in items:
-        item.replace_all_uses_with(normed if item.args[1] == 0 else total)
+    for one in items:
+        one.replace_all_uses_with(normed if one.args[1] == 0 else total)
     _erase([node, *items])
     return absorbs, ready
 
@@ -255,7 +255,7 @@ def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, 
         sides = taker.args[FORMAT], taker.args[COLUMNS]
         given = graph.call_function(GIVING, (x, *codes, bias, residual, *form, *terms, *sides))
     given.meta = {"val": (rows, rows, sums)}
-    squares, scaled, total = (_item(given, i, value) for i, value in ((2, sums), (1, rows), (0, rows)))
+    squares, scaled, total = (item(given, i, value) for i, value in ((2, sums), (1, rows), (0, rows)))
     product.replace_all_uses_with(total)
     with graph.inserting_before(taker):
         left = scaled, squares, total, *terms, product.args[FORMAT], product.args[INPUTS]
@@ -350,7 +350,7 @@ def _replace_layer(first: _Pair, last: _Pair) -> bool:
         both = graph.call_function(LAYER, (x, residual, *weights, *sizes))
     values = last.rows.meta["val"], last.takes.meta["val"]
     both.meta = {"val": values}
-    qkv_rows, rows = (_item(both, number, values[number]) for number in (1, 0))
+    qkv_rows, rows = (item(both, number, values[number]) for number in (1, 0))
     last.rows.replace_all_uses_with(rows)  # what is left then is used by nobody
     last.takes.replace_all_uses_with(qkv_rows)
     return True
@@ -402,7 +402,7 @@ def _is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
+def item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
     with node.graph.inserting_after(node):
         found = node.graph.call_function(operator.getitem, (node, index))
     found.meta = {"val": value}

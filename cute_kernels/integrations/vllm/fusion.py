@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,25 +21,33 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 
 from cute_kernels._version import __version__
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.vllm import fused_graph, fused_layers, plugin
+from cute_kernels.integrations.vllm import fused_graph, fused_layers, fused_routers, plugin
+from cute_kernels.integrations.vllm.routers import routings_in_code
 from cute_kernels.integrations.vllm.seams import replace_once, say_once
 from cute_kernels.integrations.vllm.versions import Interface
 
 
 class FusionPass(InductorPass):
-    """vLLM's interface of a pass."""
+    """vLLM's interface of a pass. layers: those of the engine, by name."""
+
+    def __init__(self, layers: Mapping[str, object]) -> None:
+        self.layers = layers
 
     def __call__(self, graph: fx.Graph) -> None:
         found = fused_graph.fuse(graph, _sums())
+        found["routers"] = fused_routers.fuse(graph, routings_in_code(self.layers.values()))
         if any(found.values()):
             say_once(
                 f"in a part of the model {found['gates']} gates and {found['residuals']} residual sums "
                 f"are fused into products, {found['norms']} norms run here, {found['left']} of them in products around "
-                f"them where kernels can, and all products of {found['whole']} layers are one launch where a kernel can"
+                f"them where kernels can, and all products of {found['whole']} layers are one launch where a kernel "
+                f"can; {found['routers']} routers run here"
             )
 
     def uuid(self) -> str:
-        return f"cute-kernels {__version__} {InductorPass.hash_source(inspect.getsource(fused_graph))}"
+        sources = "".join(map(inspect.getsource, (fused_graph, fused_routers)))
+        routings = sorted(routings_in_code(self.layers.values()).items(), key=str)
+        return f"cute-kernels {__version__} {InductorPass.hash_source(sources)} {routings}"
 
 
 @functools.cache
@@ -63,9 +72,9 @@ def replace(interface: Interface) -> str:
 
 
 def _ends_with_fusion(original: Any) -> Any:
-    def configure(self: Foreign, config: object) -> None:
+    def configure(self: Foreign, config: Foreign) -> None:
         original(self, config)
         if plugin.is_replaced("fusion") and not envs.VLLM_BATCH_INVARIANT:
-            self.passes.append(FusionPass())
+            self.passes.append(FusionPass(config.compilation_config.static_forward_context))
 
     return configure

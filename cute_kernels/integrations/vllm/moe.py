@@ -393,7 +393,7 @@ def replace_experts(module: str, name: str, source: Source) -> None:
         if reason is not None and method.moe.moe_parallel_config.enable_eplb and not takes_part(method):
             raise NotImplementedError(f"--enable-eplb: {name}: want another method, or a layer served here: {reason}")
         if reason is None:
-            routers.connect(getattr(layer, "layer_name", None))
+            routers.connect(layer)
         return reason
 
     if not getattr(takes_part, "is_cute_kernels", False):

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
+from torch.nn import functional
 
 from cute_kernels.gemm.experts.router.reference import route_reference
 from cute_kernels.gemm.experts.router.routing import Routing
@@ -30,11 +34,11 @@ def engine() -> Iterator[dict[str, Any]]:
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
 
     from cute_kernels.gemm.experts.router import plan
-    from cute_kernels.integrations.vllm import prepare
+    from cute_kernels.integrations.vllm import fused_layers, prepare, routers
 
     layers: dict[str, Any] = {}
     ranks = ("vllm.model_executor.parameter", "vllm.model_executor.layers.linear")
-    context = SimpleNamespace(dp_metadata=None, is_padding=None)
+    context = SimpleNamespace(dp_metadata=None, is_padding=None, no_compile_layers=layers, all_moe_layers=None)
     with ExitStack() as stack:
         enter = stack.enter_context
         for module, (name, value) in itertools.product(ranks, {"rank": 0, "world_size": 1}.items()):
@@ -49,14 +53,19 @@ def engine() -> Iterator[dict[str, Any]]:
         enter(mock.patch.object(moe_runner.MoERunner, "_select_forward", lambda runner: None))
         enter(mock.patch.object(moe_runner, "register_layer_for_moe_forward_op", lambda config, layer: None))
         enter(mock.patch.object(prepare, "layer_named", layers.get))
+        enter(mock.patch.object(routers, "wanted", lambda: fused_layers.Fused(sums=True)))
         enter(mock.patch.object(plan, "is_supported", lambda index: True))
         yield layers
 
 
-class Chosen:
+class Chosen(torch.nn.Module):
     """Stands for routed experts: keeps what the router chose."""
 
+    layer_name = NAME
+
     def __init__(self) -> None:
+        super().__init__()
+        self.packed = torch.nn.Parameter(torch.empty(0))
         self.quant_method = SimpleNamespace(
             is_monolithic=False, topk_indices_dtype=None, supports_internal_mk=True, moe_kernel=None
         )
@@ -67,7 +76,7 @@ class Chosen:
 
     def forward_modular(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any) -> Any:
         self.weights, self.ids = topk_weights, topk_ids
-        return x
+        return x.clone()
 
 
 def make_runner(layers: dict[str, Any], dtype: torch.dtype = torch.bfloat16, gate: Any = None, **router: Any) -> Any:
@@ -97,7 +106,7 @@ def run(runner: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def reason(runner: Any) -> str:
     from cute_kernels.integrations.vllm import routers
 
-    return str(routers.reason_against(runner))
+    return str(routers.reason_against(runner, torch.device("cpu")))
 
 
 CORRECTION = torch.linspace(-0.2, 0.2, EXPERTS)
@@ -128,7 +137,7 @@ def routers_of_models_choose_what_the_reference_chooses() -> None:
             runner = make_runner(layers, dtype, **arguments, e_score_correction_bias=correction)
             assert reason(runner) == "None", (arguments, reason(runner))
             parameters = dict(runner.named_parameters())
-            routers.connect(NAME)
+            routers.connect(runner.routed_experts)
             assert routers.router_of(runner).routing == routing, arguments
             with mock.patch.object(type(runner.router), "_compute_routing", side_effect=AssertionError("vLLM's")):
                 for tokens in (1, 7, 64):
@@ -148,7 +157,7 @@ def many_tokens_take_vllms_gate_and_router() -> None:
     with engine() as layers:
         runner = make_runner(layers)
         gate = runner.gate
-        routers.connect(NAME)
+        routers.connect(runner.routed_experts)
         given = torch.rand(65, 4), torch.zeros(65, 4, dtype=torch.int32)
         with mock.patch.object(type(runner.router), "_compute_routing", autospec=True, return_value=given) as own:
             hidden, ids, weights = run(runner, 65)
@@ -167,7 +176,7 @@ def experts_that_moved_and_their_records_are_vllms_as_before() -> None:
     recorded: list[torch.Tensor] = []
     with engine() as layers:
         runner = make_runner(layers)
-        routers.connect(NAME)
+        routers.connect(runner.routed_experts)
         runner.router.set_capture_fn(recorded.append)
         mapped = mock.patch.object(base_router.BaseRouter, "_apply_eplb_mapping", lambda router, ids: ids + 100)
         with mapped:
@@ -182,14 +191,14 @@ def padding_has_no_experts_where_vllms_router_gives_it_none() -> None:
     rows = torch.arange(64) >= 5
     with engine() as layers:
         runner = make_runner(layers)
-        routers.connect(NAME)
+        routers.connect(runner.routed_experts)
         module = sys.modules[type(runner.router).__module__]
         with mock.patch.object(module, routers.PADDING, lambda tokens: rows[:tokens], create=True):
             _, ids, _ = run(runner, 7)
     assert bool((ids[5:] == -1).all()) and int(ids[:5].min()) >= 0
     with engine() as layers:
         runner = make_runner(layers, scoring_func="sigmoid", e_score_correction_bias=CORRECTION, **GROUPED)
-        routers.connect(NAME)
+        routers.connect(runner.routed_experts)
         assert not hasattr(sys.modules[type(runner.router).__module__], routers.PADDING)
         assert int(run(runner, 7)[1].min()) >= 0
 
@@ -208,7 +217,7 @@ def other_routers_are_left_to_vllm_with_a_reason() -> None:
             assert wanted in reason(runner), (wanted, reason(runner))
             gate, own = runner.gate, runner.router._compute_routing
             with mock.patch.object(routers, "say_once") as said:
-                routers.connect(NAME)
+                routers.connect(runner.routed_experts)
             said.assert_called_once_with(f"routers of experts are left to vLLM: {reason(runner)}")
             assert runner.gate is gate and runner.router._compute_routing == own
             assert "gate" not in vars(runner) and "_compute_routing" not in vars(runner.router)
@@ -222,7 +231,13 @@ def other_routers_are_left_to_vllm_with_a_reason() -> None:
 
         return change
 
-    refused("the model's own code multiplies by the gate", setting("gate", value=None))
+    in_code = setting("gate", value=None)
+    refused(
+        "a gate in the model's own code with a correction",
+        in_code,
+        scoring_func="sigmoid",
+        e_score_correction_bias=CORRECTION,
+    )
     refused("CustomRoutingRouter", custom_routing_function=lambda **_: None)
     refused("a quantised gate", setting("gate", "quant_method", value=SimpleNamespace()))
     refused("hooks of a gate", lambda runner: runner.gate.register_forward_hook(lambda *_: None))
@@ -249,7 +264,7 @@ def other_routers_are_left_to_vllm_with_a_reason() -> None:
     with engine() as layers:
         runner = make_runner(layers)
         with mock.patch.object(routers.prepare, "make_ready", return_value="2 kernels are in no bundle"):
-            routers.connect(NAME)
+            routers.connect(runner.routed_experts)
         assert "gate" not in vars(runner) and "_compute_routing" not in vars(runner.router)
 
 
@@ -278,3 +293,81 @@ def layers_of_experts_connect_their_routers_once_they_are_packed() -> None:
             method.process_weights_after_loading(layer.layer)
             assert vars(runner)["gate"].__self__.gate is gate
         assert isinstance(runner.router._compute_routing.__self__, routers.Router)
+
+
+def rewritten(model: Callable[..., Any], routings: dict[int, Routing], *arguments: torch.Tensor) -> set[str]:
+    """Compiles a model for any number of rows, and runs it. Returns the operators of its graph after the pass."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from cute_kernels.integrations.vllm import fused_routers
+
+    names: set[str] = set()
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            count = fused_routers.fuse(graph, routings)
+            graph.eliminate_dead_code()
+            names.update(str(node.target) for node in graph.nodes)
+            assert count == (str(fused_routers.ROUTE) in names)
+
+        def uuid(self) -> None:
+            """No graph is kept."""
+
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(arguments[0], 0)
+    with torch.no_grad(), config.patch(post_grad_custom_post_pass=Pass(), fx_graph_cache=False):
+        torch.compile(model, fullgraph=True)(*arguments)
+    return names
+
+
+@check
+def graphs_choose_experts_where_a_models_own_code_multiplies_by_the_gate() -> None:
+    """As gpt-oss and Mixtral do."""
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    from cute_kernels.integrations.vllm import routers
+
+    if shutil.which(os.environ.get("CXX", "g++")) is None:  # Inductor's code for a CPU is C++
+        return
+    name = moe_runner.LayerName(NAME) if getattr(moe_runner, "_USE_LAYERNAME", False) else NAME
+    hidden = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
+    for bias, reader in itertools.product((None, torch.randn(EXPERTS).bfloat16()), (False, True)):
+        with engine() as layers:
+            runner = make_runner(layers)
+            runner.gate = None
+            routers.connect(runner.routed_experts)
+
+            def model(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = bias) -> tuple[Any, ...]:
+                logits = functional.linear(x, weight, bias)
+                out = torch.ops.vllm.moe_forward(x, logits, None, None, name, 0)
+                return (out, logits) if reader else (out,)  # noqa: B023
+
+            routings = routers.routings_in_code(layers.values())
+            assert routings == {EXPERTS: Routing(4, renormalize=True)}
+            given = torch.rand(70, 4), torch.zeros(70, 4, dtype=torch.int32)
+            with mock.patch.object(type(runner.router), "_compute_routing", return_value=given) as own:
+                names = rewritten(model, routings, hidden, weight)
+            assert own.called is reader is ("cute_kernels.route.default" not in names)  # logits that others read stay
+            assert reader is bool(names & {"aten.mm.default", "aten.addmm.default"}), names
+            if not reader:
+                ids, weights = route_reference(hidden, weight, routings[EXPERTS], bias=bias)
+                assert torch.equal(runner.routed_experts.ids, ids)
+                assert torch.allclose(runner.routed_experts.weights, weights)
+
+
+@check
+def graphs_stay_where_one_router_of_a_model_cannot_be_given_its_choice() -> None:
+    from cute_kernels.integrations.vllm import routers
+
+    others: tuple[dict[str, Any], ...] = ({"renormalize": False}, {"custom_routing_function": lambda **_: None})
+    for other in others:
+        with engine() as layers:
+            first, second = make_runner(layers), make_runner(layers, **other)
+            first.gate = second.gate = None
+            for runner in (first, second):
+                layers[NAME] = runner
+                routers.connect(runner.routed_experts)
+            assert routers.routings_in_code([first, object()]) == {EXPERTS: Routing(4, renormalize=True)}
+            assert routers.routings_in_code([first, second]) == {}

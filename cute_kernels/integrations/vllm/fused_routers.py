@@ -1,0 +1,83 @@
+"""Rewrites a traced step of a model whose own code multiplies by a gate; torch alone.
+
+    logits = x W^T + b; experts(rows, logits)  ->  ids, weights = route(x, W, b); experts(rows, weights, ids)
+
+The graph shows that nothing else reads the logits. The operator of experts passes both on to the layer's router, which
+hands them out as its choice (`routers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from cute_kernels.gemm.experts.router.routing import Routing
+from cute_kernels.integrations.vllm.fused_graph import DTYPES, item
+
+ROUTE = torch.ops.cute_kernels.route.default
+EXPERTS = ("vllm.moe_forward.default", "vllm.moe_forward_shared.default")
+ARGUMENTS = ("hidden_states", "router_logits", "shared_experts_input", "input_ids")
+"""Of the operators of experts, the first ones in their order."""
+MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
+VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
+
+
+def fuse(graph: fx.Graph, routings: Mapping[int, Routing]) -> int:
+    """Rewrites a graph in place; returns how many routers there were. routings: what all routers of the model compute
+    that have so many experts, and can be given their choice."""
+    return sum(_fuse(node, routings) for node in [node for node in graph.nodes if _is_experts(node)])
+
+
+def _is_experts(node: fx.Node) -> bool:
+    """Whether a node is the operator of a layer of experts, as it is or made free of side effects."""
+    return node.op == "call_function" and any(str(each) in EXPERTS for each in (node.target, *node.args[:1]))
+
+
+def _fuse(node: fx.Node, routings: Mapping[int, Routing]) -> bool:
+    logits = _argument(node, "router_logits")
+    parts = _gate_of(logits) if isinstance(logits, fx.Node) and set(logits.users) == {node} else None
+    if parts is None or _argument(node, "input_ids") is not None:
+        return False
+    x, weight, bias = parts
+    value, routing = x.meta["val"], routings.get(weight.meta["val"].shape[0])
+    if routing is None:
+        return False
+    with node.graph.inserting_before(node):
+        both = node.graph.call_function(ROUTE, (x, weight, bias, None, *routing.fields))
+    shape = value.shape[0], routing.top_k
+    both.meta = {"val": tuple(value.new_empty(shape, dtype=dtype) for dtype in (torch.int32, torch.float32))}
+    ids, weights = (item(both, index, both.meta["val"][index]) for index in (0, 1))
+    for name, given in (("router_logits", weights), ("input_ids", ids)):
+        if str(node.target) in EXPERTS and name not in node.kwargs:
+            node.update_arg(ARGUMENTS.index(name), given)
+        else:
+            node.update_kwarg(name, given)
+    node.meta.pop("eager_input_vals", None)  # of the logits: Inductor would give the operator tensors like those
+    return True
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    index = ARGUMENTS.index(name)
+    return node.kwargs.get(name, node.args[index] if index < len(node.args) else None)
+
+
+def _gate_of(logits: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """The (hidden states [T, K], weight [E, K], bias [E] or None) of logits; None if no kernel takes them."""
+    if logits.target not in (MM, ADDMM) or logits.kwargs:
+        return None
+    *biases, x, turned = logits.args
+    weight = turned.args[0] if isinstance(turned, fx.Node) and turned.target in TURNS else None
+    nodes = [x, turned, weight, *biases]
+    values = [node.meta.get("val") for node in nodes if isinstance(node, fx.Node)]
+    if len(values) < len(nodes) or not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    hidden, transposed, matrix, *added = cast("list[torch.Tensor]", values)
+    fits = hidden.dtype in DTYPES and all(value.dtype == hidden.dtype for value in (matrix, *added))
+    whole = matrix.is_contiguous() and transposed.shape == matrix.shape[::-1] and not matrix.shape[1] % VECTOR
+    if not fits or not whole or any(value.shape != matrix.shape[:1] for value in added):
+        return None
+    return cast("tuple[fx.Node, fx.Node, fx.Node | None]", (x, weight, *(biases or [None])))
