@@ -245,9 +245,9 @@ def test_layers_that_read_the_caches_of_others_give_vllms_tokens(served: Served,
 
 
 @families("hybrid")
-@pytest.mark.parametrize(("name", "bound"), [("fp16", EXACT), ("int8", Bound(0.004, 0.01, 0.025))])
+@pytest.mark.parametrize(("name", "bound"), [("fp16", Bound(0.004, 0.01, 0.025)), ("int8", Bound(0.008, 0.02, 0.05))])
 def test_attention_beside_mamba_layers_gives_vllms_tokens(served: Served, name: str, bound: Bound):
-    """Pages of attention are as large as Mamba's state, in any format."""
+    """Pages of attention are as large as Mamba's state, in any format, and prompts are cut where pages end."""
     ours, theirs = served(name, "hybrid"), served("theirs", "hybrid")
     assert (ours["attention"], theirs["attention"]) == ([OURS], [VLLMS])
     check(bound, ours, theirs, f"hybrid.{name}")

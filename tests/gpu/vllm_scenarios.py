@@ -35,7 +35,7 @@ from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
-from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations import attention_kernels, expert_kernels, mla_kernels
 from cute_kernels.integrations.vllm import kv_formats, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
@@ -432,9 +432,13 @@ def _fused_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
     if dtype != torch.bfloat16:
         return
     middle, rows = config["intermediate_size"], _rows(scenario)
-    takes = [(columns + 2 * kv_heads * config["head_dim"], hidden), (2 * middle, hidden)]
-    gives = [(hidden, columns), (hidden, middle)]
-    for (n, k), kind in (*((shape, TAKES) for shape in takes), *((shape, GIVES) for shape in gives)):
+    sides: dict[tuple[int, int], DeferredKind] = {
+        (columns + 2 * kv_heads * config["head_dim"], hidden): TAKES,
+        (2 * middle, hidden): TAKES,
+        (hidden, columns): GIVES,
+        (hidden, middle): GIVES,
+    }
+    for (n, k), kind in sides.items():
         problems = [LinearProblem(m, n, k, k, integers(4, GROUP), DTYPES[dtype]) for m in rows]
         found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
         yield from (GemmSpec(one) for one in found if one is not None)
