@@ -163,7 +163,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     k_cache, v_cache = map(cache, config.formats, config.cache_types)
     rows = total_q, q_heads, config.head_dim
     tensors = {
-        "q": _strided(dtype, rows, (16,), 16) if config.queries.strided else _dense(dtype, rows),
+        "q": _strided(dtype, rows, (16,), 16),
         "k_cache": k_cache,
         "v_cache": v_cache,
         "cu_seqlens": _dense(cutlass.Int32, (cute.sym_int(),)),

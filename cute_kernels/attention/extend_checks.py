@@ -123,16 +123,6 @@ def check_query(q: torch.Tensor) -> None:
     checks.check_query_strides(q, "queries")
 
 
-def row_stride(q: torch.Tensor) -> int | None:
-    """Elements from a query to the next one; None where queries are contiguous, or there is only one."""
-    if q.dim() != 3:
-        return None  # which checks refuse
-    stride = q.stride(0)
-    if stride == q.shape[1] * q.shape[2] or (q.shape[0] < 2 and stride % PIECE):
-        return None
-    return stride
-
-
 def check_rows(name: str, rows: torch.Tensor) -> None:
     """Raises ValueError unless tensor maps can load K or V of tokens outside a cache, [tokens, num_kv_heads, head_dim]:
     contiguous rows on multiples of 16 bytes."""

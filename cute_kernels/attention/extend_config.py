@@ -24,7 +24,6 @@ from cute_kernels.attention.extend_policies import (
     REGISTERS,
     ROW_BYTES,
     SCALED_ROW_BYTES,
-    SIDE_BY_SIDE,
     SM_REGISTERS,
     SUM_COLUMNS,
     TILE_ROWS,
@@ -39,7 +38,6 @@ from cute_kernels.attention.extend_policies import (
     KeyRows,
     Keys,
     ProducerPipeline,
-    Queries,
     RaggedKeys,
     ReadsCache,
     UnpackedKeys,
@@ -76,7 +74,6 @@ class ExtendConfig(ReadsCache):
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
             :mod:`.mainloops.key_rows`.
-        queries: whether there are gaps between them.
     """
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_extend"
@@ -92,7 +89,6 @@ class ExtendConfig(ReadsCache):
     merges: bool = False
     tree: bool = False
     tile_rows: int = TILE_ROWS
-    queries: Queries = SIDE_BY_SIDE
 
     @property
     def key_rows(self) -> KeyRows | None:
@@ -363,7 +359,6 @@ class ExtendConfig(ReadsCache):
         layout += ("_tree" if self.tree else "") + ("" if self.pipeline.ping_pong else "_free")
         layout += "_mapped" if self.mapped else ""
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
-        layout += "_strided_q" if self.queries.strided else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
 
     def can_implement(self) -> str | None:

@@ -91,7 +91,7 @@ class ExtendKernel:
         self.kernel(
             shape,
             source,
-            Operands.of(given, config),
+            Operands.of(given),
             Features.of(given, config),
             Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)

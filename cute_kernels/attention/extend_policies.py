@@ -279,17 +279,6 @@ Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
 
 
 @dataclass(frozen=True)
-class Queries:
-    """How queries lie in memory: a query's heads together. strided: with gaps between queries, as in a fused
-    projection's rows."""
-
-    strided: bool = False
-
-
-SIDE_BY_SIDE = Queries()
-
-
-@dataclass(frozen=True)
 class KeyRows:
     """Shared memory of a CTA that multiplies keys, as rows, with ``tile_rows`` queries; bytes.
 

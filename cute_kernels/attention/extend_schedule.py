@@ -15,7 +15,6 @@ from cute_kernels.attention.extend_policies import (
     CachedKeys,
     Fp8Products,
     ProducerPipeline,
-    Queries,
     RaggedKeys,
     UnpackConfig,
     UnpackedKeys,
@@ -63,7 +62,6 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
         keys=CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
-        queries=Queries(problem.strided_q),
     )
 
 
@@ -80,7 +78,6 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         features=replace(config.features, paged=False, head_major=False),
         merges=True,
         tree=config.tree,
-        queries=config.queries,
     )
 
 

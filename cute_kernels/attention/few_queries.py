@@ -6,33 +6,23 @@ once for up to 72.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from cute_kernels.attention.call import AttentionCall, Given
-from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import KEY_ROWS_HEAD_DIM
 from cute_kernels.attention.extend_schedule import choose, decodes_with_key_rows
 from cute_kernels.attention.launches import Keys
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.attention.plan import check_alignment, extend_launches, key_rows_for, lies_in_pieces, problem_of
-from cute_kernels.runtime import arch_of, default_cache
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import Plan
 
 
-def may_load(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether a kernel that a call can do without is compiled, or may be compiled now."""
-    return compiler_version() is not None or default_cache().has(spec, arch_of(device.index))
-
-
-def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device], bool] = may_load) -> Plan | None:
+def plan_of(call: AttentionCall) -> Plan | None:
     """The plan of a call of decode attention that is served by key rows; None for others.
 
     Fixed splits are excluded, since they set the order in which decode's own kernel adds. Graph captures are excluded,
@@ -45,10 +35,10 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
     if call.out is not None and not call.out.is_contiguous():
         return None
     copies_q = not _evenly(call.q)
-    checked, config = _extended(call, copies_q)
-    if config is not None and config.queries.strided and not may_load(AttentionSpec(config), call.q.device):
-        copies_q = True  # bundles have kernels of contiguous queries
-        checked, config = _extended(call, copies_q)
+    q = call.q.contiguous() if copies_q else call.q
+    checked = replace(call, q=q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
+    shape = call.batch, call.q_len, call.num_q_heads, call.num_kv_heads, GPU.num_sms(call.q.device)
+    config = decodes_with_key_rows(key_rows_for(checked, choose(problem_of(checked))), *shape)
     if config is None or not lies_in_pieces(checked):
         return None
     if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -73,21 +63,6 @@ def plan_of(call: AttentionCall, may_load: Callable[[AttentionSpec, torch.device
         return out, lse
 
     return Plan(call.q.device.index, launch, (config,))
-
-
-def _extended(call: AttentionCall, copies_q: bool) -> tuple[AttentionCall, ExtendConfig | None]:
-    """The call as one of extend attention, and its kernel, if that is faster."""
-    q = call.q.contiguous() if copies_q else call.q
-    checked = replace(call, q=q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
-    config = decodes_with_key_rows(
-        key_rows_for(checked, choose(problem_of(checked))),
-        call.batch,
-        call.q_len,
-        call.num_q_heads,
-        call.num_kv_heads,
-        GPU.num_sms(call.q.device),
-    )
-    return checked, config
 
 
 def _evenly(q: torch.Tensor) -> bool:

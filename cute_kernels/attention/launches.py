@@ -166,6 +166,8 @@ class ExtendLaunch:
         """other: (out, lse) of another launch that the result is merged with. own: arguments of unpacked keys."""
         q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
+        if q.shape[0] == 1:
+            q = q.view(q.shape)  # one query may have any stride, which kernels would refuse
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))

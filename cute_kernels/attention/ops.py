@@ -24,7 +24,7 @@ from cute_kernels.attention.call import AttentionCall, Given, make_call, make_ex
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.chosen_blocks import as_paged, planned
 from cute_kernels.attention.device_values import check_device_values
-from cute_kernels.attention.extend_checks import MAX_ROWS, row_stride
+from cute_kernels.attention.extend_checks import MAX_ROWS, PIECE
 from cute_kernels.attention.options import (
     NO_EXTEND_OPTIONS,
     NO_OPTIONS,
@@ -91,7 +91,8 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
         q.dtype,
         q.get_device(),
         q.data_ptr() % ALIGNMENT,
-        row_stride(q),
+        q.stride()[1:],
+        q.stride(0) % PIECE,
         identity(k_cache),
         identity(v_cache),
         identity(seq_lens),

@@ -17,7 +17,6 @@ from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import CTAS_SHIFT, DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule, head_blocks, make_schedule
-from cute_kernels.attention.extend_checks import row_stride
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import UNPACK_CTAS_PER_SM
 from cute_kernels.attention.extend_schedule import (
@@ -85,7 +84,6 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
         num_sms=_num_sms_of(call.q.device),
         after_append=after_append,
         tree=call.tree_mask is not None,
-        strided_q=call.extends and row_stride(call.q) is not None,
     )
 
 

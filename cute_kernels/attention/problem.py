@@ -29,7 +29,6 @@ class AttentionProblem:
         after_append: whether the newest tokens are appended in the same call.
         appends: whether the kernel does so itself, in one launch.
         tree: whether a mask says which new tokens a query sees.
-        strided_q: whether queries lie apart, where requests differ in how many they have.
     """
 
     batch: int
@@ -51,7 +50,6 @@ class AttentionProblem:
     after_append: bool = False
     appends: bool = False
     tree: bool = False
-    strided_q: bool = False
 
     @classmethod
     def uniform(

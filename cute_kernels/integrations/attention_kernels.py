@@ -13,7 +13,7 @@ from cute_kernels.attention.checks import MAX_Q_LEN, Q_DTYPES
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_schedule import make_schedule
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, Queries, has_token_scale
+from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, has_token_scale
 from cute_kernels.attention.extend_schedule import choose
 from cute_kernels.attention.plan import specs_of as extend_specs_of
 from cute_kernels.attention.policies import PAGE_TOKENS
@@ -163,10 +163,7 @@ def _specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> Iterator[KernelS
         features = replace(_features(impl, 1, pages * decodes.page_size), causal=decodes.ranks == 1, shift=False)
         features = replace(features, sinks=features.sinks and not _sees_shift(impl))
         config = _extend_config(impl.formats, impl.head_size, dtype, decodes.page_size, features)
-        # Queries are parts of a fused projection, or what a compiled graph has made of them; transformed ones are new.
-        for strided in (False, True) if impl.transform is None else (False,):
-            own = replace(config, queries=Queries(strided))
-            yield from extend_specs_of(own, splits=not decodes.invariant)
+        yield from extend_specs_of(config, splits=not decodes.invariant)
     dequantises = not (decodes.invariant or is_unpacked(impl.formats, impl.head_size))
     if dequantises or not can_extend(impl.formats, impl.head_size):
         wide = dtype if rows is None else "fp32"  # rounded once, when the transform is undone

@@ -23,7 +23,6 @@ from cute_kernels.attention.extend_policies import (
     CachedKeys,
     Fp8Products,
     ProducerPipeline,
-    Queries,
     UnpackedKeys,
 )
 from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_newer, choose_unpacked, key_rows_of
@@ -44,9 +43,6 @@ CONFIGS = {
 }
 CONFIGS["tree"] = choose(AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 64, Features(paged=True), tree=True))
 CONFIGS["head_dim 80"] = choose(AttentionProblem.ragged(80, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES))
-CONFIGS["queries apart"] = choose(
-    AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES, strided_q=True)
-)
 CONFIGS["K of 16 bits"] = choose(AttentionProblem.ragged(128, "bf16", "int8_token_head", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["V of 16 bits"] = choose(AttentionProblem.ragged(128, "int8_channel", "bf16", "bf16", 64, CAUSAL_PAGES))
 CONFIGS["new tokens"] = choose_newer(CONFIGS["bf16"])
@@ -170,7 +166,6 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         *(replace(config, keys=UnpackedKeys(Fp8Products(behind))) for behind in (False, True)),
         replace(config, pipeline=ProducerPipeline(ping_pong=False)),
         replace(config, merges=True),
-        replace(config, queries=Queries(strided=True)),
         replace(config, features=FEATURES),
         replace(config, tile_rows=72),
         replace(config, tile_rows=72, keys=CachedKeys(64, mapped=True)),

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.attention import few_queries, ops
+from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import EXTEND
-from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.extend_schedule import DECODE_ROWS
 from cute_kernels.formats.kv import format_of
 from tests.launchers import recording
@@ -78,13 +77,13 @@ def test_every_option_of_a_call_arrives(launches):
 
 
 def test_queries_of_a_fused_projection_are_read_where_they_lie(launches):
-    """As others of the same shape are, one after the other: each by its own kernel."""
+    """By the kernel of others of the same shape."""
     fused = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
-    for q, strided in ((fused, True), (fused.contiguous(), False), (fused, True)):
+    for q in (fused, fused.contiguous(), fused):
         launches.clear()
         decode_attention(**given(16, q=q))
         (launch,) = launches
-        assert serves(launches) and launch.symbol.endswith("_strided_q") == strided
+        assert serves(launches)
         assert launch.arguments[0].data_ptr() == q.data_ptr() and launch.arguments[0].stride() == q.stride()[1:]
 
 
@@ -93,7 +92,6 @@ def test_queries_of_uneven_distances_are_copied(launches):
     for _ in range(2):
         decode_attention(**given(16, q=q))
         assert serves(launches) and launches[-1].arguments[0].is_contiguous()
-        assert not launches[-1].symbol.endswith("_strided_q")
 
 
 @pytest.mark.parametrize(
@@ -105,13 +103,6 @@ def test_what_key_rows_do_not_take_is_decode_s(options, launches):
     """Nor few work tiles, whose parts decode attention merges sooner; INT4's keys would be rounded."""
     decode_attention(**given(16, **options))
     assert not serves(launches)
-
-
-@pytest.mark.parametrize("bundled", [False, True])
-def test_without_a_compiler_the_queries_are_copied_unless_a_bundle_reads_them_apart(launches, bundled):
-    q = torch.zeros(BATCH, 16, 2 * HEADS, 128).bfloat16()[:, :, :HEADS]
-    plan = few_queries.plan_of(check_call(**given(16, q=q)), may_load=lambda spec, device: bundled)
-    assert plan is not None and plan.products[0].queries.strided == bundled
 
 
 def test_caches_that_begin_between_pieces_of_16_bytes_are_refused(launches):

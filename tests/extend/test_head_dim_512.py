@@ -22,7 +22,7 @@ from cute_kernels.attention.extend_schedule import choose, choose_fp8, choose_ne
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Rows
 from cute_kernels.attention.loads.tma import BlockPlace, Filling, TmaTileProducer
 from cute_kernels.attention.mainloops import tile_results
-from cute_kernels.attention.mainloops.tile_queries import SLAB_BYTES, WARP_ROWS, QueryLoader
+from cute_kernels.attention.mainloops.tile_queries import SLAB_BYTES, WARP_ROWS, QueryLoader, QueryRows
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.attention.work_tiles import ExtendSizes, Lengths, Work, Worker
 from cute_kernels.device.division import Divisor
@@ -68,17 +68,20 @@ def test_few_work_tiles_count_twice():
     assert choose_splits(*shape) == 4 and choose_splits(*shape, value_parts=2) == 2
 
 
-def test_queries_come_as_they_are():
+@pytest.mark.parametrize("apart", [0, 3])
+def test_queries_come_as_they_are(apart):
+    """With other heads between them or not."""
     config, rows = config_of(), 70  # of a request: 6 rows of the second warpgroup exist
-    q = torch.randn(2 + -(-rows // GROUP), HEADS * GROUP, DIM).bfloat16()
+    q = torch.randn(2 + -(-rows // GROUP), HEADS * GROUP + apart, DIM).bfloat16()
     machine = Warp(np.full(config.query_bytes, 0xFF, np.uint8), bytes_of(q))
     given = {"head": Int32(1), "q_start": Int32(2), "num_rows": Int32(rows), "first_row": Int32(0)}
     work = SimpleNamespace(**given)
     with running(machine):
         shape = SimpleNamespace(group=Divisor.of(Int32(GROUP)), num_q_heads=Int32(HEADS * GROUP))
         loader: Any = QueryLoader(config)
+        queries = QueryRows(Int64(0), Int64(q.stride(0) * 2))
         for warp in range(4):
-            loader.ask(shape, work, Int64(0), Int32(0), Int32(WARPGROUP_ROWS), Int32(warp), Int32(LANES))
+            loader.ask(shape, work, queries, Int32(0), Int32(WARPGROUP_ROWS), Int32(warp), Int32(LANES))
     found = in_rows(machine.shared_memory, WARPGROUP_ROWS, DIM, SLAB_BYTES)
     exist = rows - WARPGROUP_ROWS
     packed = np.arange(WARPGROUP_ROWS, rows)

@@ -41,40 +41,29 @@ def query_row(shape, work, row):
 
 
 @dataclass(frozen=True)
-class StridedQueries:
-    """Queries with gaps between them, each one's heads together; run-time values. token_bytes: from a query to the next
-    one."""
+class QueryRows:
+    """Where queries lie, each one's heads together; run-time values. token_bytes: from a query to the next one."""
 
     base: Int64
     token_bytes: Int64
 
     @classmethod
-    def of(cls, q: cute.Tensor) -> StridedQueries:
-        """Describes queries with strides for a kernel. Runs on the host."""
+    def of(cls, q: cute.Tensor) -> QueryRows:
+        """Describes queries for a kernel. Runs on the host."""
         first, *_ = cast("tuple[int, ...]", q.stride)
         return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
 
-
-class QueryRows:
-    """Where rows of queries lie: ``queries`` is an address, or `StridedQueries` where there are gaps between them."""
-
-    def __init__(self, config: ExtendConfig):
-        self.strided, self.row_bytes = config.queries.strided, config.head_dim * ELEMENT_BYTES
-
-    def address(self, shape, work, queries, row):
-        """The address of a packed row that the request has."""
-        number, place, head = query_row(shape, work, row)
-        if not self.strided:
-            return queries + Int64(number) * self.row_bytes
-        own = queries.base + Int64(work.q_start + place) * queries.token_bytes
-        return own + Int64(head) * self.row_bytes
+    def address(self, shape, work, row, row_bytes: int):
+        """The address of a packed row that the request has. row_bytes: of a head's row."""
+        _, place, head = query_row(shape, work, row)
+        return self.base + Int64(work.q_start + place) * self.token_bytes + Int64(head) * row_bytes
 
 
 class QueryLoader:
     """How queries come."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows = config, QueryRows(config)
+        self.config = config
         self.row_bytes = config.head_dim * ELEMENT_BYTES
         self.row_pieces = config.columns * ELEMENT_BYTES // wgmma_tiles.PIECE_BYTES
         self.row_lanes = min(self.row_pieces, WARP_THREADS)  # that have a row
@@ -111,7 +100,7 @@ class QueryLoader:
         """Starts loading the rows of a step."""
         row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_lanes
         exists = row < work.num_rows
-        address = self.rows.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+        address = queries.address(shape, work, cutlass.select_(exists, row, work.first_row), self.row_bytes)
         address = address + Int64(lane % self.row_lanes * wgmma_tiles.PIECE_BYTES)
         if self.real_pieces < self.row_pieces:
             exists = exists & (lane % self.row_lanes < self.real_pieces)

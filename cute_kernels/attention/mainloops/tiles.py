@@ -26,7 +26,7 @@ from cute_kernels.attention.extend_policies import (
 )
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.products import Fp8Products, HalfProducts
-from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader, StridedQueries, query_row
+from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader, QueryRows, query_row
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
 from cute_kernels.attention.mainloops.two_level import TwoLevelSums
@@ -69,13 +69,13 @@ class Features:
 class Operands:
     """Addresses and numbers that a launch passes to consumers.
 
-    q, out: [total_q, num_q_heads, head_dim], q's as `tile_queries.QueryRows` takes them; lse: fp32 [total_q,
+    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q,
     num_q_heads] or 0; other_out, other_lse: alike, what the result is merged with, if it is; partials: fp32 [splits,
     total_q, num_q_heads, head_dim], then [splits, total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats
     that are given one, ``*_scale_stride`` elements from a KV head's to the next one's, those of its columns contiguous.
     """
 
-    q: Int64 | StridedQueries
+    q: QueryRows
     out: Int64
     lse: Int64
     other_out: Int64
@@ -88,10 +88,9 @@ class Operands:
     softmax_scale: Float32
 
     @classmethod
-    def of(cls, given, config: ExtendConfig) -> Operands:
+    def of(cls, given) -> Operands:
         """Takes the operands from a launch's arguments."""
-        q = StridedQueries.of(given.q) if config.queries.strided else ptx.address(given.q)
-        addresses = {"q": q, "out": ptx.address(given.out)}
+        addresses = {"q": QueryRows.of(given.q), "out": ptx.address(given.out)}
         others = (own.name for own in fields(cls) if own.name not in addresses)
         return cls(**addresses, **{name: getattr(given, name) for name in others})
 

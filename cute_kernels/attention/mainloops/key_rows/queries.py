@@ -13,7 +13,7 @@ from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, WARPGROUP_WARPS
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, rows_of
-from cute_kernels.attention.mainloops.tile_queries import TOP_EXPONENTS, QueryRows
+from cute_kernels.attention.mainloops.tile_queries import TOP_EXPONENTS
 from cute_kernels.attention.mainloops.tiles import FIRST_WARPGROUP, WARPGROUP_THREADS
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
@@ -41,7 +41,7 @@ class QueryWriter:
     ...)."""
 
     def __init__(self, config: ExtendConfig):
-        self.config, self.rows, self.places = config, rows_of(config.formats[0]), QueryRows(config)
+        self.config, self.rows = config, rows_of(config.formats[0])
         self.halves = of_name(config.q_dtype).halves
         self.heads = config.tile_heads
         self.warps = MMA_WARPS // self.heads
@@ -92,7 +92,8 @@ class QueryWriter:
         for i in range(self.count):
             row = work.first_row + warp + self.warps * i
             exists = row < work.num_rows
-            address = self.places.address(shape, work, queries, cutlass.select_(exists, row, work.first_row))
+            own = cutlass.select_(exists, row, work.first_row)
+            address = queries.address(shape, work, own, self.config.head_dim * ELEMENT_BYTES)
             address = address + Int64(column * ELEMENT_BYTES)
             words = [ptx.load_global_words(address, k * distance * ELEMENT_BYTES, 1)[0] for k in range(2)]
             words = [cutlass.select_(exists, word, Uint32(0)) for word in words]
