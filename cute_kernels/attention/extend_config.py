@@ -356,7 +356,7 @@ class ExtendConfig(ReadsCache):
         if self.fp8 is not None:
             layout += "_fp8" + ("_behind" if self.fp8.behind else "")
         layout += "_merges" if self.merges else ""
-        layout += ("_tree" if self.tree else "") + ("" if self.pipeline.ping_pong else "_free")
+        layout += "_tree" if self.tree else ""
         layout += "_mapped" if self.mapped else ""
         layout += f"_q{self.tile_rows}" if self.key_rows is not None else ""
         return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
@@ -413,8 +413,6 @@ class ExtendConfig(ReadsCache):
             return f"{self.tile_rows} tile_rows of head_dim {self.head_dim}, not {KEY_ROWS_HEAD_DIM}"
         if self.tile_tokens not in (GROUP_TOKENS, MMA_WARPGROUPS * GROUP_TOKENS):
             return f"{self.tile_rows} tile_rows and {self.tile_tokens} tile_tokens"
-        if not self.pipeline.ping_pong:  # a warp would flag a block before another one has asked about the last one
-            return f"{self.tile_rows} tile_rows without ping_pong, whose barriers they want"
         if any(self.channel_scales):
             return f"{self.tile_rows} tile_rows of caches with scales of channels"
         for form in self.formats:

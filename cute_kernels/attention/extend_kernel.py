@@ -21,7 +21,7 @@ or by decoding rows of codes once for all 128 rows of queries (:mod:`.loads.rows
     work, empty              WORK_SLOTS         8 and filling_warps                      the first producer
     FIRST_WARPGROUP (1, 2)   a warpgroup        its warps: shared memory of their own    its warps
     FIRST_TURN (3, 4)        consumers          the other warpgroup has issued its       a warpgroup
-                                                products (ping_pong)
+                                                products
     CONSUMERS (5)            consumers          key rows: a head's queries are there     all of them
 
 Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.

@@ -153,19 +153,17 @@ def columns_of(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class ProducerPipeline:
-    """How tiles are loaded, and whether consumers run in ping-pong.
+    """How tiles are loaded.
 
     Attributes:
         tile_tokens: keys and values of a tile.
         num_stages: tiles of K, and of V, in shared memory.
         producer_warps: 4 or 8; those that decode are half K's, half V's.
-        ping_pong: whether the consumers issue their products alternately.
     """
 
     tile_tokens: int = 128
     num_stages: int = 2
     producer_warps: int = 4
-    ping_pong: bool = True
 
 
 TWO_STAGES = ProducerPipeline()

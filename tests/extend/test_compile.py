@@ -164,7 +164,6 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         replace(config, keys=CachedKeys(16)),
         replace(config, keys=UnpackedKeys()),
         *(replace(config, keys=UnpackedKeys(Fp8Products(behind))) for behind in (False, True)),
-        replace(config, pipeline=ProducerPipeline(ping_pong=False)),
         replace(config, merges=True),
         replace(config, features=FEATURES),
         replace(config, tile_rows=72),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,12 +197,6 @@ def test_key_rows_are_for_what_they_are_faster_for():
         few(causal=True, window=True, sinks=True, head_major=True),
     ):
         assert [config.tile_rows for config in served] == [40, 72]
-
-
-def test_key_rows_take_turns():
-    for config in few():
-        free = replace(config, pipeline=replace(config.pipeline, ping_pong=False))
-        assert "ping_pong" in str(free.can_implement())
 
 
 def test_tensor_maps_bring_rows_and_headers_that_lie_together():

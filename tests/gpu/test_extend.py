@@ -604,11 +604,10 @@ def test_the_memory_of_unpacked_keys_may_be_bounded():
 def test_every_configuration_that_can_be_tried_is_right():
     call = variant("int4_g1")
     config = choose(problem_of(check_call(*call.tensors, **call.keywords)))
-    for changed in ({"ping_pong": False}, {"producer_warps": 4}):
-        out = torch.full_like(call.q, torch.nan)
-        tried = replace(config, pipeline=replace(config.pipeline, **changed))
-        bind_config(tried, *call.tensors, out=out, **call.keywords)()
-        assert_close(call, out)
+    out = torch.full_like(call.q, torch.nan)
+    tried = replace(config, pipeline=replace(config.pipeline, producer_warps=4))
+    bind_config(tried, *call.tensors, out=out, **call.keywords)()
+    assert_close(call, out)
 
 
 @pytest.mark.parametrize("causal, window", [(True, (-1, -1)), (False, (-1, -1)), (True, (40, 0))])

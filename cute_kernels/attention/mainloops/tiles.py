@@ -18,9 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import (
-    MMA_THREADS,
     WARPGROUP_ROWS,
-    WARPGROUP_WARPS,
     WORK_BYTES,
     has_head_scale,
 )
@@ -29,19 +27,15 @@ from cute_kernels.attention.mainloops.products import Fp8Products, HalfProducts
 from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader, QueryRows, query_row
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
+from cute_kernels.attention.mainloops.turns import await_turn, pass_turn, sync_warpgroup
 from cute_kernels.attention.mainloops.two_level import TwoLevelSums
 from cute_kernels.attention.work_tiles import END, Work, Worker
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
-from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.loads import load_float
 from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.softmax import MIN_SCORE_SCALE, OnlineSoftmax, rescale
 from cute_kernels.formats.scores import tensors_in
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
-
-FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
-FIRST_TURN = 3
-WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 
 @dataclass(frozen=True)
@@ -109,9 +103,8 @@ class Consumer:
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
-        if const_expr(self.config.pipeline.ping_pong):
-            if group == 1:
-                self.pass_turn(group)
+        if group == 1:
+            pass_turn(group)
         state, slot = memory.pipelines[KEYS].consumer_state(), memory.work.consumer_state()
         work = self.receive(memory, slot, lane)
         self.ask_queries(shape, operands, work, memory, group, warp, lane)
@@ -147,7 +140,7 @@ class Consumer:
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
         codes = memory.codes + group * self.config.query_code_bytes
         self.loader.finish(operands, work, tile, codes, query_scales, warp, lane)
-        self.sync_warpgroup(group)
+        sync_warpgroup(group)
         rows = self.make_rows(shape, operands, features, work, span, query_scales, group, warp, lane)
         sums = wgmma_tiles.make_sums(self.config.operand_columns[VALUES])
         sums.fill(0.0)
@@ -161,7 +154,7 @@ class Consumer:
             self.go_on(features, work, span, rows, sums, packed, factors, memory, group, lane, block, state)
             state = following
         # Nobody reads these queries any more.
-        self.sync_warpgroup(group)
+        sync_warpgroup(group)
         after = self.receive(memory, slot, lane)
         self.ask_queries(shape, operands, after, memory, group, warp, lane)
         if span.begin < span.end:
@@ -190,12 +183,12 @@ class Consumer:
             return
         following = memory.pipelines[KEYS].next(state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
-        self.await_turn(group)
+        await_turn(group)
         self.score(scores, memory, group, following)
         tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, following.stage))
         self.add_values(sums, packed, memory, state)
         wgmma_tiles.commit()
-        self.pass_turn(group)
+        pass_turn(group)
         values = self.finish_scores(scores, memory, following, lane, 1)
         factors.fill(1.0)
         self.weigh(features, work, span, rows, values, factors, tile, lane, block)
@@ -290,17 +283,3 @@ class Consumer:
         state.values, state.length, state.positions = features, span.last_position + 1, positions
         self.softmax.terms.open(state, work, queries, operands.softmax_scale)
         return Rows(positions, scales, state, masks, OnlineSoftmax.make(2))
-
-    # -- barriers -----------------------------------------------------------------------------------------------------
-
-    def sync_warpgroup(self, group) -> None:
-        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + group, number_of_threads=WARPGROUP_THREADS)
-
-    def await_turn(self, group) -> None:
-        """Waits until the other warpgroup has issued its MMAs."""
-        if self.config.pipeline.ping_pong:
-            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
-
-    def pass_turn(self, group) -> None:
-        if self.config.pipeline.ping_pong:
-            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

@@ -20,6 +20,7 @@ from cutlass import Float32
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.products import Fp8Products
+from cute_kernels.attention.mainloops.turns import await_turn, pass_turn
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.softmax import row_of
 
@@ -38,11 +39,11 @@ class TwoLevelSums:
         """Issues scores and the values of the block before; the softmax overlaps with the latter."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
-        consumer.await_turn(group)
+        await_turn(group)
         consumer.score(scores, memory, group, following)
         tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following.stage))
         part = self.multiply(packed, memory, state)
-        consumer.pass_turn(group)
+        pass_turn(group)
         values = consumer.finish_scores(scores, memory, following, lane, 1)
         next_factors = cute.make_rmem_tensor(2, Float32)
         next_factors.fill(1.0)
@@ -57,11 +58,11 @@ class TwoLevelSums:
     ) -> None:
         """Issues the values of the block before, then scores, then computes their softmax."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
-        consumer.await_turn(group)
+        await_turn(group)
         self.finish(rows, sums, packed, factors, memory, lane, state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         consumer.score(scores, memory, group, following)
-        consumer.pass_turn(group)
+        pass_turn(group)
         tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following.stage))
         values = consumer.finish_scores(scores, memory, following, lane, 0)
         factors.fill(1.0)

@@ -24,7 +24,6 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import (
     GROUP_TOKENS,
-    MMA_THREADS,
     SLAB_COLUMNS,
     WARPGROUP_WARPS,
     has_head_scale,
@@ -35,7 +34,8 @@ from cute_kernels.attention.mainloops.key_rows.memory import arrive_if, store_ma
 from cute_kernels.attention.mainloops.key_rows.queries import QueryWriter
 from cute_kernels.attention.mainloops.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.attention.mainloops.tile_queries import query_row
-from cute_kernels.attention.mainloops.tiles import FIRST_TURN, FIRST_WARPGROUP, WARPGROUP_THREADS, Consumer
+from cute_kernels.attention.mainloops.tiles import Consumer
+from cute_kernels.attention.mainloops.turns import WARPGROUP_THREADS, await_turn, pass_turn, sync_warpgroup
 from cute_kernels.attention.work_tiles import END, Worker
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
@@ -129,7 +129,7 @@ class KeyRowsConsumer:
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
         if group == 1:
-            self.pass_turn(group)
+            pass_turn(group)
         state, slot = memory.tile_pipeline.consumer_state(), memory.work.consumer_state()
         start = self.with_probabilities(self.place_of(group, warp, lane, magic_of(shape.batch, lane)), memory)
         work = self.receive(memory, slot, lane)
@@ -200,10 +200,10 @@ class KeyRowsConsumer:
             keys = self.make_keys(place, codes)
             values = self.fetch_values(memory, place, before.stage)
             masked = self.masked_word(features, work, span, block)
-            self.await_turn(place.group)
+            await_turn(place.group)
             dots = self.start_scores(queries, keys)
             self.add_values(memory, sums, place, values)
-            self.pass_turn(place.group)
+            pass_turn(place.group)
             done = cutlass.select_((place.lane == 0) & (i > span.begin), Int32(1), Int32(0))
             arrive_if(done, (pipeline.empty + before.stage).toint())  # releases the stage
             before = state
@@ -262,7 +262,7 @@ class KeyRowsConsumer:
                     ptx.store_shared_zero16(start, offset)
         store_word_if(self.is_first(place), memory.flag(place.group), 0)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
+        sync_warpgroup(place.group)
 
     # -- what stands before a turn ------------------------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ class KeyRowsConsumer:
         """Whether some thread has probabilities that are too large. Probabilities that were written before are visible
         to MMAs then."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + place.group, number_of_threads=WARPGROUP_THREADS)
+        sync_warpgroup(place.group)
         return Int32(ptx.load_shared(memory.flag(place.group), 0))
 
     def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
@@ -519,8 +519,7 @@ class KeyRowsConsumer:
         own = told + place.warp * row_bytes + 8 * (place.lane % 4)
         for block in range(self.blocks):
             ptx.store_shared(own, 32 * block, maxima[2 * block : 2 * block + 2])
-        barrier = {"barrier_id": FIRST_WARPGROUP + place.group, "number_of_threads": WARPGROUP_THREADS}
-        cute.arch.barrier(**barrier)
+        sync_warpgroup(place.group)
         store_word_if(self.is_first(place), memory.flag(place.group), 0)
         for block in range(self.blocks):
             heard = [
@@ -534,12 +533,3 @@ class KeyRowsConsumer:
                     for half in range(2):
                         index = 2 * self.columns * mma + sum_index(column, half)
                         sums.values[index] = sums.values[index] * factor
-
-    # -- turns --------------------------------------------------------------------------------------------------------
-
-    def await_turn(self, group) -> None:
-        """Waits until the other warpgroup has issued its MMAs."""
-        cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
-
-    def pass_turn(self, group) -> None:
-        cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

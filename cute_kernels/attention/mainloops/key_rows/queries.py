@@ -10,22 +10,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_policies import ELEMENT_BYTES, MMA_THREADS, MMA_WARPS, SLAB_COLUMNS, WARPGROUP_WARPS
+from cute_kernels.attention.extend_policies import ELEMENT_BYTES, MMA_WARPS, SLAB_COLUMNS, WARPGROUP_WARPS
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, rows_of
 from cute_kernels.attention.mainloops.tile_queries import TOP_EXPONENTS
-from cute_kernels.attention.mainloops.tiles import FIRST_WARPGROUP, WARPGROUP_THREADS
+from cute_kernels.attention.mainloops.turns import sync_consumers, sync_warpgroup
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 
 TOP_EXPONENT = TOP_EXPONENTS["fp16"]
-CONSUMERS = 5  # named barrier of all consumer warps
-
-
-def sync_consumers() -> None:
-    """All consumer warps wait for each other."""
-    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=MMA_THREADS)
 
 
 def sync_head(heads: int, group) -> None:
@@ -33,7 +27,7 @@ def sync_head(heads: int, group) -> None:
     if heads == 1:
         sync_consumers()
     else:
-        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + group, number_of_threads=WARPGROUP_THREADS)
+        sync_warpgroup(group)
 
 
 class QueryWriter:
