@@ -44,7 +44,9 @@ def register() -> None:
     for seam in SEAMS:
         try:
             _hook(seam, interface)
-        except (ImportError, AttributeError) as error:  # a private build that moved something
+        except (
+            Exception
+        ) as error:  # a build that moved something, or a module that fails
             say_once(f"{seam.what} left to SGLang {version}: {type(error).__name__}: {error}", logging.ERROR)
 
 

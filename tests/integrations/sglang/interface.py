@@ -246,21 +246,28 @@ def nothing_is_hooked_where_it_is_not_wanted_or_nothing_is_known() -> None:
 
 
 @check
-def a_module_that_cannot_be_imported_is_named_with_what_it_lacks() -> None:
+def a_module_that_cannot_be_imported_is_named_with_what_it_lacks_and_keeps_no_other_seam() -> None:
     known = versions.INTERFACES[VERSION]
-    away = replace(known, awq="sglang.srt.layers.quantization.awq_that_lacks.Kernel")
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(seams, "logger") as said:
-        Path(folder, "awq_that_lacks.py").write_text("import a_package_that_nobody_has")
+    others = {target for each in plugin.SEAMS if each is not linear.SEAM for target in each.hooks(INTERFACE)}
+    for name, text, wanted in (
+        ("awq_that_lacks", "import a_package_that_nobody_has", "No module named 'a_package_that_nobody_has'"),
+        ("awq_that_fails", "raise RuntimeError('no driver')", "RuntimeError: no driver"),
+    ):
+        away = replace(known, awq=f"{QUANTIZATION}.{name}.Kernel")
         package = sys.modules[QUANTIZATION]
         with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(seams, "logger") as said,
             mock.patch.dict(versions.INTERFACES, {VERSION: away}),
             mock.patch.object(package, "__path__", [*package.__path__, folder]),
-            mock.patch("sglang.srt.plugins.hook_registry.HookRegistry.register"),
+            mock.patch("sglang.srt.plugins.hook_registry.HookRegistry.register") as hooked,
             mock.patch("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", lambda: None),
         ):
+            Path(folder, f"{name}.py").write_text(text)
             register()
-    (line,) = lines(said)
-    assert "No module named 'a_package_that_nobody_has'" in line, line
+        (line,) = lines(said)
+        assert wanted in line, line
+        assert {call.args[0] for call in hooked.call_args_list} == others
 
 
 @check
