@@ -52,9 +52,7 @@ class Router:
     def defer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Stands for the gate: gives few tokens' hidden states back. With more, two launches are needed in any case,
         and vLLM's are as good."""
-        if len(hidden) <= MAX_TOKENS or self.gate is None:
-            return hidden, None
-        return self.gate.__call__(hidden)
+        return (hidden, None) if len(hidden) <= MAX_TOKENS or self.gate is None else self.gate.__call__(hidden)
 
     def choose(
         self,
@@ -119,7 +117,7 @@ def routings_in_code(layers: Iterable[object]) -> dict[int, Routing]:
         choose = vars(router).get("_compute_routing")
         routing = None if choose is None else choose.__self__.routing
         found.setdefault(router.global_num_experts, set()).add(routing)
-    alike = {experts: next(iter(routings)) for experts, routings in found.items() if len(routings) == 1}
+    alike = {experts: routings.pop() for experts, routings in found.items() if len(routings) == 1}
     return {experts: routing for experts, routing in alike.items() if routing is not None}
 
 
