@@ -21,7 +21,6 @@ from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
-from cute_kernels.gemm.wgmma.results import SequentialSplitK
 from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.native import compiler_version
@@ -100,7 +99,7 @@ def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | Tile
 
 def _with_same_bits(problem: LinearProblem, config: WgmmaConfig) -> TileSchedule | None:
     parts = invariant.parts_of_k(replace(problem, m=1))
-    cut = invariant.sequential_schedule_of if isinstance(config.reduction, SequentialSplitK) else invariant.schedule_of
+    cut = invariant.sequential_schedule_of if config.reduction.sequential else invariant.schedule_of
     found = cut(problem, config, parts)
     if found is None or found.workspace_words > invariant.MOST_WORKSPACE_WORDS:
         return None

@@ -1,4 +1,5 @@
-"""A reduction that this file alone knows of is taken by the mainloop that it names, and makes kernels of its own."""
+"""A reduction that this file alone knows of is taken by the mainloop that it names, makes kernels of its own, and is
+chosen where it is the fastest."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.costs import MainloopCost
 from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.gemm.wgmma.places import corner_of
 from cute_kernels.gemm.wgmma.results import Reduction, WholeK
+from cute_kernels.gemm.wgmma.schedule import CANDIDATES, TileSchedule
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, dense_scheduler
 from cute_kernels.runtime.sources import reached
 
@@ -28,6 +33,12 @@ class Alone(Reduction):
     mainloops: ClassVar[tuple[type, ...]] = (RegisterWgmma,)
     made_by: ClassVar[str] = f"{__name__}:AloneReduction"
     name: ClassVar[str] = "_alone"
+
+    def partial_words(self, schedule: TileSchedule) -> int:
+        return 77 * schedule.num_ctas
+
+    def launch_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost) -> float:
+        return super().launch_clocks(problem, schedule, cost) / 2
 
 
 class AloneRounds(DenseRounds):
@@ -70,3 +81,18 @@ def test_it_is_a_part_of_the_kernel_and_of_its_name():
 
 def test_other_mainloops_do_not_take_it():
     assert "MmaSync does not go with Alone" in str(replace(CONFIG, tile_m=16, mainloop=MmaSync()).can_implement())
+
+
+def test_it_is_chosen_where_it_is_the_fastest():
+    def candidates(problem: LinearProblem) -> list[WgmmaConfig]:
+        return [replace(CONFIG, tile_m=256, num_stages=4)] if problem.m > 512 else []
+
+    problems = [LinearProblem(m, 8000, 4096, 4096, integers(4), "bf16", num_sms=131) for m in (64, 4096)]
+    CANDIDATES.append(candidates)
+    try:
+        few, many = map(chosen, problems)
+    finally:
+        CANDIDATES.remove(candidates)
+    assert not isinstance(getattr(few.config, "reduction", None), Alone)
+    assert isinstance(many, TileSchedule) and isinstance(many.config.reduction, Alone)
+    assert (many.splits, many.num_ctas, many.workspace_words) == (1, 131, 77 * 131)

@@ -1,4 +1,6 @@
-"""The time of the policies of a kernel of tiles: a cost model for each mainloop, and the cost of reductions and stores.
+"""The time of the policies of a kernel of tiles: a cost model for each mainloop and its stores.
+
+A reduction makes the clocks of a launch of them: `Reduction.launch_clocks` of `.results`.
 
 A k block takes as long as the slowest of four: the tensor cores, decoding, loading weights at the memory's rate, and
 TMA filling in rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
@@ -8,13 +10,12 @@ is measured and compiled kernels do not. Plain Python, no GPU.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
-from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, RangeSplitK, WholeK
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.wgmma.schedule import TileSchedule
@@ -33,7 +34,15 @@ MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its firs
 
 
 class MainloopCost(Protocol):
-    """Clocks of a mainloop, and of its reduction and store."""
+    """Clocks of a mainloop and its store, of which a reduction makes those of a launch.
+
+    Attributes:
+        dsmem, dsmem_row: clocks of a reduction by DSMEM in a cluster of two; for each row of a part and each further
+            CTA.
+    """
+
+    dsmem: float
+    dsmem_row: float
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Clocks of a launch beyond `START_CLOCKS`."""
@@ -47,8 +56,8 @@ class MainloopCost(Protocol):
         """Clocks of the results of a whole tile, while nothing is multiplied."""
         ...
 
-    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Clocks of a part of a tile that is cut, with its reduction. k_block: what `k_block_clocks` returned."""
+    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        """Clocks by which reductions reckon theirs."""
         ...
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
@@ -97,6 +106,9 @@ class TileRates(NamedTuple):
     in_flight_gain: float = 0.0
 
 
+NO_RATES = TileRates(0, 0, 0, work_tile=0, combine=0, combine_part=0, join=0, join_acc=0)
+
+
 class DecodedCost:
     """The cost of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
 
@@ -121,8 +133,8 @@ class DecodedCost:
     # For each row of a TMA tile of activations that x does not have, which TMA fills in; the same of the small TMA
     # tiles of a DSMEM reduction, and of those of clusters of four.
     fill, dsmem_fill, wide_fill = 11, 8.5, 6
-    # Of DSMEM, and each row of a part beyond that of a second CTA.
-    dsmem, dsmem_row = 1500, 9
+    dsmem: float = 1500
+    dsmem_row: float = 9
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
         if config.scales_codes:
@@ -189,43 +201,12 @@ class DecodedCost:
         rates = self.rates_of(problem, config)
         return rates.work_tile + rates.work_tile_acc * config.thread_acc
 
-    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        config, results = schedule.config, self.work_tile_clocks(problem, schedule.config)
-        rates = self.rates_of(problem, config)
-        if config.reduction.cuts_rows:
-            k_block = self.k_block_clocks(problem, in_small_tiles(schedule))
-            return schedule.k_blocks * k_block + results / config.row_parts
-        products = schedule.split_k_blocks * k_block
-        if config.reduction.dsmem:
-            return products + results + self.dsmem + self.dsmem_row * config.tile_m * (config.cluster - 2)
-        if config.cluster > 1:
-            join = rates.join + rates.join_acc * (config.cluster - 1) * config.own_m / 2
-            return products + results / config.cluster + join
-        others = schedule.splits - 1
-        if not others:
-            return products + results
-        combine = rates.combine + rates.combine_part * config.thread_acc * others
-        return products + results + combine
-
-
-class RangesCost(DecodedCost):
-    """Models tiles that are cut into work ranges: `RangeSplitK`."""
-
-    # To leave sums in memory and take up others; of a k block's time, as CTAs are at as many parts of K as there are.
-    hand_over, apart = 4600, 1.05
-
-    def range_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Clocks of a CTA's range: its share of all tiles' k blocks and ends."""
-        config = schedule.config
-        assert isinstance(config.reduction, RangeSplitK)
-        units = schedule.whole * (schedule.k_blocks + config.reduction.end) / schedule.num_ctas
-        products = (units - config.reduction.end) * k_block * self.apart
-        return products + self.work_tile_clocks(problem, config) + self.hand_over
-
 
 class ResidentCost:
     """The cost of limbs that a CTA makes itself: `ResidentLimbs`."""
 
+    dsmem: float = 0
+    dsmem_row: float = 0
     start = 3300  # until limbs are made, and the way out of the last work tile
     start_row = 100  # of that, for each row beyond eight
     # Of a tile's k block and a warpgroup, by the rows; of few the memory takes longer.
@@ -263,24 +244,16 @@ class ResidentCost:
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         return 0.0
 
-    def part_clocks(self, problem: LinearProblem, schedule: TileSchedule, k_block: float) -> float:
-        """Clocks of a part. Parts are reduced in the cluster, which takes no longer than storing them."""
-        return schedule.split_k_blocks * k_block
+    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        """Nothing: parts are reduced in the cluster, which takes no longer than storing them."""
+        return NO_RATES
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
     RegisterWgmma: DecodedCost(), MmaSync: DecodedCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
-RANGES_COST = RangesCost()
 
 
 def cost_of(config: WgmmaConfig) -> MainloopCost:
     """The cost model of a configuration; KeyError if its mainloop has none."""
-    return RANGES_COST if isinstance(config.reduction, RangeSplitK) else COSTS[type(config.mainloop)]
-
-
-def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
-    """The schedule with the parts of its tiles' rows as tiles."""
-    config = schedule.config
-    small = replace(config, tile_m=config.part_m, row_parts=1, reduction=WholeK())
-    return replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)
+    return COSTS[type(config.mainloop)]

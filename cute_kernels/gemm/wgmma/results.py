@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from cute_kernels.gemm.activations.base import ActivationFunction
@@ -17,7 +17,10 @@ from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.problem import LinearProblem
     from cute_kernels.gemm.wgmma.config import WgmmaConfig
+    from cute_kernels.gemm.wgmma.costs import MainloopCost
+    from cute_kernels.gemm.wgmma.schedule import TileSchedule
 
 _ROOM = "cute_kernels.gemm.wgmma"
 CHUNK_M = 64  # rows of x that a warpgroup stores at a time, if nothing else is said
@@ -25,6 +28,9 @@ STAGING_PAD = 4  # words between the tokens of the staging buffer
 STAGING_ALIGNMENT = 128
 DSMEM_CLUSTERS = (2, 3, 4)
 K_WARPGROUPS = (2, 3, 4)
+# Clocks to leave sums of a work range in memory and take up others; a factor of a k block's time, as CTAs are at as many
+# parts of K as there are.
+RANGE_CLOCKS, RANGE_SPREAD = 4600, 1.05
 MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
 TMA_TILE_ALIGNMENT = 1024
 WGMMA_N_STEP = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
@@ -71,7 +77,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
 
 
 class Reduction(ABC):
-    """How parts of a tile are reduced.
+    """How parts of a tile are reduced, how a launch with it is laid out, and what time it takes.
 
     Attributes:
         cluster: CTAs of a cluster that have equal parts of K of one tile.
@@ -125,6 +131,55 @@ class Reduction(ABC):
         """Returns why a configuration cannot be reduced so, or None."""
         return None
 
+    # What a launch's schedule asks. Compiled kernels have nothing of it.
+
+    def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
+        """Whether tiles may be cut into so many parts, none of them empty."""
+        cut = splits == self.cluster if self.cluster > 1 else splits == 1 or self.splits_k
+        return cut and -(-k_blocks // -(-k_blocks // splits)) == splits
+
+    def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
+        """Returns a schedule with its whole tiles and CTAs; None if there is nothing to cut, or no room.
+
+        Whole rounds of all CTAs are of whole tiles. CTAs that multicast activations have a work tile together. A
+        cluster has a tile: all of them run at once, on this share of the SMs.
+        """
+        if self.cluster > 1:
+            work_tiles = schedule.num_work_tiles
+            fits = work_tiles <= num_sms * share and not (self.dsmem and schedule.m_tiles > 1)
+            return replace(schedule, num_ctas=work_tiles) if fits else None
+        multicast = schedule.config.multicast
+        teams = num_sms // multicast
+        if schedule.splits > 1:
+            schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
+            if not schedule.num_tiles_cut:
+                return None
+        return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * multicast)
+
+    def partial_words(self, schedule: TileSchedule) -> int:
+        """fp32 words of partial accumulators in memory."""
+        if self.cluster > 1:
+            return 0  # they meet in shared memory
+        config = schedule.config
+        parts = schedule.num_tiles_cut * config.multicast * (schedule.splits - 1)
+        return parts * config.block_rows * config.tile_m
+
+    def launch_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost) -> float:
+        """Returns the clocks of all work tiles: of rounds of whole ones, then of parts."""
+        resident, k_block = schedule.num_ctas // schedule.config.multicast, cost.k_block_clocks(problem, schedule)
+        tile = schedule.k_blocks * k_block + cost.work_tile_clocks(problem, schedule.config)
+        clocks = -(-schedule.whole // resident) * tile
+        parts = -(-schedule.num_tiles_cut * schedule.splits // resident)
+        return clocks + parts * self.cut_clocks(problem, schedule, cost, k_block)
+
+    def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
+        """Returns the clocks of a part of a tile that is cut, with its reduction. k_block: those of a k block."""
+        products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, schedule.config)
+        if schedule.splits == 1:
+            return products
+        rates = cost.rates_of(problem, schedule.config)
+        return products + (rates.combine + rates.combine_part * schedule.config.thread_acc * (schedule.splits - 1))
+
 
 @dataclass(frozen=True)
 class WholeK(Reduction):
@@ -146,6 +201,25 @@ class RowCuts(Reduction):
 
     def problem(self, config: WgmmaConfig) -> str | None:
         return "tiles are cut along rows into more than 1 part" if config.row_parts == 1 else None
+
+    def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
+        return splits == config.row_parts
+
+    def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
+        """As of all; but of fewer rows than those of a round smaller tiles have k blocks of more inputs."""
+        found = super().laid_out(schedule, num_sms, share)
+        return found if found is not None and found.whole else None
+
+    def partial_words(self, schedule: TileSchedule) -> int:
+        return 0
+
+    def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
+        config = schedule.config
+        small = replace(config, tile_m=config.part_m, row_parts=1, reduction=WHOLE_K)
+        k_block = cost.k_block_clocks(
+            problem, replace(schedule, config=small, m_tiles=schedule.m_tiles * config.row_parts)
+        )
+        return schedule.k_blocks * k_block + cost.work_tile_clocks(problem, config) / config.row_parts
 
 
 @dataclass(frozen=True)
@@ -180,6 +254,23 @@ class RangeSplitK(Reduction):
     @property
     def name(self) -> str:
         return f"_ranges{self.end}"
+
+    def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
+        return splits == 1
+
+    def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
+        """Returns equal work ranges of all tiles, which count as whole; None if a range is less than a tile."""
+        tiles = schedule.num_tiles_cut
+        return replace(schedule, whole=tiles, num_ctas=num_sms) if tiles >= num_sms else None
+
+    def partial_words(self, schedule: TileSchedule) -> int:
+        return schedule.num_ctas * schedule.config.block_rows * schedule.config.tile_m
+
+    def launch_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost) -> float:
+        """Returns the clocks of a CTA's range: its share of all tiles' k blocks and ends."""
+        units = schedule.whole * (schedule.k_blocks + self.end) / schedule.num_ctas
+        products = (units - self.end) * cost.k_block_clocks(problem, schedule) * RANGE_SPREAD
+        return products + cost.work_tile_clocks(problem, schedule.config) + RANGE_CLOCKS
 
     def problem(self, config: WgmmaConfig) -> str | None:
         if self.end < 0:
@@ -228,6 +319,12 @@ class RowExchange(Reduction):
             return f"accumulators of {config.acc_bytes} bytes do not fit into the stages of activations"
         return None
 
+    def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
+        config, rates = schedule.config, cost.rates_of(problem, schedule.config)
+        join = rates.join + rates.join_acc * (self.cluster - 1) * config.own_m / 2
+        results = cost.work_tile_clocks(problem, config)
+        return schedule.split_k_blocks * k_block + results / self.cluster + join
+
 
 @dataclass(frozen=True)
 class Dsmem(Reduction):
@@ -243,6 +340,9 @@ class Dsmem(Reduction):
 
     def problem(self, config: WgmmaConfig) -> str | None:
         return one_of(self.cluster, DSMEM_CLUSTERS, "cluster")
+
+    def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
+        return _dsmem_clocks(problem, schedule, cost, k_block)
 
 
 @dataclass(frozen=True)
@@ -268,6 +368,16 @@ class InterleavedDsmem(Reduction):
             # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
             return f"num_stages {config.num_stages} is no multiple of {count} warpgroups, or less than two for each"
         return None
+
+    def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
+        return _dsmem_clocks(problem, schedule, cost, k_block)
+
+
+def _dsmem_clocks(problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
+    """Returns the clocks of a CTA's part of K, and of the partials that it publishes or receives."""
+    config = schedule.config
+    products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, config)
+    return products + cost.dsmem + cost.dsmem_row * config.tile_m * (config.cluster - 2)
 
 
 def dsmem(cluster: int, k_warpgroups: int = 1) -> Dsmem | InterleavedDsmem:

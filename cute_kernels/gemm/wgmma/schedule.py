@@ -6,7 +6,7 @@ tiles waste decoding, large ones the last round; see `estimate_us`. The time of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -20,7 +20,6 @@ from cute_kernels.gemm.wgmma.costs import (
     MULTICAST_CLOCKS,
     SHORT_ROWS,
     START_CLOCKS,
-    RangesCost,
     cost_of,
 )
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
@@ -204,12 +203,7 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial accumulators."""
-        if self.config.cluster > 1 or self.config.reduction.cuts_rows:
-            return 0  # they meet in shared memory, or nowhere
-        if isinstance(self.config.reduction, RangeSplitK):
-            return self.num_ctas * self.config.block_rows * self.config.tile_m
-        cut = self.num_tiles_cut * self.config.multicast
-        return cut * (self.splits - 1) * self.config.block_rows * self.config.tile_m
+        return self.config.reduction.partial_words(self)
 
 
 @lru_cache(maxsize=4096)
@@ -243,47 +237,13 @@ def most_splits(config: WgmmaConfig) -> int:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """The schedule of a given configuration. None if its k blocks do not cover K, if a part of K would be empty, or
-    if there is nothing to cut.
-
-    Whole rounds of all CTAs are of whole tiles. CTAs that share activations by TMA multicast have a work tile together.
-    """
+    """The schedule of a given configuration. None if its k blocks do not cover K, or if its reduction does not cut a
+    tile so, or has nothing to cut."""
     k_blocks, rest = divmod(problem.k_pad, config.block_k)
-    if rest:
+    if rest or not config.reduction.can_cut(config, splits, k_blocks):
         return None
-    if splits != config.row_parts if config.reduction.cuts_rows else -(-k_blocks // -(-k_blocks // splits)) != splits:
-        return None
-    if isinstance(config.reduction, RangeSplitK):
-        return range_schedule_of(problem, config, k_blocks) if splits == 1 else None
-    if config.cluster > 1:
-        return cluster_schedule_of(problem, config, k_blocks) if splits == config.cluster else None
-    if splits > 1 and not (config.reduction.splits_k or config.reduction.cuts_rows):
-        return None
-    teams = problem.num_sms // config.multicast
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
-    if splits > 1:
-        schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
-        # Of fewer rows than those of a round smaller tiles have k blocks of more inputs.
-        if not schedule.num_tiles_cut or (config.reduction.cuts_rows and not schedule.whole):
-            return None
-    return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * config.multicast)
-
-
-def cluster_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
-    """A schedule with a cluster for each tile. None if the clusters do not all run at once, or if the rows of x that a
-    cluster reduces are not one tile."""
-    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, config.cluster, 0)
-    if config.reduction.dsmem and schedule.m_tiles > 1:
-        return None
-    most = problem.num_sms * share_of(config)
-    return replace(schedule, num_ctas=schedule.num_work_tiles) if schedule.num_work_tiles <= most else None
-
-
-def range_schedule_of(problem: LinearProblem, config: WgmmaConfig, k_blocks: int) -> TileSchedule | None:
-    """Equal work ranges of all tiles, which count as whole; None if a range is less than a tile."""
-    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, 1, problem.num_sms)
-    schedule = replace(schedule, whole=schedule.num_tiles_cut)
-    return schedule if schedule.whole >= schedule.num_ctas else None
+    return config.reduction.laid_out(schedule, problem.num_sms, share_of(config))
 
 
 def share_of(config: WgmmaConfig) -> float:
@@ -295,27 +255,27 @@ def share_of(config: WgmmaConfig) -> float:
 
 
 def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Microseconds that the model expects, without the launch itself: rounds of whole tiles, then of what is cut."""
-    config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
-    cost = cost_of(config)
-    k_block = cost.k_block_clocks(problem, schedule)
-    if isinstance(cost, RangesCost):
-        return (START_CLOCKS + cost.range_clocks(problem, schedule, k_block)) / CLOCKS_PER_US
-    clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + cost.work_tile_clocks(problem, config))
-    clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * cost.part_clocks(problem, schedule, k_block)
-    clocks += MULTICAST_CLOCKS if config.multicast > 1 else 0
+    """Microseconds that the model expects, without the launch itself."""
+    cost = cost_of(schedule.config)
+    clocks = schedule.config.reduction.launch_clocks(problem, schedule, cost)
+    clocks += MULTICAST_CLOCKS if schedule.config.multicast > 1 else 0
     return (START_CLOCKS + cost.start_clocks(problem, schedule) + clocks) / CLOCKS_PER_US
+
+
+Candidates = Callable[[LinearProblem], Iterable[WgmmaConfig]]
 
 
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
+    return [config for configs in CANDIDATES for config in configs(problem)]
+
+
+def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Configurations of tiles whose parts of K meet in memory, or whose rows a cluster exchanges."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
-    more = (
-        wide_shapes(problem) + crowded_shapes(problem) + (ROUND_SHAPES if is_short(problem) else lone_shapes(problem))
-    )
-    tiles = tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + more)
-    dsmem = dsmem_configs(problem) + apart_configs(problem) + wide_configs(problem)
-    return tiles + dsmem + range_configs(problem) + resident_configs(problem)
+    rounds = ROUND_SHAPES if is_short(problem) else lone_shapes(problem)
+    more = wide_shapes(problem) + crowded_shapes(problem) + rounds
+    return tile_configs(problem, SHAPES + BETWEEN_SHAPES + paired + more)
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
@@ -471,6 +431,12 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
     if cluster > 1:
         return 2 if tile_m == 64 and form == (4, "bf16") else 1
     return 1 if tile_m > 64 and form == (8, "bf16") else 2
+
+
+CANDIDATES: list[Candidates] = [
+    shaped_configs, dsmem_configs, apart_configs, wide_configs, range_configs, resident_configs,
+]  # fmt: skip
+"""What the chooser considers. A reduction of its own file appends its configurations, all else is in the reduction."""
 
 
 def shipped_configs() -> list[WgmmaConfig]:
