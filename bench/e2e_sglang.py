@@ -2,7 +2,7 @@
 
 Cases are `bench.e2e_vllm`'s, each in a process of its own. KV is "fp8" or "auto". A plug-in that is "on" serves linear
 layers and experts, and attention too where the cache is FP8: SGLang is asked for it by name; "linear" leaves attention
-to SGLang.
+to SGLang. gpt-oss's attention is always SGLang's, which refuses other backends for that model.
 """
 
 # SGLang is not installed where types are checked.
@@ -43,13 +43,14 @@ def engine_arguments(case: Case, folder: Path) -> dict[str, Any]:
             f"case: got {case.name!r}, want KV of {', '.join(KV_DTYPES)} and a plug-in of {', '.join(PLUGINS)}, "
             "without a cache format, a mixed load or a second GPU, with SGLang"
         )
+    own_attention = (case.plugin, case.kv) == ("on", "fp8") and case.weights != "mxfp4"
     return {
         "model_path": str(model_folder(case, folder)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "context_length": case.context + 256,
         "kv_cache_dtype": KV_DTYPES[case.kv],
-        "attention_backend": NAME if (case.plugin, case.kv) == ("on", "fp8") else None,
+        "attention_backend": NAME if own_attention else None,
         "page_size": case.block_size or None,
         "mem_fraction_static": 0.85,
         "max_total_tokens": cache_tokens(case) if case.beside else None,

@@ -23,6 +23,7 @@ def test_attention_is_asked_for_by_name_where_the_plug_in_is_on_and_the_cache_is
         for plugin in ("fp8:off", "fp8:on", "fp8:linear", "auto:on")
     }
     assert asked == {"fp8:off": None, "fp8:on": "cute_kernels", "fp8:linear": None, "auto:on": None}
+    assert arguments("gpt-oss-20b:mxfp4:fp8:on@1", tmp_path)["attention_backend"] is None  # SGLang refuses it there
 
 
 def test_an_engine_has_the_cases_model_cache_and_graphs(tmp_path: Path):

@@ -44,9 +44,7 @@ def register() -> None:
     for seam in SEAMS:
         try:
             _hook(seam, interface)
-        except (
-            Exception
-        ) as error:  # a build that moved something, or a module that fails
+        except Exception as error:  # a build that moved something, or a module that fails
             say_once(f"{seam.what} left to SGLang {version}: {type(error).__name__}: {error}", logging.ERROR)
 
 
