@@ -123,6 +123,25 @@ def test_fused_blocks_round_what_their_layers_round(form):
         ck.accelerate(model, activations="fp8")
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_layers_with_one_static_scale_are_one_launch_and_others_keep_their_own(alike):
+    """As checkpoints have them: layers of one input were calibrated with the same numbers."""
+    model = built("llama, biases", weights=False)
+    quantize_model(model, format="fp8", activations="fp8")
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    for number, layer in enumerate(layers):
+        layer.activation_scale = torch.tensor(0.02 if alike else 0.02 / (1 + number))
+    mask, state = torch.ones_like(IDS), {key: value.clone() for key, value in model.state_dict().items()}
+    want = logits_of(model, mask)
+    ck.accelerate(model, kv_format="bf16")
+    fused = [type(vars(module).get("forward")) is blocks.MlpBlock for module in model.modules()]
+    assert any(fused) == alike and relative_error(logits_of(model, mask), want) < 3e-2
+    found = model.state_dict()
+    assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
+    ck.restore(model)
+    assert torch.equal(logits_of(_with_norms(model), mask), want)
+
+
 def _with_norms(model: Any) -> Any:
     replace_norms(model)
     return model

@@ -17,8 +17,8 @@ from cute_kernels.gemm import PackedWeight, QuantizedLinear, interleave_weights,
 from cute_kernels.gemm.slices import outputs_at
 from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N
 
-_TENSORS = (*TENSOR_NAMES, "bias")
-_SHARED = ("perm", "input_scale")
+_TENSORS = (*TENSOR_NAMES, "bias", "activation_scale")
+_SHARED = ("perm", "input_scale", "activation_scale")
 """Tensors of a layer over its inputs: layers that are merged have the same ones."""
 
 
@@ -100,9 +100,14 @@ def _merge_quantized(parts: Sequence[Any]) -> QuantizedLinear | None:
 def _layer(tensors: dict[str, torch.Tensor | None], like: QuantizedLinear, rows: int) -> QuantizedLinear:
     fields: dict[str, Any] = {name: tensors[name] for name in TENSOR_NAMES}
     form: dict[str, Any] = {"format": like.weight_format, "shape": (rows, like.in_features)}
-    layer = QuantizedLinear(PackedWeight(**fields, **form, check_values=False), tensors["bias"])
-    layer.batch_invariant, layer.activations = like.batch_invariant, like.activations
-    return layer.train(like.training)
+    return _like(QuantizedLinear(PackedWeight(**fields, **form, check_values=False), tensors["bias"]), like)
+
+
+def _like(layer: QuantizedLinear, other: QuantizedLinear) -> QuantizedLinear:
+    """Gives a layer the settings of another one."""
+    layer.batch_invariant, layer.activations = other.batch_invariant, other.activations
+    layer.activation_scale = other.activation_scale
+    return layer.train(other.training)
 
 
 def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
@@ -110,8 +115,6 @@ def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
     for name in ("weight_format", "in_features", "batch_invariant", "activations"):
         if getattr(one, name) != getattr(other, name):
             return False
-    if one.activation_scale is not None or other.activation_scale is not None:  # each layer's own
-        return False
     if (one.scales.dtype, one.codes.device) != (other.scales.dtype, other.codes.device):
         return False
     for name in _TENSORS:
@@ -154,9 +157,7 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
         weights = tuple(reorder_outputs(weight, order) for weight in weights)
         bias = None if bias is None else bias[order.to(bias.device).long()]
     bias = None if bias is None else bias.flatten()
-    layer = QuantizedLinear(interleave_weights(*weights), bias)
-    layer.batch_invariant, layer.activations = layers[0].batch_invariant, layers[0].activations
-    return layer.train(layers[0].training)
+    return _like(QuantizedLinear(interleave_weights(*weights), bias), layers[0])
 
 
 class PartOfPair(QuantizedLinear):
@@ -195,9 +196,7 @@ class PartOfPair(QuantizedLinear):
         (pair,) = self.pair
         rows = self._rows(pair.codes.device)
         packed = outputs_at(pair.weight, rows)
-        layer = QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows])
-        layer.batch_invariant, layer.activations = self.batch_invariant, self.activations
-        return layer.train(self.training)
+        return _like(QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows]), self)
 
     def extra_repr(self) -> str:
         return f"rows of {self.pair[0]}"
