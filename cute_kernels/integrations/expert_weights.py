@@ -32,13 +32,13 @@ class Stored(NamedTuple):
     zero_point: bool
     act_order: bool
 
-    def wrong(self, features: int, hidden: int) -> dict[str, bool]:
+    def wrong(self, features: int, hidden: int, gated: bool = True) -> dict[str, bool]:
         """What no kernel here supports, and whether it is so. features: between the products; hidden: the model's."""
         return {
             f"{self.bits}-bit weights": self.bits not in (4, 8),
             f"groups of {self.group_size}": self.group_size not in (0, *SHIPPED_GROUP_SIZES),
             "act-order": self.act_order,
-            f"experts of {features} features": bool(features % (TILE_N // 2) or hidden % TILE_N),
+            f"experts of {features} features": bool(features * (1 + gated) % TILE_N or hidden % TILE_N),
         }
 
 

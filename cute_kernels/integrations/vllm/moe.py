@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from cute_kernels.formats.weights.fp4 import MXFP4_ANY
-from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Swiglu
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Gelu, Relu2, Silu, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.quantize import DTYPES
@@ -109,20 +109,30 @@ SOURCES = {
 
 IN_TURN = "swigluoai"
 """vLLM's name of gpt-oss's activation, whose gates and ups come in turn in checkpoints; of others gates come first."""
-ACTIVATIONS = ("silu", IN_TURN, "swigluoai_uninterleave")
+UNGATED = {"silu_no_mul": Silu(), "gelu_no_mul": Gelu(), "relu2_no_mul": Relu2()}
+"""Its names of activations of experts without a gate, Nemotron-H's among them."""
+ACTIVATIONS = ("silu", IN_TURN, "swigluoai_uninterleave", *UNGATED)
 
 
 def activation_of(layer: Foreign) -> ActivationFunction | None:
-    """The activation that vLLM applies to a layer's gates and ups; None for one that no kernel here computes."""
+    """The activation that vLLM applies to a layer's gates and ups, or to its ups alone; None for one that no kernel
+    here computes."""
     limit, alpha, beta = (getattr(layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
     kind = layer.activation.value
     if kind == IN_TURN:  # whatever the layer says, vLLM's kernel has gpt-oss's numbers
         return ClampedSwiglu() if limit in (None, 7.0) and alpha in (None, 1.702) and beta in (None, 1.0) else None
+    if kind in UNGATED and limit is alpha is beta is None:
+        return UNGATED[kind]
     if kind == "silu" and alpha is beta is None:
         return Swiglu() if limit is None else ClampedSwiglu(1.0, limit, 0.0)
     if kind == "swigluoai_uninterleave" and limit is not None:
         return ClampedSwiglu(1.0 if alpha is None else alpha, limit, 0.0 if beta is None else beta)
     return None
+
+
+def _gates_come_first(layer: Foreign) -> bool:
+    """Whether a layer's first weights and biases are all gates, then all ups, which kernels want in turn."""
+    return layer.activation.value not in (IN_TURN, *UNGATED)
 
 
 class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
@@ -150,7 +160,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key: object, activation_key: object) -> bool:
@@ -217,7 +227,8 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
     except ValueError as error:
         return str(error)
     words, scales, _ = source.tensors(layer, "w13", zero_point=False)
-    n, experts = scales.shape[2] // 2, words.shape[0]
+    gated = layer.activation.value not in UNGATED
+    n, experts = scales.shape[2] // (1 + gated), words.shape[0]
     hidden = source.tensors(layer, "w2", zero_point=False)[1].shape[2]
     names = ("wna16_backend", "wna16_moe_backend", "mxfp4_backend")
     backend = next((found for name in names if (found := getattr(method, name, None)) is not None), None)
@@ -229,11 +240,13 @@ def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | Non
         "a GPU of another compute capability than 9.0": not CuteKernelsExperts._supports_current_device(),
         f"weights laid out for {backend}": backend not in source.backends or transposed,
         f"--moe-backend {method.moe.moe_backend}": method.moe.moe_backend != "auto",
-        **form.wrong(n, hidden),
+        **form.wrong(n, hidden, gated),
         f"{experts} experts": experts > MAX_EXPERTS,
         f"activations in {dtype}": dtype not in DTYPES,
         "quantised activations": inputs is not None and inputs.itemsize == 1,
         f"the activation {layer.activation}, or its numbers": activation_of(layer) is None,
+        # Other methods' parameters have room for gates.
+        f"experts without gates in {type(method).__name__}": not gated and source.form is not _compressed_tensors_form,
         "a bias of one product": len(_biases(method, layer)) == 1,
         "weights on the input": bool(layer.apply_router_weight_on_input),
         "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
@@ -273,7 +286,7 @@ def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
     bits, group_size, zero_point, _ = source.form(method)
     packed = {}
     activation = activation_of(layer) or expert_kernels.SWIGLU
-    for name, gated in (("w13", layer.activation.value != IN_TURN), ("w2", False)):
+    for name, gated in (("w13", _gates_come_first(layer)), ("w2", False)):
         words, scales, zeros = source.tensors(layer, name, zero_point)
         packed[name] = source.pack(
             words,
@@ -343,11 +356,11 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _biases_of(method: Foreign, layer: Foreign, dtype: torch.dtype) -> Biases:
-    """Both products' biases as kernels take them, gates and ups in turn; None of layers without."""
+    """Both products' biases as kernels take them, gates and ups in turn; None of layers without biases."""
     if not _biases(method, layer):
         return None, None
     first, second = (getattr(layer, name).detach().to(dtype, copy=True).contiguous() for name in BIASES)
-    return first if layer.activation.value == IN_TURN else expert_weights.gate_and_up_in_turn(first), second
+    return expert_weights.gate_and_up_in_turn(first) if _gates_come_first(layer) else first, second
 
 
 def _kept_biases(before: Biases, now: Biases) -> Biases:

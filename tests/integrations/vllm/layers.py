@@ -249,7 +249,12 @@ class Experts:
         return total
 
     def between(self, sums: torch.Tensor) -> torch.Tensor:
-        """What vLLM's activation makes of a token's gates and ups."""
+        """What vLLM's activation makes of a token's gates and ups, or of its ups alone."""
+        if self.layer.activation.value.endswith("_no_mul"):
+            from vllm.model_executor.layers.fused_moe import activation
+
+            kind, out = activation.MoEActivation(self.layer.activation.value), torch.empty_like(sums)[None]
+            return activation.apply_moe_activation(kind, out, sums[None])[0]
         numbers = (getattr(self.layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
         usual = torch.inf, 1.0, 0.0
         limit, alpha, beta = (other if each is None else each for each, other in zip(numbers, usual, strict=True))
@@ -267,7 +272,9 @@ class Experts:
 NUM_EXPERTS = 5
 
 
-def make_experts(form: Checkpoint, device: str, num_experts: int = NUM_EXPERTS, seed: int = 0) -> Experts:
+def make_experts(
+    form: Checkpoint, device: str, num_experts: int = NUM_EXPERTS, seed: int = 0, gated: bool = True
+) -> Experts:
     """A layer of num_experts; form.n: features of an expert, form.k: of the model."""
     generator = torch.Generator().manual_seed(seed)
     layer = torch.nn.Module()
@@ -278,7 +285,7 @@ def make_experts(form: Checkpoint, device: str, num_experts: int = NUM_EXPERTS, 
         "gptq": ("{}_qweight", "{}_scales", "{}_qzeros"),
         "awq": ("{}_qweight", "{}_scales", "{}_qzeros"),
     }[form.checkpoint]
-    for name, (n, k) in {"w13": (2 * form.n, form.k), "w2": (form.k, form.n)}.items():
+    for name, (n, k) in {"w13": ((1 + gated) * form.n, form.k), "w2": (form.k, form.n)}.items():
         length, top = form.group_size or k, 1 << form.bits
         codes = torch.randint(0, top, (num_experts, n, k), generator=generator)
         zeros = torch.randint(0, top, (num_experts, n, k // length), generator=generator)
@@ -373,7 +380,8 @@ def serve_experts(form: Checkpoint, device: str, biased: bool = False, **attribu
 
     from cute_kernels.integrations.vllm import moe
 
-    layer = make_experts(form, device)
+    gated = not getattr(attributes.get("activation"), "value", "silu").endswith("_no_mul")
+    layer = make_experts(form, device, gated=gated)
     for name, value in attributes.items():
         setattr(layer.layer, name, value)
     if biased:

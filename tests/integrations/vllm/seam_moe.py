@@ -56,6 +56,28 @@ def biases_and_limits_are_part_of_the_products() -> None:
 
 
 @check
+def experts_without_gates_have_the_activation_that_vllm_names() -> None:
+    """Nemotron-H's squared ReLU, and others of one operand."""
+    from cute_kernels.integrations.vllm import moe
+    from tests.integrations.vllm import layers
+
+    moe.current_platform = hopper()
+    for name, bits in (("relu2_no_mul", 4), ("gelu_no_mul", 8), ("silu_no_mul", 4)):
+        for biased in (False, True):
+            form = layers.Checkpoint("ct", bits, 32, n=64, k=128)
+            activation = SimpleNamespace(value=name)
+            layer, made = layers.serve_experts(form, "cpu", biased, activation=activation)
+            assert made.gate_up.out_features == 64 and f"{made.epilogues.activation.name}_no_mul" == name
+            assert layers.error_of_experts(layer, made, 7, form.dtype) < 2**-6, (name, biased)
+    for checkpoint, said in (("gptq", "without gates in"), ("awq", "without gates in"), ("ct", "of 96 features")):
+        form = layers.Checkpoint(checkpoint, 4, 32, checkpoint == "awq", n=96, k=128)
+        experts = layers.make_experts(form, "cpu", gated=False)
+        experts.layer.activation = activation  # type: ignore[assignment]
+        found = str(moe.reason_against(experts.method, experts.layer, layers.expert_source(form)))
+        assert f"experts {said}" in found, found
+
+
+@check
 def other_experts_are_left_to_vllm_with_a_reason() -> None:
     from cute_kernels.integrations.vllm import moe
     from tests.integrations.vllm import layers
