@@ -250,7 +250,7 @@ class Experts:
 
     def between(self, sums: torch.Tensor) -> torch.Tensor:
         """What vLLM's activation makes of a token's gates and ups, or of its ups alone."""
-        if self.layer.activation.value.endswith("_no_mul"):
+        if str(self.layer.activation.value).endswith("_no_mul"):
             from vllm.model_executor.layers.fused_moe import activation
 
             kind, out = activation.MoEActivation(self.layer.activation.value), torch.empty_like(sums)[None]
