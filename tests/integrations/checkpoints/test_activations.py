@@ -269,6 +269,32 @@ def test_what_a_projects_own_file_declares_is_honoured_or_named(name):
         assert torch.equal(layer.activation_scale, load_file(MADE / name / "model.safetensors")[f"{NAME}.input_scale"])
 
 
+FP8 = {"num_bits": 8, "type": "float", "dynamic": True}
+W4A8 = {  # what is declared beside INT4, whether that is symmetric, and what the report says
+    "a token": (FP8 | {"strategy": "token"}, True, "FP8 products as declared: FP8 (dynamic)"),
+    "a tensor": (FP8 | {"strategy": "tensor", "group_size": None}, True, "FP8 products as declared: FP8 (dynamic)"),
+    "64 inputs": (FP8 | {"strategy": "group", "group_size": 64}, True, f"16-bit products because {BY_ROW}"),
+    "zero points": (FP8, False, "16-bit products because FP8 ones want codes that are E4M3 numbers exactly"),
+    "integers": (FP8 | {"type": "int"}, True, "16-bit products because there are none in INT8"),
+}
+
+
+@pytest.mark.parametrize("which", list(W4A8))
+def test_int4_beside_fp8_activations_has_products_in_fp8(which, tmp_path):
+    declared, symmetric, said = W4A8[which]
+    config = json.loads((MADE / "ct_w4" / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"], group["weights"]["symmetric"] = declared, symmetric
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(MADE / "ct_w4" / "model.safetensors")
+    left = {key: value for key, value in tensors.items() if not (symmetric and key.endswith("zero_point"))}
+    save_file(left, tmp_path / "model.safetensors")
+    layer, note = loaded_note(tmp_path)
+    assert note.startswith(said) and (layer.activations == "fp8") == said.startswith("FP8")
+    x = torch.randn(3, K).bfloat16()
+    assert torch.equal(layer(x), quantized_linear(x, layer.weight, activations=layer.activations))
+
+
 @pytest.mark.parametrize("name", list(ROUNDING))
 def test_what_torchao_declares_of_activations_is_honoured_or_named(name, tmp_path):
     key, (kind, attributes, declared) = f"{NAME}.weight", ROUNDING[name]
