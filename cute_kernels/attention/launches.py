@@ -34,11 +34,10 @@ class DecodeLaunch:
 
     Attributes:
         send: the compiled kernel, bound to its constant arguments; it takes the other arguments
-            (:mod:`cute_kernels.attention.arguments`) by name. In native code it compares the shape, strides, dtype,
-            alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
-            current stream of the tensors' device.
+            (:mod:`cute_kernels.attention.arguments`) by name, and ``options`` and ``new`` to look in. In native code it
+            compares the shape, strides, dtype, alignment and device of every tensor that it is given with what it was
+            compiled for, and launches on torch's current stream of the tensors' device.
         new_out, new_lse: what results that the caller gives no tensor for are made of.
-        takes_options: whether ``send`` looks for features in the options of a call.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         num_words: of workspace, 0 if there is nothing to combine.
         mode: what a call's mode has beside what the call asks for.
@@ -50,7 +49,6 @@ class DecodeLaunch:
     softmax_scale: float
     new_out: Blank
     new_lse: Blank
-    takes_options: bool = False
     k_view: torch.dtype | None = None
     v_view: torch.dtype | None = None
     num_words: int = 0
@@ -89,23 +87,11 @@ class DecodeLaunch:
             v_cache = v_cache.view(self.v_view)
         if softmax_scale is None:
             softmax_scale = self.softmax_scale
-        if new is not None:
-            self.send(
-                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
-                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
-                options=options or NO_OPTIONS, new=new,
-            )  # fmt: skip
-        elif self.takes_options:
-            self.send(
-                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
-                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
-                options=options or NO_OPTIONS,
-            )  # fmt: skip
-        else:
-            self.send(
-                q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address,
-                workspace=workspace, k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode,
-            )  # fmt: skip
+        self.send(
+            q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address, workspace=workspace,
+            k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode, options=options or NO_OPTIONS,
+            new=new,
+        )  # fmt: skip
         return out, lse
 
 
@@ -166,8 +152,6 @@ class ExtendLaunch:
         """other: (out, lse) of another launch that the result is merged with. own: arguments of unpacked keys."""
         q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
-        if q.shape[0] == 1:
-            q = q.view(q.shape)  # one query may have any stride, which kernels would refuse
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
         if splits > 1:
             partials = GPU.empty(*blank((splits, q.shape[0], q.shape[1], q.shape[2] + 1), torch.float32))

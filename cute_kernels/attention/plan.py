@@ -138,7 +138,6 @@ def decode_launch_of(
         v_view=byte_view(call.v.cache),
         num_words=workspace_words(schedule, problem),
         mode=ctas_log2(schedule.config, problem.num_sms) << CTAS_SHIFT,
-        takes_options=schedule.config.has_features,
     )
 
 
@@ -146,7 +145,8 @@ def _decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..
     """The compiled kernel, bound to the arguments that follow from the plan alone."""
     config = schedule.config
     function = load(AttentionSpec(config), arch_of(call.q.device.index))
-    return decode_arguments(config.features, config.page_tokens > 0).bound(function, *known_arguments(call, schedule))
+    declared, known = decode_arguments(config.features, config.page_tokens > 0), known_arguments(call, schedule)
+    return declared.bound(function, *known, ignored=("options", "new"))
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:

@@ -119,6 +119,6 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | N
     if append.position_ids is not None:
         options |= {"position_ids": ("new", 3, 0)}
         fixed |= {"position_bytes": append.position_ids.element_size()}
-    send = step_arguments(config).bound(function, fixed, options, new)
+    send = step_arguments(config).bound(function, fixed, options, new, ignored=("options",))
     plan = attention_plan.decode_launch_of(attention, problem, schedule, send)
     return OneLaunchPlan(plan, steps, attention.features.restores)

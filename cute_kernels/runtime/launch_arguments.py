@@ -110,7 +110,7 @@ class LaunchArguments:
             tensors: by name, where to look up a tensor whose address is passed, 0 for None.
             values: by name, where to look up a value.
             made: by name, what makes a value for each launch.
-            ignored: names that a launch may give and the function does not take.
+            ignored: names that a launch may give though the function takes nothing of theirs.
 
         Raises:
             TypeError: an argument is named that does not exist, or twice; the message says which.
@@ -147,7 +147,7 @@ def _binder(
     lines = ["def bind(function, fixed, made):"]
     lines += [f"    _{name} = fixed[{name!r}]" for name in fixed]
     lines += [f"    _{name} = made[{name!r}]" for name in made]
-    unused = (f"{name}=None" for name in ignored)
+    unused = (f"{name}=None" for name in ignored if name not in sources)
     lines += [f"    def send({', '.join((*free, *sources, *unused))}):"]
     lines += [f"        _{name} = {_looked_up(place)}" for name, place in tensors]
     lines += [f"        return function({', '.join(passed.get(name, name) for name in names)})", "    return send"]
