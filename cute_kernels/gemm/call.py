@@ -71,7 +71,8 @@ def check(call: LinearCall) -> LinearCall:
     """Raises TypeError or ValueError, which name the argument, unless a call can be computed."""
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
-    check_wanted(_wanted(call))
+    wanted = _wanted(call)
+    check_wanted(wanted)
     if call.norm is not None:
         check_norm_numbers(call.eps, call.offset)
     check_flag("batch_invariant", call.batch_invariant)

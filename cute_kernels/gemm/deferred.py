@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import Wanted, check_apart, check_wanted
+from cute_kernels.arguments import Wanted, check_apart, check_wanted, row_stride
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.activations import activation_named, config_of
@@ -108,7 +108,8 @@ def give_apart(call: GivingCall) -> NormedRows:
 def check_giving(call: GivingCall) -> GivingCall:
     """Raises TypeError or ValueError, which name the argument, unless rows can be computed and normed."""
     n = call.weight.shape[0]
-    check_wanted(_giving_wanted(call))
+    wanted = _giving_wanted(call)
+    check_wanted(wanted)
     check_norm_numbers(call.eps, call.offset)
     if n % NORM_VECTOR or n > MAX_COLUMNS:
         raise ValueError(f"weight: got {n} rows, want a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}: they are normed")
@@ -150,7 +151,7 @@ def _giving_plan(call: GivingCall) -> Plan[[GivingCall], NormedRows]:
     if not m or call.norm.dtype != x.dtype or not _aligned(call.residual, call.norm):
         return apart
     as_it_is = weight.form.comes_as_it_is and _aligned(x) and k % PIECE == 0
-    inputs = None if as_it_is else input_rows(x, weight.perm, weight.input_scale)
+    inputs = None if as_it_is else input_rows(x, row_stride(x), weight.perm, weight.input_scale)
     if inputs is None and not as_it_is:
         return apart
     if call.following is not None and not _takes(m, call.following.form, x.dtype, index):
@@ -240,7 +241,8 @@ def check_taking(call: LinearCall) -> LinearCall:
     """Raises TypeError or ValueError, which name the argument, unless the product can be computed."""
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
-    check_wanted(chain([rows_wanted(call.x.rows, call.weight, "...")], results_wanted(call, call.x.rows)))
+    wanted = chain([rows_wanted(call.x.rows, call.weight, "...")], results_wanted(call, call.x.rows))
+    check_wanted(wanted)
     _check_parts(call.x)
     parts = call.x.deferred
     if call.out is not None and parts is not None:

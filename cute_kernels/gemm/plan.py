@@ -98,9 +98,10 @@ def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
     product = product_of(problem, index)
     if call.norm is not None:
         return Inputs(product, _normed_of(call))
-    if perm is input_scale is None and is_aligned(x) and (x.is_contiguous() or _takes_apart(product, x)):
+    stride = row_stride(x)
+    if perm is input_scale is None and is_aligned(x) and (x.is_contiguous() or _takes_apart(product, x, stride)):
         return Inputs(product)
-    rows = input_rows(x, perm, input_scale)
+    rows = input_rows(x, stride, perm, input_scale)
     if rows is not None:
         return Inputs(product, lambda call: rows.make(call.x, call.weight.perm, call.weight.input_scale))
     return Inputs(product, lambda call: ready(call.x.detach(), call.weight.perm, call.weight.input_scale))
@@ -149,9 +150,8 @@ def is_aligned(x: torch.Tensor) -> bool:
     return not (x.shape[-1] * x.element_size() % ALIGNMENT or x.data_ptr() % ALIGNMENT)
 
 
-def _takes_apart(product: Product, x: torch.Tensor) -> bool:
+def _takes_apart(product: Product, x: torch.Tensor, stride: int | None) -> bool:
     """Whether the kernel takes rows with gaps: at one distance, whole 16-byte pieces, none overlapping."""
-    stride = row_stride(x)
     if stride is None or stride < x.shape[-1] or stride * x.element_size() % ALIGNMENT:
         return False
     return isinstance(product.schedule, TileSchedule) and product.schedule.config.mainloop.rows_apart

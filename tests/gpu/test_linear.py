@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import quantized_linear, rms_norm
+from cute_kernels.arguments import row_stride
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
@@ -213,7 +214,7 @@ def test_prepared_rows_are_those_of_torch_bit_for_bit(m, k, dtype):
     factors = activations(1, k, dtype, 2)[0]
     for x in (wide[:, 8 : k + 8], wide[:, :k].contiguous(), wide[:1, :k].expand(m, k)):
         for perm, scale in ((None, None), (order, None), (None, factors), (order, factors)):
-            make = input_rows(x, perm, scale)
+            make = input_rows(x, row_stride(x), perm, scale)
             assert (make is None) == (perm is not None and k == 100_000)
             if make is not None:
                 assert torch.equal(make.make(x, perm, scale), prepare_input(x, perm, scale))

@@ -70,7 +70,8 @@ def check_grouped(call: GroupedCall) -> GroupedCall:
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
     check_activations(call.activations, None, call.weight.format)
-    check_wanted(_grouped_wanted(call))
+    wanted = _grouped_wanted(call)
+    check_wanted(wanted)
     check_flag("batch_invariant", call.batch_invariant)
     if call.out is not None:
         read = {"x": call.x, "expert_offsets": call.expert_offsets, "rows": call.rows, "bias": call.bias}
@@ -156,7 +157,8 @@ def check_moe(call: MoeCall) -> MoeCall:
     check_out_dtype(call.out_dtype)
     for weight in (gate_up, down):
         check_activations(call.activations, None, weight.format)
-    check_wanted(_moe_wanted(call))
+    wanted = _moe_wanted(call)
+    check_wanted(wanted)
     check_flag("batch_invariant", call.batch_invariant)
     if call.out is not None:  # x and the biases have been read when the last launch writes
         check_apart("out", call.out, {"topk_weights": call.topk_weights, "topk_ids": call.topk_ids})

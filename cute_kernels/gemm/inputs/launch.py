@@ -57,11 +57,13 @@ class InputRows:
         return rows
 
 
-def input_rows(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> InputRows | None:
-    """The launch that makes rows of a checked x on a GPU. None where torch has to do it: rows that are not whole,
-    aligned pieces of 16 bytes at one distance, or longer than shared memory, and other GPUs."""
-    k, index = x.shape[-1], x.get_device()
-    stride, room = row_stride(x), 0 if perm is None else room_for(k)
+def input_rows(
+    x: torch.Tensor, stride: int | None, perm: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
+) -> InputRows | None:
+    """Returns the launch that makes rows of a checked x on a GPU, which lie ``stride`` elements apart. None where torch
+    has to do it: rows that are not whole, aligned pieces of 16 bytes at one distance, or longer than shared memory, and
+    other GPUs."""
+    k, index, room = x.shape[-1], x.get_device(), 0 if perm is None else room_for(x.shape[-1])
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     if stride is None or room is None or k % VECTOR or stride % VECTOR or not aligned or not is_supported(index):
@@ -89,5 +91,5 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
     """
     if x.is_contiguous():
         return x
-    rows = input_rows(x, None, None)
-    return x.contiguous() if rows is None else rows.make(x, None, None)
+    rows = input_rows(x, row_stride(x))
+    return x.contiguous() if rows is None else rows.make(x)

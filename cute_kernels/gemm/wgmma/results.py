@@ -28,8 +28,8 @@ STAGING_PAD = 4  # words between the tokens of the staging buffer
 STAGING_ALIGNMENT = 128
 DSMEM_CLUSTERS = (2, 3, 4)
 K_WARPGROUPS = (2, 3, 4)
-# Clocks to leave sums of a work range in memory and take up others; a factor of a k block's time, as CTAs are at as many
-# parts of K as there are.
+# Clocks to leave sums of a work range in memory and take up others; a factor of a k block's time, as CTAs are at as
+# many parts of K as there are.
 RANGE_CLOCKS, RANGE_SPREAD = 4600, 1.05
 MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
 TMA_TILE_ALIGNMENT = 1024
