@@ -283,8 +283,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "w4-bf16-fused": Scenario(kv_format="bf16", model=W4_BF16, engine=COMPILED),
     },
     "engines": {
-        "pair": Scenario(kv_format="fp16", engine=SYNC, what="beside_another"),
         "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
+        "pair": Scenario(kv_format="fp16", engine=SYNC, what="beside_another"),
     },
     "invariant": {
         "theirs": Scenario(),
