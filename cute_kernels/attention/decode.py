@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 class DecodeOptions(CallOptions, total=False):
     """The optional arguments of a decode call; the defaults are those of a plain call."""
 
+    softmax_scale: float | None
+    num_splits: int | None
+    out: torch.Tensor | None
     tree_mask: torch.Tensor | None
 
 
@@ -39,10 +42,7 @@ def decode_attention(
     seq_lens: torch.Tensor,
     *,
     kv_format: KvFormats,
-    softmax_scale: float | None = ...,
-    num_splits: int | None = ...,
     return_lse: Literal[False] = ...,
-    out: torch.Tensor | None = ...,
     **options: Unpack[DecodeOptions],
 ) -> torch.Tensor: ...
 
@@ -55,10 +55,7 @@ def decode_attention(
     seq_lens: torch.Tensor,
     *,
     kv_format: KvFormats,
-    softmax_scale: float | None = ...,
-    num_splits: int | None = ...,
     return_lse: Literal[True],
-    out: torch.Tensor | None = ...,
     **options: Unpack[DecodeOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -71,10 +68,7 @@ def decode_attention(
     seq_lens: torch.Tensor,
     *,
     kv_format: KvFormats,
-    softmax_scale: float | None = ...,
-    num_splits: int | None = ...,
     return_lse: bool = ...,
-    out: torch.Tensor | None = ...,
     **options: Unpack[DecodeOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
