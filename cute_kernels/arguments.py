@@ -293,8 +293,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         name, tensor: of the argument; any value, which may be no tensor.
-        dtypes: one of these, of which ``why`` says where they come from.
-        sizes: as of `check_shape`.
+        dtypes, sizes: one of these, and sizes as of `check_shape`; ``why`` and ``size_why`` say where they come from.
         device: where it must lie, that of the argument ``speaker``.
         contiguous: whether its elements must be.
         unit: bytes that it must be aligned to, 1 for a tensor that may have no address.
@@ -307,6 +306,7 @@ class Wanted(NamedTuple):
     device: torch.device
     speaker: str = "x"
     why: str = ""
+    size_why: str = ""
     contiguous: bool = False
     unit: int = 1
 
@@ -316,11 +316,11 @@ def check_wanted(wanted: Iterable[Wanted]) -> None:
 
     A tensor is checked before the next one is asked for, so what is wanted of that may be read from it.
     """
-    for name, tensor, dtypes, sizes, device, speaker, why, contiguous, unit in wanted:
+    for name, tensor, dtypes, sizes, device, speaker, why, size_why, contiguous, unit in wanted:
         check_tensors(**{name: tensor})
         assert isinstance(tensor, torch.Tensor)
         check_dtype(name, tensor, *dtypes, why=why)
-        check_shape(name, tensor, *sizes)
+        check_shape(name, tensor, *sizes, why=size_why)
         check_place(name, tensor, device, speaker)
         if contiguous:
             check_contiguous(name, tensor)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.arguments import (
+    Wanted,
     check_apart,
-    check_contiguous,
     check_flag,
     check_optional_count,
     check_optional_positive,
@@ -18,6 +18,7 @@ from cute_kernels.arguments import (
     check_shape,
     check_tensors,
     check_vector,
+    check_wanted,
 )
 from cute_kernels.attention import checks, extend_checks
 from cute_kernels.attention.chosen_blocks import ChosenBlocks, blocks_of, check_pages
@@ -310,19 +311,21 @@ def make_call(
         check_place(name, tensor, q.device)
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
-    caches = check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
+    caches = check_caches((batch, num_q_heads), k_cache, v_cache, forms, cache_layout == "HND", block_table)
     checks.check_row("k_cache", k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
     checks.check_readable("k_cache", forms[0], head_dim)
     checks.check_readable("v_cache", forms[1], v_head_dim)
     checks.check_blocks(forms, caches.tokens if block_table is not None else None)
-    check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
-    if sinks is not None:
-        check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")
-    if alibi_slopes is not None:
-        check_vector("alibi_slopes", alibi_slopes, torch.float32, num_q_heads, "one for each query head")
-    if q_shift is not None:
-        checks.check_shift(q_shift, (batch, q_len, num_q_heads))
+    fp32, heads, of_head = (torch.float32,), (num_q_heads,), ", one for each query head"
+    wanted = [
+        Wanted("seq_lens", seq_lens, (torch.int32,), (batch,), q.device, "q", "", ", the batch of q", True),
+        Wanted("sinks", sinks, fp32, heads, q.device, "q", "", of_head, True),
+        Wanted("alibi_slopes", alibi_slopes, fp32, heads, q.device, "q", "", of_head, True),
+        Wanted("q_shift", q_shift, fp32, q.shape[:3], q.device, "q", "", ": batch, q_len and heads of q", True),
+        checks.out_wanted(out, q, (*q.shape[:3], v_head_dim), ": q's, with the head_dim of V"),
+    ]
+    check_wanted(one for one in wanted if one.tensor is not None)
     check_optional_positive("softmax_scale", softmax_scale)
     check_optional_positive("softcap", softcap)
     check_flag("causal", causal)
@@ -330,8 +333,6 @@ def make_call(
     check_optional_count("window_size", window)
     check_optional_count("num_splits", num_splits, checks.MAX_SPLITS)
     if out is not None:
-        checks.check_out(out, q, v_head_dim)
-        check_contiguous("out", out)
         check_apart("out", out, {**{name: tensors[name] for name in tensors if name != "out"}, **(score_options or {})})
     max_seq_len = caches.max_seq_len
     checks.check_tail(forms[0], k_tail, tail_slots, batch, (caches.num_kv_heads, head_dim))
@@ -421,17 +422,22 @@ def make_extend_call(
             raise ValueError(f"{name}: got True beside a block_list, want False: chosen blocks are read as they lie")
     if call.v.head_dim != q.shape[2]:
         raise ValueError(f"v_cache: got rows of head_dim {call.v.head_dim}, want {q.shape[2]}, that of q")
+    of_rows = (q.dtype,), (q.shape[0], call.num_kv_heads, q.shape[2]), q.device, "q", ", that of q"
+    words = ": 32 new tokens a word, see pack_tree_mask", ": a row for each query of q"
+    wanted = [
+        checks.out_wanted(out, q, q.shape, ", that of q"),
+        Wanted("new_k", new_k, *of_rows, ": a row for each query and KV head"),
+        Wanted("new_v", new_v, *of_rows, ": a row for each query and KV head"),
+        Wanted("tree_mask", tree_mask, (torch.int32,), (q.shape[0], "words"), q.device, "q", *words, True),
+    ]
+    check_wanted(one for one in wanted if one.tensor is not None)
     if out is not None:
-        extend_checks.check_out(out, q)
-        check_place("out", out, q.device)
-        check_contiguous("out", out)
         read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
         read |= {"new_k": new_k, "new_v": new_v, "tree_mask": tree_mask, **options, **call.score_tensors}
         check_apart("out", out, read)
-    new = extend_checks.check_new(new_k, new_v, q, call.num_kv_heads)
+    new = extend_checks.check_new(new_k, new_v)
     if tree_mask is not None:
-        alibi_slopes = options.get("alibi_slopes")
-        extend_checks.check_tree_mask(tree_mask, q, window_size=window_size, alibi_slopes=alibi_slopes)
+        extend_checks.check_positional(window_size=window_size, alibi_slopes=options.get("alibi_slopes"))
     return replace(
         call,
         q=q,

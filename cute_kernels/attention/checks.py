@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels import arguments
 from cute_kernels.arguments import (
+    Wanted,
     check_contiguous,
     check_dtype,
     check_shape,
@@ -36,13 +37,6 @@ WORD = 4  # bytes, of rows that carry their scales
 CACHES = ("k_cache", "v_cache")
 
 
-def check_shift(shift: torch.Tensor, shape: tuple[int, int, int]) -> None:
-    """Raises TypeError or ValueError unless q_shift is contiguous fp32 [batch, q_len, num_q_heads]."""
-    check_dtype("q_shift", shift, torch.float32)
-    check_shape("q_shift", shift, *shape, why=": batch, q_len and heads of q")
-    check_contiguous("q_shift", shift)
-
-
 # -- the operands ------------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +50,7 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
     """Raises TypeError or ValueError unless attention over caches of these formats can take q."""
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
+    check_query_strides(q, "requests and queries")
     check_dtype("q", q, *Q_DTYPES)
     for form in forms:
         if not form.fits(q.dtype):
@@ -69,7 +64,6 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
         raise ValueError(f"q: got a batch of {batch}, want at most {MAX_BATCH}")
     if num_q_heads == 0:
         raise ValueError("q: got no query heads, want at least one per KV head")
-    check_query_strides(q, "requests and queries")
 
 
 def check_query_strides(q: torch.Tensor, what: str) -> None:
@@ -259,6 +253,11 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 # -- the result --------------------------------------------------------------------------------------------------------
+
+
+def out_wanted(out: object, q: torch.Tensor, sizes: tuple[int, ...], why: str) -> Wanted:
+    """Returns what is wanted of a result's tensor for ``q``. why: ends the message about its sizes."""
+    return Wanted("out", out, (q.dtype,), sizes, q.device, "q", ", that of q", why, contiguous=True)
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor, v_head_dim: int) -> None:

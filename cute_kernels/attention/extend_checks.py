@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import (
-    check_contiguous,
     check_dtype,
-    check_place,
-    check_shape,
-    check_tensors,
     overlaps,
     shape_of,
     strides_of,
@@ -76,31 +72,21 @@ def check_score_options(names: tuple[str, ...], **others: object) -> None:
             )
 
 
-def check_tree_mask(mask: torch.Tensor, q: torch.Tensor, **positional: object) -> None:
-    check_tensors(tree_mask=mask)
-    check_place("tree_mask", mask, q.device)
-    check_dtype("tree_mask", mask, torch.int32, why=": 32 new tokens a word, see pack_tree_mask")
-    check_shape("tree_mask", mask, q.shape[0], "words", why=": a row for each query of q")
-    check_contiguous("tree_mask", mask)
+def check_positional(**positional: object) -> None:
+    """Raises ValueError for options that a call with a tree's mask cannot have."""
     for name, value in positional.items():
         if value is not None:
             raise ValueError(f"{name}: got a value beside a tree_mask, want None: positions in a tree are not known")
 
 
-def check_new(
-    new_k: torch.Tensor | None, new_v: torch.Tensor | None, q: torch.Tensor, num_kv_heads: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The checked K and V of the queries' own tokens; None without."""
+def check_new(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the checked K and V of the queries' own tokens, which have their sizes and dtypes; None without."""
     if new_k is None and new_v is None:
         return None
     if new_k is None or new_v is None:
         name = "new_k" if new_k is None else "new_v"
         raise ValueError(f"{name}: got None, want a tensor, as the other of new_k and new_v is one")
     for name, tensor in (("new_k", new_k), ("new_v", new_v)):
-        check_tensors(**{name: tensor})
-        check_place(name, tensor, q.device)
-        check_dtype(name, tensor, q.dtype, why=", that of q")
-        check_shape(name, tensor, q.shape[0], num_kv_heads, q.shape[2], why=": a row for each query and KV head")
         check_rows(name, tensor)
     return new_k, new_v
 
@@ -115,12 +101,12 @@ def check_query(q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless the kernels can take q."""
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
+    checks.check_query_strides(q, "queries")
     check_dtype("q", q, *checks.Q_DTYPES)
     if q.shape[2] not in EXTEND_HEAD_DIMS:
         raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, EXTEND_HEAD_DIMS))}")
     if q.shape[0] * q.shape[1] > MAX_ROWS:
         raise ValueError(f"q: got {q.shape[0]} queries of {q.shape[1]} heads, want at most {MAX_ROWS} together")
-    checks.check_query_strides(q, "queries")
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:

@@ -91,15 +91,15 @@ class Blocks:
 
 
 def check_caches(
-    q: torch.Tensor,
+    query: tuple[int, int],
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     forms: tuple[KvFormat, KvFormat],
     head_major: bool,
     block_table: torch.Tensor | None,
 ) -> Blocks:
-    """Checks the sizes that the two caches must share, but not their rows."""
-    batch, num_q_heads = q.shape[0], q.shape[2]
+    """Checks the sizes that the two caches must share, but not their rows. query: q's batch and heads."""
+    batch, num_q_heads = query
     tokens_name = "max_seq_len" if block_table is None else "page_size"
     inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"
     dimensions = f"[{'batch' if block_table is None else 'num_pages'}, {inner}, row]"
