@@ -96,10 +96,10 @@ def quantize_model(
         make: Callable[..., Any] = QuantizedLinear.from_linear if is_dense(module) else quantized_experts
         try:
             layer = make(module, bits, group_size, zero_point, dtype, device=device, format=format)
+            layer.activations = rounded
         except (TypeError, ValueError) as error:
             raise type(error)(f"{names[0]}: {error}") from error
         layer.batch_invariant = batch_invariant
-        layer.activations = rounded
         if isinstance(layer, QuantizedLinear) and layer.bias is not None:
             layer.bias = layer.bias.clone()  # BERT's output layer shares its own: only one of them would be saved
         take_hooks(layer, module)

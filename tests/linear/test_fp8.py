@@ -351,8 +351,19 @@ def test_inputs_of_a_layer_have_gradients():
     assert x.grad is not None and relative_error(x.grad, layer.dequantize().double().sum(dim=0).expand(3, -1)) < 5e-3
 
 
+def test_a_layer_of_fewer_inputs_than_products_take_is_refused_when_it_is_told_to_round():
+    """Not by its first call on a GPU."""
+    layer = QuantizedLinear(weight_of("fp8", 64, 64))
+    with pytest.raises(ValueError, match="activations: got 'fp8' for a weight of 64 inputs with padding, want None"):
+        layer.activations = "fp8"
+    assert layer.activations is None
+    with pytest.raises(ValueError, match="^1: activations: got 'fp8' for a weight of 64 inputs"):
+        quantize_model(nn.Sequential(nn.ReLU(), nn.Linear(64, 64, dtype=BF16)), format="fp8", activations="fp8")
+    QuantizedLinear(weight_of("fp8", 64, 65)).activations = "fp8"
+
+
 def test_a_models_report_says_which_products():
-    model = nn.Sequential(nn.Linear(64, 64, dtype=BF16))
+    model = nn.Sequential(nn.Linear(128, 64, dtype=BF16))
     quantize_model(model, format="fp8", activations="fp8")
     assert vars(model)["quantization_report"].quantized[0].note == "FP8 by rows, FP8 products as asked"
     layer = model[0]

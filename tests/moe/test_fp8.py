@@ -91,6 +91,10 @@ def test_formats_that_are_no_fp8_operands_are_refused():
     with pytest.raises(ValueError, match="activations: got 'fp8' for weights in"):
         layer.activations = "fp8"
     assert layer.activations is None and layer.products == "16-bit products"
+    short = QuantizedRoutedExperts(experts("fp8", 64, 256), good)
+    with pytest.raises(ValueError, match="activations: got 'fp8' for a weight of 64 inputs with padding"):
+        short.activations = "fp8"  # of 32 inputs of the second product
+    assert short.activations is None
 
 
 class Router(nn.Module):

@@ -24,8 +24,7 @@ from cute_kernels.gemm.experts.blocks import (
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.experts.stored import WANTED, Known, is_experts, known_experts
 from cute_kernels.gemm.gradient import differentiable
-from cute_kernels.gemm.module import OfWeight, QuantizedLinear, describe, products_in
-from cute_kernels.gemm.operands.fp8_config import check_activations
+from cute_kernels.gemm.module import OfWeight, QuantizedLinear, check_products, describe, products_in
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 from cute_kernels.gemm.weight import has_values
 from cute_kernels.names import Activations
@@ -148,7 +147,7 @@ class OfExperts(nn.Module):
     @activations.setter
     def activations(self, value: Activations | None) -> None:
         for part in (self.gate_up, self.down):
-            check_activations(value, None, part.weight_format)
+            check_products(value, part)
         self._activations = value
 
     @property

@@ -68,8 +68,8 @@ def load_safetensors(
             says; the message names the tensor and its file.
     """
     entries, config, layers = look_into(path_of(path), config, activations)
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    return ((name, layer) for name, layer, _ in read_layers(entries, layers, config, options, activations))
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "activations": activations}
+    return ((name, layer) for name, layer, _ in read_layers(entries, layers, config, options))
 
 
 def load_quantized_linears(
@@ -107,7 +107,8 @@ def load_quantized_linears(
         raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
     entries, config, found = look_into(path_of(path), config, activations)
     given, model = model, compiled_from(model)
-    Filling(model, entries, found).fill(model, config, {"dtype": dtype, "device": device}, progress, activations)
+    options = {"dtype": dtype, "device": device, "activations": activations}
+    Filling(model, entries, found).fill(model, config, options, progress)
     return given
 
 
@@ -148,17 +149,10 @@ class Filling:
         self._unpacked: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # weights of layers that are not swapped
         self._experts: dict[str, Experts | dict[str, QuantizedExperts]] = {}
 
-    def fill(
-        self,
-        model: nn.Module,
-        config: Config,
-        options: dict[str, Any],
-        progress: ModelProgress | None,
-        activations: ModelActivations | None = None,
-    ) -> None:
-        """Reads the layers and puts them into the model."""
+    def fill(self, model: nn.Module, config: Config, options: dict[str, Any], progress: ModelProgress | None) -> None:
+        """Reads the layers and puts them into the model. options: as of `read_layers`."""
         experts = {name for name, place in self.places.items() if place.role is not None}
-        layers = read_layers(self._entries, self.found, config, options, activations, experts)
+        layers = read_layers(self._entries, self.found, config, options, experts)
         for done, (name, layer, rounding) in enumerate(layers, start=1):
             self._take(name, layer, rounding)
             if progress is not None:
@@ -285,13 +279,14 @@ def read_layers(
     layers: Mapping[str, LayerFormat],
     config: Config,
     options: dict[str, Any],
-    activations: ModelActivations | None = None,
     experts: Container[str] = (),
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts, Rounding]]:
     """Reads layers that were found, as `load_safetensors` does.
 
-    experts: names of layers that become parts of others, which have their own activations.
+    options: dtype, device and activations. experts: names of layers that become parts of others, which have their own
+    activations.
     """
+    own_options = {name: options[name] for name in ("dtype", "device")}
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -317,10 +312,10 @@ def read_layers(
             bias = read(join(name, "bias")) if join(name, "bias") in entries else None
             try:
                 own_config = config_of(config, name) | said_of(entries, name)
-                converted = form.convert(tensors, own_config, **options)
+                converted = form.convert(tensors, own_config, **own_options)
                 stacked = isinstance(converted, PackedExperts)
                 layer = QuantizedExperts(converted, bias) if stacked else QuantizedLinear(converted, bias)
-                rounding = Rounding(activations, declared_activations(own_config, name))
+                rounding = Rounding(options["activations"], declared_activations(own_config, name))
                 if isinstance(layer, QuantizedLinear) and name not in experts:
                     rounding.set(layer)
                     if layer.activations is not None:

@@ -83,7 +83,8 @@ def load_model(
         model = model_class.from_pretrained(path, dtype=dtype, trust_remote_code=False, **options)
         _round_saved(model, activations)
     else:
-        task = Import(entries, found, quantization, {"dtype": dtype, "device": device}, progress, activations)
+        own_options = {"dtype": dtype, "device": device, "activations": activations}
+        task = Import(entries, found, quantization, own_options, progress)
         model = task.model(model_class, settings, scale_keys(entries), options)
         model.config.name_or_path = model.name_or_path = str(path)
         generate_as_said(model, path)

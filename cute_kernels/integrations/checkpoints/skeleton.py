@@ -26,7 +26,6 @@ from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, joi
 from cute_kernels.integrations.hf_quantizer import CuteKernelsConfig, register
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.model_config import record_layers, untie_quantised
-from cute_kernels.names import ModelActivations
 
 
 def class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
@@ -78,8 +77,7 @@ class Import(CuteKernelsConfig):
     Args:
         entries, found: the checkpoint's tensors and its quantised layers.
         config: its own configuration.
-        options: dtype and device of the layers.
-        activations: as in `load_safetensors`.
+        options: dtype, device and activations of the layers, as in `load_safetensors`.
     """
 
     def __init__(
@@ -89,12 +87,10 @@ class Import(CuteKernelsConfig):
         config: Config,
         options: dict[str, Any],
         progress: ModelProgress | None,
-        activations: ModelActivations | None = None,
     ) -> None:
         super().__init__()
         self.entries, self.found, self.config = entries, found, config
         self.layer_options, self.progress = options, progress
-        self.activations: ModelActivations | None = activations
         self.filling: Filling | None = None
 
     def __deepcopy__(self, _: object) -> Import:
@@ -110,7 +106,7 @@ class Import(CuteKernelsConfig):
     def finish(self, model: nn.Module) -> None:
         """Puts packed layers where they belong."""
         assert self.filling is not None
-        self.filling.fill(model, self.config, self.layer_options, self.progress, self.activations)
+        self.filling.fill(model, self.config, self.layer_options, self.progress)
 
     def model(self, model_class: Any, settings: Foreign, ignored: set[str], options: dict[str, Any]) -> Any:
         """The model without its generation settings. ignored: tensors that do not belong to it."""
