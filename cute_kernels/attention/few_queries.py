@@ -34,9 +34,7 @@ def plan_of(call: AttentionCall) -> Plan | None:
         return None
     if call.out is not None and not call.out.is_contiguous():
         return None
-    copies_q = not _evenly(call.q)
-    q = call.q.contiguous() if copies_q else call.q
-    checked = replace(call, q=q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
+    checked = replace(call, q=call.q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
     shape = call.batch, call.q_len, call.num_q_heads, call.num_kv_heads, GPU.num_sms(call.q.device)
     config = decodes_with_key_rows(key_rows_for(checked, choose(problem_of(checked))), *shape)
     if config is None or not lies_in_pieces(checked):
@@ -52,23 +50,17 @@ def plan_of(call: AttentionCall) -> Plan | None:
     def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches it as `DecodeLaunch` does."""
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
-        shape = (q.shape[0] * q.shape[1], q.shape[2], q.shape[3])
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))
         lse = GPU.empty(*blank(tuple(q.shape[:3]), torch.float32)) if return_lse else None
         # All of them: the kernel looks for its own.
         complete = NO_EXTEND_OPTIONS if options is None else {**NO_EXTEND_OPTIONS, **options}
-        rows = (q.contiguous() if copies_q else q).view(shape)
-        launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, out.view(shape), lse, softmax_scale, complete))
+        rows = q.flatten(0, 1)  # a copy where requests are not as far apart as all their queries
+        results = out.flatten(0, 1), lse, softmax_scale, complete
+        launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, *results))
         return out, lse
 
     return Plan(call.q.device.index, launch, (config,))
-
-
-def _evenly(q: torch.Tensor) -> bool:
-    """Whether all queries of q [batch, q_len, ...] lie at one distance, from one request to the next as well. They do
-    in a slice of a fused projection's rows."""
-    return q.is_contiguous() or q.shape[0] == 1 or q.shape[1] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
 
 
 @per_gpu
