@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
 from cute_kernels.gemm.experts import ClampedSwiglu
+from cute_kernels.gemm.experts.blocks import BLOCKS, EXPERTS, refusal
 from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
 from cute_kernels.integrations import hf_quantizer as quantizer
 from tests.moe import blocks
@@ -82,16 +84,17 @@ def step3p7(limit: float | None) -> Any:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_clamp_that_small_inputs_do_not_reach_is_refused(device):
-    with pytest.raises(ValueError, match="block: got a .* that is not served: its experts' gated activation gives"):
+    with pytest.raises(ValueError, match="block: got .* that is not served: its experts, Step3p7Experts, have limits"):
         QuantizedMoE.from_block(step3p7(7.0).to(device))
 
 
-def test_the_same_block_without_its_clamp_is_served_whatever_the_inputs():
-    block = step3p7(None)
-    layer, x = QuantizedMoE.from_block(block, bits=8, group_size=32), torch.randn(1, 6, 64).to(BF16)
+def test_the_same_experts_without_their_clamp_are_served_whatever_the_inputs():
+    experts, x = step3p7(None).experts, torch.randn(6, 64).to(BF16)
+    layer = QuantizedRoutedExperts.from_experts(experts, bits=8, group_size=32)
+    ids, shares = torch.tensor([[0, 2], [1, 3], [5, 7]]).repeat(2, 1), torch.rand(6, 2).to(BF16)
     for scale in (1, 30, 1000):
         with torch.no_grad():
-            got, want = layer(scale * x), block(scale * x)
+            got, want = layer(scale * x, ids, shares), experts(scale * x, ids, shares)
         assert (got - want).float().norm() < 0.02 * want.float().norm()
 
 
@@ -122,15 +125,43 @@ class InlineClamp(type(blocks.mixtral().experts)):
         return out
 
 
-@pytest.mark.parametrize("bound", [1.0, 12.0, 200.0, 5000.0])
-def test_a_clamp_that_only_the_forward_knows_is_refused(bound):
+def test_a_clamp_that_only_the_forward_knows_is_refused():
     block = blocks.mixtral()
-    block.experts.__class__ = InlineClamp
-    block.experts.bound = 1e9
-    QuantizedMoE.from_block(block)
-    block.experts.bound = bound
-    with pytest.raises(ValueError, match=r"for gates and ups of about .* its experts compute something else than"):
+    block.experts.__class__, block.experts.bound = InlineClamp, 12.0
+    with pytest.raises(ValueError, match=r"the code of its experts, InlineClamp, is not known"):
         QuantizedMoE.from_block(block)
+
+
+def named_alike(module: nn.Module, **methods: Any) -> None:
+    """Makes a module one of a subclass that keeps its class's name, but not its code."""
+    kind = type(module)
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {**named, **methods})
+
+
+def test_a_subclass_that_keeps_a_known_name_but_not_its_code_is_refused():
+    block, experts = blocks.mixtral(), deepseek_v4("moe").experts
+    named_alike(block, forward=lambda self, x: x)
+    with pytest.raises(ValueError, match="MixtralSparseMoeBlock is not known to add up"):
+        QuantizedMoE.from_block(block)
+    named_alike(experts, _apply_gate=lambda self, gate_up: gate_up.chunk(2, dim=-1)[0])
+    assert refusal(experts) == "the code of its experts, DeepseekV4Experts, is not known"
+
+
+def test_a_block_that_chooses_experts_by_a_method_of_its_own_is_refused():
+    """As those of older releases do, whose routers give logits alone."""
+    block = blocks.deepseek()
+    assert refusal(block) is None
+    block.route_tokens_to_experts = None
+    assert "is not known to add up" in str(refusal(block))
+
+
+def test_each_class_of_the_tables_is_one_of_transformers():
+    """The newest models are in no older release, which then lacks their file."""
+    for name in (*BLOCKS, *EXPERTS):
+        file, kind = name.split(".")
+        source = Path(tf.__file__).parent / "models" / file / f"modeling_{file}.py"
+        assert not source.exists() or f"\nclass {kind}(" in source.read_text(), name
 
 
 def test_a_hash_router_is_refused_by_name_and_left_by_quantize_model():
@@ -178,7 +209,7 @@ def test_minimax_m2_is_quantised_but_for_its_router():
 def test_experts_of_another_meaning_are_refused_by_themselves():
     with pytest.raises(TypeError, match="experts: got Linear, want gate_up_proj"):
         QuantizedRoutedExperts.from_experts(nn.Linear(3, 4))
-    with pytest.raises(ValueError, match="experts: got Step3p7Experts that are not served: .* gated activation"):
+    with pytest.raises(ValueError, match="experts: got Step3p7Experts that are not served: .* limits"):
         QuantizedRoutedExperts.from_experts(step3p7(7.0).experts)
 
 

@@ -165,7 +165,7 @@ def test_experts_with_limits_are_known_by_their_attributes(model):
 
 def test_a_clamp_after_silu_is_another_activation():
     reason = experts_refusal(experts_of("step3p7", "Step3p7Experts", swiglu_limit=7.0))
-    assert reason is not None and "want clamped_swiglu(1.0,7.0,0.0) = " in reason
+    assert reason is not None and "limits that are not known to be those of clamped_swiglu(1.0,7.0,0.0)" in reason
 
 
 def test_a_layer_that_was_pickled_before_it_had_an_activation_is_gated_silu():

@@ -123,7 +123,7 @@ def test_experts_that_do_more_are_refused():
     experts = experts_of()
     kind = type(experts)
     experts.__class__ = type("Halved", (kind,), {"forward": lambda self, *given: kind.forward(self, *given) / 2})
-    assert "its experts compute something else than relu2" in str(experts_refusal(experts))
+    assert experts_refusal(experts) == "the code of its experts, Halved, is not known"
 
 
 @torch.no_grad()

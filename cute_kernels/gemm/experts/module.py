@@ -195,9 +195,8 @@ class OfBlock(OfExperts):
 
         The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
         router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
-        [E, hidden, I], and possibly shared experts. Its code, and trial tokens of several sizes, decide whether it
-        computes the same as this layer (:mod:`.blocks`). Router and shared experts become this layer's; they stay as
-        and where they are.
+        [E, hidden, I], and possibly shared experts. Its class decides whether it computes the same as this layer
+        (:mod:`.blocks`). Router and shared experts become this layer's; they stay as and where they are.
 
         Raises:
             TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument

@@ -80,12 +80,6 @@ class Stored:
         biases = experts.get_parameter(f"{self.first}_bias"), experts.get_parameter(f"{DOWN}_bias")
         return ExpertWeights(first, second, biases)
 
-    def operands(self, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The activation's operands, from the first product's results [..., N]."""
-        if not self.gated:
-            return (sums,)
-        return (sums[..., ::2], sums[..., 1::2]) if self.in_turn else sums.chunk(2, dim=-1)
-
 
 KINDS = (
     Stored(),
@@ -125,7 +119,7 @@ def known_experts(module: object) -> Known | None:
     """Returns how a module stores experts' weights, and the activation that its attributes name; None if either is
     unknown.
 
-    `experts_refusal` tries that activation.
+    `.blocks.refusal` says whether its code computes that.
     """
     kind = stored_as(module)
     activation = None if kind is None else _activation_of(module, kind)
