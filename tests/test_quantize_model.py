@@ -150,7 +150,7 @@ def test_a_subclass_that_keeps_a_known_name_but_not_its_code_is_refused():
 
 def test_a_block_that_chooses_experts_by_a_method_of_its_own_is_refused():
     """As those of older releases do, whose routers give logits alone."""
-    block = blocks.deepseek()
+    block = blocks.mixtral()
     assert refusal(block) is None
     block.route_tokens_to_experts = None
     assert "is not known to add up" in str(refusal(block))
