@@ -192,9 +192,9 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 def is_direct(first: object, second: object, *others: object) -> bool:
     """Whether a call's kernels may be launched without an operator: in eager mode, on plain tensors on a GPU.
 
-    The first tensor speaks for the device. The others after the second one may be None, or parameters.
+    The first tensor speaks for the device. The others may be None, or parameters.
     """
-    if not (type(first) is Tensor and type(second) is Tensor and (first.is_cuda or GPU.takes_cpu)) or is_compiling():
+    if not (type(first) is Tensor and type(second) in PLAIN and (first.is_cuda or GPU.takes_cpu)) or is_compiling():
         return False
     return not others or PLAIN.issuperset(map(type, others))
 
