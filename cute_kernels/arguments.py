@@ -59,10 +59,10 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.device != b.device or not a.numel() or not b.numel():
         return False
     try:
-        apart = b.data_ptr() - a.data_ptr()
-    except RuntimeError:  # of one that stands for another, as in a traced call
+        places = a.data_ptr(), b.data_ptr()
+    except RuntimeError:  # of one that stands for another, which has no address, or 0
         return False
-    return _meet(apart, _steps_of(a), _steps_of(b))
+    return all(places) and _meet(places[1] - places[0], _steps_of(a), _steps_of(b))
 
 
 Steps = list[tuple[int, int]]

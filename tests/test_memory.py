@@ -50,6 +50,25 @@ def test_no_two_tensors_that_share_memory_are_taken_for_apart(a, b):
     assert share_memory(a, b) or not bytes_of(a) & bytes_of(b)
 
 
+class Wrapped(torch.Tensor):
+    """Stands for another tensor, and has no memory."""
+
+    def __new__(cls, x: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(arg.x if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+def test_tensors_without_memory_share_none():
+    a, b = Wrapped(torch.zeros(4, 8)), Wrapped(torch.zeros(4, 8))
+    assert not share_memory(a, b)
+
+
 def test_parts_of_one_tensor_that_take_turns_are_apart():
     pages = torch.zeros(5, 2, 16, 4, 64)  # K and V of each page
     assert not share_memory(pages[:, 0], pages[:, 1]) and share_memory(pages[:, 0], pages)
@@ -234,5 +253,5 @@ def test_out_in_place_of_q_is_no_call_like_an_earlier_one():
     assert len(set(keys)) == 3
     new, k_cache = torch.zeros(2, 2, 64).bfloat16(), pages()
     caches = ((k_cache, k_cache), (k_cache, pages()))
-    first, second = (append_ops._key((new, new, *pair, "bf16", "bf16", "NHD", *[None] * 7), None) for pair in caches)
+    first, second = (append_ops._key(((new, new, *pair, "bf16", "bf16", "NHD", *[None] * 7), None)) for pair in caches)
     assert first != second
