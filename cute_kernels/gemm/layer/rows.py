@@ -1,6 +1,6 @@
 """Makes limbs of a product's row where MMAs read them, once a CTA, by its consumer warps.
 
-Eight lanes take 128 inputs; their limbs are those of `.wgmma.limb_rows` of gemm. In memory a group of 128
+Eight lanes take 128 inputs; their limbs are those of `cute_kernels.gemm.wgmma.limb_rows`. In memory a group of 128
 inputs is [two halves][column][4 lanes][4 steps of 16 inputs] words: a lane's B operands of four steps are 16 bytes. A
 column is a limb, the high one first.
 """

@@ -5,7 +5,8 @@ Clocks are an H200's, fitted to measured times of experts (tests/facts/moe.json)
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_schedule import SLOTS_SHARE, issue_slots
@@ -18,20 +19,20 @@ TENSOR_WORK_TILE_CLOCKS = 1500  # and where tensor cores are
 SCALED_BITS = 4  # of codes that were measured where one instruction scales them as it decodes them
 
 
-class MainloopCost(Protocol):
+class MainloopCost(ABC):
     """Clocks of a k block of a tile, of which ``tile_m`` rows are computed."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         """Clocks of the tensor cores, where they run concurrently with decoding."""
-        ...
+        return 0.0
 
+    @abstractmethod
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         """Clocks of all else that a warpgroup does."""
-        ...
 
     def memory_factor(self, config: WgmmaConfig) -> float:
         """The factor by which loading weights takes longer than at the memory's rate."""
-        ...
+        return 1.0
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
@@ -44,7 +45,7 @@ def steps_of(config: WgmmaConfig) -> int:
     return config.block_tiles * config.k_block_steps
 
 
-class RegisterCost:
+class RegisterCost(MainloopCost):
     """The cost of `RegisterWgmma`."""
 
     # Per k16 step of a tile of 64 features: however few rows, by the bits of a code; for each row. The same where one
@@ -65,36 +66,24 @@ class RegisterCost:
             clocks, row = self.scaled, self.scaled_row
         return K_BLOCK_CLOCKS + steps_of(config) * (clocks * config.format.decode_cost + row * tile_m)
 
-    def memory_factor(self, config: WgmmaConfig) -> float:
-        return 1.0
 
-
-class SynchronousCost:
+class SynchronousCost(MainloopCost):
     """The cost of `MmaSync`. Each warp multiplies for itself, so scales are applied to accumulators, by each warp
     again."""
 
     step: ClassVar[dict[int, float]] = {4: 20, 8: 25}
     row = 0.43
 
-    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        return 0.0
-
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         clocks = self.step[config.format.bits] * config.format.decode_cost
         return K_BLOCK_CLOCKS + steps_of(config) * (clocks + self.row * tile_m)
 
-    def memory_factor(self, config: WgmmaConfig) -> float:
-        return 1.0
 
-
-class LimbCost:
+class LimbCost(MainloopCost):
     """The cost of `Limbs`, tensor cores included. Each row costs its columns of limbs and its scales."""
 
     step, row = 12, 0.62
     short_pipeline, short_pipeline_factor = 5, 1.05  # with so few stages
-
-    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        return 0.0
 
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         return K_BLOCK_CLOCKS + steps_of(config) * (self.step + self.row * tile_m)
@@ -103,17 +92,11 @@ class LimbCost:
         return self.short_pipeline_factor if config.num_stages <= self.short_pipeline else 1.0
 
 
-class Fp8Cost:
+class Fp8Cost(MainloopCost):
     """Models `Fp8Wgmma`, tensor cores included: see docs/design/fp8_gemm.md."""
-
-    def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        return 0.0
 
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         return config.block_tiles * 2 * tile_m + SLOTS_SHARE * issue_slots(config, tile_m)
-
-    def memory_factor(self, config: WgmmaConfig) -> float:
-        return 1.0
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {

@@ -37,9 +37,8 @@ from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first place
 TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; all of them multiply
-SUMS = (
-    -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16
-)  # where the warps' own numbers of work tiles are, after the entries,
+# Where the warps' own numbers of work tiles are, after the entries,
+SUMS = -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16
 TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all work tiles and the end of the places
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
 LONG_K = 4096  # from which on a k block is longer, as measured: what it costs besides its products is shared by more
