@@ -3,12 +3,14 @@
 Few rows take as long as their weights, so FP8 would gain nothing: x is rounded to E4M3 and left in bf16, and a 16-bit
 product follows. Of more rows torch's own product computes those with one scale a row on both sides, and nothing but a
 bias to add (`torch._scaled_mm`: bf16 results, N and K multiples of 16). It takes codes row by row, which `row_codes`
-makes once of a weight. All else is a launch that makes rows of E4M3, and our product (`cute_kernels.gemm.operands`).
+makes once of a weight while the GPU has room for the copy. All else is a launch that makes rows of E4M3, and our
+product (`cute_kernels.gemm.operands`).
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ from layouts.weights import hopper
 
 TORCH_MULTIPLE = 16  # of N and K that `torch._scaled_mm` takes
 FEW_ROWS, FEW_BLOCK_ROWS = 64, 32  # 16-bit products are the fastest, of FP8 in groups as well: an H200, 2026-11-29
+MEMORY_KEPT = 2  # one part in so many of a GPU's memory stays free when codes are copied: caches come later
 FAST_ACCUMULATION = False  # of its sums in some 14 bits, which over long K err by more than a result's rounding
 
 
@@ -72,13 +75,18 @@ _kept_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """`row_codes` by the codes of their weights."""
 
 
-def kept_row_codes(weight: PackedWeight | WeightTensors) -> torch.Tensor:
-    """`row_codes` of a weight, made by the first product with its codes."""
-    found = _kept_rows.get(weight.codes)
-    if found is None:
+def has_room(size: int, device: torch.device) -> bool:
+    """Whether enough of a device's memory stays free beside a copy of so many bytes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free - size > total / MEMORY_KEPT
+
+
+def kept_row_codes(weight: PackedWeight | WeightTensors, may_copy: Callable[[], bool]) -> torch.Tensor | None:
+    """`row_codes` of a weight, made by the first product with its codes; None, and so from then on, if it may not."""
+    if weight.codes not in _kept_rows:
         plain = PackedWeight(*weight[:5], check_values=False) if isinstance(weight, WeightTensors) else weight
-        found = _kept_rows[weight.codes] = row_codes(plain)
-    return found
+        _kept_rows[weight.codes] = row_codes(plain) if may_copy() else None
+    return _kept_rows[weight.codes]
 
 
 def forget_row_codes(codes: torch.Tensor) -> None:
@@ -105,7 +113,7 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
         return None
     index = call.linear.x.get_device()
     few = has_few_rows(call) and is_supported(index)
-    return Plan(index, _launch_torch) if by_torch(call) and not few else _own_plan(call, index, in_16_bits=few)
+    return _torch_plan(call, index) if by_torch(call) and not few else _own_plan(call, index, in_16_bits=few)
 
 
 def has_few_rows(call: Fp8Call) -> bool:
@@ -165,13 +173,25 @@ def by_torch(call: Fp8Call) -> bool:
     return takes_row_codes(given.weight) and plain and bf16
 
 
+def _torch_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
+    """The plan of torch's product, and of ours for weights whose codes are not kept twice."""
+    own, is_ours = cache(partial(_own_plan, call, index, in_16_bits=False)), is_supported(index)
+
+    def launch(given: Fp8Call) -> torch.Tensor:
+        weight, held = given.linear.weight, given.linear.weight.codes
+        codes = kept_row_codes(weight, lambda: not is_ours or has_room(held.nbytes, held.device))
+        return own().launch(given) if codes is None else _launch_torch(given, codes)
+
+    return Plan(index, launch)
+
+
 @torch.no_grad()
-def _launch_torch(call: Fp8Call) -> torch.Tensor:
+def _launch_torch(call: Fp8Call, row_codes: torch.Tensor) -> torch.Tensor:
     def product(x, codes, scales, zeros, bias, residual, form, n, k, activation, out_dtype, batch_invariant):
         rows, of_rows = quantize_activations(x, scale=call.scale)
         of_features = scales.view(torch.float32).view(1, -1)[:, :n]
         return torch._scaled_mm(
-            rows, kept_row_codes(call.linear.weight).t(), of_rows, of_features.contiguous(), bias, out_dtype=out_dtype,
+            rows, row_codes.t(), of_rows, of_features.contiguous(), bias, out_dtype=out_dtype,
             use_fast_accum=FAST_ACCUMULATION,
         )  # fmt: skip
 

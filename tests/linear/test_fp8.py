@@ -284,13 +284,16 @@ def test_row_codes_are_made_once_and_anew_when_others_are_loaded():
     x = numbers(3, 320)
     with standing_in(NO_HOPPER):
         layer(x)
-        kept = fp8.kept_row_codes(layer.weight)
+        kept = fp8.kept_row_codes(layer.weight, lambda: True)
         layer(x)
-        assert fp8.kept_row_codes(layer.weight) is kept
+        assert fp8.kept_row_codes(layer.weight, lambda: True) is kept
         layer.load_state_dict(other.state_dict())
-        assert fp8.kept_row_codes(layer.weight) is not kept
+        assert fp8.kept_row_codes(layer.weight, lambda: True) is not kept
         assert torch.equal(layer(x), other(x))
     codes = layer.weight.unpack_tiles(0, 2)[:80, :320]
+    fp8.forget_row_codes(layer.weight.codes)
+    for may_copy in (False, True):  # decided once: a weight's products do not change while a model runs
+        assert fp8.kept_row_codes(layer.weight, lambda may_copy=may_copy: may_copy) is None
     assert torch.equal(fp8.row_codes(layer.weight).view(torch.uint8), codes)
 
 
