@@ -285,7 +285,7 @@ EXTEND = Figure(
             Box("queries", "64 rows of each warpgroup, which copies them itself", ("attention/extend_config.py:query_bytes",)),
         )),
         Lane("consumer warpgroups", "role", (
-            Box("2 warpgroups, 64 rows of queries each", "scores of block b and values of block b - 1 issued together; the softmax of b runs behind them; the warpgroups issue in turn (ping_pong)", ("attention/mainloops/tiles.py:Consumer", "attention/mainloops/tile_softmax.py:Softmax")),
+            Box("2 warpgroups, 64 rows of queries each", "scores of block b and values of block b - 1 issued together; the softmax of b runs behind them; the warpgroups issue in turn", ("attention/mainloops/tiles.py:Consumer", "attention/mainloops/tile_softmax.py:Softmax")),
         )),
         Lane("results", "result", (
             Box("out, lse", ""),

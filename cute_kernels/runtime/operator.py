@@ -111,11 +111,12 @@ def launcher(
 
     def launch(call: CallT) -> ResultT:
         try:
-            plan = plans.get(key(call))
+            plan = plans.get(found := key(call))
         except REFUSALS:
-            plan = None
+            check(call)
+            raise
         if plan is None or arguments.DEBUG or (always is not None and always(call)):
-            return check_and_launch(call)
+            return check_and_launch(call, found, plan)
         try:
             if plan.device_index == GPU.current():
                 return plan.launch(call)
@@ -125,9 +126,8 @@ def launcher(
             check(call)
             raise
 
-    def check_and_launch(call: CallT) -> ResultT:
-        checked, found = check(call), key(call)
-        plan = plans.get(found)
+    def check_and_launch(call: CallT, found: Hashable, plan: PlanLike[[CallT], ResultT] | None) -> ResultT:
+        checked = check(call)
         if plan is None:
             plan = make(checked)
             if plan is None:
