@@ -41,6 +41,10 @@ class LinearCall(NamedTuple):
         return self.x.numel() // k, n, k
 
     @property
+    def result_dtype(self) -> torch.dtype:
+        return result_dtype(self.out_dtype, self.x, self.out)
+
+    @property
     def result_shape(self) -> tuple[int, ...]:
         return *self.x.shape[:-1], out_features(self.weight.shape[0], self.activation)
 
@@ -146,7 +150,5 @@ def check_out_dtype(out_dtype: object) -> None:
 
 
 def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
-    """Returns the dtype of the result: ``out_dtype``, or else that of ``out``, or else that of x."""
-    if out_dtype is not None:
-        return out_dtype
-    return x.dtype if out is None else out.dtype
+    """Returns the dtype of a result: ``out_dtype``, or else that of ``out``, or else that of x."""
+    return (x if out is None else out).dtype if out_dtype is None else out_dtype

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cute_kernels.arguments import needs_dispatch
 from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
-from cute_kernels.gemm.call import LinearCall, result_dtype
+from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.operands.fp8 import E4M3, check_scale, fp8_reference, quantize_activations
 from cute_kernels.gemm.operands.fp8_config import FP8_TILES, ROUNDED, RowsConfig, whole_k, x_group
 from cute_kernels.gemm.operands.fp8_launch import VECTOR, rows_for_products, rows_in_order, scales_of
@@ -32,7 +31,7 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.operator import Operator, Plan, as_kernels, is_direct, launcher
+from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher
 from cute_kernels.runtime.plans import identity
 from layouts.weights import hopper
 
@@ -143,7 +142,7 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
         product = tile_product(load(GemmSpec(schedule.config), arch_of(index)), FP8_TILES, schedule, index)
         rows = rows_for_products(m, problem.k_pad, dtype, scales, index)
         numbers = {"x_scale_pitch": rows.pitch}
-    out_dtype = result_dtype(given.out_dtype, given.x, given.out)
+    out_dtype = given.result_dtype
     send = product.bound(n, given.activation, out_dtype, **numbers)
     new_out = blank((m, ops.out_features(n, given.activation)), out_dtype)
 
@@ -158,7 +157,6 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
         )  # fmt: skip
         return out
 
-    @torch.no_grad()
     def launch(call: Fp8Call) -> torch.Tensor:
         return ops.of_rows(call.linear, partial(multiply, call.scale))
 
@@ -169,7 +167,7 @@ def by_torch(call: Fp8Call) -> bool:
     """Whether torch's product computes a checked call."""
     given = call.linear
     plain = given.residual is given.activation is None and not given.batch_invariant
-    bf16 = given.x.dtype == result_dtype(given.out_dtype, given.x, given.out) == torch.bfloat16
+    bf16 = given.x.dtype == given.result_dtype == torch.bfloat16
     return takes_row_codes(given.weight) and plain and bf16
 
 
@@ -185,7 +183,6 @@ def _torch_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
     return Plan(index, launch)
 
 
-@torch.no_grad()
 def _launch_torch(call: Fp8Call, row_codes: torch.Tensor) -> torch.Tensor:
     def product(x, codes, scales, zeros, bias, residual, form, n, k, activation, out_dtype, batch_invariant):
         rows, of_rows = quantize_activations(x, scale=call.scale)
@@ -198,23 +195,15 @@ def _launch_torch(call: Fp8Call, row_codes: torch.Tensor) -> torch.Tensor:
     return ops.of_rows(call.linear, product)
 
 
-@as_kernels
-def _on_cpu(call: Fp8Call) -> torch.Tensor:
-    return ops.of_rows(call.linear, partial(_fields_on_cpu, scale=call.scale))
-
-
 launch = launcher(key_of, check, make_plan, lambda call: without_rows(call.linear))
 """`linear` of tensors on a GPU."""
 
 
 def linear(call: Fp8Call) -> torch.Tensor:
     """Computes `cute_kernels.quantized_linear` of a tensor with ``activations="fp8"``."""
-    x, codes = call.linear.x, call.linear.weight.codes
-    if is_direct(x, codes):
+    if is_direct(call.linear.x, call.linear.weight.codes):
         return launch(call)
-    check(call)
-    by_operator = needs_dispatch(x=x, codes=codes)
-    return ops.of_rows(call.linear, partial(operator, scale=call.scale)) if by_operator else _on_cpu(call)
+    return ops.of_rows(check(call).linear, partial(operator, scale=call.scale))
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -7,22 +7,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_kernels.arguments import needs_dispatch
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm.activations import name_of, out_features
-from cute_kernels.gemm.call import LinearCall, check, key_of, result_dtype
+from cute_kernels.gemm.call import LinearCall, check, key_of
 from cute_kernels.gemm.normed import RowNorm
 from cute_kernels.gemm.plan import make_plan, without_rows
 from cute_kernels.gemm.reference import linear_reference, prepare_input
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.gpu import forgotten
-from cute_kernels.runtime.operator import Operator, as_kernels, is_direct, launcher
+from cute_kernels.runtime.operator import Operator, is_direct, launcher
 from cute_kernels.runtime.plans import identity, keep
 
 T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
 ResultT = TypeVar("ResultT")
 
 
+@torch.no_grad()
 def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Computes a checked call by a function of rows [m, k] that are ready, and of a weight's fields."""
     x, weight, residual = call.x, call.weight, call.residual
@@ -32,11 +32,11 @@ def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor
         rows = prepare_input(rows, weight.perm, weight.input_scale)
     rows = _rows(rows, k)
     rows = rows.detach() if rows.requires_grad else rows
-    columns, out_dtype = out_features(n, call.activation), result_dtype(call.out_dtype, x, call.out)
+    columns = out_features(n, call.activation)
     result = work(
         rows, weight.codes, weight.scales, weight.zeros, call.bias,
         None if residual is None else _rows(residual, columns), weight.format.key, n, k, name_of(call.activation),
-        out_dtype, call.batch_invariant,
+        call.result_dtype, call.batch_invariant,
     )  # fmt: skip
     if x.dim() != 2:
         result = result.view(*x.shape[:-1], columns)
@@ -56,16 +56,7 @@ launch = launcher(key_of, check, make_plan, without_rows)
 
 def linear(call: LinearCall) -> torch.Tensor:
     """Computes `cute_kernels.quantized_linear` of a tensor."""
-    x, codes = call.x, call.weight.codes
-    if is_direct(x, codes):
-        return launch(call)
-    check(call)
-    return of_rows(call, operator) if needs_dispatch(x=x, codes=codes) else _on_cpu(call)
-
-
-@as_kernels
-def _on_cpu(call: LinearCall) -> torch.Tensor:
-    return of_rows(call, _fields_on_cpu)
+    return launch(call) if is_direct(call.x, call.weight.codes) else of_rows(check(call), operator)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.arguments import row_stride
-from cute_kernels.gemm.call import LinearCall, result_dtype
+from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import RowNorm
 from cute_kernels.gemm.problem import LinearProblem
@@ -43,9 +43,8 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     index = x.get_device()
     problem = problem_of(m, n, k, call.weight.format, x.dtype, index, call.batch_invariant, call.activation)
     product, prepare, scales = inputs_of(call, problem, index)
-    out_dtype = result_dtype(call.out_dtype, x, call.out)
-    send = product.bound(n, call.activation, out_dtype)
-    new_out = blank(call.result_shape, out_dtype)
+    send = product.bound(n, call.activation, call.result_dtype)
+    new_out = blank(call.result_shape, call.result_dtype)
     matrix = None if x.dim() == 2 or prepare is not None else (m, k)
     copies_residual = residual is not None and not residual.is_contiguous()
 
@@ -84,7 +83,7 @@ def without_rows(call: LinearCall) -> torch.Tensor:
     """The result of a checked call without rows."""
     if call.out is not None:
         return call.out
-    return call.x.new_empty(call.result_shape, dtype=result_dtype(call.out_dtype, call.x, call.out))
+    return call.x.new_empty(call.result_shape, dtype=call.result_dtype)
 
 
 def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:

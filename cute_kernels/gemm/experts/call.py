@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from cute_kernels import arguments
 from cute_kernels.arguments import Wanted, check_apart, check_flag, check_wanted
 from cute_kernels.gemm.activations import ActivationFunction, experts_activation, out_features
-from cute_kernels.gemm.call import check_activation, check_out_dtype, out_wanted, rows_wanted
+from cute_kernels.gemm.call import check_activation, check_out_dtype, out_wanted, result_dtype, rows_wanted
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts
@@ -36,6 +36,10 @@ class GroupedCall(NamedTuple):
     batch_invariant: bool = False
     out: torch.Tensor | None = None
     activations: str | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return result_dtype(self.out_dtype, self.x, self.out)
 
     @property
     def places(self) -> int:
@@ -81,10 +85,10 @@ def check_grouped(call: GroupedCall) -> GroupedCall:
 
 def check_grouped_values(call: GroupedCall) -> GroupedCall:
     """Checks as `check_grouped` does, and with `cute_kernels.arguments.DEBUG` values, too."""
-    check_grouped(call)
+    checked = check_grouped(call)
     if arguments.DEBUG:
         check_routing(call.expert_offsets, call.rows, call.x.shape[0])
-    return call
+    return checked
 
 
 def _grouped_wanted(call: GroupedCall) -> Iterator[Wanted]:
@@ -115,6 +119,10 @@ class MoeCall(NamedTuple):
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     activations: str | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return result_dtype(self.out_dtype, self.x, self.out)
 
 
 def moe_key(call: MoeCall) -> tuple[Any, ...]:

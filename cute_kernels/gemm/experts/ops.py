@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import needs_dispatch
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm.activations import name_of, out_features
-from cute_kernels.gemm.call import result_dtype
 from cute_kernels.gemm.experts.call import (
     GroupedCall,
     MoeCall,
@@ -26,22 +24,18 @@ from cute_kernels.gemm.experts.plan import grouped_plan, moe_plan, without_assig
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import check_presence
-from cute_kernels.runtime.operator import Operator, as_kernels, is_direct, launcher
+from cute_kernels.runtime.operator import Operator, is_direct, launcher
 
 # -- grouped products --------------------------------------------------------------------------------------------------
 
 
-@as_kernels
-def _grouped_on_cpu(call: GroupedCall) -> torch.Tensor:
-    return _grouped_of(call, _grouped_fields_on_cpu)
-
-
+@torch.no_grad()
 def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
     weight = call.weight
     result = work(
         call.x.detach().contiguous(), weight.codes, weight.scales, weight.zeros, call.expert_offsets, call.rows,
         call.bias, weight.format.key, *weight.shape, name_of(call.activation),
-        result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant, call.activations,
+        call.result_dtype, call.batch_invariant, call.activations,
     )  # fmt: skip
     return result if call.out is None else call.out.copy_(result)
 
@@ -55,9 +49,7 @@ def grouped(call: GroupedCall) -> torch.Tensor:
     x, weight = call.x, call.weight
     if isinstance(weight, PackedExperts) and is_direct(x, weight.codes):
         return launch_grouped(call)
-    check_grouped(call)
-    by_operator = needs_dispatch(x=x, codes=weight.codes)
-    return _grouped_of(call, grouped_operator) if by_operator else _grouped_on_cpu(call)
+    return _grouped_of(check_grouped(call), grouped_operator)
 
 
 _OPTIONS = "activation", "out_dtype", "batch_invariant", "activations"  # the operator's last arguments
@@ -108,11 +100,7 @@ def experts_of(
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-@as_kernels
-def _moe_on_cpu(call: MoeCall) -> torch.Tensor:
-    return _moe_of(call, _moe_fields_on_cpu)
-
-
+@torch.no_grad()
 def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
     tensors: list[Any] = [call.x.detach().contiguous()]
     for weight in (call.gate_up, call.down):
@@ -120,7 +108,7 @@ def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
     tensors += [call.topk_ids.contiguous(), call.topk_weights.detach().float().contiguous()]
     numbers: list[Any] = [value for w in (call.gate_up, call.down) for value in (w.format.key, *w.shape)]
     more = name_of(call.activation), call.gate_up_bias, call.down_bias, call.activations
-    result = work(*tensors, *numbers, result_dtype(call.out_dtype, call.x, call.out), call.batch_invariant, *more)
+    result = work(*tensors, *numbers, call.result_dtype, call.batch_invariant, *more)
     return result if call.out is None else call.out.copy_(result)
 
 
@@ -133,8 +121,7 @@ def moe(call: MoeCall) -> torch.Tensor:
     x, gate_up = call.x, call.gate_up
     if isinstance(gate_up, PackedExperts) and is_direct(x, gate_up.codes):
         return launch_moe(call)
-    check_moe(call)
-    return _moe_of(call, moe_operator) if needs_dispatch(x=x, codes=gate_up.codes) else _moe_on_cpu(call)
+    return _moe_of(check_moe(call), moe_operator)
 
 
 def _moe_call_of(
@@ -161,7 +148,7 @@ def _moe_fields_on_cuda(*fields: Any) -> torch.Tensor:
 
 def _moe_fields_on_meta(*fields: Any) -> torch.Tensor:
     call = _moe_call_of(experts_of, *fields)
-    return call.x.new_empty((call.x.shape[0], call.down.shape[0]), dtype=call.out_dtype)
+    return call.x.new_empty((call.x.shape[0], call.down.shape[0]), dtype=call.result_dtype)
 
 
 moe_operator = Operator(

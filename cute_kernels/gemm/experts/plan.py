@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from cute_kernels.gemm.activations import ActivationFunction, activation_named, out_features
-from cute_kernels.gemm.call import result_dtype
 from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
 from cute_kernels.gemm.experts.choice import assigned
 from cute_kernels.gemm.experts.product import (
@@ -48,10 +47,10 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
     """The plan of a checked call; None for one without places."""
     if not call.places:
         return None
-    out_dtype, by_rows = result_dtype(call.out_dtype, call.x, call.out), call.rows is not None
+    by_rows = call.rows is not None
     form = call.weight.form._replace(activations=call.activations)
     with GPU.guard(call.x.device):
-        return _grouped_plan(call.places, by_rows, form, call.activation, out_dtype, call.batch_invariant)
+        return _grouped_plan(call.places, by_rows, form, call.activation, call.result_dtype, call.batch_invariant)
 
 
 @per_gpu
@@ -106,7 +105,7 @@ def without_places(call: GroupedCall) -> torch.Tensor:
     if call.out is not None:
         return call.out
     columns = out_features(call.weight.shape[0], call.activation)
-    return call.x.new_empty((0, columns), dtype=result_dtype(call.out_dtype, call.x, call.out))
+    return call.x.new_empty((0, columns), dtype=call.result_dtype)
 
 
 # -- a layer -----------------------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ Activation = str | ActivationFunction
 
 def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
     """The plan of a checked call; None for one without assignments."""
-    ids, out_dtype = call.topk_ids, result_dtype(call.out_dtype, call.x, call.out)
+    ids, out_dtype = call.topk_ids, call.result_dtype
     if not ids.numel():
         return None
     sizes = *ids.shape, 8 * ids.element_size()
@@ -160,7 +159,7 @@ def without_assignments(call: MoeCall) -> torch.Tensor:
     if call.out is not None:
         return call.out.zero_()
     shape = call.x.shape[0], call.down.shape[0]
-    return call.x.new_zeros(shape, dtype=result_dtype(call.out_dtype, call.x, call.out))
+    return call.x.new_zeros(shape, dtype=call.result_dtype)
 
 
 @per_gpu
