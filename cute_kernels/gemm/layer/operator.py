@@ -2,16 +2,22 @@
 
     rows, qkv = layer_products(x, residual, ...)
 
-Numbers of rows that one launch serves are that launch. Others are the operators of `gemm.deferred_ops`, one after
-the other, as if they stood in the graph.
+Numbers of rows that one launch serves are that launch. Others are the products one after the other.
 """
 
 from __future__ import annotations
 
 import torch
 
-from cute_kernels.gemm.deferred_ops import give_plain, take_plain
-from cute_kernels.gemm.layer.call import LayerCall, configs_for, is_one_launch, layer, serves_rows, serves_shape
+from cute_kernels.gemm.layer.call import (
+    LayerCall,
+    configs_for,
+    is_one_launch,
+    layer,
+    layer_apart,
+    serves_rows,
+    serves_shape,
+)
 from cute_kernels.gemm.layer.config import FORMAT, config_for
 from cute_kernels.gemm.ops import plain, weight_of
 from cute_kernels.gemm.product import problem_of
@@ -46,41 +52,14 @@ def _apply(
     fields = (o, o_scales), (gate_up, gate_up_scales), (down, down_scales), (qkv, qkv_scales)
     fields = tuple((plain(codes), plain(scales)) for codes, scales in fields)
     x, residual, norms = plain(x), plain(residual), (plain(norm), plain(following_norm))
+    o, gate_up, down, qkv = (weight_of(*each, None, FORMAT, shape) for each, shape in zip(fields, shapes, strict=True))
     with torch.no_grad():
-        if (x.is_cuda or GPU.takes_cpu) and _may_load(len(x), *shapes[2], max(heads, hidden, inner), x.get_device()):
-            o_weight, gate_up_weight, down_weight, qkv_weight = (
-                weight_of(*each, None, FORMAT, shape) for each, shape in zip(fields, shapes, strict=True)
-            )
-            weights = o_weight, gate_up_weight, down_weight, qkv_weight
-            call = LayerCall(x, *weights, residual, *norms, eps, 0.0)
-            if is_one_launch(call):
-                found = layer(call)
-                assert found.qkv is not None
-                return found.rows.rows, found.qkv
-        return _apart(x, residual, fields, norms, shapes, eps)
-
-
-def _apart(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    fields: tuple[tuple[torch.Tensor, torch.Tensor], ...],
-    norms: tuple[torch.Tensor, torch.Tensor],
-    shapes: tuple[tuple[int, int], ...],
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key = FORMAT.key
-    rows = residual
-    for number in (0, 2):
-        norm, taker = norms[number // 2], number + 1
-        (n, k), (its_n, its_k) = shapes[number], shapes[taker]
-        given = give_plain(x, *fields[number], None, None, rows, key, n, k, norm, eps, key, its_n)
-        rows, scaled, squares = given
-        activation = "swiglu" if number == 0 else None
-        x = take_plain(
-            scaled, squares, rows, norm, eps, key, k, *fields[taker], None, None, key, its_n, its_k, activation
-        )
-        del given, scaled, squares
-    return rows, x
+        call, most_k = LayerCall(x, o, gate_up, down, qkv, residual, *norms, eps, 0.0), max(heads, hidden, inner)
+        on_gpu = x.is_cuda or GPU.takes_cpu
+        one = on_gpu and _may_load(len(x), *shapes[2], most_k, x.get_device()) and is_one_launch(call)
+        found = layer(call) if one else layer_apart(call)
+        assert found.qkv is not None
+        return found.rows.rows, found.qkv
 
 
 def _meta(x: torch.Tensor, *given) -> tuple[torch.Tensor, torch.Tensor]:
