@@ -64,11 +64,12 @@ def declared_activations(config: Config, name: str) -> Declared | None:
         return Declared(kinds[0], DYNAMIC, block) if kinds else None
     said = (config.get("group") or {}).get("input_activations")
     if isinstance(said, Mapping):
-        kind = f"{'INT' if said.get('type') == 'int' else 'FP'}{said.get('num_bits', 8)}"
+        kind = "FP" if str(said.get("type")).lower() == "float" else "INT"  # which it is where nothing says so
+        kind += f"{said.get('num_bits', 8)}{' with zero points' if said.get('symmetric') is False else ''}"
         group_size = _group_in(said.get("block_structure") or said.get("group_size"))
         return Declared(kind, DYNAMIC if said.get("dynamic") else STATIC, group_size)
     if config.get("quant_method") in FP8:
-        scales = str(config.get("activation_scheme", DYNAMIC))
+        scales = str(config.get("activation_scheme") or DYNAMIC)
         return Declared(E4M3, scales, _group_in(config.get("weight_block_size")))
     if config.get("quant_method") == METHOD:
         for form in (*config.get("linear", ()), *config.get("experts", ())):
@@ -122,15 +123,19 @@ class Rounding(NamedTuple):
     def scale(self, name: str, entries: Container[str], read: Read, device: torch.device) -> torch.Tensor | None:
         """Returns the static scale of a layer in FP8 if the checkpoint declares one, or the layer is of ours and has
         one."""
-        is_static, ours = self.declared is not None and self.declared.scales == STATIC, join(name, OWN.mark) in entries
-        keys = [key for own in STATIC_SCALES[ours:] if (key := join(name, own)) in entries]  # our input_scale is AWQ's
-        if is_static and not keys:
-            wanted = "the configuration declares static FP8 activations: activations='16bit' does without"
-            raise ValueError(f"input_scale: got no such tensor, want it: {wanted}")
-        if not (keys and (is_static or ours)):
+        is_static = self.declared is not None and self.declared[:2] == (E4M3, STATIC)
+        ours = join(name, OWN.mark) in entries  # its input_scale is AWQ's
+        own = next((own for own in STATIC_SCALES[ours:] if join(name, own) in entries), None)
+        if not (is_static or (own and ours)):
             return None
-        scale = read(keys[0]).float()
-        check_scale(scale, scale.device, "input_scale")
+        wanted = "static FP8 activations are declared: activations='16bit' does without"
+        if own is None:
+            raise ValueError(f"{STATIC_SCALES[ours]}: got no such tensor, want it: {wanted}")
+        scale = read(join(name, own)).float()
+        try:
+            check_scale(scale, scale.device, own)
+        except ValueError as error:
+            raise ValueError(f"{error}: {wanted}") from error
         return scale.reshape(()).to(device)
 
 

@@ -89,21 +89,19 @@ def connect(layer: Foreign) -> None:
     runner = prepare.layer_named(getattr(layer, "layer_name", None))
     if runner is None:
         return
-    vars(runner).pop("gate", None)
-    vars(runner.router).pop("_compute_routing", None)
     device = next(layer.parameters()).device
-    reason = reason_against(runner, device)
+    try:
+        vars(runner).pop("gate", None)
+        vars(runner.router).pop("_compute_routing", None)
+        reason = reason_against(runner, device)
+    except AttributeError as error:  # a version that calls something otherwise
+        reason = str(error)
     if reason is None:
         made = router_of(runner)
-        calls = _calls(made, runner.moe_config.in_dtype, device)
-        reason = prepare.make_ready(
-            device, lambda: [RouterSpec(config_of(call, len(call.hidden) <= MAX_TOKENS)) for call in calls]
-        )
+        reason = prepare.make_ready(device, lambda: specs(_calls(made, runner.moe_config.in_dtype, device)))
         if reason is None:
             runner.router._compute_routing = made.choose
-            if (
-                made.gate is not None
-            ):  # it stays a submodule of the runner: its parameters are loaded and named as before
+            if made.gate is not None:  # a submodule of the runner as before: so its parameters are loaded and named
                 vars(runner)["gate"] = made.defer
             plugin.note_served(f"router of {runner.router.global_num_experts} experts {made.routing}")
     say_once("routers of experts run here" if reason is None else f"routers of experts are left to vLLM: {reason}")
@@ -113,7 +111,7 @@ def routings_in_code(layers: Iterable[object]) -> dict[int, Routing]:
     """Returns what the routers of layers compute whose gate is in a model's own code, by their number of experts. It
     leaves out numbers whose routers are not alike, or one of whose cannot be given its choice. layers: an engine's."""
     found: dict[int, set[Routing | None]] = {}
-    for router in (layer.router for layer in layers if hasattr(layer, "router") and layer.gate is None):
+    for router in (each.router for each in layers if hasattr(each, "router") and getattr(each, "gate", 0) is None):
         choose = vars(router).get("_compute_routing")
         routing = None if choose is None else choose.__self__.routing
         found.setdefault(router.global_num_experts, set()).add(routing)

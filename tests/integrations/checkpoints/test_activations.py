@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,8 +97,17 @@ def test_a_static_scale_that_is_missing_or_no_positive_number_is_named(tmp_path,
         tmp_path, tensors | ({} if scale is None else {"input_scale": scale}), FORMATS["modelopt fp8"][1]
     )
     assert len(list(load_safetensors(path, activations="16bit"))) == 1
-    with pytest.raises(ValueError, match=rf"{NAME}.input_scale: got "):
+    with pytest.raises(ValueError, match=rf"{NAME}.input_scale: got .* activations='16bit' does without"):
         list(load_safetensors(path, activations=asked))
+
+
+def test_a_static_scale_in_a_state_dict_is_named_as_it_is_there(tmp_path):
+    layer = QuantizedLinear.from_linear(nn.Linear(128, 64, dtype=torch.bfloat16), format="fp8")
+    tensors = layer.state_dict() | {"activation_scale": torch.tensor(0.0)}
+    path = write_layer(tmp_path, tensors, None)
+    assert len(list(load_safetensors(path))) == 1
+    with pytest.raises(ValueError, match=rf"{NAME}.activation_scale: got 0, want a positive .* activations='16bit'"):
+        list(load_safetensors(path, activations="fp8"))
 
 
 def test_another_name_for_activations_is_refused_with_those_that_there_are(tmp_path):
@@ -276,23 +286,53 @@ W4A8 = {  # what is declared beside INT4, whether that is symmetric, and what th
     "64 inputs": (FP8 | {"strategy": "group", "group_size": 64}, True, f"16-bit products because {BY_ROW}"),
     "zero points": (FP8, False, "16-bit products because FP8 ones want codes that are E4M3 numbers exactly"),
     "integers": (FP8 | {"type": "int"}, True, "16-bit products because there are none in INT8"),
+    "a type that nothing says": (
+        {"num_bits": 8, "dynamic": True},
+        True,
+        "16-bit products because there are none in INT8",
+    ),
+    "floats that are shifted": (
+        FP8 | {"symmetric": False},
+        True,
+        "16-bit products because there are none in FP8 with zero points",
+    ),
 }
+
+
+def write_w4(path: Path, declared: dict[str, Any], symmetric: bool = True, **more: torch.Tensor) -> None:
+    """A layer in INT4 with these activations. more: tensors beside its own."""
+    config = json.loads((MADE / "ct_w4" / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"], group["weights"]["symmetric"] = declared, symmetric
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(MADE / "ct_w4" / "model.safetensors")
+    left = {key: value for key, value in tensors.items() if not (symmetric and key.endswith("zero_point"))}
+    save_file(left | {f"{NAME}.{own}": tensor for own, tensor in more.items()}, path / "model.safetensors")
 
 
 @pytest.mark.parametrize("which", list(W4A8))
 def test_int4_beside_fp8_activations_has_products_in_fp8(which, tmp_path):
     declared, symmetric, said = W4A8[which]
-    config = json.loads((MADE / "ct_w4" / "config.json").read_text())
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group["input_activations"], group["weights"]["symmetric"] = declared, symmetric
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(MADE / "ct_w4" / "model.safetensors")
-    left = {key: value for key, value in tensors.items() if not (symmetric and key.endswith("zero_point"))}
-    save_file(left, tmp_path / "model.safetensors")
+    write_w4(tmp_path, declared, symmetric)
     layer, note = loaded_note(tmp_path)
     assert note.startswith(said) and (layer.activations == "fp8") == said.startswith("FP8")
     x = torch.randn(3, K).bfloat16()
     assert torch.equal(layer(x), quantized_linear(x, layer.weight, activations=layer.activations))
+
+
+@pytest.mark.parametrize("scales", [{"input_scale": torch.ones(1)}, {}], ids=["there", "missing"])
+def test_static_scales_of_integers_are_not_those_of_fp8_products(scales, tmp_path):
+    write_w4(tmp_path, FP8 | {"type": "int", "dynamic": False}, **scales)
+    ((_, layer),) = load_safetensors(tmp_path, activations="fp8")
+    assert isinstance(layer, QuantizedLinear) and layer.activations == "fp8" and layer.activation_scale is None
+
+
+def test_a_scheme_that_is_null_is_dynamic(tmp_path):
+    make, config = FORMATS["deepseek v3"]
+    tensors, _ = make(torch.Generator().manual_seed(0), 128, 256)
+    write_layer(tmp_path, tensors, config | {"activation_scheme": None})
+    said = only_note(load_quantized_linears(of_one_layer(128, 256), tmp_path))
+    assert said == "FP8 products as declared: FP8 (dynamic, in groups of 128)"
 
 
 @pytest.mark.parametrize("name", list(ROUNDING))

@@ -261,6 +261,13 @@ def other_routers_are_left_to_vllm_with_a_reason() -> None:
     with engine() as layers:
         gate = GateLinear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, prefix="gate")
         assert f"{HIDDEN} experts of {HIDDEN} features" in reason(make_runner(layers, gate=gate))
+    for attribute, owner in (("router", "runner"), ("moe_config", "runner"), ("renormalize", "router")):
+        with engine() as layers:  # another version's
+            runner = make_runner(layers)
+            delattr(runner if owner == "runner" else runner.router, attribute)
+            with mock.patch.object(routers, "say_once") as said:
+                routers.connect(runner.routed_experts)
+            assert "left to vLLM" in said.call_args.args[0] and attribute in said.call_args.args[0]
     with engine() as layers:
         runner = make_runner(layers)
         with mock.patch.object(routers.prepare, "make_ready", return_value="2 kernels are in no bundle"):
@@ -369,5 +376,6 @@ def graphs_stay_where_one_router_of_a_model_cannot_be_given_its_choice() -> None
             for runner in (first, second):
                 layers[NAME] = runner
                 routers.connect(runner.routed_experts)
-            assert routers.routings_in_code([first, object()]) == {EXPERTS: Routing(4, renormalize=True)}
+            others_of_an_engine = object(), SimpleNamespace(router=None)
+            assert routers.routings_in_code([first, *others_of_an_engine]) == {EXPERTS: Routing(4, renormalize=True)}
             assert routers.routings_in_code([first, second]) == {}
