@@ -19,7 +19,7 @@ from cute_kernels import quantize_activations, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.fp8 import kept_row_codes, takes_row_codes
+from cute_kernels.gemm.fp8 import row_codes, takes_row_codes
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
 from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, PLAIN, ROUNDED, X_GROUP, RowsConfig, x_group
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
@@ -120,7 +120,7 @@ def peers_of(x: torch.Tensor, weight: PackedWeight) -> tuple[Calls, dict[str, st
     why_not: dict[str, str] = {}
     codes, scales = quantize_activations(x, group)
     if takes_row_codes(weight):
-        columns, of_features = kept_row_codes(weight).t(), weight.scales.view(torch.float32).view(1, -1)
+        columns, of_features = row_codes(weight).t(), weight.scales.view(torch.float32).view(1, -1)
         for name, fast in (("torch._scaled_mm", False), ("torch._scaled_mm, fast sums", True)):
             calls[name] = partial(
                 torch._scaled_mm, codes, columns, scales, of_features[:, : weight.shape[0]].contiguous(),
