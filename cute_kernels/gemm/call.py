@@ -76,9 +76,9 @@ def check(call: LinearCall) -> LinearCall:
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
     wanted = _wanted(call)
-    check_wanted(wanted)
     if call.norm is not None:
         check_norm_numbers(call.eps, call.offset)
+    check_wanted(wanted)
     check_flag("batch_invariant", call.batch_invariant)
     if call.out is not None:
         read = {"x": call.x, "norm": call.norm, "bias": call.bias, "residual": call.residual}

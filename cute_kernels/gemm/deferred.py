@@ -109,8 +109,8 @@ def check_giving(call: GivingCall) -> GivingCall:
     """Raises TypeError or ValueError, which name the argument, unless rows can be computed and normed."""
     n = call.weight.shape[0]
     wanted = _giving_wanted(call)
-    check_wanted(wanted)
     check_norm_numbers(call.eps, call.offset)
+    check_wanted(wanted)
     if n % NORM_VECTOR or n > MAX_COLUMNS:
         raise ValueError(f"weight: got {n} rows, want a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}: they are normed")
     following = call.following
