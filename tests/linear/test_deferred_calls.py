@@ -67,6 +67,7 @@ def test_both_calls_are_traced_as_what_they_are_without_kernels():
 WRONG = {
     "weight: got Tensor, want a PackedWeight": {"weight": torch.ones(N, K)},
     "x: got shape": {"x": numbers(M, K + 8)},
+    "x: got a tensor on meta": {"x": numbers(M, K).to("meta")},
     "bias: got shape": {"bias": numbers(N + 8)},
     "residual: got NoneType, want a torch.Tensor": {"residual": None},
     "residual: got dtype torch.float32": {"residual": torch.ones(M, N)},

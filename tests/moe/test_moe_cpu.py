@@ -171,6 +171,7 @@ BAD_GROUPED: dict[str, tuple[dict[str, Any], str]] = {
     "weight of one layer": ({"weight": known(70, 64).pack()}, "weight: got PackedWeight, want PackedExperts"),
     "x in fp32": ({"x": torch.zeros(5, 64)}, "x: got dtype torch.float32, want torch.bfloat16"),
     "x too wide": ({"x": numbers(5, 65)}, r"x: got shape \[5, 65\], want \[rows, 64\]"),
+    "x elsewhere": ({"x": numbers(5, 64).to("meta")}, "x: got a tensor on meta, want it on cpu, where the weight is"),
     "offsets of another length": ({"expert_offsets": OFFSETS[:2]}, r"expert_offsets: got shape \[2\], want \[3\]"),
     "offsets in int64": ({"expert_offsets": OFFSETS.long()}, "expert_offsets: got dtype torch.int64, want torch.int32"),
     "offsets that fall": ({"expert_offsets": OFFSETS.flip(0)}, r"expert_offsets: got \[5, 2, 0\], want them to rise"),
@@ -214,6 +215,7 @@ def test_routing_is_checked_however_a_call_comes(name, compiled):
 
 IDS = torch.tensor([[0, 1]] * 5)
 BAD_MOE: dict[str, tuple[dict[str, Any], str]] = {
+    "x elsewhere": ({"x": numbers(5, 64).to("meta")}, "x: got a tensor on meta, want it on cpu, where the weight is"),
     "too many tokens": ({"x": numbers(1, 64).expand(65536, 64)}, "x: got 65536 rows, want at most 65535"),
     "down of other experts": ({"down": experts(3, 64, 32)[0]}, "down: got 3 experts, want 2"),
     "down of another width": ({"down": experts(2, 64, 64)[0]}, r"down: got shape \[64, 64\], want \[.., 32\]"),
