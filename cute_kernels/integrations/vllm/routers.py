@@ -79,8 +79,7 @@ class Router:
         return weights, ids
 
     def _padding(self, tokens: int) -> torch.Tensor | None:
-        find = getattr(sys.modules[type(self.router).__module__], PADDING, None)
-        return None if find is None else find(tokens)
+        return getattr(sys.modules[type(self.router).__module__], PADDING, lambda tokens: None)(tokens)
 
 
 def connect(layer: Foreign) -> None:
@@ -191,11 +190,9 @@ def router_of(runner: Foreign) -> Router:
 
 def _calls(router: Router, dtype: torch.dtype, device: torch.device) -> list[RouteCall]:
     """A call for each kernel that steps need. dtype: of hidden states."""
-    if router.gate is None:
-        sizes = [(tokens, ANY_K) for tokens in (1, MAX_TOKENS, MAX_TOKENS + 1)]  # graphs are for any number of tokens
-    else:
-        sizes = [(tokens, router.gate.weight.shape[1]) for tokens in (1, MAX_TOKENS)]
-    return [router.call(torch.empty(size, dtype=dtype, device=device)) for size in sizes]
+    counts = (1, MAX_TOKENS, MAX_TOKENS + 1)  # graphs are for any number of tokens
+    k, counts = (ANY_K, counts) if (gate := router.gate) is None else (gate.weight.shape[1], counts[:2])
+    return [router.call(torch.empty(count, k, dtype=dtype, device=device)) for count in counts]
 
 
 def specs(calls: Iterable[RouteCall]) -> list[RouterSpec]:
