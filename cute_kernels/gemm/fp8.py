@@ -10,7 +10,7 @@ product (`cute_kernels.gemm.operands`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +112,7 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
         return None
     index = call.linear.x.get_device()
     few = has_few_rows(call) and is_supported(index)
-    return _torch_plan(call, index) if by_torch(call) and not few else _own_plan(call, index, in_16_bits=few)
+    return _torch_plan(index) if by_torch(call) and not few else _own_plan(call, index, in_16_bits=few)
 
 
 def has_few_rows(call: Fp8Call) -> bool:
@@ -171,14 +171,18 @@ def by_torch(call: Fp8Call) -> bool:
     return takes_row_codes(given.weight) and plain and bf16
 
 
-def _torch_plan(call: Fp8Call, index: int) -> Plan[[Fp8Call], torch.Tensor]:
+def _torch_plan(index: int) -> Plan[[Fp8Call], torch.Tensor]:
     """The plan of torch's product, and of ours for weights whose codes are not kept twice."""
-    own, is_ours = cache(partial(_own_plan, call, index, in_16_bits=False)), is_supported(index)
+    is_ours, own = is_supported(index), list[Plan[[Fp8Call], torch.Tensor]]()
 
     def launch(given: Fp8Call) -> torch.Tensor:
         weight, held = given.linear.weight, given.linear.weight.codes
         codes = kept_row_codes(weight, lambda: not is_ours or has_room(held.nbytes, held.device))
-        return own().launch(given) if codes is None else _launch_torch(given, codes)
+        if codes is not None:
+            return _launch_torch(given, codes)
+        if not own:  # made of this call: a plan keeps no tensors of the first one
+            own.append(_own_plan(given, index, in_16_bits=False))
+        return own[0].launch(given)
 
     return Plan(index, launch)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -295,6 +296,18 @@ def test_row_codes_are_made_once_and_anew_when_others_are_loaded():
     for may_copy in (False, True):  # decided once: a weight's products do not change while a model runs
         assert fp8.kept_row_codes(layer.weight, lambda may_copy=may_copy: may_copy) is None
     assert torch.equal(fp8.row_codes(layer.weight).view(torch.uint8), codes)
+
+
+@needs_row_scales
+def test_a_plan_keeps_no_tensors_of_the_first_call():
+    layer = QuantizedLinear.from_linear(nn.Linear(320, 80, dtype=BF16), format="fp8")
+    layer.activations = "fp8"
+    x = numbers(5, 320)
+    there = weakref.ref(x)
+    with standing_in(NO_HOPPER):
+        layer(x)
+        del x
+        assert fp8.launch.plans and there() is None
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
