@@ -50,7 +50,7 @@ _OF_MODELOPT = {
     "W4A8_MXFP4_FP8": Declared(E4M3, DYNAMIC),
     "MXFP8": Declared(E4M3, DYNAMIC, 32),
 }
-# By words of a tensor's "act_quant_kwargs".
+# By words of what a tensor's attributes say of activations.
 _OF_TORCHAO = {"nvfp4": "FP4", "float4": "FP4", "e5m2": "E5M2", "float8": E4M3, "int8": "INT8"}
 
 
@@ -58,7 +58,8 @@ def declared_activations(config: Config, name: str) -> Declared | None:
     """What a layer's configuration (`config_of`, and torchao's "tensor") rounds its inputs to; None for 16 bits."""
     attributes = (config.get("tensor") or {}).get("_data")
     if isinstance(attributes, Mapping):
-        rounding = str(attributes.get("act_quant_kwargs")).lower()
+        texts = (attributes.get(key) for key in ("act_quant_kwargs", "activation_quantization", "activation_dtype"))
+        rounding = " ".join(map(str, texts)).lower()
         kinds = [kind for word, kind in _OF_TORCHAO.items() if word in rounding]
         block = _group_in(rounding.partition("block_size'")[2].partition("'")[0])
         return Declared(kinds[0], DYNAMIC, block) if kinds else None
@@ -141,7 +142,5 @@ class Rounding(NamedTuple):
 
 def common(found: set[Rounding]) -> Rounding:
     """How all experts of a layer round; a kind is declared that no products have, if they differ."""
-    if len(found) > 1:
-        said = sorted(str(each.declared or "16 bits") for each in found)
-        found = {Rounding(each.asked, Declared(" and ".join(said))) for each in found}
-    return next(iter(found))
+    one, said = next(iter(found)), sorted(str(each.declared or "16 bits") for each in found)
+    return one if len(found) == 1 else Rounding(one.asked, Declared(" and ".join(said)))

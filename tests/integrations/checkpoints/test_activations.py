@@ -349,3 +349,24 @@ def test_what_torchao_declares_of_activations_is_honoured_or_named(name, tmp_pat
     save_file(tensors, tmp_path / "model.safetensors", metadata={**metadata, key: json.dumps(said)})
     layer, note = loaded_note(tmp_path)
     assert (layer.activations == "fp8") == (name == "torchao_fp8_row") and note.endswith(f"declared: {declared}")
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value", "declared"),
+    [
+        ("torchao_intx4", "activation_quantization", {"_data": "INT8_ASYM_PER_TOKEN"}, "INT8 (dynamic)"),
+        ("torchao_int4", "activation_dtype", {"_type": "torch.dtype", "_data": "float8_e4m3fn"}, "FP8 (dynamic)"),
+    ],
+)
+def test_what_torchaos_integer_tensors_declare_of_activations_is_named(name, attribute, value, declared, tmp_path):
+    key = f"{NAME}.weight"
+    with safe_open(MADE / name / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert loaded_note(MADE / name)[1] == "16-bit products"
+    said = json.loads(metadata[key])
+    assert attribute in said["_data"]
+    said["_data"][attribute] = value
+    tensors = load_file(MADE / name / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={**metadata, key: json.dumps(said)})
+    layer, note = loaded_note(tmp_path)
+    assert layer.activations is None and note.endswith(f"declared: {declared}")
