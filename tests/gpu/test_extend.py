@@ -224,6 +224,14 @@ def test_parts_of_a_fused_projection_give_the_same_bits(name):
     assert_close(call, want, want_lse)
 
 
+def test_a_single_query_may_have_any_stride():
+    """Also one that would lead the next query off its 16 bytes."""
+    call = variant("bf16", [1], [70])
+    memory = torch.full((call.q.numel() + 3,), torch.nan, dtype=call.q.dtype, device=CUDA)
+    odd = memory.as_strided(call.q.shape, (call.q.stride(0) + 3, *call.q.stride()[1:])).copy_(call.q)
+    assert torch.equal(replace(call, q=odd).run(), call.run())
+
+
 def test_a_graph_of_queries_that_lie_apart_serves_other_lengths():
     name = "int8_token_head"
     other = fused(variant(name, [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5))
