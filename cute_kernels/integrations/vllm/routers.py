@@ -90,7 +90,8 @@ def connect(layer: Foreign) -> None:
         return
     device = next(layer.parameters()).device
     try:
-        vars(runner).pop("gate", None)
+        if vars(runner).get("gate") is not None:  # what stands for a submodule; None says that there is no gate
+            del vars(runner)["gate"]
         vars(runner.router).pop("_compute_routing", None)
         reason = reason_against(runner, device)
     except AttributeError as error:  # a version that calls something otherwise

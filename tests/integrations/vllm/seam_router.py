@@ -79,15 +79,18 @@ class Chosen(torch.nn.Module):
         return x.clone()
 
 
-def make_runner(layers: dict[str, Any], dtype: torch.dtype = torch.bfloat16, gate: Any = None, **router: Any) -> Any:
-    """A runner with a random gate, and a router that vLLM makes of these arguments."""
+def make_runner(
+    layers: dict[str, Any], dtype: torch.dtype = torch.bfloat16, gate: Any = None, in_code: bool = False, **router: Any
+) -> Any:
+    """A runner with a random gate, or without one where the model's own code has it, and a router that vLLM makes."""
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     generator = torch.Generator().manual_seed(0)
-    gate = gate or GateLinear(HIDDEN, EXPERTS, params_dtype=dtype, prefix="gate")
-    gate.weight.data.normal_(generator=generator)
+    gate = None if in_code else gate or GateLinear(HIDDEN, EXPERTS, params_dtype=dtype, prefix="gate")
+    if gate is not None:
+        gate.weight.data.normal_(generator=generator)
     parallel = SimpleNamespace(dp_size=1, pcp_size=1, is_sequence_parallel=False, use_all2all_kernels=False)
     config = mock.MagicMock(moe_parallel_config=parallel, in_dtype=torch.bfloat16, pcp_size=1, dp_size=1)
     config.is_sequence_parallel, config.sp_size = False, 1
@@ -342,9 +345,10 @@ def graphs_choose_experts_where_a_models_own_code_multiplies_by_the_gate() -> No
     weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
     for bias, reader in itertools.product((None, torch.randn(EXPERTS).bfloat16()), (False, True)):
         with engine() as layers:
-            runner = make_runner(layers)
-            runner.gate = None
-            routers.connect(runner.routed_experts)
+            runner = make_runner(layers, in_code=True)
+            for _ in range(2):  # weights are loaded again
+                routers.connect(runner.routed_experts)
+                assert runner.gate is None
 
             def model(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = bias) -> tuple[Any, ...]:
                 logits = functional.linear(x, weight, bias)
@@ -371,8 +375,7 @@ def graphs_stay_where_one_router_of_a_model_cannot_be_given_its_choice() -> None
     others: tuple[dict[str, Any], ...] = ({"renormalize": False}, {"custom_routing_function": lambda **_: None})
     for other in others:
         with engine() as layers:
-            first, second = make_runner(layers), make_runner(layers, **other)
-            first.gate = second.gate = None
+            first, second = make_runner(layers, in_code=True), make_runner(layers, in_code=True, **other)
             for runner in (first, second):
                 layers[NAME] = runner
                 routers.connect(runner.routed_experts)
