@@ -133,7 +133,9 @@ def write_model_of_transformers(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).half()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # transformers draws what is left of it below: the same in every engine of a process
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).half()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import threading
 from collections.abc import Callable
@@ -193,7 +194,8 @@ def test_a_thousand_captures_leave_memory_as_it_was():
             free, _ = torch.cuda.mem_get_info()
             marks.append((free, torch.cuda.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
     assert marks[1][1] <= marks[0][1], "memory that torch has given out"
-    assert marks[0][0] - marks[1][0] <= 64 << 20, "memory of the GPU"
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the memory of other workers counts as well
+        assert marks[0][0] - marks[1][0] <= 64 << 20, "memory of the GPU"
     assert marks[1][2] - marks[0][2] <= 64 << 10, "KiB of the host"
     assert len(POOL._pieces) <= 8 * len(works) and len(COUNTERS._pieces) <= 8
 
