@@ -52,11 +52,9 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     Interleaved views of one tensor, such as K and V of each page, do not.
     """
-    if torch.compiler.is_compiling():  # traced tensors have no address
+    if is_compiling() or a.device != b.device:  # traced tensors have no address
         return False
-    if any(each.is_meta or each.is_nested or each.layout != torch.strided for each in (a, b)):
-        return False
-    if a.device != b.device or not a.numel() or not b.numel():
+    if any(each.is_meta or each.is_nested or each.layout != torch.strided or not each.numel() for each in (a, b)):
         return False
     try:
         places = a.data_ptr(), b.data_ptr()

@@ -62,9 +62,8 @@ def row_codes(weight: PackedWeight) -> torch.Tensor:
     """Codes of an FP8 weight row by row, float8_e4m3fn [N, K], as torch's product takes them: a second copy of them."""
     n, k = weight.shape
     rows = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
-    for first, last in row_blocks(
-        weight.codes.shape[0], weight.codes.shape[1] * hopper.tile_k(weight.bits), weight.device
-    ):
+    tiles, blocks, _ = weight.codes.shape
+    for first, last in row_blocks(tiles, blocks * hopper.tile_k(weight.bits), weight.device):
         own = rows[64 * first : 64 * last]
         own.copy_(weight.unpack_tiles(first, last)[: len(own), :k])
     return rows.view(E4M3)
@@ -178,11 +177,9 @@ def _torch_plan(index: int) -> Plan[[Fp8Call], torch.Tensor]:
     def launch(given: Fp8Call) -> torch.Tensor:
         weight, held = given.linear.weight, given.linear.weight.codes
         codes = kept_row_codes(weight, lambda: not is_ours or has_room(held.nbytes, held.device))
-        if codes is not None:
-            return _launch_torch(given, codes)
-        if not own:  # made of this call: a plan keeps no tensors of the first one
+        if codes is None and not own:  # made of this call: a plan keeps no tensors of the first one
             own.append(_own_plan(given, index, in_16_bits=False))
-        return own[0].launch(given)
+        return own[0].launch(given) if codes is None else _launch_torch(given, codes)
 
     return Plan(index, launch)
 
