@@ -9,6 +9,8 @@ processes; a program may call it, too, before it makes an engine. One file repla
     mla         decoding of latent attention (DeepSeek), over whole contexts and chosen tokens
     float_linear
                 linear layers in FP8, MXFP4 and NVFP4; only where it is named
+    fused_routers
+                routers whose gate is in a model's own code, where graphs are fused; only where it is named
     fusion      gates, residual sums and norms around quantised layers, in the graphs that vLLM compiles
 
 `environment` has the switches, `versions` what each supported vLLM calls things. What cannot be served here is left

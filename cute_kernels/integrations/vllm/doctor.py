@@ -12,6 +12,7 @@ REPLACED = {
     "mla": "decoding of MLA",
     "fusion": "gates, sums and norms around quantised linear layers",
     "float_linear": "linear layers in FP8, MXFP4 and NVFP4",
+    "fused_routers": "routers of experts whose gate is in a model's own code",
 }
 """What each seam of `environment` replaces."""
 

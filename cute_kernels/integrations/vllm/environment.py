@@ -23,7 +23,7 @@ PLUGIN = "cute_kernels"
 """This package's entry point among them."""
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """In the order in which they are replaced."""
-BY_NAME = ("float_linear",)
+BY_NAME = ("float_linear", "fused_routers")
 """Seams that a list has to name: "1" does not ask for them."""
 
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from cute_kernels.gemm.experts.router.routing import Routing
 from cute_kernels.integrations.vllm.fused_graph import DTYPES, item
+from cute_kernels.integrations.vllm.versions import Interface
 
 ROUTE = torch.ops.cute_kernels.route.default
 EXPERTS = ("vllm.moe_forward.default", "vllm.moe_forward_shared.default")
@@ -24,6 +25,11 @@ ARGUMENTS = ("hidden_states", "router_logits", "shared_experts_input", "input_id
 MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
+
+
+def replace(interface: Interface) -> str:
+    """Returns what is replaced: by the pass of `fusion`, which asks for it."""
+    return "routers in graphs"
 
 
 def fuse(graph: fx.Graph, routings: Mapping[int, Routing]) -> int:

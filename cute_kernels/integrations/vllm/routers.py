@@ -28,6 +28,7 @@ from cute_kernels.integrations.vllm.seams import refusal, say_once
 
 RUNNERS, GATES = ("MoERunner",), ("GateLinear", "ReplicatedLinear")
 ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter")
+IN_GRAPHS = "fused_routers"  # the seam of gates in a model's own code
 PADDING = "_get_padding_mask"
 """vLLM's function of a number of tokens, beside routers that leave padding out: which rows are padding, or None."""
 ANY_K = 8  # stands for the width of hidden states, which decides no kernel
@@ -142,6 +143,7 @@ def _wrong_with_gate(runner: Foreign) -> dict[str, object]:
     if gate is None:
         where = "a gate in the model's own code"
         return {
+            f"{where}: {prepare.why_left(IN_GRAPHS)}": prepare.why_left(IN_GRAPHS) is not None,
             f"{where} without fusion": not wanted().sums,
             f"{where} with a correction": getattr(router, "e_score_correction_bias", None) is not None,
             f"{where} with --enable-eplb": router.eplb_state is not None,

@@ -53,6 +53,7 @@ def engine() -> Iterator[dict[str, Any]]:
         enter(mock.patch.object(moe_runner.MoERunner, "_select_forward", lambda runner: None))
         enter(mock.patch.object(moe_runner, "register_layer_for_moe_forward_op", lambda config, layer: None))
         enter(mock.patch.object(prepare, "layer_named", layers.get))
+        enter(mock.patch.object(prepare, "why_left", lambda seam: None))
         enter(mock.patch.object(routers, "wanted", lambda: fused_layers.Fused(sums=True)))
         enter(mock.patch.object(plan, "is_supported", lambda index: True))
         yield layers
@@ -210,7 +211,7 @@ def padding_has_no_experts_where_vllms_router_gives_it_none() -> None:
 def other_routers_are_left_to_vllm_with_a_reason() -> None:
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
-    from cute_kernels.integrations.vllm import routers
+    from cute_kernels.integrations.vllm import prepare, routers
 
     def refused(wanted: str, change: Any = None, **arguments: Any) -> None:
         with engine() as layers:
@@ -223,7 +224,7 @@ def other_routers_are_left_to_vllm_with_a_reason() -> None:
                 routers.connect(runner.routed_experts)
             said.assert_called_once_with(f"routers of experts are left to vLLM: {reason(runner)}")
             assert runner.gate is gate and runner.router._compute_routing == own
-            assert "gate" not in vars(runner) and "_compute_routing" not in vars(runner.router)
+            assert vars(runner).get("gate") is None and "_compute_routing" not in vars(runner.router)
 
     def setting(*path: str, value: Any) -> Any:
         def change(runner: Any) -> None:
@@ -234,20 +235,16 @@ def other_routers_are_left_to_vllm_with_a_reason() -> None:
 
         return change
 
-    in_code = setting("gate", value=None)
-    refused(
-        "a gate in the model's own code with a correction",
-        in_code,
-        scoring_func="sigmoid",
-        e_score_correction_bias=CORRECTION,
-    )
+    corrected: dict[str, Any] = {"scoring_func": "sigmoid", "e_score_correction_bias": CORRECTION}
+    refused("a gate in the model's own code with a correction", in_code=True, **corrected)
+    with engine() as layers, mock.patch.object(prepare, "why_left", lambda seam: f"{seam} is not named"):
+        assert "own code: fused_routers is not named" in reason(make_runner(layers, in_code=True))
     refused("CustomRoutingRouter", custom_routing_function=lambda **_: None)
     refused("a quantised gate", setting("gate", "quant_method", value=SimpleNamespace()))
     refused("hooks of a gate", lambda runner: runner.gate.register_forward_hook(lambda *_: None))
     refused("a gate with a shared expert's", setting("shared_expert_gate", value=torch.nn.Linear(HIDDEN, 1)))
     for name in ("dp_size", "pcp_size", "is_sequence_parallel"):
         refused("tokens of several GPUs", setting("moe_config", "moe_parallel_config", name, value=2))
-    corrected: dict[str, Any] = {"scoring_func": "sigmoid", "e_score_correction_bias": CORRECTION}
     refused("experts by token", setting("router", "_hash_indices_table", value=CORRECTION), **corrected)
     refused("a bias for images", setting("router", "bias_vl", value=CORRECTION), **corrected)
     refused("shared experts among the others", setting("router", "num_fused_shared_experts", value=1), **corrected)
