@@ -180,8 +180,8 @@ def check_all_positive(name: str, values: torch.Tensor) -> None:
 def check_optional_positive(name: str, value: object) -> None:
     """Raises TypeError or ValueError unless a number is None or positive and finite.
 
-    For softmax_scale because the kernel masks scores with -inf before it scales them: times zero or a negative number
-    that would count.
+    softmax_scale needs this: kernels mask scores with -inf before they scale them, and -inf times zero or a negative
+    number is no mask.
     """
     if value is None:
         return

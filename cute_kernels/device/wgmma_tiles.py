@@ -79,7 +79,10 @@ def part_of_sums(sums, n: int, part: int) -> Any:
 
 
 def sum_place(index: int) -> tuple[int, int]:
-    """Returns (row - its warp's 16w + lane / 4, column - 2 (lane % 4)) of a thread's ``index``-th accumulator."""
+    """Returns (row, column) of a thread's ``index``-th accumulator, relative to its first one.
+
+    Lane l of warp w has its first accumulator in row 16 w + l / 4, column 2 (l % 4).
+    """
     return 8 * (index >> 1 & 1), 8 * (index >> 2) + (index & 1)
 
 

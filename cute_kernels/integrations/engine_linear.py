@@ -66,7 +66,7 @@ def checked_form(c: Foreign, bits: int) -> Form:
 
 
 def rows_first(parameter: Foreign) -> torch.Tensor:
-    """A parameter's tensor with a row for each output; the parameter keeps the order in which it is loaded again."""
+    """Returns a parameter's tensor with a row for each output. The parameter stays as it is: engines load it again."""
     return parameter.data if parameter.output_dim == 0 else parameter.data.t()
 
 

@@ -71,5 +71,5 @@ BLOCKS = (
 
 @functools.cache
 def bulk_arguments(strided: bool, transformed: bool) -> LaunchArguments:
-    """The arguments for whole caches. strided: in blocks, as transformed caches always are."""
+    """Returns the arguments for whole caches. strided: whether rows come in blocks; those of transformed caches do."""
     return joined(BULK, BLOCKS if strided else (), arguments("address", "center", "factor") if transformed else ())

@@ -157,7 +157,7 @@ class CodedRow:
 
     @property
     def scale_stride(self) -> int | None:
-        """Bytes from the given scale of a head's rows to the next head's; None where rows have none, or several."""
+        """Bytes from a head's scale to the next head's, 0 for one per tensor; None for all other scales, or none."""
         return {"tensor": 0, "head": 4}.get(self.given_scale or "")
 
     @property
@@ -206,7 +206,7 @@ class NibbleRow(CodedRow):
         return FP16_MAX
 
     def measure(self, values) -> list[Float32]:
-        """The smallest and the largest value of each of the lane's sets; NaN if there is one."""
+        """Returns the smallest and the largest value of each of the lane's sets; both are NaN where a value is."""
         found = []
         for own in (self.of_set(values, s) for s in range(self.sets)):
             found += [in_pairs(numbers.min_or_nan, own), in_pairs(numbers.max_or_nan, own)]
@@ -277,7 +277,7 @@ class ScaledRow(CodedRow):
         raise NotImplementedError
 
     def measure(self, values) -> list[Float32]:
-        """The largest magnitude of each of the lane's sets; NaN if there is one."""
+        """Returns the largest magnitude of each of the lane's sets; it is NaN where a value is."""
         sets = [[ptx.absolute(value) for value in self.of_set(values, s)] for s in range(self.sets)]
         return [in_pairs(numbers.max_or_nan, sizes) for sizes in sets]
 

@@ -169,7 +169,7 @@ class UnpackKernel:
 
     @cute.jit
     def unpack_tile(self, shape, source, target, work: UnpackWork, index: Int32, tops: Int32, warp: Int32, lane: Int32):
-        """Unpacks the tile of K or V of a number among its request's."""
+        """Unpacks a tile of K or V. index: of the tile in its request, where tiles of K and V alternate."""
         if (index & 1) == KEYS:
             self.copy(KEYS, shape, source, target, work, tops, warp, lane)
         else:

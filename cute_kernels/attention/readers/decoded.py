@@ -68,7 +68,7 @@ class DecodedKeyReader(RowKeyReader):
 
 
 class DecodedValueReader(RowValueReader):
-    """P V of decoded rows: the pairs of two tokens become pairs of one column."""
+    """Multiplies P by decoded V: MMAs take pairs of tokens in a column, made of two tokens' pairs of columns."""
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)

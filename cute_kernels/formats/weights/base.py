@@ -196,7 +196,7 @@ class WeightFormat(ABC):
         return
 
     def fitting(self, scales: torch.Tensor) -> WeightFormat:
-        """Returns the format of the same bytes that takes such stored scales; waits for a GPU where there are two."""
+        """Returns the format with the same bytes that takes these stored scales. Reading them waits for a GPU."""
         return self
 
     def includes(self, other: WeightFormat) -> bool:
@@ -253,8 +253,7 @@ class WeightFormat(ABC):
         raise NotImplementedError(f"{self.key} has no bytes of its codes")
 
     def e4m3_decoder(self) -> type[E4m3Decoder] | None:
-        """Returns the decoder from codes to E4M3, for formats whose products may be in FP8; asked where there may be no
-        compiler."""
+        """Returns the decoder from codes to E4M3; None for formats without FP8 products. Works without a compiler."""
         return None
 
     # -- identity ------------------------------------------------------------------------------------------------------

@@ -82,8 +82,12 @@ class PingPong:
                 self.arrive(warp)
 
     def wait(self, warp, nothing: Int32 | int = 0):
-        """Waits for the other warpgroup's arrival. nothing: a run-time 0, computed from all that MMAs begin with; ptxas
-        moves other computation after the barrier, where the tensor cores wait for it."""
+        """Waits for the other warpgroup's arrival.
+
+        Args:
+            nothing: a run-time 0, computed from all that MMAs begin with. ptxas moves what is not in it after the
+                barrier, where the tensor cores would wait for it.
+        """
         own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
         cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
 

@@ -40,9 +40,9 @@ class StreamSizes:
 
 @dataclass(frozen=True)
 class Segment:
-    """A CTA's k blocks of one block: [begin, end) of its slice; run-time integers.
+    """The k blocks of one block that a CTA multiplies: [begin, end) of its slice; run-time integers.
 
-    ``last``: whether its group is the last of those that share the block, and so puts the result together.
+    ``last``: whether the CTA's group is the last of those that share the block. The last one adds up the result.
     """
 
     block: Int32

@@ -192,7 +192,7 @@ class Channel:
         return channel
 
     def scale(self, acc, finished, channel):
-        """Multiplies the finished accumulators by the scales of their rows where those hold for all of K."""
+        """Stores finished accumulators in ``acc``, multiplied by their row's scale where it has one for all of K."""
         tile_acc, decoder = self.config.tile_m // 2, self.stages.decoder
         for i, value in enumerate(finished):
             if channel:

@@ -165,7 +165,7 @@ class Reduction(ABC):
         return parts * config.block_rows * config.tile_m
 
     def launch_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost) -> float:
-        """Returns the clocks of all work tiles: of rounds of whole ones, then of parts."""
+        """Returns the clocks of a launch: rounds of whole tiles, then rounds of parts of tiles."""
         resident, k_block = schedule.num_ctas // schedule.config.multicast, cost.k_block_clocks(problem, schedule)
         tile = schedule.k_blocks * k_block + cost.work_tile_clocks(problem, schedule.config)
         clocks = -(-schedule.whole // resident) * tile

@@ -59,8 +59,8 @@ def tokens_to_forget(count: int, length: int) -> int:
 class DecodeCacheLayer(CacheLayerMixin):
     """One layer's K and V as packed rows [batch, num_kv_heads, capacity, row]; see `DecodeCache`.
 
-    A head's tokens lie together: one CTA of attention reads one head, where it would read all of a token's heads else,
-    and few requests have more CTAs to share.
+    A head's tokens lie together, so a CTA of attention reads one head and not all heads of a token. Thus few requests
+    occupy more CTAs.
     """
 
     is_sliding = False

@@ -100,7 +100,7 @@ def side_of_norm(layer: object) -> DeferredKind | None:
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:
-    """Results [rows, 2 columns] of rows in turn, as the model expects them: gate's, then up's."""
+    """Sorts results [rows, 2 columns], in which gate and up alternate, as the model wants them: all of gate first."""
     return out.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
 
 
@@ -126,8 +126,10 @@ def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
 
 @functools.cache
 def settle_norms(columns: int, dtype: torch.dtype) -> None:
-    """Loads the norms of rows of a number of columns, with a residual and without, which may lie beside a layer.
-    Which are there, compiled or from a bundle, decides what graphs are made of, and vLLM keeps those."""
+    """Loads the norms of rows with so many columns, with a residual and without: those compiled or in a bundle.
+
+    vLLM keeps its compiled graphs, and what they call depends on the norms that were there.
+    """
     _norms[columns, dtype] = frozenset(
         spec.config.has_residual for spec in _load_those_there(norm_specs(columns, dtype))
     )

@@ -1,7 +1,7 @@
 """Writing caches of multi-head latent attention: append with RoPE, and quantisation in bulk.
 
-Read on in `reference` (what they mean), `call`, `config`, `kernel`, `compile`, `plan`, `ops`; what a token is says
-:mod:`cute_kernels.mla.formats`.
+Read on in `reference` (what they mean), `call`, `config`, `kernel`, `compile`, `plan`, `ops`.
+:mod:`cute_kernels.mla.formats` says what a token is.
 """
 
 from __future__ import annotations

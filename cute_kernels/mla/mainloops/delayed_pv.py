@@ -217,5 +217,5 @@ class DelayedPV:
         cute.arch.barrier_arrive(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
 
     def place(self, stage, part: int):
-        """The number of a part of a tile among all barriers of them, for `await_tile` and `release`."""
+        """Returns the number of a part's barrier, counted over all stages, for `await_tile` and `release`."""
         return self.config.part_number(stage, part)
