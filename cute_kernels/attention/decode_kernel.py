@@ -299,7 +299,7 @@ class DecodeKernel:
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, first_length, unit, row, early, pages):
-        """Processes the CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
+        """Processes the CTA's part of its own row. Where lengths cut rows, it is the CTA's unit of all rows."""
         lane, part = cta.lane, unit.part
         tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
         unit_row, unit_part, first_unit = row, part, row * requests.parts

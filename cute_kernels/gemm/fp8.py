@@ -117,8 +117,8 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
 def has_few_rows(call: Fp8Call) -> bool:
     """Whether a 16-bit product of rounded x is expected to be the fastest, and near enough.
 
-    It is not for fp16, which may not hold the numbers that codes stand for; nor for a given scale and a weight's in
-    groups, both of which bf16 rounds; nor where results may not depend on the number of rows, and so on this choice.
+    It is not for fp16, which may not hold the numbers that codes stand for. It is not for a given scale with a weight
+    in groups: bf16 rounds both scales. Batch-invariant products may not depend on the number of rows, as it does.
     """
     given, form = call.linear, call.linear.weight.format
     most = FEW_BLOCK_ROWS if form.bits == 8 and form.group_size else FEW_ROWS

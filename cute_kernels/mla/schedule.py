@@ -98,7 +98,7 @@ class Workload:
         return self.num_rows * self.head_blocks(heads)
 
     def head_blocks(self, heads: int) -> int:
-        """The number of CTAs of so many heads for a row."""
+        """Returns how many CTAs a row needs, if each has so many heads."""
         return -(-self.num_heads // heads)
 
     def cta_blocks(self, num_parts: int) -> int:

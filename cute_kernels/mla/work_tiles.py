@@ -90,7 +90,7 @@ class WorkTiles:
         )  # fmt: skip
 
     def next_tile(self, row, left) -> WorkTile:
-        """The next work tile, as far as a cursor needs it: under stream-K."""
+        """Returns the next work tile under stream-K: a row from its first block on. It has only what a cursor needs."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
         left = left - cutlass.min(left, units_of(num_blocks))

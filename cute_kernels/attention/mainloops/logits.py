@@ -29,8 +29,8 @@ class Logits:
         self.shifts = self.features.shift and self.features.soft_cap
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
-        """Makes what a warp keeps of a unit: what its terms keep of each query. roles, t: which queries are the
-        lane's."""
+        """Makes the state of a unit, which a warp keeps: what its terms need of each query. roles, t: the lane's
+        queries."""
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t

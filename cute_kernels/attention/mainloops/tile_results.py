@@ -114,8 +114,7 @@ class ResultWriter:
                     ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
 
     def first_column(self, work):
-        """The first column of the output that a work tile has. Those of one row have equal scores, and write equal
-        logarithms of sums."""
+        """Returns the first output column of a work tile. Work tiles that share a row write the same log-sum-exp."""
         return work.value_part * self.config.value_dim if self.config.value_parts > 1 else 0
 
     def factors(self, operands, work, j: int, factor, lane) -> list[Any]:

@@ -101,7 +101,7 @@ class Writer:
         return results.out + piece_offset(lane, half) + Int64(query_row) * (V_HEAD_DIM * 2)
 
     def pieces(self, acc, factor, below: int, lane, pack) -> list[list[Any]]:
-        """A row's results as a lane writes them: 8 neighbouring columns, every fourth 8 of the half."""
+        """Returns a lane's results of a row in pieces of 8 neighbouring columns: every fourth piece of the half."""
         pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
         words = [pack(acc[i] * factor, acc[i + 1] * factor) for i in pairs]
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
