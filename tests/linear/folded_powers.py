@@ -7,11 +7,15 @@ format folds: its scales multiply sums in fp32. `python -m tests.linear.folded_p
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from bench import smollm2
 from cute_kernels import PackedWeight, quantize_weight
 from cute_kernels.formats.weights.fp4 import E4M3_SPREAD, LEAST_BASE
 from cute_kernels.gemm.weight import rows_of
@@ -49,11 +53,16 @@ def total(counts: list[Folded]) -> Folded:
     return Folded(numbers, flushed, enlarged, groups)
 
 
-if __name__ == "__main__":
-    from bench import smollm2
-
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     layers = dict(smollm2.read_model(smollm2.find()).named_modules())
     dense = [layer.weight.data for layer in layers.values() if isinstance(layer, torch.nn.Linear)]
     found = total([count(quantize_weight(weight.bfloat16(), format="mxfp4")) for weight in dense])
     print(f"{found.numbers} numbers: {found.flushed} flushed, {found.enlarged} enlarged")
     print("groups by powers below the largest:", sorted(found.groups.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
