@@ -1,10 +1,10 @@
 """Attention over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
 
-Decode (one to 16 queries a request: `decode`) and extend (any number of them: `extend`) are two kernels of one family:
-modules say ``decode_`` or ``extend_`` where these differ, and `policies` and `loads` have what they are composed of.
-Read on in `reference` (what both mean), `options` and `call` (checked arguments), `problem`, `decode_schedule` and
-`extend_schedule`, their configurations, `plan`, `launches` and `ops`; `merge_states` joins results over parts of a
-context, `mixed` takes batches of both kinds, `chosen_blocks` a list of blocks of each KV head.
+Decode takes one to 16 queries a request (`decode`), extend any number (`extend`). They are two kernels of one family.
+Modules say ``decode_`` or ``extend_`` where the two differ; `policies` and `loads` hold the parts of both. Read on in
+`reference` (what both mean), `options` and `call` (checked arguments), `problem`, `decode_schedule` and
+`extend_schedule`, their configurations, `plan`, `launches` and `ops`. `merge_states` joins results over parts of a
+context. `mixed` takes batches of decode and extend requests, `chosen_blocks` a list of blocks for each KV head.
 """
 
 from cute_kernels.attention.decode import decode_attention, decode_attention_splits

@@ -9,42 +9,43 @@ less than tensors:
     lse                  fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``
     workspace            fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for
                          every 4 their maximum in powers of 2 and their sum), every word EMPTY before and after
-    k_scale, v_scale     fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV head's to the
-                         next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes
-    mode                 bit 1: write and leave the partial results of all splits; bits from 8 on: log2 of the CTAs that
-                         the GPU holds at a time
+    k_scale, v_scale     fp32 scales beside the cache, ``*_scale_stride`` elements from a KV head's to the next head's
+                         (0: one for all heads); a head's column scales are contiguous, aligned to 16 bytes
+    mode                 bit 0: write lse; bit 1: leave the partial results of all splits in the workspace; bits from 8
+                         on: log2 of the CTAs that the GPU holds at a time
     more_rows            rows of CTAs (and of the workspace) beyond the batch, for more parts of long requests where
-                         lengths differ; 0 to cut every row into num_splits whatever they are
-    shares               of about equal size that all requests together are cut into where lengths differ
+                         lengths differ; 0 to cut every row into num_splits parts whatever the lengths
+    shares               number of parts of about equal size, into which all requests together are cut where lengths
+                         differ
     block_table          int32 [batch, max_pages], rows table_stride entries apart
     sinks, alibi_slopes  fp32 [num_q_heads]
     bias                 fp32 or bf16, with its strides in elements
-    q_shift              fp32 [batch, q_len, num_q_heads], which softmax_scale times is added to all scores of a query
-    out_factor           fp32 [num_kv_heads, v_head_dim], aligned to 16 bytes, which the output is multiplied by once it
-                         is turned back
+    q_shift              fp32 [batch, q_len, num_q_heads]; softmax_scale times it is added to all scores of a query
+    out_factor           fp32 [num_kv_heads, v_head_dim], aligned to 16 bytes; the output is multiplied by it once V's
+                         rotation is undone
 
-    k_tail               fp16 [slots, 64, num_kv_heads, head_dim], of formats in blocks: the newest rows of K, by
+    k_tail               fp16 [slots, 64, num_kv_heads, head_dim], for K formats in blocks: the newest rows of K, by
                          position modulo 64
-    tail_slots           int32 [batch]: which of these slots is a request's
+    tail_slots           int32 [batch]: each request's slot of k_tail
 
 Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
-Extend attention (`extend_arguments`): q, out [total_q, num_q_heads, head_dim], of q the first stride may be free;
-caches as above, or one block of all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch]
-(ragged: where each request's keys begin, [batch + 1]). What is not listed is as above:
+Extend attention (`extend_arguments`): q and out [total_q, num_q_heads, head_dim], q's first stride free; caches as
+above, or one block of all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch] (ragged:
+where each request's keys begin, [batch + 1]). Arguments that are not listed are as above:
 
     lse                  fp32 [total_q, num_q_heads], or 0
-    other_out, other_lse as out and lse, what the result is merged with
+    other_out, other_lse a result to merge with, shaped as out and lse
     counter              a word, EMPTY before and after
     prefix_only          1 to leave out the queries' own tokens, else 0
     block_table          int32 [batch, max_pages], contiguous
-    max_pages            of a request; of unpacked keys the tokens that a request may have
+    max_pages            pages of a request; with unpacked keys, tokens that a request may have
     tree_mask            int32 [total_q, tree_words]
-    num_splits           parts that the keys of every work tile are cut into
+    num_splits           number of parts that the keys of every work tile are cut into
     partials             fp32 [num_splits, total_q, num_q_heads, head_dim], then [num_splits, total_q, num_q_heads] of
-                         log2 sums: with more than one split what `COMBINE` reads, and out and lse are left to it
+                         log2 sums. With more than one split the launch writes only these, for `COMBINE` to read
     tile_scales          of unpacked keys, as :class:`.loads.unpack.UnpackTarget` has them
-    num_ctas             that are launched, at most as many as there are work tiles
+    num_ctas             CTAs that are launched, at most one for each work tile
 
 Unpacking (`UNPACK`): caches, cu_seqlens, seq_lens, block_table, prefix_only as above; k_rows, v_rows [batch,
 num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.loads.unpack.UnpackSizes` and
@@ -52,10 +53,10 @@ num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.
 
 Tables of chosen blocks (`BLOCK_TABLES`): block_list int32 [batch, num_kv_heads, max_blocks] and block_counts int32
 [batch, num_kv_heads], all strides free; seq_lens int32 [batch]; the results pages int32 [num_kv_heads, batch, entries]
-and tokens int32 [num_kv_heads * batch]; block_table as of decode attention, of which a request has pages_of_request.
+and tokens int32 [num_kv_heads * batch]; block_table is that of decode attention; a request has pages_of_request pages.
 
-Combining parts (`COMBINE`): out [..., num_heads, head_dim]; last: address of the int32 that says how many queries are
-written, of splits; others as :class:`.combine.kernel.Parts` has them; num_parts at most 32.
+Combining parts (`COMBINE`): out [..., num_heads, head_dim]; last: for splits, the address of an int32, the number of
+queries to write; others as :class:`.combine.kernel.Parts` has them; num_parts at most 32.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ BLOCK_TABLES = joined(
 
 @functools.lru_cache(maxsize=256)
 def decode_arguments(features: Features, paged: bool) -> LaunchArguments:
-    """Returns the arguments of a variant of decode attention with these features; paged: whether its caches are."""
+    """Returns the arguments of a variant of decode attention with these features. paged: whether its caches are
+    paged."""
     of_features = FEATURES if features != PLAIN or paged else ()
     of_transform = TRANSFORM if features.transformed else ()
     of_tail = TAIL if features.tail else ()

@@ -27,8 +27,8 @@ class Requests:
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: the number of tokens at a
     request's end that its queries see at most (:meth:`.terms.ScoreTerms.reach`); None for all. parts: CTAs of a row.
-    more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: the parts
-    of about equal size that all requests together are cut into where lengths differ.
+    more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: how many
+    parts of about equal size that all requests together are cut into where lengths differ.
     """
 
     address: Int64
@@ -42,9 +42,9 @@ class Requests:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tiles first_tile + part, first_tile + part + num_parts, ... of a row; run-time integers.
+    """One part of a row: tiles first_tile + part, first_tile + part + num_parts, ...; run-time integers.
 
-    first_unit: the number of the row's part 0, by which its partial results are found. length: of the row.
+    first_unit: the unit number of the row's part 0, which locates the row's partial results. length: tokens of the row.
     """
 
     row: Int32
@@ -56,31 +56,31 @@ class Unit:
 
 
 class Assigner:
-    """Computes units; every warp does so for itself, so that no warp waits for another."""
+    """The device code that computes units. Every warp runs it for itself, so no warp waits for another."""
 
     def __init__(self, tile_tokens: int):
         self.tile_tokens = tile_tokens
 
     def fetch_length(self, requests, row):
-        """Starts loading a request's length; any number may be loaded."""
+        """Starts loading a request's length; :meth:`limit_length` has to clamp the loaded number."""
         return ptx.load_global_words(requests.address + Int64(row) * 4, 0, 1)[0].to(Int32)
 
     def limit_length(self, requests, length):
-        """Limits a length that was loaded to the tokens that there is a cache for."""
+        """Clamps a loaded length between 0 and max_seq_len, the tokens that there is a cache for."""
         return cutlass.min(cutlass.max(length, 0), requests.max_seq_len)
 
     def length_of(self, requests, row):
-        """Both: waits for the length."""
+        """Returns a request's clamped length; waits for its load."""
         return self.limit_length(requests, self.fetch_length(requests, row))
 
     def first_tile(self, requests, length):
-        """The tile of the first token that a query sees."""
+        """Returns the tile of the first token that some query sees."""
         if const_expr(requests.seen is None):
             return Int32(0)
         return cutlass.max(length - requests.seen, 0) // self.tile_tokens
 
     def tiles_of(self, requests, length):
-        """Tiles that a row has to read, at least 1: a request without tokens has an output too."""
+        """Returns how many tiles a row has to read, at least 1: a request without tokens has an output too."""
         tiles = (length + (self.tile_tokens - 1)) // self.tile_tokens - self.first_tile(requests, length)
         return cutlass.max(tiles, 1)
 
@@ -93,7 +93,8 @@ class Assigner:
 
     @cute.jit
     def tiles_per_part(self, requests, first_length, lane: Int32):
-        """Tiles of a part where the lengths differ; 0 where they are alike, and every row is cut as the grid is.
+        """Returns the tiles of a part where the lengths differ; 0 where they are alike, so that each row has ``parts``
+        parts.
 
         first_length: as :meth:`fetch_first_length` returns it.
         """
@@ -118,7 +119,7 @@ class Assigner:
 
     @cute.jit
     def cut(self, requests, total: Int32, lane: Int32):
-        """The most tiles of a part where the lengths differ, such that there is a CTA for each part."""
+        """Returns the tiles of a part where the lengths differ: so many that there is a CTA for each part."""
         ctas = (requests.batch + requests.more_rows) * requests.parts
         # A row may have a part more than divides it.
         units = cutlass.min(requests.shares, ctas - requests.batch)
@@ -142,13 +143,14 @@ class Assigner:
         return result
 
     def grid_unit(self, requests, row, part, length) -> Unit:
-        """The unit of a CTA where rows are cut as the grid is; it is empty if part >= num_parts."""
+        """Returns a CTA's unit where each row has ``parts`` parts; the unit is empty if part >= num_parts."""
         num_parts = cutlass.min(self.tiles_of(requests, length), requests.parts)
         return Unit(row, part, num_parts, row * requests.parts, length, self.first_tile(requests, length))
 
     @cute.jit
     def find_unit(self, requests, tiles_per_part: Int32, index: Int32, lane: Int32):
-        """Unit ``index`` where the lengths differ, as (row, part, num_parts): num_parts is 0 if there is none."""
+        """Returns unit ``index`` where the lengths differ, as (row, part, num_parts); num_parts is 0 if there is no
+        such unit."""
         rows = self.rows_of_lane(requests)
         own = Int32(0)
         for i in cutlass.range(rows, unroll=1):
@@ -172,7 +174,7 @@ class Assigner:
 
     @cute.jit
     def parts_of(self, requests, row: Int32, tiles_per_part: Int32):
-        """Parts of a row where the lengths differ; 0 for a row that does not exist."""
+        """Returns the parts of a row where the lengths differ; 0 for a row that does not exist."""
         parts = Int32(0)
         if row < requests.batch:
             tiles = self.tiles_of(requests, self.length_of(requests, row))

@@ -4,8 +4,9 @@ A CTA has some entries of one KV head's row of pages for one request. Loads are 
 request's length; then the request's page and the list's last block. All threads ask for the last block, so that it is
 on its way with the pages; the row's first thread writes its number of tokens.
 
-Bytes are few: 4 of each entry read and written, 4 of each block and 12 of each list. Time is two loads from memory.
-The kernel waits for the launch before, which may make the list. What follows must wait for its end to read the tables.
+Bytes are few: 4 of each entry read and written, 4 of each block and 12 of each list. Time is two loads from memory. The
+kernel waits for the launch before, which may make the list. The launch after it must wait for its end to read the
+tables.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from cute_kernels.device.types import extents
 
 @dataclass(frozen=True)
 class Lists:
-    """The lists and what they are looked up in: addresses of int32; run-time values.
+    """The lists of chosen blocks and the block table that they are looked up in: int32 addresses; run-time values.
 
     strides: elements from one request, KV head and block of a list to the next; count_strides: the same of counts.
-    table: of pages, 0 where a request has ``pages`` of them, one behind the other. table_stride: entries of a row.
+    table: the block table; 0 for contiguous caches, where a request's ``pages`` pages lie one behind the other.
+    table_stride: entries from row to row.
     """
 
     blocks: Int64
@@ -95,7 +97,8 @@ class BlockTablesKernel:
 
     @cute.jit
     def page_of(self, lists, request, index):
-        """The page of the cache that is a request's ``index``-th; of one that it has, where ``index`` is wrong."""
+        """Returns the cache page that is a request's ``index``-th; a wrong ``index`` is clamped to the request's
+        pages."""
         known = Int32(cutlass.max(cutlass.min(index, Int64(lists.pages - 1)), Int64(0)))
         page = request * lists.pages + known
         if lists.table != 0:
@@ -103,7 +106,7 @@ class BlockTablesKernel:
         return page
 
     def tokens_of(self, lists, length, last, before_last):
-        """The tokens of a list, of whose blocks only the ``last`` may hold fewer than others do."""
+        """Returns the tokens of a list. Only its ``last`` block may hold fewer tokens than the others do."""
         in_last = cutlass.max(cutlass.min(Int32(length - last * lists.block_tokens), lists.block_tokens), 0)
         return cutlass.max(in_last + before_last * lists.block_tokens, 0)
 

@@ -34,8 +34,8 @@ from cute_kernels.names import CacheLayout, WindowSize
 class Given(NamedTuple):
     """The arguments of a call, before they are checked.
 
-    options: complete ones (see `NO_OPTIONS`), or None for a call of decode attention that uses none. cu_seqlens_q: of
-    extend attention; None for decode attention.
+    options: all options (see `NO_OPTIONS`), or None for a call of decode attention that uses none. cu_seqlens_q: None
+    for decode attention.
     """
 
     q: torch.Tensor
@@ -52,7 +52,7 @@ class Given(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that every call of its kind has, by name."""
+        """The tensors that every decode call (or every extend call) has, by name."""
         ends = {} if self.cu_seqlens_q is None else {"cu_seqlens_q": self.cu_seqlens_q}
         return dict(zip(self._fields[:4], self[:4], strict=True)) | ends
 
@@ -82,17 +82,17 @@ class AttentionCall:
         bias: over [batch, q_len, num_q_heads, max_seq_len].
         terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that it has.
         score_tensors: their tensors, by name.
-        tail: of keys in blocks, None for others.
+        tail: the keys of unfinished blocks, for a K format in blocks; None for others.
         blocks: which of a request's blocks each KV head reads; None for all tokens.
         num_splits: as given.
         out: where the result goes, contiguous, as q but for the head_dim of V; None for a new one.
 
-    Of extend attention, whose requests differ in their numbers of queries:
-        cu_seqlens_q: int32 [batch + 1]: request b has the queries from the b-th to the one before the (b + 1)-th.
+    For extend attention, whose requests differ in their numbers of queries:
+        cu_seqlens_q: int32 [batch + 1]: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
         new: K and V of the queries' own tokens, [total_q, num_kv_heads, head_dim] in q's dtype, rows contiguous; None
             where they come from the cache.
-        tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None where
-            their order says so.
+        tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None without a
+            tree.
         sm_margin, unpack, fp8_products: as given. longest: max_seq_len as given.
     """
 
@@ -168,8 +168,8 @@ class AttentionCall:
         return self.new is not None or (self.k.cache.numel() > 0 and self.max_seq_len > 0)
 
     def first_seen(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns int64 [batch]: the first position that some query sees; a window hides what lies further back from
-        all."""
+        """Returns int64 [batch]: the first position that some query sees. A window hides all earlier positions from
+        every query."""
         if self.window is None:
             return torch.zeros_like(lengths)
         return (lengths - self.q_len - self.window + 1).clamp(min=0)
@@ -196,7 +196,7 @@ class AttentionCall:
         )
 
     def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
-        """Returns (queries, the call of one request alone) for every request that has queries; waits for the device."""
+        """Yields (queries, the call of one request alone) for every request that has queries; waits for the device."""
         assert self.cu_seqlens_q is not None
         ends = self.cu_seqlens_q.tolist()
         for request in range(self.batch):
@@ -205,7 +205,7 @@ class AttentionCall:
                 yield own, self.request(request, own)
 
     def request(self, request: int, own: slice) -> AttentionCall:
-        """The call of one request alone, whose queries are ``own``."""
+        """Returns the call of one request alone, whose queries are ``own``."""
         part = slice(request, request + 1)
         if self.block_table is not None:
             table, k, v = self.block_table[part], self.k, self.v
@@ -227,12 +227,12 @@ class AttentionCall:
     def _of(
         self, own: slice, k: CacheOperand, v: CacheOperand, lengths: torch.Tensor, **changes: object
     ) -> AttentionCall:
-        """The call of the queries ``own`` of one request, with other keys and values."""
+        """Returns the call of the queries ``own`` of one request, with other keys and values."""
         q = self.q[own].unsqueeze(0)
         return replace(self, cu_seqlens_q=None, q=q, k=k, v=v, seq_lens=lengths, **changes)
 
     def _with_tree(self, request_call: AttentionCall, own: slice, before: int) -> AttentionCall:
-        """The same call with the tree's mask as a bias; before: tokens that come before the new ones."""
+        """Returns ``request_call`` with the tree's mask as a bias. before: how many tokens come before the new ones."""
         assert self.tree_mask is not None
         room = request_call.max_seq_len
         seen = unpack_tree_mask(self.tree_mask[own], torch.arange(room, device=self.q.device) - before)
@@ -241,7 +241,7 @@ class AttentionCall:
         return replace(request_call, causal=False, bias=Bias.of(bias, shape))
 
     def new_tokens(self, own: slice) -> AttentionCall:
-        """The call of one request over its own queries' tokens alone, which are not in the cache."""
+        """Returns the call of one request over its own queries' tokens alone, which are not in the cache."""
         assert self.new is not None
         count = own.stop - own.start
         form = format_of(checks.Q_DTYPES[self.q.dtype])
@@ -393,8 +393,8 @@ def make_extend_call(
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> AttentionCall:
-    """Checks the arguments of `extend_attention`, as :func:`make_call` does those of decode. options: those that both
-    calls have."""
+    """Checks the arguments of `extend_attention`, as :func:`make_call` does those of decode. options: the options that
+    both calls have."""
     forms = extend_checks.check_formats(kv_format)
     if unpack is True:
         extend_checks.check_unpack(forms)
@@ -455,8 +455,8 @@ def make_extend_call(
 
 
 def unpack_tree_mask(words: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. Tokens below 0 are older ones,
-    which are seen."""
+    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. Tokens below 0 are older than
+    the new ones: every query sees them."""
     last = words.shape[1] * 32 - 1
     at = tokens.clamp(0, max(last, 0))
     bits = words[:, at // 32] >> (at % 32) & 1 if last >= 0 else words.new_zeros(len(words), len(tokens))

@@ -1,6 +1,6 @@
 """The configurations that a schedule chooses from: those for which registers, shared memory and copies suffice.
 
-Plain Python, no GPU. docs/design/decode_attention.md has the measurements after the choices.
+Plain Python, no GPU. docs/design/decode_attention.md has the measurements behind the choices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp 
 
 
 def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
-    """The configurations worth considering for a problem, one per number of CTAs on an SM and of KV heads of a CTA.
+    """Returns the configurations worth considering for a problem, one per number of CTAs on an SM and of KV heads of a
+    CTA.
 
     Raises ValueError if the kernels cannot read the caches.
     """
@@ -65,14 +66,15 @@ def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
 
 
 def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
-    """The numbers of CTAs on an SM that are worth a try."""
+    """Returns the numbers of CTAs on an SM that are worth a try."""
     if _borrows_registers(problem):
         return (1,)
     return (1, 2, MOST_CTAS) if contiguous else (2,)
 
 
 def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
-    """Returns how rows with headers are loaded for a CTA of so many KV heads, with room for ``most``; 0: by words."""
+    """Returns how a CTA of ``heads`` KV heads, with room for ``most``, loads rows with headers; with 0 heads, by
+    words."""
     if not heads:
         return "word"
     if not MAPPED_HEADS <= heads < most or problem.appends:
@@ -81,7 +83,7 @@ def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, mos
 
 
 def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> bool:
-    """Returns whether tensor maps can load the rows with headers of so many of a token's heads."""
+    """Returns whether tensor maps can load the rows with headers of ``heads`` of a token's KV heads."""
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
@@ -90,13 +92,14 @@ def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> 
 
 
 def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
-    """Returns (KV heads of a CTA that takes rows with headers, how they are loaded), the most heads first; 0: one,
+    """Returns (KV heads of a CTA, how it loads rows with headers), the most heads first. 0 heads stand for one head
     whose rows are copied by words.
 
-    Fewer heads than fit a CTA make fewer parts of a row for as many CTAs, and are loaded by tensor maps, or by a copy a
-    token. That is worth considering in two cases. One is INT4 with more queries than one block, where parts are large
-    and each CTA has much to multiply. The other is one block of few requests, whose time is their beginnings and parts.
-    A head with pages of its own is loaded alone, by a map where its tokens' rows do not touch.
+    With fewer heads than fit a CTA, as many CTAs cut a row into fewer parts. Tensor maps load the rows, or a copy a
+    token. Fewer heads are worth considering in two cases. One is INT4 with more queries than one block, where parts are
+    large and each CTA has much to multiply. The other is one block of queries of few requests, whose time goes into
+    start-up and partial results. A head with pages of its own is loaded alone, by a map where its tokens' rows do not
+    touch.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
@@ -118,15 +121,15 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
 
 
 def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
-    """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one after the other."""
+    """Returns whether the rows that a CTA of ``num_heads`` KV heads reads lie one after the other in memory."""
     return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
 
 
 def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
-    """The configuration with as many producer warps as its tiles' copies need and its registers allow.
+    """Returns the configuration with as many producer warps as its tiles' copies need and its registers allow.
 
-    An SM's four partitions take warps in turn: those that fill them up evenly cost no registers. ``borrows``: whether
-    four producer warps lend theirs to eight consumers.
+    An SM's four partitions take warps in turn, so warps that fill the partitions evenly cost no registers. ``borrows``:
+    whether four producer warps lend registers to eight consumer warps.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return changed(config, producer_warps=MAX_PRODUCER_WARPS)
@@ -139,7 +142,7 @@ def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
-    """The configuration with fewer CTAs to an SM where a thread needs more registers than so many leave it."""
+    """Returns the configuration, with fewer CTAs to an SM where its threads would have too few registers."""
     if config.mainloop.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
         return config
     while config.pipeline.ctas_per_sm > 1 and config.num_warps * config.pipeline.ctas_per_sm > TARGET_WARPS:
@@ -148,8 +151,8 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
 
 
 def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
-    """Returns (warps that take different queries of a KV head, blocks of 8 queries for each of them); more queries take
-    more CTAs."""
+    """Returns (warps that take different queries of a KV head, blocks of 8 queries for each of these warps). Queries
+    beyond them take more CTAs."""
     wide = _target_warps(problem.head_dim, problem.v_head_dim) == WIDE_WARPS
     per_warp = 2 if problem.rows > BLOCK_QUERIES and not wide else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
@@ -158,16 +161,16 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _groups(form: KvFormat) -> int:
-    """Groups of columns of a row that take registers. Keys in blocks scale queries, which takes as many as four. With
-    two blocks of queries no two CTAs of an SM have so many registers, and with four not even one."""
+    """Returns the groups of columns of a row that take registers. Keys in blocks count as at least four, because their
+    scales multiply the queries. With two blocks of queries an SM has registers for one CTA, with four for none."""
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 
 def _fits_four_blocks(problem: AttentionProblem) -> bool:
-    """Whether a warp can carry four blocks of queries, so that each row is decoded once instead of twice.
+    """Returns whether a warp can carry four blocks of queries, so that each row is decoded once instead of twice.
 
-    Their accumulators leave registers for codes with one group of columns, at most 128 of them, and for logits that
-    depend on the query no further than by what it sees. Nothing is decoded of 16-bit caches.
+    Their accumulators leave registers only for codes with one group of at most 128 columns. Score options have to allow
+    four blocks (``fits_four_blocks``). 16-bit caches need no decoding, so four blocks gain nothing there.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     return (
@@ -178,10 +181,11 @@ def _fits_four_blocks(problem: AttentionProblem) -> bool:
 
 
 def _borrows_registers(problem: AttentionProblem) -> bool:
-    """Whether eight warps need more registers than 168: with four blocks of queries each, or two and INT4 groups.
+    """Returns whether eight warps need over 168 registers a thread: with four query blocks each, or two and INT4
+    groups.
 
-    Two blocks with four groups take 218 registers, and no two CTAs of an SM have them. Spills find no room in the L1
-    cache beside the ring: every such load goes to the L2 cache.
+    Two blocks with four groups take 218 registers, which an SM has for one CTA only. Spills would go to the L2 cache,
+    since the ring leaves the L1 cache no room.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     grouped = "int4" in costs_of(forms) and max(_groups(form) for form in forms) > 1
@@ -190,12 +194,12 @@ def _borrows_registers(problem: AttentionProblem) -> bool:
 
 
 def _target_warps(*head_dims: int) -> int:
-    """Returns the consumer warps of an SM that registers suffice for."""
+    """Returns how many consumer warps an SM has registers for."""
     return WIDE_WARPS if max(head_dims) == WIDE_HEAD_DIM else TARGET_WARPS
 
 
 def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> int:
-    """The KV heads of a CTA for which a token's rows can be copied in bulk, 0 if there is no such number."""
+    """Returns for how many KV heads a CTA can copy a token's rows in bulk; 0 if it cannot."""
     dims = (problem.head_dim, problem.v_head_dim)
     target = _target_warps(*dims)
     most = (MAX_WARPS if target == TARGET_WARPS and not _borrows_registers(problem) else target) // num_query_blocks
@@ -223,7 +227,7 @@ def _base_config(
     contiguous: bool,
     row_copy: str,
 ) -> DecodeConfig:
-    """The fields that follow from the problem, with one warp to a tile."""
+    """Returns the configuration that follows from the problem, with one slice of tokens to a tile."""
     dims = (problem.head_dim, problem.v_head_dim)
     k, v = (
         CacheLoad(name, head_dim, row_copy if format_of(name).has_header else "tma")
@@ -243,7 +247,7 @@ def _base_config(
 
 
 def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """A configuration for rows with headers: 8 warps and a ring of 3 tiles.
+    """Returns a configuration for rows with headers: 8 warps and a ring of 3 tiles.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
     shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a producer leave 96 to a
@@ -270,7 +274,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """A configuration for bare elements: few warps for 16 bits, since little is to be computed per byte."""
+    """Returns a configuration for bare elements: few warps for 16 bits, since little is to be computed per byte."""
     if costs_of(base.formats) != {"dense"}:
         return _byte_config(base, ctas_per_sm)
     if max(base.head_dims) >= 256:
@@ -281,7 +285,7 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """``base`` with 8 warps to an SM, and as many tokens to a tile as leave room for a ring of three."""
+    """Returns ``base`` with 8 warps to an SM, and as many tokens to a tile as leave room for a ring of three."""
     target = _target_warps(*base.head_dims)
     ctas_per_sm = 1 if target == WIDE_WARPS else ctas_per_sm
     slices = max(1, target // ctas_per_sm // base.num_roles)
@@ -301,10 +305,10 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _takes_one_block(config: DecodeConfig) -> bool:
-    """Whether a warp has no registers for a second block of tokens, since it would keep the queries for it.
+    """Returns whether a warp has no registers for a second block of tokens, for which it would have to keep the
+    queries.
 
-    With two blocks of queries and eight groups it has too few for one block of tokens: 18 spills in the loop instead
-    of 88 for two.
+    With two blocks of queries and eight groups, one block of tokens causes 18 spills in the loop, two cause 88.
     """
     most_groups = max(_groups(form) for form in config.formats)
     crowded = config.shares_queries or (config.mainloop.blocks_per_warp == 2 and most_groups == 8)
@@ -312,13 +316,13 @@ def _takes_one_block(config: DecodeConfig) -> bool:
 
 
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
-    """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
+    """Returns how many tiles fit the shared memory of one of ``ctas_per_sm`` CTAs."""
     budget = config.limits.sm_shared_bytes // ctas_per_sm - 2048 - config.query_bytes
     return budget // sum(config.tile_bytes)
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
-    """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
+    """Returns ``base`` with tiles of a useful size, and up to ``num_stages`` of them, as the shared memory allows."""
     blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = changed(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
     # Four CTAs with small tiles serve many short rows better than two with large ones.
@@ -332,5 +336,5 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
 
 
 def costs_of(forms: Iterable[KvFormat]) -> set[str]:
-    """The costs of K and V: keys of ``SM_RATE_ADVANTAGE``."""
+    """Returns the kinds of decoding of K and V: keys of ``SM_RATE_ADVANTAGE``."""
     return {form.decode.cost for form in forms if form.decode is not None}

@@ -67,8 +67,8 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
 
 
 def check_query_strides(q: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless the heads of a position lie together, wherever the position lies. what: q's other
-    dimensions."""
+    """Raises ValueError unless the heads of a position lie together, wherever the position lies. what: names of q's
+    other dimensions."""
     if q.is_contiguous() or not q.numel():
         return
     *others, head, column = strides_of(q)
@@ -96,8 +96,8 @@ def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str)
 def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
     """Raises ValueError unless rows are contiguous, aligned as copies want them, and apart.
 
-    Rows that carry their scales may begin on any word, the others on 16 bytes; both in blocks less than 2**40 bytes
-    apart, with less than 2**31 bytes from token to token.
+    Rows that carry their scales begin on multiples of 4 bytes, others on multiples of 16. Blocks lie less than 2**40
+    bytes apart, tokens and heads less than 2**31.
     """
     found = f"{name}: got strides {cache.stride()} for shape {shape_of(cache)} {dimensions}"
     strides, size = strides_of(cache), cache.element_size()
@@ -113,7 +113,7 @@ def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensi
 
 
 def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Raises ValueError unless two caches differ in their rows alone."""
+    """Raises ValueError unless the shapes of two caches agree in all but the last dimension."""
     if v_cache.shape[:3] != k_cache.shape[:3]:
         wanted = f"that of k_cache, {shape_of(k_cache)}, in all but the last dimension"
         raise ValueError(f"v_cache: got shape {shape_of(v_cache)}, want {wanted}")
@@ -127,13 +127,14 @@ def check_row(name: str, cache: torch.Tensor, form: KvFormat, head_dim: int) -> 
 
 
 def head_dim_of_row(form: KvFormat, row: int) -> int:
-    """The head_dim whose rows have ``row`` elements, for a row that has one; symbolic sizes stay symbolic."""
+    """Returns the head_dim whose rows have ``row`` elements, which must exist; symbolic sizes stay symbolic."""
     header = form.row_elements(0)  # row sizes are a header and a multiple of head_dim
     return (row - header) * HEAD_DIMS[0] // (form.row_elements(HEAD_DIMS[0]) - header)
 
 
 def check_value_rows(v_cache: torch.Tensor, form: KvFormat) -> int:
-    """The head_dim of V, which follows from the size of its rows; ValueError if none has such rows."""
+    """Returns the head_dim of V, which follows from the size of its rows; raises ValueError if no head_dim has such
+    rows."""
     row = v_cache.shape[3]
     for head_dim in HEAD_DIMS:
         if form.row_elements(head_dim) == row:
@@ -144,15 +145,15 @@ def check_value_rows(v_cache: torch.Tensor, form: KvFormat) -> int:
 
 
 def check_readable(name: str, form: KvFormat, head_dim: int) -> None:
-    """Raises ValueError for rows that no kernel reads, on whatever device they are."""
+    """Raises ValueError for rows that no kernel reads, whatever device they are on."""
     reason = cannot_read(form, head_dim)
     if reason is not None:
         raise ValueError(f"kv_format: got {form.name} for {name}, want a format that is read at its head_dim: {reason}")
 
 
 def check_blocks(forms: tuple[KvFormat, KvFormat], page_size: int | None) -> None:
-    """Checks where keys that are written by blocks of tokens lie. Raises ValueError unless they lie in pages of whole
-    blocks, and for values in blocks. page_size: None for contiguous caches."""
+    """Raises ValueError for values in blocks of tokens, and for keys in blocks where a page does not hold whole blocks.
+    page_size: None for contiguous caches."""
     keys, values = forms
     if values.in_blocks:
         raise ValueError(f"kv_format: got {values.name} for v_cache, which is for keys alone; want a format of rows")
@@ -201,7 +202,7 @@ def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, pag
 def check_given_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int] | None:
-    """The strides of a scale beside the cache from head to head and from column to column, None without a scale.
+    """Returns a given scale's strides, from head to head and from column to column, in elements; None without a scale.
 
     Raises TypeError or ValueError unless the scale fits the format: fp32 [] or [1] ("tensor"), [num_kv_heads]
     or [num_kv_heads, 1] ("head"), [num_kv_heads, head_dim] ("channel"), or None for a format that has none.
@@ -236,9 +237,10 @@ def check_given_scale(
 
 
 def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Strides of the bias in elements over ``shape`` [batch, q_len, num_q_heads, max_seq_len], 0 where it repeats.
+    """Returns the strides of the bias in elements over ``shape`` [batch, q_len, num_q_heads, max_seq_len], 0 where it
+    repeats.
 
-    Raises TypeError or ValueError unless it is fp32 or bf16 and broadcasts to that shape.
+    Raises TypeError or ValueError unless the bias is fp32 or bf16 and broadcasts to that shape.
     """
     check_dtype("attn_bias", bias, *BIAS_DTYPES)
     padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)
@@ -256,7 +258,7 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 def out_wanted(out: object, q: torch.Tensor, sizes: tuple[int, ...], why: str) -> Wanted:
-    """Returns what is wanted of a result's tensor for ``q``. why: ends the message about its sizes."""
+    """Returns the dtype, sizes and device that ``out`` must have for ``q``. why: ends the message about its sizes."""
     return Wanted("out", out, (q.dtype,), sizes, q.device, "q", ", that of q", why, contiguous=True)
 
 

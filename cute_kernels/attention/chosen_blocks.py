@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = (64, 128)
 NAMES = ("block_list", "block_counts", "block_tokens")
 REFUSED = ("window_size", "alibi_slopes", "attn_bias", "score_options", "q_shift", "k_tail", "new_k", "tree_mask")
-"""Options that go by positions in the whole request, or by keys beside the cache."""
+"""Options that need positions in the whole request, or keys outside the cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChosenBlocks:
-    """Which blocks of ``tokens`` tokens each KV head of a request reads.
+    """The blocks of ``tokens`` tokens that each KV head of a request reads.
 
     list: int32 [batch, num_kv_heads, max_blocks], ascending; from ``counts`` on its entries may be anything. counts:
     int32 [batch, num_kv_heads].
@@ -52,8 +52,8 @@ class ChosenBlocks:
         return self.list, self.counts, self.tokens
 
     def seen(self, keys_at: torch.Tensor) -> torch.Tensor:
-        """bool [batch, num_kv_heads, tokens]: whether each key at positions ``keys_at`` [tokens] lies in a chosen
-        block."""
+        """Returns bool [batch, num_kv_heads, tokens]: whether each key at positions ``keys_at`` [tokens] lies in a
+        chosen block."""
         known = torch.arange(self.list.shape[2], device=self.list.device) < self.counts[..., None]
         chosen = (self.list[..., None] == keys_at // self.tokens) & known[..., None]
         return chosen.any(dim=2)
@@ -67,7 +67,7 @@ def blocks_of(
     device: torch.device,
     **others: object,
 ) -> ChosenBlocks | None:
-    """The chosen blocks of a call; None for a call over all tokens.
+    """Returns the chosen blocks of a call; None for a call over all tokens.
 
     heads: batch and KV heads. others: options of the call, of which those in `REFUSED` are refused.
 
@@ -118,7 +118,7 @@ def check_pages(call: AttentionCall) -> None:
 
 
 def check_values(call: AttentionCall) -> None:
-    """Raises ValueError for a list that cannot be right; looks at it, so it waits for the device."""
+    """Raises ValueError for a list that cannot be right. Reads the list, so it waits for the device."""
     assert call.blocks is not None
     blocks, ends = call.blocks, call.cu_seqlens_q
     q_lens = [call.q_len] * call.batch if ends is None else ends.diff().tolist()
@@ -141,7 +141,8 @@ def check_values(call: AttentionCall) -> None:
 
 
 def as_paged(call: AttentionCall) -> AttentionCall:
-    """The call over pages that each KV head has of its own, as kernels see it; of its table only the shape counts."""
+    """Returns the call as kernels see it: each KV head has pages of its own. The values of its block table are
+    undefined."""
     assert call.blocks is not None
     page_size = call.page_size if call.block_table is not None else call.blocks.tokens
     entries = call.blocks.list.shape[2] * (call.blocks.tokens // page_size)
@@ -156,19 +157,20 @@ def as_paged(call: AttentionCall) -> AttentionCall:
 
 
 def _in_pages(operand: CacheOperand, page_size: int) -> CacheOperand:
-    """Contiguous caches as pages."""
+    """Returns a contiguous cache as pages of ``page_size`` tokens."""
     return replace(operand, cache=pages_of(operand.cache, page_size), block_stride=page_size * operand.token_stride)
 
 
 def pages_of(cache: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Returns [batch, max_seq_len, num_kv_heads, row] as [pages, page_size, num_kv_heads, row]."""
+    """Returns a cache [batch, max_seq_len, num_kv_heads, row] as [pages, page_size, num_kv_heads, row]."""
     return cache.unflatten(1, (-1, page_size)).flatten(0, 1)
 
 
 def table_maker(call: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Returns what launches the kernel of a call's tables, a function of ``seq_lens`` and ``options``.
+    """Returns a function of ``seq_lens`` and ``options`` that launches the kernel of a call's tables.
 
-    It returns pages, int32 [num_kv_heads, batch, entries], and tokens of each list, int32 [num_kv_heads * batch].
+    That function returns pages, int32 [num_kv_heads, batch, entries], and tokens of each list, int32 [num_kv_heads *
+    batch].
     """
     assert call.blocks is not None
     tokens, table = call.blocks.tokens, call.block_table
@@ -194,7 +196,7 @@ def table_maker(call: AttentionCall) -> Callable[..., tuple[torch.Tensor, torch.
 
 
 def planned(call: AttentionCall, plan: Plan) -> Plan:
-    """Returns the plan of a call with chosen blocks, made from ``plan``, that of `as_paged`."""
+    """Returns the plan of a call with chosen blocks, made from ``plan``, the plan of the `as_paged` call."""
     assert call.blocks is not None
     page_size, make_tables = call.blocks.tokens, table_maker(call)
 

@@ -42,8 +42,8 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec(KernelSpec):
-    """One kernel of the family. The function's arguments are listed in :mod:`.arguments` for its kind of
-    configuration, torch tensors as they are, then addresses and numbers; it runs on torch's current stream."""
+    """One kernel of the family. The compiled function takes the arguments that :mod:`.arguments` lists for its kind of
+    configuration: torch tensors, addresses and numbers. It runs on torch's current stream."""
 
     config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig | BlockTablesConfig
     family: ClassVar[str] = "attention"
@@ -62,7 +62,7 @@ class AttentionSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The specs that bundles hold and CI compiles: configurations of common head layouts, and of causal extend
+    """Returns the specs that bundles hold and CI compiles: configurations of common head layouts, and of causal extend
     attention over pages. Others compile on demand."""
     pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
     pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
@@ -84,7 +84,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def _shipped_extend() -> list[ExtendConfig | UnpackConfig | CombineConfig]:
-    """Configurations of extend attention that bundles have: causal calls over pages of 64 tokens."""
+    """Returns the configurations of extend attention that bundles hold: causal calls over pages of 64 tokens."""
     problems = [AttentionProblem.ragged(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in EXTEND_FORMATS]
     problems += [AttentionProblem.ragged(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
     problems += [AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]
@@ -113,7 +113,7 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
 
 
 def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """Fake tensors for a launch, by name; a compiled function takes only tensors that fit them.
+    """Returns fake tensors for a launch, by name; a compiled function takes only tensors that fit them.
 
     memory: the tensors' address space in the DSL: global memory, except in tests.
     """
@@ -228,13 +228,13 @@ def compile_block_tables(config: BlockTablesConfig, arch: str, *options: str) ->
 
 
 def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Sequence[Any]) -> Any:
-    """A fake tensor of rows of codes, which begin on any word."""
+    """Returns a fake tensor of rows of codes, which begin on any multiple of 4 bytes."""
     shape = (*blocks, form.row_elements(config.head_dim))
     return _strided(_element_type("e4m3"), shape, (WORD, WORD, WORD), WORD)
 
 
 def _element_type(name: str) -> Any:
-    """The type of a tensor's elements; codes come as bytes."""
+    """Returns the type of a tensor's elements; codes come as bytes."""
     import cutlass
 
     types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "e4m3": cutlass.Uint8}
@@ -242,7 +242,8 @@ def _element_type(name: str) -> Any:
 
 
 def _dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: Any = None) -> Any:
-    """A fake tensor without gaps, aligned to 16 bytes, with strides of 32 bits."""
+    """Returns a fake tensor without gaps, with strides of 32 bits. It is aligned to 16 bytes, or to 4 for 32-bit
+    elements."""
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     align = align or (4 if dtype.width == 32 else 16)
@@ -251,8 +252,8 @@ def _dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory:
 
 
 def _strided(dtype: Any, shape: tuple[Any, ...], units: Sequence[int], align: int, memory: Any = None) -> Any:
-    """A fake tensor whose first dimensions have any strides that are multiples of ``units`` bytes; others follow from
-    the shape."""
+    """Returns a fake tensor whose first dimensions have any strides that are multiples of ``units`` bytes; others
+    follow from the shape."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 

@@ -30,10 +30,10 @@ class Tail:
 class FeatureValues:
     """Run-time values of the features that a variant has.
 
-    window: keys that a query sees, itself included. soft_cap: natural units. sinks, alibi_slopes: addresses of fp32
+    window: keys that a query sees, itself included. soft_cap: in natural units. sinks, alibi_slopes: addresses of fp32
     [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
-    Addresses of fp32 shift [batch, q_len, num_q_heads] and out_factor [num_kv_heads, v_head_dim], None where nothing is
-    transformed. tensors: addresses of the tensors of registered options, by name.
+    shift, out_factor: addresses of fp32 [batch, q_len, num_q_heads] and [num_kv_heads, v_head_dim], None where nothing
+    is transformed. tensors: addresses of the tensors of registered options, by name.
     """
 
     window: Int32
@@ -52,8 +52,8 @@ class FeatureValues:
 class Results:
     """Where a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
 
-    shifts: address of the queries' shifts and the softmax's scale; out_factor: that of the output's factors; None where
-    there is no such feature.
+    shifts: address of the queries' shifts and the softmax's scale; out_factor: address of the output's factors. Both
+    are None without their feature.
     """
 
     out: Int64
@@ -67,7 +67,8 @@ class Results:
 
 @dataclass(frozen=True)
 class GivenScales:
-    """Scales beside the caches, fp32: addresses, and elements from a KV head's to the next one's."""
+    """The fp32 scales beside the caches: their addresses, and the elements from one KV head's scales to the next
+    head's."""
 
     k_scale: Int64
     v_scale: Int64
@@ -75,7 +76,7 @@ class GivenScales:
     v_stride: Int32
 
     def of_keys(self, head):
-        """Address of a KV head's scales of K."""
+        """Returns the address of a KV head's scales of K."""
         return self.k_scale + Int64(head) * self.k_stride * 4
 
     def of_values(self, head):
@@ -87,7 +88,7 @@ class QueryRows:
     """The rows of q in global memory: the address, and bytes from one request, and from one query position, to the
     next.
 
-    The rows of a position's heads touch; the rest may be part of something larger, such as a fused projection.
+    The rows of a position's heads touch; q may be a view of something larger, such as a fused projection.
     """
 
     base: Int64
@@ -100,7 +101,7 @@ class QueryRows:
         return QueryRows(q.iterator.toint(), Int64(q.stride[0]) * 2, Int64(q.stride[1]) * 2)
 
     def address(self, config: DecodeConfig, request, query, head):
-        """The address of a query head's row."""
+        """Returns the address of a query head's row."""
         address = self.base + Int64(request) * self.request_bytes + Int64(head) * (config.head_dim * 2)
         return address + Int64(query) * self.query_bytes if config.features.queries else address
 
@@ -169,7 +170,7 @@ class Place:
         return query, (self.first_head + head) * self.shape.group + within
 
     def column(self, config: DecodeConfig, roles: Roles, t, column: int) -> QueryColumn:
-        """The query of an accumulator column of a lane."""
+        """Returns the query of an accumulator column of a lane."""
         row = roles.first_row + column // 2 * BLOCK_QUERIES + 2 * t + column % 2
         query, head = self.query_of(config, roles.head, cutlass.min(row, self.shape.group * self.shape.q_len - 1))
         return QueryColumn(query, head)
@@ -191,7 +192,7 @@ class Work:
         return (self.first_tile + self.part) * config.tile_tokens
 
     def query_row(self, config: DecodeConfig, r):
-        """Row r of the CTA's queries: (place in [q_len, num_q_heads], head, whether it exists)."""
+        """Returns row r of the CTA's queries: (index in [q_len, num_q_heads], query head, whether it exists)."""
         place, shape = self.place, self.place.shape
         role = r // config.warp_queries
         row = place.first_row + role // config.mainloop.num_heads * config.warp_queries + r % config.warp_queries
@@ -199,10 +200,10 @@ class Work:
         return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
 
     def output_row(self, query_row):
-        """Row of q and out."""
+        """Returns the row of q and out for a query row of the request."""
         return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
 
     def partial_row(self, query_row, part):
-        """Row of the workspace."""
+        """Returns the workspace's row of a part's result for a query row."""
         rows = self.place.shape.q_len * self.place.shape.num_q_heads
         return Int64(self.first_unit + part) * rows + query_row

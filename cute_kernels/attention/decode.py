@@ -242,8 +242,8 @@ def decode_attention_splits(
 
     Returns (out, split_out fp32 [batch, num_splits, num_q_heads, head_dim], split_max and split_sum fp32 [batch,
     num_splits, num_q_heads]): out is the average of split_out weighted by split_sum * exp(split_max). split_max is in
-    natural units of the scaled scores. On a GPU it is the reference that exponentials, and so split_sum, are relative
-    to: it may lie above or below the greatest score. There split i has the tiles i, i + num_splits, ..., not a run of
+    natural units of the scaled scores. On a GPU split_max is the reference of the exponentials, and so of split_sum: it
+    may lie above or below the greatest score. On a GPU split i has the tiles i, i + num_splits, ..., not a run of
     neighbouring tokens. A split without tokens has split_out 0, split_max -inf, split_sum 0.
 
     Raises: as `decode_attention`.

@@ -38,16 +38,17 @@ class DecodeConfig:
     Producer warps keep the pipeline's ring of tiles of K and V full; all consumer warps read it.
 
     Attributes:
-        k, v: how tiles of the two caches are brought, and what they are.
-        q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
+        k, v: how tiles of the two caches are loaded, and their formats.
+        q_dtype: dtype of q and out, "bf16" or "fp16"; a 16-bit cache has the same.
         mainloop: which consumer warps multiply what.
         pipeline: what an SM has in flight.
         runs: which bytes of the caches lie together.
-        features: the features that it computes beyond softmax(q K^T) V.
-        units: whether rows are cut by their lengths where those differ (see
-            :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
-        after_append: launched as a programmatic dependent of the kernel that appends each request's last q_len tokens
-            and rotates q: runs while that one does, and waits for it before it reads any of these.
+        features: what the kernel computes beyond softmax(q K^T) V.
+        units: whether rows are cut by their lengths where those differ (see :mod:`cute_kernels.attention.assignment`);
+            if not, every row has one part for each CTA that the grid has for it.
+        after_append: whether it is a programmatic dependent of the append kernel, which writes each request's last
+            q_len tokens and rotates q. It then starts while that kernel runs, and waits for it before it reads these
+            tokens or q.
     """
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_decode"
@@ -150,7 +151,7 @@ class DecodeConfig:
 
     @property
     def shares_queries(self) -> bool:
-        """Whether the B operands of the queries lie in shared memory, once for the warps that carry the same ones."""
+        """Whether the queries' B operands lie in shared memory, once for all warps with the same queries."""
         return self.mainloop.shares_queries(self.k)
 
     @property
@@ -225,7 +226,7 @@ class DecodeConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Shared memory of the ring, and then of the merge, so large that no more than ``ctas_per_sm`` CTAs fit an SM.
+        """Shared memory of the ring, reused by the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
 
         With more CTAs the SMs would have unequal shares.
         """

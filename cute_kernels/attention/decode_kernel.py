@@ -1,12 +1,13 @@
-"""Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
+"""Split-KV decode attention in one launch: a ring of tiles, online softmax in registers, a combine by a row's last
+splits.
 
-Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
-Producer warps keep a ring of K and V tiles full (:mod:`.loads.ring`, :mod:`.loads.copies`); every consumer warp waits
-for a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
-output in registers (:mod:`.mainloops.warp`); what the bytes of K and of V mean is known to its two :mod:`.readers`
-alone, what a score becomes before the softmax to :mod:`.mainloops.logits`. Consumer warps do not wait for each other in
-the loop but for the tile in which the request ends. At the end they merge in shared memory, and the parts of a row
-through a workspace (:mod:`.combine.merge`), in a fixed order: the output is bitwise reproducible.
+A CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`). Producer warps keep a
+ring of K and V tiles full (:mod:`.loads.ring`, :mod:`.loads.copies`). A consumer warp waits for a tile, and takes its
+KV head, its blocks of 8 queries and its slice of the tokens. It keeps scores, probabilities and output in registers
+(:mod:`.mainloops.warp`). Only the two :mod:`.readers` know the formats of K and V; only :mod:`.mainloops.logits` knows
+what changes scores before the softmax. In the loop, consumer warps wait for each other only at the tile in which the
+request ends. At the end they merge in shared memory, and the parts of a row through a workspace
+(:mod:`.combine.merge`). The order is fixed, so the output is bitwise reproducible.
 
     warps                             what they do
     0 to num_warps - 1                consumers: a KV head, blocks of queries and a slice of every tile each
@@ -144,7 +145,7 @@ class DecodeKernel:
         )
 
     def feature_values(self, given) -> FeatureValues:
-        """The values of features; 0 for those that the launch has no arguments for."""
+        """Returns the values of features; 0 for those that the launch has no arguments for."""
         config = self.config
         if not config.has_features:
             strides = Int64(0), Int64(0), Int64(0), Int64(0)
@@ -299,7 +300,7 @@ class DecodeKernel:
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, first_length, unit, row, early, pages):
-        """Processes the CTA's part of its own row. Where lengths cut rows, it is the CTA's unit of all rows."""
+        """Processes the CTA's part of its own row or, where lengths differ, its unit among those of all rows."""
         lane, part = cta.lane, unit.part
         tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
         unit_row, unit_part, first_unit = row, part, row * requests.parts
@@ -321,7 +322,7 @@ class DecodeKernel:
 
     @cute.jit
     def query_of(self, cta, place, q, asked, row, unit_row):
-        """The queries of the unit's row; ``asked`` are those loaded for the CTA's own ``row``."""
+        """Returns the queries of the unit's row. ``asked``: the queries that were loaded for the CTA's own ``row``."""
         words = _leaves(asked.words)
         registers = cute.make_rmem_tensor(len(words), Uint32)
         if cta.warp < self.config.num_warps:
@@ -350,9 +351,9 @@ class DecodeKernel:
         )
 
     def query_addresses(self, place, roles, q, request, lane):
-        """The address of the lane's query in each of the warp's blocks; g = lane // 4 is its place in a block.
+        """Returns the address of the lane's query in each of the warp's blocks; g = lane // 4 is its place in a block.
 
-        Lanes past the last query take that one: their results are never stored.
+        Lanes past the last query take the last query's address; their results are never stored.
         """
         shape = place.shape
         addresses = []
@@ -376,12 +377,12 @@ class DecodeKernel:
 
 
 def _leaves(words):
-    """Returns what nested lists hold, in order."""
+    """Returns the elements of nested lists, in order."""
     return [leaf for word in words for leaf in _leaves(word)] if isinstance(words, list) else [words]
 
 
 def _like(words, registers, first: int = 0):
-    """Nested lists shaped like ``words`` that hold ``registers`` in order."""
+    """Returns nested lists shaped like ``words`` that hold ``registers`` in order."""
     if not isinstance(words, list):
         return registers[first]
     result = []

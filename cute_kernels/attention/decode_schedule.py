@@ -44,15 +44,15 @@ LONGEST_WEIGHT = 0.5
 
 @dataclass(frozen=True)
 class DecodeSchedule:
-    """How one launch is laid out.
+    """The layout of one launch.
 
     Attributes:
         config: the compiled variant.
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
         more_rows: rows of CTAs beyond the batch, for the parts of long requests where lengths differ.
-        shares: of about equal size that all requests together are cut into where lengths differ: what the SMs hold, or
-            `FEW_ROWS` for each request, by which the device knows that one wave of CTAs is to take them all.
+        shares: how many parts of about equal size all requests together are cut into where lengths differ. As many as
+            the SMs hold CTAs, or `FEW_ROWS` for each request: then the device cuts for one wave of CTAs.
     """
 
     config: DecodeConfig
@@ -64,7 +64,7 @@ class DecodeSchedule:
 
 @lru_cache(maxsize=4096)
 def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> DecodeSchedule:
-    """The fastest schedule by the model; ``num_splits`` fixes the splits.
+    """Returns the fastest schedule by the model; ``num_splits`` fixes the splits.
 
     The order in which splits are combined depends on their number alone. So with fixed splits a request's result does
     not depend on the rest of the batch.
@@ -86,11 +86,11 @@ def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> D
 
 
 def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
-    """The expected cost of each of some (configuration, splits); comparable with each other alone.
+    """Returns the expected cost of each (configuration, splits); costs compare only with each other.
 
     Costs are microseconds where the possible lengths are known. A block table as wide as an engine's longest request
-    says nothing of them: what is best for 128k tokens takes up to 1.3 times the best time for 8k. Costs are then the
-    weighted mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
+    says nothing of the actual lengths: the best option for 128k tokens takes up to 1.3 times the best time for 8k.
+    Costs are then the weighted mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
     """
     by_heads = len({config.mainloop.num_heads for config, _ in options}) > 1
     if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:
@@ -109,13 +109,13 @@ def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, 
 
 
 def head_blocks(problem: AttentionProblem, config: DecodeConfig) -> int:
-    """CTAs that cover the heads of one request."""
+    """Returns how many CTAs cover the heads of one request."""
     query_groups = -(-problem.rows // config.head_queries)
     return problem.num_kv_heads // config.mainloop.num_heads * query_groups
 
 
 def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
-    """Numbers of splits worth considering; none for configurations that are made for many short rows."""
+    """Returns the numbers of splits worth considering; only one split for configurations made for many short rows."""
     if _is_for_short_rows(config):
         return range(1, 2)
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
@@ -129,10 +129,9 @@ def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks:
     :class:`DecodeSchedule`).
 
     ``places`` is the number of resident CTAs for a head block. If that is two parts of each request or more, requests
-    of different lengths are cut for one wave of CTAs. Otherwise each request may have one part more than divides it.
-    There are then as many more CTAs as let all requests be cut into shares of what the SMs hold. These CTAs wait for
-    places, so SMs end at different times. Where lengths turn out to be alike they start only to exit, so there are
-    few of them where that would be felt.
+    of different lengths are cut for one wave of CTAs. Otherwise there are more CTAs: enough to cut all requests into
+    ``shares`` parts, and each request into one part more. These CTAs wait for places, so SMs end at different times.
+    Where lengths turn out alike, they start only to exit, so short launches get few.
     """
     batch = problem.batch
     if batch * FEW_ROWS <= places:
@@ -147,10 +146,10 @@ def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks:
 
 
 def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:
-    """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens.
+    """Returns the microseconds that the model expects if every row has max_seq_len tokens, without the launch itself.
 
-    by_heads: whether it is compared with configurations of other numbers of KV heads. Then the costs of several queries
-    and of copies of single tokens count, too.
+    by_heads: whether the configuration is compared with others that have another number of KV heads. Then the costs of
+    several queries and of copies of single tokens count, too.
     """
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
@@ -185,7 +184,8 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
 
 
 def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int) -> float:
-    """The time of partial results of further queries, written and read; `COMBINE_PER_SPLIT_US` has those of one."""
+    """Returns the microseconds in which partial results of all queries but one are written and read;
+    `COMBINE_PER_SPLIT_US` covers one."""
     if num_splits == 1:
         return 0.0
     rows = problem.batch * (problem.q_len - 1) * problem.num_q_heads
@@ -193,8 +193,8 @@ def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_split
 
 
 def _is_for_short_rows(config: DecodeConfig) -> bool:
-    """Whether the configuration is for short rows: four CTAs to an SM with tiles of one block a warp, where INT4 has
-    room for two."""
+    """Returns whether the configuration is for short rows: four CTAs to an SM with tiles of one block a warp, where
+    INT4 has room for two."""
     return (
         config.pipeline.ctas_per_sm == MOST_CTAS
         and config.mainloop.blocks_per_slice == 1

@@ -1,7 +1,7 @@
 """Extend attention: many new queries a request over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
 
-Chunked prefill over a cached prefix, hits of a prefix cache, verification of long drafts, and batches that mix them
-with decoding. Read on in `reference` (what it means), `call` (what a checked call is), `extend_config`,
+It serves chunked prefill over a cached prefix, prefix-cache hits, verification of long drafts, and batches that mix
+these with decoding. Read on in `reference` (what it means), `call` (what a checked call is), `extend_config`,
 `extend_schedule`, `extend_kernel`, `compile`, `ops`.
 """
 

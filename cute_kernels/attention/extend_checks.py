@@ -80,7 +80,8 @@ def check_positional(**positional: object) -> None:
 
 
 def check_new(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the checked K and V of the queries' own tokens, which have their sizes and dtypes; None without."""
+    """Returns K and V of the queries' own tokens, or None without them. Checks their strides; sizes and dtypes are
+    checked."""
     if new_k is None and new_v is None:
         return None
     if new_k is None or new_v is None:

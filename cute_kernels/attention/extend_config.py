@@ -59,21 +59,21 @@ class ExtendConfig(ReadsCache):
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
     keys and values. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
-    row, by all producer warps. Where K and V differ in that, half of the warps do the one and half the other. With
-    head_dim 512 a work tile computes whole scores, and the sums of one half of V's columns.
+    row, by all producer warps. Where only one of K and V has codes, half of the warps decode it and the other half load
+    the 16-bit one. With head_dim 512 a work tile computes whole scores, and the output of one half of V's columns.
 
     Attributes:
-        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. Of unpacked keys: what they
-            were.
-        q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. For unpacked keys: their
+            formats in the cache, or formats that unpack alike.
+        q_dtype: dtype of q and out, "bf16" or "fp16"; a 16-bit cache has the same.
         head_dim: of q, K, V and out.
         pipeline: tiles, stages, warps.
         keys: where K and V lie.
-        features: the features that it computes beyond softmax(q K^T) V.
+        features: what the kernel computes beyond softmax(q K^T) V.
         merges: whether the result is merged with that of another launch over other keys.
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
-        tile_rows: packed queries of a work tile. Fewer than 128 are columns of products whose rows are keys, see
-            :mod:`.mainloops.key_rows`.
+        tile_rows: packed queries of a work tile. With fewer than 128, queries are columns of MMAs whose rows are keys,
+            see :mod:`.mainloops.key_rows`.
     """
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_extend"
@@ -108,10 +108,10 @@ class ExtendConfig(ReadsCache):
 
     @property
     def paired(self) -> bool:
-        """Whether rows of a work tile's two heads are loaded, and lie, together.
+        """Whether the rows of a work tile's two heads are loaded together, and lie together in shared memory.
 
-        Tensor maps load them so where a header has 4 bytes. Rows of bytes touch two lines of the L2 cache each, and two
-        of them together three. Rows of nibbles of one group begin between multiples of 8 bytes.
+        Tensor maps load pairs where a header has 4 bytes. One row of bytes touches two lines of the L2 cache, a pair
+        only three. Single rows of nibbles of one group are not aligned to 8 bytes.
         """
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
@@ -187,21 +187,21 @@ class ExtendConfig(ReadsCache):
 
     @property
     def filling_warps(self) -> int:
-        """Producer warps that do something."""
+        """Producer warps that fill tiles; the others only give up their registers."""
         if self.decodes:
             return self.pipeline.producer_warps
         return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
 
     @property
     def cache_types(self) -> tuple[str | None, str | None]:
-        """ "bf16", "fp16" or "e4m3" of K and V as the kernel is given them; None for rows with codes."""
+        """The types of K and V as the kernel is given them: "bf16", "fp16" or "e4m3"; None for rows with codes."""
         k, v = (None if own else kind for own, kind in zip(self.decoded, self.operand_types, strict=True))
         return k, v
 
     @property
     def operand_types(self) -> tuple[str, str]:
-        """ "bf16", "fp16" or "e4m3" of K's and V's operands, and so of queries and of probabilities. Codes become
-        fp16, which is exact."""
+        """The types of K's and V's operands, and so of queries and of probabilities: "bf16", "fp16" or "e4m3". Codes
+        become fp16 exactly."""
         if self.fp8 is not None:
             return "e4m3", "e4m3"
         k, v = ("fp16" if form.is_coded else self.q_dtype for form in self.formats)
@@ -225,14 +225,15 @@ class ExtendConfig(ReadsCache):
 
     @property
     def why_as_it_lies(self) -> str | None:
-        """Why nothing unpacks the cache, or None."""
+        """Why the cache cannot be unpacked, or None."""
         if self.mixed:
             return f"K in {self.k_format} and V in {self.v_format}, one of 16 bits and the other of codes"
         return cannot_unpack(self.formats[0]) or cannot_unpack(self.formats[1])
 
     @property
     def scale_words(self) -> tuple[int, int]:
-        """Registers of a lane with scales of a producer warp's rows of K, and of V; 0 where they have none."""
+        """Registers in which a lane holds scales of its producer warp's rows, of K and of V; 0 where rows have no
+        scale."""
         k, v = (
             max(form.num_groups * self.warp_rows // WARP_THREADS, 1) if has_token_scale(form) else 0
             for form in self.formats
@@ -264,7 +265,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def units(self) -> tuple[float, float]:
-        """The factors by which K's and V's tiles are multiplied to be numbers."""
+        """The factors that turn the numbers in K's and V's tiles into true values."""
         k_unit, v_unit = (1.0 if form.extend is None else form.extend.unit for form in self.formats)
         return k_unit, v_unit
 
@@ -290,7 +291,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def value_parts(self) -> int:
-        """Parts that V's columns are cut into, each for another work tile: their accumulators fit a thread."""
+        """Parts that V's columns are cut into, each for another work tile, so that a part's accumulators fit a
+        thread."""
         return max(self.columns // SUM_COLUMNS, 1)
 
     @property
@@ -317,7 +319,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of a tile's columns that lie in one row of the swizzle."""
+        """Bytes of a slab: a tile's tokens, each with the columns of one row of the swizzle."""
         return self.tile_tokens * ROW_BYTES
 
     @property

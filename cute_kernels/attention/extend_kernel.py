@@ -1,8 +1,8 @@
-"""Extend attention: many new queries over paged caches, one launch; warp-specialised, persistent.
+"""Extend attention: many new queries over a cache, in one warp-specialised, persistent launch.
 
-Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come
-(:mod:`.work_tiles`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (`.loads.tma`)
-or by decoding rows of codes once for all 128 rows of queries (:mod:`.loads.rows`). Two consumer warpgroups multiply
+A CTA draws work tiles of 128 rows (positions x heads of a KV head's group) from a counter (:mod:`.work_tiles`).
+Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (`.loads.tma`) or by decoding rows of
+codes once for all 128 rows of queries (:mod:`.loads.rows`). Two consumer warpgroups multiply them
 (:mod:`.mainloops.tiles`).
 
     warps                    what they do
@@ -24,9 +24,9 @@ or by decoding rows of codes once for all 128 rows of queries (:mod:`.loads.rows
                                                 products
     CONSUMERS (5)            consumers          key rows: a head's queries are there     all of them
 
-Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.
+One CTA computes a work tile, in a fixed order of blocks: equal inputs give bitwise equal outputs.
 
-docs/design/extend_attention.md has the balance of clocks, bytes and registers after it.
+docs/design/extend_attention.md has the balance of clocks, bytes and registers behind this design.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ExtendKernel:
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def room(self, max_pages, tokens):
-        """Tokens that a request may have. tokens: how many a block of the cache has."""
+        """Returns how many tokens a request may have. tokens: of a block of the cache."""
         if self.config.unpacked:
             return max_pages
         return max_pages * tokens if self.config.page_tokens else tokens
@@ -157,7 +157,8 @@ class ExtendKernel:
 
     @cute.jit
     def publish(self, shape, lengths, memory, tile: Int32, slot: PipelineState, lane: Int32):
-        """Publishes the work tile ``tile`` to the CTA, or the next drawn one that exists. Returns its number."""
+        """Publishes the work tile ``tile`` to the CTA, or the next drawn work tile that exists. Returns the number of
+        the published one."""
         found = Int32(0)
         request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
         q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -184,7 +185,7 @@ class ExtendKernel:
 
 
 def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
-    """The shared memory, the producer and the consumer of a configuration."""
+    """Returns the shared memory, the producer and the consumer of a configuration."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
     producer = RowProducer(config) if config.decodes else TmaTileProducer(config)

@@ -61,17 +61,17 @@ def cannot_unpack(form: KvFormat) -> str | None:
 
 
 def has_channel_scales(form: KvFormat) -> bool:
-    """Whether every column of a KV head has an fp32 scale, beside the cache."""
+    """Returns whether every column of a KV head has an fp32 scale, beside the cache."""
     return form.given_scale == "channel"
 
 
 def has_head_scale(form: KvFormat) -> bool:
-    """Whether all rows of a KV head have an fp32 scale in common, beside the cache."""
+    """Returns whether all rows of a KV head have an fp32 scale in common, beside the cache."""
     return form.given_scale in ("tensor", "head")
 
 
 def has_token_scale(form: KvFormat) -> bool:
-    """Whether every row has an fp32 scale, or one for each of its groups, which is multiplied into its tile."""
+    """Returns whether every row, or every group of a row, has an fp32 scale that is multiplied into its tile."""
     return form.extend is not None and form.extend.scales == "row"
 
 
@@ -153,12 +153,12 @@ def columns_of(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class ProducerPipeline:
-    """How tiles are loaded.
+    """The pipeline in which tiles are loaded.
 
     Attributes:
         tile_tokens: keys and values of a tile.
         num_stages: tiles of K, and of V, in shared memory.
-        producer_warps: 4 or 8; those that decode are half K's, half V's.
+        producer_warps: 4 or 8; where they decode, half of them decode K and half V.
     """
 
     tile_tokens: int = 128
@@ -194,8 +194,8 @@ class RaggedKeys:
 class Fp8Products:
     """How E4M3 operands are multiplied, see :mod:`.mainloops.two_level`.
 
-    behind: whether the values of a block are multiplied during the next one's softmax, in accumulators of their own.
-    Otherwise they are multiplied before its scores, in the same registers.
+    behind: whether P V of a block runs during the next block's softmax, in accumulators of its own. Otherwise it runs
+    before the next block's Q K, in the same registers.
     """
 
     behind: bool
@@ -206,8 +206,8 @@ class UnpackConfig(ReadsCache):
     """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
 
     Attributes:
-        k_format, v_format: of the cache. dtype: "fp16", of the rows that it makes; "e4m3" for codes as they are, V's
-            tiles transposed, see :mod:`.mainloops.fp8`.
+        k_format, v_format: of the cache. dtype: of the rows that it makes: "fp16", or "e4m3" for codes as they are,
+            with V's tiles transposed, see :mod:`.mainloops.fp8`.
         head_dim: of rows.
         page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
     """
@@ -264,10 +264,10 @@ class UnpackConfig(ReadsCache):
 
 @dataclass(frozen=True)
 class UnpackedKeys:
-    """K and V are rows of 16 bits that :mod:`.loads.unpack` made of a cache. One request's rows follow the other's,
-    head by head, with zeros after a request's last token up to the end of its tile.
+    """K and V are rows of 16 bits that :mod:`.loads.unpack` made of a cache. Requests follow each other, head by head.
+    Zeros fill a request's last tile.
 
-    fp8: if given, they stay codes of E4M3, V's tiles transposed, and products are of 8 bits.
+    fp8: if given, rows stay E4M3 codes, V's tiles are transposed, and MMAs are FP8.
     """
 
     fp8: Fp8Products | None = None
@@ -278,10 +278,11 @@ Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Shared memory of a CTA that multiplies keys, as rows, with ``tile_rows`` queries; bytes.
+    """The shared memory, in bytes, of a CTA that multiplies keys, as rows, with ``tile_rows`` queries.
 
     Attributes:
-        tile_bytes: of K's codes and of V's. header_bytes: of what is in front of their rows, unless it lies with them.
+        tile_bytes: of a tile's codes, K's and V's. header_bytes: of a tile's headers where they lie apart from the
+            codes, else 0.
         heads: KV heads of a work tile.
     """
 

@@ -51,7 +51,7 @@ MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
 def choose(problem: AttentionProblem) -> ExtendConfig:
-    """The configuration of a problem."""
+    """Returns the configuration of a problem."""
     formats = problem.k_format, problem.v_format
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),
@@ -66,8 +66,8 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
 
 
 def choose_newer(config: ExtendConfig) -> ExtendConfig:
-    """The configuration for the queries' own tokens in 16 bits, which merges its result with that of ``config`` over
-    the cache."""
+    """Returns the configuration for the queries' own tokens in 16 bits, which merges its result with that of ``config``
+    over the cache."""
     return ExtendConfig(
         k_format=config.q_dtype,
         v_format=config.q_dtype,
@@ -82,16 +82,16 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
 
 
 def heads_of_tile(num_kv_heads: int) -> int:
-    """KV heads of a work tile of key rows: two, where they can be paired."""
+    """Returns the KV heads of a work tile of key rows: two where their number is even, else one."""
     return 2 - num_kv_heads % 2
 
 
 def key_rows_of(
     config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, tile_heads: int = 1
 ) -> ExtendConfig | None:
-    """The configuration with keys as rows of MMAs, and so many queries as columns, for launches of ``config``; None
-    where there is none. mapped: whether tensor maps can load rows with their headers. tile_heads: of
-    `heads_of_tile`."""
+    """Returns the variant of ``config`` with keys as rows of MMAs and ``tile_rows`` queries as columns; None if it
+    cannot be compiled. mapped: whether tensor maps can load rows with their headers. tile_heads: as `heads_of_tile`
+    returns it."""
     tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
     least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
@@ -107,8 +107,8 @@ def key_rows_of(
 
 
 def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
-    """Configurations of key rows for launches of ``config`` with few queries a request, for the fewest first. mapped,
-    tile_heads: as :func:`key_rows_of`."""
+    """Returns the configurations of key rows for launches of ``config`` with few queries a request. The one for the
+    fewest queries comes first. mapped, tile_heads: as for :func:`key_rows_of`."""
     configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
@@ -116,8 +116,8 @@ def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int 
 def serves_key_rows(
     config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> bool:
-    """Whether a launch takes less time with ``config``, of key rows, than with tiles of 128 rows. It does where a
-    request's queries are one work tile of a KV head, and there are enough of these. Requests count as if all had
+    """Returns whether a launch is faster with ``config``, of key rows, than with tiles of 128 rows. It is where a
+    request's queries fit one work tile of a KV head, and there are enough work tiles. All requests are taken to have
     equally many queries."""
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
     return rows <= config.tile_rows and KEY_ROWS_TILES * batch * num_kv_heads >= num_sms
@@ -126,8 +126,8 @@ def serves_key_rows(
 def decodes_with_key_rows(
     configs: list[ExtendConfig], batch: int, q_len: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> ExtendConfig | None:
-    """The configuration of key rows that takes less time than decode attention's own kernel, whose warps decode for 32
-    rows at most; None for none. INT4 stays with that kernel, where keys are not rounded."""
+    """Returns the configuration of key rows that is faster than decode attention's own kernel, or None. That kernel's
+    warps decode for 32 rows at most. INT4 stays with that kernel, which does not round keys."""
     if q_len * (num_q_heads // num_kv_heads) <= DECODE_ROWS:
         return None
     exact = [config for config in configs if all(_is_exact(form) for form in config.formats)]
@@ -136,7 +136,7 @@ def decodes_with_key_rows(
 
 
 def _is_exact(form: KvFormat) -> bool:
-    """Whether operands are the codes, unrounded, and scales are applied to scores and probabilities."""
+    """Returns whether operands are the codes, unrounded, and scales are applied to scores and probabilities."""
     if form.extend is None or form.num_groups > 1 or has_channel_scales(form):
         return False
     return form.extend.scales in ("outside", "row")
@@ -148,8 +148,8 @@ def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
 
 
 def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
-    """The two configurations that do the calls of ``config`` in two launches: one makes 16-bit rows of the cache, the
-    other attends to them."""
+    """Returns the two configurations that do the calls of ``config`` in two launches: one makes 16-bit rows of the
+    cache, the other attends to them."""
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
@@ -184,7 +184,7 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 
 def _unpacked_as(form: KvFormat) -> str:
-    """The first format whose unpacked rows are the same to attention."""
+    """Returns the first format whose unpacked rows attention reads in the same way."""
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
         reader = other.extend
@@ -196,10 +196,11 @@ def _unpacked_as(form: KvFormat) -> str:
 
 
 def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
-    """The number of queries from which on a launch of ``batch`` requests gains by unpacking; None if it never does.
+    """Returns the number of queries from which on a launch of ``batch`` requests gains by unpacking; None if it never
+    does.
 
-    group: query heads of a KV head. window: keys that a query sees. A token of a KV head costs the bytes of its rows;
-    each query that sees it saves the time of reading it again.
+    group: query heads of a KV head. window: keys that a query sees. Unpacking a token of a KV head costs the bytes of
+    its rows. Each query that sees the token then saves decoding time.
     """
     if config.why_as_it_lies is not None:
         return None
@@ -211,15 +212,15 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 
 
 def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int | None:
-    """The number of SMs for decoding concurrently with a prefill, of 16-bit caches; None where both are faster one
-    after the other.
+    """Returns the number of SMs for decoding concurrently with a prefill, of 16-bit caches; None where both are faster
+    one after the other.
 
     A few SMs stream at full rate, and MMAs need all SMs. Codes need all SMs for either, since decoding them is work.
     """
     decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
 
     def time(sms: int) -> float:
-        """The time of the longer of the two calls, in us."""
+        """Returns the time of the longer of the two calls, in us."""
         own = decode_us * max(1.0, STREAMING_SMS / sms)
         return STREAMS_US + SIDE_BY_SIDE_COST * max(own, prefill_us * num_sms / (num_sms - sms))
 
@@ -228,7 +229,7 @@ def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int |
 
 
 def room_of(max_seq_len: int, head_dim: int) -> int:
-    """Tokens of unpacked keys that a request has room for, in whole tiles."""
+    """Returns the tokens of unpacked keys that a request has room for, in whole tiles."""
     tokens = TILE_TOKENS[columns_of(head_dim)]
     return -(-max_seq_len // tokens) * tokens
 
@@ -236,8 +237,8 @@ def room_of(max_seq_len: int, head_dim: int) -> int:
 def count_tiles(
     total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
 ) -> int:
-    """The number of work tiles of a launch, some of them empty. A request has at most one empty tile for each KV head,
-    or for each ``tile_heads`` of them."""
+    """Returns the number of work tiles of a launch, some of them empty. A request has at most one empty tile for each
+    KV head, or for each ``tile_heads`` of them."""
     return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 
@@ -252,7 +253,7 @@ def choose_splits(
     tile_heads: int = 1,
     value_parts: int = 1,
 ) -> int:
-    """The number of parts that each work tile's keys are cut into, such that the busiest CTA has least work.
+    """Returns the number of parts that each work tile's keys are cut into, such that the busiest CTA has least work.
 
     Lengths are known on the device alone. Queries count as if all requests had equally many, and keys as if all had
     max_seq_len.
@@ -264,7 +265,7 @@ def choose_splits(
     blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
-        """The time of the busiest CTA, in blocks of keys."""
+        """Returns the time of the busiest CTA, in blocks of keys."""
         extra = PARTIAL_COST if splits > 1 else 0.0
         rounds = -(-tiles * splits // num_sms)
         return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)

@@ -1,7 +1,7 @@
-"""Serves decode attention's calls of several queries a request over codes by key rows, where that is faster.
+"""Plans decode calls with several queries a request over codes by key rows, where these are faster.
 
-Decode attention's own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainloops.key_rows` does it
-once for up to 72.
+Decode attention's own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainloops.key_rows` decodes
+them once for up to 72 rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from cute_kernels.runtime.operator import Plan
 
 
 def plan_of(call: AttentionCall) -> Plan | None:
-    """The plan of a call of decode attention that is served by key rows; None for others.
+    """Returns the plan of a decode call that runs with key rows; None for other calls.
 
     Fixed splits are excluded, since they set the order in which decode's own kernel adds. Graph captures are excluded,
-    since their memory must not hold what a plan keeps.
+    since a plan's own tensors must not lie in a graph's memory.
     """
     if call.num_splits is not None or not call.k.form.is_coded:
         return None
@@ -48,7 +48,7 @@ def plan_of(call: AttentionCall) -> Plan | None:
     launches, ends = extend_launches(checked, config), _ends_of(call.batch, call.q_len, call.q.device)
 
     def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches it as `DecodeLaunch` does."""
+        """Launches attention with the arguments and results of `DecodeLaunch.launch`."""
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))

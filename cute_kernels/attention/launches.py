@@ -34,13 +34,13 @@ class DecodeLaunch:
 
     Attributes:
         send: the compiled kernel, bound to its constant arguments; it takes the other arguments
-            (:mod:`cute_kernels.attention.arguments`) by name, and ``options`` and ``new`` to look in. In native code it
-            compares the shape, strides, dtype, alignment and device of every tensor that it is given with what it was
-            compiled for, and launches on torch's current stream of the tensors' device.
-        new_out, new_lse: what results that the caller gives no tensor for are made of.
+            (:mod:`cute_kernels.attention.arguments`) by name, and finds further ones in ``options`` and ``new``. In
+            native code it compares the shape, strides, dtype, alignment and device of every tensor that it is given
+            with what it was compiled for, and launches on torch's current stream of the tensors' device.
+        new_out, new_lse: shapes and dtypes of results that the caller gives no tensor for.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         num_words: of workspace, 0 if there is nothing to combine.
-        mode: what a call's mode has beside what the call asks for.
+        mode: the bits of a launch's mode that do not depend on the call.
     """
 
     send: Callable[..., Any]
@@ -60,10 +60,10 @@ class DecodeLaunch:
         """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
         asked for).
 
-        ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: of a step
-        in one launch, k and v of the newest tokens, [batch, num_kv_heads, head_dim] each, and where a transform's
-        constants lie. This is one flat function, without objects on the way, because each decoding step of a model
-        waits for it once a layer.
+        ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: for a
+        decode step in one launch: k and v of the newest tokens, [batch, num_kv_heads, head_dim] each, and where a
+        transform's constants lie. This is one flat function, without objects on the way, because each decoding step of
+        a model waits for it once a layer.
         """
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:
@@ -101,8 +101,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 class Keys(NamedTuple):
     """The arguments of attention over a cache.
 
-    Caches: in the dtypes that the kernels take. lengths: what :mod:`.arguments` has as seq_lens. out, lse: filled, the
-    latter if given. softmax_scale: None for the plan's. options: complete ones; a block table is contiguous.
+    k_cache, v_cache: in the dtypes that the kernels take. lengths: the seq_lens of :mod:`.arguments`. out, lse:
+    written; lse only if given. softmax_scale: None for the plan's. options: all options; a block table is contiguous.
     prefix_only: 1 to leave out the queries' own tokens.
     """
 
@@ -123,10 +123,10 @@ class ExtendLaunch:
     """One launch of attention and, where its keys are cut, the launch that combines the parts.
 
     Attributes:
-        send: the compiled kernel, which compares every tensor that it is given with its compiled signature; takes the
-            arguments of a launch that are not the same for all of them by name, and ``options``.
+        send: the compiled kernel, which compares every tensor with its compiled signature. It takes by name the
+            arguments that change between launches, and ``options``.
         config: what it was compiled from.
-        num_sms: those that a launch may use.
+        num_sms: SMs that a launch may use.
         max_seq_len: tokens that a request may have.
         num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
         combine: the compiled kernel that puts splits together, its arguments by name; None where there are never any.
@@ -149,7 +149,8 @@ class ExtendLaunch:
         other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         **own: int,
     ) -> None:
-        """other: (out, lse) of another launch that the result is merged with. own: arguments of unpacked keys."""
+        """Launches attention and, with several splits, the combine. other: (out, lse) of another launch to merge with.
+        own: arguments of unpacked keys."""
         q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
@@ -193,7 +194,7 @@ class ExtendLaunch:
             )  # fmt: skip
 
     def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:
-        """The number of splits of a launch. max_seq_len: of its requests, if known."""
+        """Returns the number of splits of a launch. max_seq_len: a bound of its requests' lengths, if known."""
         if self.combine is None:
             return 1
         if self.num_splits is not None:
@@ -205,11 +206,12 @@ class ExtendLaunch:
 
 @dataclass(frozen=True)
 class UnpackedLaunch:
-    """The cache is unpacked before its rows are attended to.
+    """A launch that unpacks the cache, and a launch of attention over the unpacked rows.
 
     Attributes:
-        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name. config: what it is.
-        attention: over them.
+        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name. config: what it was
+            compiled from.
+        attention: the launch over these rows.
     """
 
     send: Callable[..., Any]
@@ -217,17 +219,17 @@ class UnpackedLaunch:
     attention: ExtendLaunch
 
     def num_bytes(self, max_seq_len: int | None) -> int:
-        """Bytes of the unpacked keys and values."""
+        """Returns the bytes of the unpacked keys and values."""
         rows = self.attention.batch * self.attention.num_kv_heads * self.room(max_seq_len)
         return 2 * rows * self.config.head_dim * self.config.element_bytes
 
     def tokens(self, max_seq_len: int | None) -> int:
-        """The most tokens that a request has."""
+        """Returns the most tokens that a request has."""
         most = self.attention.max_seq_len
         return most if max_seq_len is None else min(most, max_seq_len)
 
     def room(self, max_seq_len: int | None) -> int:
-        """The most tokens of a request that the unpacked rows have memory for."""
+        """Returns the most tokens of a request that the unpacked rows have memory for."""
         return room_of(self.tokens(max_seq_len), self.config.head_dim)
 
     def call(self, keys: Keys) -> None:
@@ -260,8 +262,9 @@ class UnpackedLaunch:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A launch, and which calls it supports: ``supports(queries, max_seq_len)``, the latter of the requests if known;
-    None for all. ``launch.call`` takes :class:`Keys`, and launches on the current stream."""
+    """A launch, and the calls that it supports. ``supports(queries, max_seq_len)`` decides; None: it supports all.
+    max_seq_len bounds the requests' lengths, or is None. ``launch.call`` takes :class:`Keys`, and launches on the
+    current stream."""
 
     launch: ExtendLaunch | UnpackedLaunch
     supports: Callable[[int, int | None], bool] | None = None
@@ -269,13 +272,13 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class ExtendLaunches:
-    """The launches of an extend attention call: all that does not change between calls of the same shapes, but for the
-    number of queries, dtypes, device and options.
+    """The launches of an extend attention call. They are kept for calls of the same shapes, dtypes, device and options;
+    only the number of queries may differ.
 
     Attributes:
         algorithms: the first that supports a call serves it; the last supports all.
         k_view, v_view: dtypes that the kernels take the caches as, None for their own.
-        copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
+        copies_table: whether the block table's rows lie apart, so that it is copied: kernels want it contiguous.
         has_cache: whether the cache has room for a token.
         newer: the launch over the queries' own tokens, where these are not in the cache.
     """
@@ -311,7 +314,7 @@ class ExtendLaunches:
         return GPU.empty(*blank(tuple(q.shape[:2]), torch.float32))
 
     def call(self, keys: Keys) -> None:
-        """Attends over the cache. ``keys`` have the caches in their own dtypes, and any block table."""
+        """Attends over the cache. ``keys`` have the caches in their own dtypes, and a block table of any stride."""
         options = keys.options
         if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
             options = options | {"block_table": options["block_table"].contiguous()}
@@ -321,6 +324,7 @@ class ExtendLaunches:
         launch.call(keys._replace(k_cache=k_cache, v_cache=v_cache, options=options))
 
     def launch_for(self, num_queries: int, max_seq_len: int | None) -> ExtendLaunch | UnpackedLaunch:
-        """The launch of the algorithm that supports a call. max_seq_len: of its requests, if known."""
+        """Returns the launch of the first algorithm that supports a call. max_seq_len: a bound of its requests'
+        lengths, if known."""
         found = (each for each in self.algorithms if each.supports is None or each.supports(num_queries, max_seq_len))
         return next(found).launch

@@ -117,7 +117,7 @@ def check_states(**tensors: torch.Tensor) -> None:
 def reference(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU implementation."""
+    """Merges states on CPU tensors."""
     check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = merge_states_reference(out_a, lse_a, out_b, lse_b)
     return out.to(out_a.dtype), lse
@@ -131,7 +131,7 @@ def _key(states: States) -> tuple[Any, ...]:
 
 
 def _checked(states: States) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first state, after all checks of a call."""
+    """Returns the first state, after all checks of a call."""
     out_a, lse_a, out_b, lse_b = states
     check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
@@ -140,7 +140,8 @@ def _checked(states: States) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _plan_of(state: tuple[torch.Tensor, torch.Tensor]) -> Plan | None:
-    """The plan of a kernel for a dtype and a number of dimensions, for all shapes; None for a call without elements."""
+    """Returns the plan of a kernel for a dtype and a number of dimensions, for all shapes; None for a call without
+    elements."""
     out, _ = state
     if not out.numel():
         return None

@@ -1,7 +1,7 @@
 """Batches in which some requests decode and others prefill: two kernels run concurrently, each with its own requests.
 
 One query a request is limited by bandwidth, hundreds are limited by MMAs. Over 16-bit caches the two kernels leave each
-other what they need, if both have SMs to run on. So a prefill begins on all SMs but some, and decoding has these. Over
+other what they need, if both have SMs to run on. So a prefill leaves some SMs free, and decoding runs on these. Over
 codes both need all SMs, and the kernels run one after the other; docs/design/extend_attention.md has the figures.
 """
 
@@ -189,7 +189,8 @@ def _margin_of(
     options: dict[str, Any],
     of_extend: dict[str, Any],
 ) -> int | None:
-    """SMs for decoding; None for one kernel after the other. The calls themselves refuse arguments that do not fit.
+    """Returns the SMs for decoding, or None if the kernels run one after the other. The calls themselves refuse
+    arguments that do not fit.
 
     All requests count as the longest possible.
     """
@@ -224,7 +225,7 @@ def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, 
 
 
 def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, Any], part: slice) -> dict[str, Any]:
-    """Caches and options of some requests."""
+    """Returns the caches and options of the requests ``part``."""
     table = options.get("block_table")
     if table is not None:
         check_tensors(block_table=table)

@@ -32,11 +32,11 @@ class CacheOperand:
         form: its format.
         head_dim: elements that a row stands for.
         block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
-            or KV head to the next. Where the row of a token lies: block * block_stride + place in the block *
-            token_stride + head * head_stride; the sum may exceed 32 bits.
+            or KV head to the next. The row of a token lies at block * block_stride + place in the block * token_stride
+            + head * head_stride; the sum may exceed 32 bits.
         tokens_touch: whether tokens lie one after the other: with all their KV heads or, head-major, within a head.
         heads_touch: whether KV heads lie one after the other: within a token or, head-major, with a block's tokens.
-        scale: where the format wants one that is given.
+        scale: the scale beside the cache; None for a format without one.
     """
 
     cache: torch.Tensor
@@ -67,8 +67,8 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """An additive bias, fp32 or bf16. Its element is b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3],
-    with strides 0 where it repeats."""
+    """An additive bias, fp32 or bf16. The element for request b, query i, head h and key j is b * strides[0] + i *
+    strides[1] + h * strides[2] + j * strides[3], with strides 0 where it repeats."""
 
     tensor: torch.Tensor
     strides: tuple[int, int, int, int]
@@ -81,7 +81,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the caches are cut: into pages, or into one block per request."""
+    """The blocks that the caches are cut into: pages, or one block per request."""
 
     num_blocks: int
     tokens: int  # of a block
@@ -152,5 +152,5 @@ def operand_of(
 
 
 def part_of(operand: CacheOperand, part: slice) -> CacheOperand:
-    """Some requests' part of a contiguous cache."""
+    """Returns some requests' part of a contiguous cache."""
     return replace(operand, cache=operand.cache[part])

@@ -51,10 +51,10 @@ ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns what decides a plan. It leaves out what the compiled function compares: K's cache has V's blocks, its row
-    follows from q's head_dim, and rows and elements have their strides. It leaves out the caches' dtypes, for signed
-    bytes pass as unsigned ones, and their strides, for which the plan has chosen copies. It has the strides of several
-    queries, by which kernels of few queries are told apart."""
+    """Returns what decides a plan. It leaves out what the compiled function compares: K's shape, which follows from V's
+    and q's, and the strides of elements. It has the caches' dtypes, since signed bytes pass as unsigned ones, and their
+    strides, for which the plan has chosen copies. It has q's strides with several queries, since they decide whether
+    key rows serve the call."""
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
         check_optional_positive("softmax_scale", softmax_scale)
@@ -105,7 +105,7 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
 
 
 def _key_of(name: str, value: object) -> Any:
-    """The part of an option that decides a plan; the number of queries is left out, since q's rows have it."""
+    """Returns the part of an option that decides a plan; the number of queries is left out, since q's rows have it."""
     if value is None:
         return None
     if name == "score_options":
@@ -118,13 +118,13 @@ def _key_of(name: str, value: object) -> Any:
 
 
 def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
-    """The part of the caches' strides that decides a plan; None where there are no gaps."""
+    """Returns the part of the caches' strides that decides a plan; None where there are no gaps."""
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
     return None if dense else (k_cache.stride(), v_cache.stride())
 
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The part of decode attention's complete options (see `NO_OPTIONS`) that decides a plan. Tensors count by
+    """Returns the part of decode attention's complete options (see `NO_OPTIONS`) that decides a plan. Tensors count by
     everything but their contents, and by their alignment; other options by value.
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
@@ -150,7 +150,7 @@ def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _call_of(given: Given) -> AttentionCall:
-    """The call of these arguments, checked."""
+    """Returns the checked call of these arguments."""
     named = {name: getattr(given, name) for name in ("kv_format", "softmax_scale", "num_splits", "out")}
     named |= given.options or {}
     if given.cu_seqlens_q is None:
@@ -178,7 +178,7 @@ def _plan_of(call: AttentionCall) -> Plan | None:
 
 
 def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result for an empty batch, no queries or an empty cache, for which no kernel is launched."""
+    """Returns the result for an empty batch, no queries or an empty cache, for which no kernel is launched."""
     lse = torch.full(call.out_shape[:-1], float("-inf"), dtype=torch.float32, device=call.q.device)
     result = call.q.new_zeros(call.out_shape)
     return result if call.out is None else written(call.out, result, call.cu_seqlens_q), lse
@@ -198,7 +198,7 @@ def written(out: torch.Tensor, result: torch.Tensor, cu_seqlens_q: torch.Tensor 
 
 @as_kernels
 def reference(given: Given) -> tuple[torch.Tensor, Any]:
-    """Attention on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
+    """Computes attention on CPU tensors: (out in q's dtype, lse in fp32 even if it is not asked for)."""
     call = _call_of(given)
     check_device_values(call)
     result, lse = attention_of(call)
@@ -263,7 +263,7 @@ def dispatch(given: Given) -> tuple[torch.Tensor, Any]:
 
 
 def _implementation(path: Callable[[Given], Any], defaults: Mapping[str, Any], ragged: bool) -> Callable[..., Any]:
-    """An operator on one device, by :func:`launch` or :func:`reference`."""
+    """Returns an operator's implementation on one device. path: :func:`launch` or :func:`reference`."""
 
     def run(q, k_cache, v_cache, seq_lens, *others, softmax_scale=None, num_splits=None, **options):
         k_format, v_format = others[-2:]
@@ -281,7 +281,8 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """The operator of one of the calls. more: tensors that it takes beyond both calls'. ``of_it``: options."""
+    """Returns the operator of one of the calls. more: tensors that it takes beyond those of both calls. of_it: its own
+    options."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
         f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}, {OF_BLOCKS}) -> (Tensor, Tensor)",
@@ -296,7 +297,8 @@ _extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", OF_EXTEND, N
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """Whether all optional tensors have classes that a direct call can take; others need the registered operator."""
+    """Returns whether all optional tensors have classes that a direct call can take; others need the registered
+    operator."""
     kinds = {*map(type, values)}
     return kinds <= _PLAIN or not any(issubclass(kind, torch.Tensor) for kind in kinds - _PLAIN)
 

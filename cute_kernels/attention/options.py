@@ -31,17 +31,17 @@ OF_NUMBERS = "float? softmax_scale=None, int? num_splits=None"
 
 
 def defaults_of(*schemas: str) -> dict[str, Any]:
-    """Options and their defaults, in order."""
+    """Returns the options of schemas and their defaults, in order."""
     arguments = [argument.split()[1].split("=") for schema in schemas for argument in schema.split(", ")]
     return {name: ast.literal_eval(default) for name, default in arguments}
 
 
 NO_OPTIONS = cast("CallOptions", defaults_of(OF_BOTH, OF_BIAS, OF_DECODE))
-"""Those of decode attention, complete and in the order that every complete set of options has; ``score_options`` come
-after them, in calls that have some, or `OF_BLOCKS`."""
+"""The defaults of decode attention's options, in the order that every complete set of options has. ``score_options`` or
+`OF_BLOCKS` come after them, in calls that have some."""
 
 NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
-"""The same of extend attention."""
+"""The defaults of extend attention's options."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -59,7 +59,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class BlockOptions(TypedDict, total=False):
-    """Chosen blocks; :func:`cute_kernels.attention.decode_attention` documents each."""
+    """Options of chosen blocks; :func:`cute_kernels.attention.decode_attention` documents each."""
 
     block_list: torch.Tensor | None
     block_counts: torch.Tensor | None
@@ -112,7 +112,7 @@ def options_of(
     k_tail: torch.Tensor | None = None,
     tail_slots: torch.Tensor | None = None,
 ) -> CallOptions | None:
-    """Complete options of decode attention, or None where all have their defaults, as in most calls."""
+    """Returns the complete options of decode attention, or None where all have their defaults, as in most calls."""
     plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
     if plain and q_shift is k_tail is tail_slots is None and causal is True and cache_layout == "NHD":
         return None
@@ -139,10 +139,10 @@ def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallO
 
 
 def keys_seen(window: WindowSize | None) -> int | None:
-    """A window as the number of keys that a query sees, its own among them; of a pair, FlashAttention's (left, right).
+    """Returns a window as the number of keys that a query sees, its own among them; None for all keys.
 
-    None for all keys. -1 of a pair stands for no bound. Keys after the query's own are never seen through a window, so
-    right is 0.
+    window: that number, or FlashAttention's pair (left, right), in which -1 stands for no bound. Keys after the query's
+    own are never seen through a window, so right is 0.
     """
     if not isinstance(window, (tuple, list)):
         return window
@@ -158,6 +158,6 @@ def keys_seen(window: WindowSize | None) -> int | None:
 
 
 def complete_options(options: Mapping[str, Any]) -> CallOptions | None:
-    """Options as the calls take them, from those that an operator's implementation gets: the ones that differ from the
-    schema's defaults, and maybe others."""
+    """Completes the options that an operator's implementation gets: those that differ from the schema's defaults, and
+    maybe others."""
     return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None

@@ -51,8 +51,8 @@ MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile of extend attention fit 32 bi
 def make_plan(
     call: AttentionCall, config: DecodeConfig | ExtendConfig | None = None, num_splits: int | None = None
 ) -> Plan:
-    """The plan of a checked call. ``config`` and ``num_splits`` replace what the schedule would choose, and only that
-    configuration is launched."""
+    """Returns the plan of a checked call. ``config`` and ``num_splits`` replace what the schedule would choose, and
+    only that configuration is launched."""
     if call.extends:
         assert not isinstance(config, DecodeConfig)
         extend = extend_launches(call, config)
@@ -63,7 +63,7 @@ def make_plan(
 
 
 def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionProblem:
-    """The problem of a call, as the schedule takes it."""
+    """Returns the problem of a call, as the schedule takes it."""
     rows, features = [operand for operand in (call.k, call.v) if operand.form.has_header], call.features
     return AttentionProblem(
         batch=call.batch,
@@ -88,7 +88,7 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
 
 
 def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
-    """The address and strides whose sums are where copies of raw rows begin and end, or-ed together."""
+    """Returns the bitwise or of the address and strides that decide where copies of raw rows begin and end."""
     bits = operand.cache.data_ptr() | operand.block_stride
     # Copies of several tokens are cut where the block ends.
     bits |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
@@ -109,9 +109,9 @@ def decode_launch(
     *,
     after_append: bool = False,
 ) -> DecodeLaunch:
-    """The launch of a checked call.
+    """Returns the launch of a checked call.
 
-    after_append: for launches that directly follow one that appends the newest tokens and lets this one start early.
+    after_append: whether the launch directly follows an append of the newest tokens that lets it start early.
     """
     problem = problem_of(call, after_append=after_append)
     schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
@@ -142,7 +142,7 @@ def decode_launch_of(
 
 
 def _decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
-    """The compiled kernel, bound to the arguments that follow from the plan alone."""
+    """Returns the compiled kernel, bound to the arguments that follow from the plan alone."""
     config = schedule.config
     function = load(AttentionSpec(config), arch_of(call.q.device.index))
     declared, known = decode_arguments(config.features, config.page_tokens > 0), known_arguments(call, schedule)
@@ -188,19 +188,20 @@ def _score_tensors(features: Features) -> dict[str, Place]:
 
 
 def _columns(table: torch.Tensor | None) -> tuple[int, int]:
-    """Columns of a block table, and entries from one row to the next."""
+    """Returns the columns of a block table, and the entries from one row to the next."""
     if table is None:
         return 0, 0
     return table.shape[1], table.stride(0) if table.shape[0] > 1 else table.shape[1]
 
 
 def ctas_log2(config: DecodeConfig, num_sms: int) -> int:
-    """log2 of the CTAs that a GPU holds at a time, rounded down: so many combiners of a row may wait for each other."""
+    """Returns log2 of the CTAs that a GPU holds at a time, rounded down: so many combiners of a row may wait for each
+    other."""
     return (num_sms * config.pipeline.ctas_per_sm).bit_length() - 1
 
 
 def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:
-    """Words of the partial results of all units; 0 if no row has more than one."""
+    """Returns the words of the partial results of all units; 0 if no row has more than one unit."""
     if schedule.num_splits == 1 and not schedule.more_rows:
         return 0
     units = (problem.batch + schedule.more_rows) * schedule.num_splits
@@ -211,7 +212,7 @@ def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:
 
 
 def extend_launches(call: AttentionCall, config: ExtendConfig | None = None) -> ExtendLaunches:
-    """The launches of a checked call."""
+    """Returns the launches of a checked call."""
     chosen, *others = configs_of(call, config)
     return ExtendLaunches(
         algorithms=_algorithms_of(call, chosen, ALGORITHMS if config is None else ALGORITHMS_OF_A_CONFIG),
@@ -224,8 +225,8 @@ def extend_launches(call: AttentionCall, config: ExtendConfig | None = None) -> 
 
 
 def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
-    """Configurations of a call's launches: over the cache, and over the queries' own tokens if these are given
-    apart."""
+    """Returns the configurations of a call's launches: over the cache, and over the queries' own tokens if these are
+    given apart."""
     config = choose(problem_of(call)) if config is None else config
     if call.new is None:
         return [config]
@@ -235,8 +236,8 @@ def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[
 
 
 def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[AlgorithmsOf]) -> tuple[Algorithm, ...]:
-    """The algorithms of calls whose configuration is ``config``, up to the first that supports all calls. Those after
-    it would never be chosen, so they are not compiled."""
+    """Returns the algorithms of calls whose configuration is ``config``, up to the first that supports all calls. Those
+    after it would never be chosen, so they are not compiled."""
     algorithms: list[Algorithm] = []
     for algorithms_of in kinds:
         algorithms += algorithms_of(call, config)
@@ -246,7 +247,8 @@ def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[Al
 
 
 def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """A launch that makes rows of 16 bits of the cache, and attention over them."""
+    """Returns the algorithm that unpacks the cache to 16-bit rows and attends to these; none if the cache is never
+    unpacked."""
     least = _queries_to_unpack_for(call, config)
     if least is None:
         return []
@@ -268,7 +270,7 @@ def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | None:
-    """The number of queries from which on a call's cache is unpacked; None if it never is."""
+    """Returns the number of queries from which on a call's cache is unpacked; None if it never is."""
     if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False or call.blocks:
         return None
     if call.unpack is True or call.fp8_products:
@@ -285,8 +287,8 @@ def _table_pages(call: AttentionCall) -> int:
 
 
 def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """The algorithm with keys as rows of MMAs and a request's few queries as columns. Fixed splits exclude it: a
-    request's bits would depend on how many queries others have."""
+    """Returns the algorithms with keys as rows of MMAs and a request's few queries as columns. Fixed splits exclude
+    them: a request's bits would depend on how many queries others have."""
     if call.num_splits is not None or call.unpack is True or call.fp8_products:
         return []
     if not lies_in_pieces(call):
@@ -300,12 +302,13 @@ def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig]:
-    """Configurations of key rows for a call of ``config`` with few queries a request, for the fewest first."""
+    """Returns configurations of key rows for a call of ``config`` with few queries a request; the one for the fewest is
+    first."""
     return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.num_kv_heads))
 
 
 def _as_it_lies(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """The algorithm that reads the cache as it lies, once, however many queries there are."""
+    """Returns the algorithm that reads the cache as it lies, once, however many queries there are."""
     if config.key_rows is not None and not lies_in_pieces(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
@@ -326,24 +329,24 @@ def _as_it_lies(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 AlgorithmsOf = Callable[[AttentionCall, ExtendConfig], list[Algorithm]]
 ALGORITHMS: tuple[AlgorithmsOf, ...] = (_unpacked, _key_rows, _as_it_lies)
-"""What may serve calls of a configuration, in the order in which they are asked."""
+"""The algorithms that may support calls of a configuration, in the order in which they are tried."""
 ALGORITHMS_OF_A_CONFIG: tuple[AlgorithmsOf, ...] = (_unpacked, _as_it_lies)
-"""Where the configuration is given: key rows are one."""
+"""The algorithms for a given configuration. Key rows are missing: they have configurations of their own."""
 
 
 def lies_in_pieces(call: AttentionCall) -> bool:
-    """Whether copies in pieces can load a call's caches as key rows."""
+    """Returns whether copies in pieces can load a call's caches as key rows."""
     return all(_lies_in_pieces(operand) for operand in (call.k, call.v))
 
 
 def lies_in_maps(call: AttentionCall) -> bool:
-    """Whether tensor maps can load a call's rows with their headers."""
+    """Returns whether tensor maps can load a call's rows with their headers."""
     return all(_lies_in_maps(operand) for operand in (call.k, call.v))
 
 
 def _lies_in_maps(operand: CacheOperand) -> bool:
-    """Whether a tensor map can describe K or V. Rows of a multiple of 16 bytes may lie anywhere; others must be those
-    of a token, one head's after the other's."""
+    """Returns whether a tensor map can describe K or V. Rows of a multiple of 16 bytes may lie anywhere; others must be
+    those of a token, one head's after the other's."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
@@ -354,8 +357,8 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Bytes after a scale
-    are loaded with all pieces that they touch, from blocks that begin with a piece; other rows in words."""
+    """Returns whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Bytes after a
+    scale are loaded with all pieces that they touch, from blocks that begin with a piece; other rows in words."""
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
         places |= operand.token_stride | operand.head_stride
@@ -365,7 +368,7 @@ def _lies_in_pieces(operand: CacheOperand) -> bool:
 
 
 def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
-    """One launch of attention, compiled."""
+    """Returns one launch of attention with its compiled kernels."""
     arch, cannot_split = arch_of(call.q.device.index), config.merges or call.num_splits == 1
     return ExtendLaunch(
         send=_extend_sender(call, config),
@@ -387,7 +390,7 @@ def _num_sms(call: AttentionCall) -> int:
 
 
 def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., Any]:
-    """The compiled kernel, bound to the arguments that follow from the plan alone."""
+    """Returns the compiled kernel, bound to the arguments that follow from the plan alone."""
     fixed = _scale_strides(call) | {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
     if not config.unpacked:
         fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
@@ -397,7 +400,7 @@ def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., A
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
-    """All kernels that calls with ``config`` may launch, except those of new tokens.
+    """Returns the specs of all kernels that calls with ``config`` may launch, except those of new tokens.
 
     splits: whether keys may be cut.
     """
@@ -411,7 +414,7 @@ def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
 
 
 def combine_spec(config: ExtendConfig) -> AttentionSpec:
-    """The spec of the kernel that combines the splits of a configuration's launches."""
+    """Returns the spec of the kernel that combines the splits of a configuration's launches."""
     return AttentionSpec(CombineConfig(config.q_dtype))
 
 

@@ -36,7 +36,7 @@ class CacheLoad:
         return format_of(self.format)
 
     def problem(self, q_dtype: str) -> str | None:
-        """Returns why it does not go with queries of ``q_dtype``, or None."""
+        """Returns why the cache cannot be loaded for queries of ``q_dtype``, or None."""
         reason = cannot_read(self.form, self.head_dim)
         if reason is not None:
             return reason
@@ -51,9 +51,9 @@ class CacheLoad:
 
 @dataclass(frozen=True)
 class WarpMma:
-    """Every consumer warp multiplies by itself, with mma.sync.
+    """The mainloop in which every consumer warp multiplies by itself, with mma.sync.
 
-    Of a CTA, ``num_heads * num_query_blocks * num_slices`` warps attend. Each takes one KV head of a tile,
+    A CTA has ``num_heads * num_query_blocks * num_slices`` consumer warps. Each takes one KV head of a tile,
     ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
 
     Attributes:
@@ -78,17 +78,17 @@ class WarpMma:
         return f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
 
     def shares_queries(self, k: CacheLoad) -> bool:
-        """Whether the B operands of the queries lie in shared memory, once for the warps that carry the same ones."""
+        """Returns whether the queries' B operands lie in shared memory, once for all warps with the same queries."""
         return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and k.form.is_coded
 
     def role_query_bytes(self, k: CacheLoad) -> int:
-        """Shared memory of one role's queries, as vectors of all blocks. They are B registers, which hold 8 columns of
-        a block, and for every group of columns the sums of two query heads."""
+        """Returns the bytes of shared memory of one role's queries, as vectors of all blocks. They are B registers,
+        which hold 8 columns of a block, and for every group of columns the sums of two query heads."""
         vectors = k.head_dim // 8 + 2 * k.form.num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
 
     def query_bytes(self, k: CacheLoad) -> int:
-        """Shared memory of the queries."""
+        """Returns the bytes of shared memory of all queries."""
         return self.num_heads * self.num_query_blocks * self.role_query_bytes(k)
 
     def problem(self) -> str | None:
@@ -107,8 +107,8 @@ class CopyPipeline:
 
     Attributes:
         num_stages: tiles of the ring.
-        producer_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of
-            them lend registers to eight consumers.
+        producer_warps: warps that only load tiles; those without a part of a tile are idle. Four of them lend registers
+            to eight consumer warps.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         early_tiles: tiles asked for before the request's length is known, 0 or 1; loads past the length are wasted. 0
             with ``after_append``.
@@ -125,7 +125,8 @@ class CopyPipeline:
         return f"r{self.num_stages}{producers}c{self.ctas_per_sm}e{self.early_tiles}"
 
     def problem(self, after_append: bool) -> str | None:
-        """Returns why a kernel, or one ``after_append``, cannot have it, or None."""
+        """Returns why a kernel cannot have this pipeline, or None. after_append: whether the kernel follows an
+        append."""
         if self.num_stages < 2:
             return "num_stages must be at least 2"
         if self.early_tiles not in (0, 1):
@@ -140,7 +141,7 @@ THREE_STAGES = CopyPipeline()
 
 @dataclass(frozen=True)
 class TokenRuns:
-    """Which bytes of a cache certainly lie together.
+    """The runs of a cache's bytes that certainly lie together.
 
     Attributes:
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
@@ -165,5 +166,5 @@ WHOLE_CACHE = TokenRuns()
 
 
 def joined(of_k: str, of_v: str) -> str:
-    """Two names joined, common parts of K and V once."""
+    """Joins the names of K's and V's parts; equal names stand once."""
     return of_k if of_k == of_v else f"{of_k}_{of_v}"

@@ -22,12 +22,12 @@ class AttentionProblem:
         q_len: queries of a request.
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
         features: the features of the call beyond softmax(q K^T) V.
-        aligned: whether what a bulk copy takes of caches of rows with headers begins and ends on 16 bytes.
-        tokens_touch: whether their tokens lie one after the other, so that a copy may take several.
-        heads_touch: whether the rows of a token do; not asked for of head-major caches.
+        aligned: for caches of rows with headers, whether bulk copies begin and end on multiples of 16 bytes.
+        tokens_touch: whether the tokens of such caches lie one after the other, so that a copy may take several.
+        heads_touch: whether the rows of a token's heads lie one after the other; True for head-major caches.
         num_sms: SMs of the GPU.
         after_append: whether the newest tokens are appended in the same call.
-        appends: whether the kernel does so itself, in one launch.
+        appends: whether the attention kernel itself appends them, in one launch.
         tree: whether a mask says which new tokens a query sees.
     """
 
@@ -63,7 +63,7 @@ class AttentionProblem:
         q_dtype: str,
         **others: Any,
     ) -> AttentionProblem:
-        """K and V alike."""
+        """Makes a problem whose K and V have the same format and head_dim."""
         shape = (batch, max_seq_len, num_q_heads, num_kv_heads)
         return cls(*shape, head_dim, head_dim, kv_format, kv_format, q_dtype, **others)
 
@@ -78,7 +78,8 @@ class AttentionProblem:
         features: Features = PLAIN,
         **others: Any,
     ) -> AttentionProblem:
-        """A problem of extend attention, whose configuration depends on no other sizes; 8 query heads on a KV head."""
+        """Makes a problem of extend attention from the sizes that decide its configuration; 8 query heads share a KV
+        head."""
         formats, more = (k_format, v_format, q_dtype), {"page_tokens": page_tokens, "features": features, **others}
         return cls(1, 4096, 8, 1, head_dim, head_dim, *formats, **more)
 

@@ -1,4 +1,4 @@
-"""Attention over ragged K and V of 16 bits without a cache: those of all requests one after the other."""
+"""Attention over ragged K and V of 16 bits, without a cache: the tokens of all requests lie one after the other."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
-    """The call as one over a contiguous cache of a single request, which has all of K and V."""
+    """Returns the call as one over a contiguous cache of a single request that has all of K and V."""
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
         raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")

@@ -5,7 +5,7 @@ written for reading: fetch and dequantise a block of tokens, score, mask, runnin
 blocks of tokens exists only to bound memory; softmax state carries over between blocks as in FlashAttention's online
 softmax (Milakov and Gimelshein, 2018), so the result does not depend on the block size beyond rounding.
 
-Of one query at position p and one key at position j, per query head h:
+For one query at position p, one key at position j and query head h:
 
     score = softmax_scale * (q . k)                       q . k + q_shift[b, i, h] where there is one
     score = softcap * tanh(score / softcap)               if there is a cap
@@ -121,7 +121,7 @@ def attention_of(call: AttentionCall, compute_dtype: torch.dtype = torch.float32
 
 
 def _attention_of_requests(call: AttentionCall, compute_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request after the other, each with as many newest tokens as it has queries."""
+    """Computes attention one request after the other; a request's queries are its newest tokens."""
     out = call.q.new_zeros(call.q.shape, dtype=compute_dtype)
     lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=compute_dtype)
     for own, request in call.requests():
@@ -148,7 +148,8 @@ def _attention_with_new_tokens(
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """out * exp(lse) / (exp(lse) + exp(sink)): [batch, q_len, num_q_heads, v_head_dim] with one sink per query head."""
+    """Returns out * exp(lse) / (exp(lse) + exp(sink)), [batch, q_len, num_q_heads, v_head_dim] with one sink per query
+    head."""
     if sinks is None:
         return out
     kept = torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, 0)  # -inf - -inf would be NaN
@@ -162,7 +163,7 @@ def merge_states_reference(
     lse_b: torch.Tensor,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Computes attention over the union of two disjoint sets of keys from the attention over each.
 
     out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. A part with lse -inf is
     ignored, and its out may hold anything; where both are, out is 0 and lse -inf. +inf means the same: MLA decode
@@ -194,7 +195,7 @@ def decode_attention_splits_reference(
     split_tokens: SplitTokens | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one query with each request cut into `num_splits` parts, and the contribution of each part.
+    """Computes attention of one query a request, cut into `num_splits` parts, and the contribution of each part.
 
     split_tokens: rule (int64 seq_lens [batch], num_splits) -> tokens per split, int64 [batch]; split s of request b
     covers [s * n, (s + 1) * n) below the length. Default: an even share, rounded up (`even_split_tokens(1)`).
@@ -217,7 +218,7 @@ def decode_attention_splits_reference(
 
 
 def even_split_tokens(tile_tokens: int) -> SplitTokens:
-    """Returns the tokens of a split for `split_tokens`: an even share of the request, rounded up to a multiple of
+    """Returns a rule for `split_tokens`: a split gets an even share of the request, rounded up to a multiple of
     `tile_tokens`."""
 
     def rule(seq_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
@@ -237,9 +238,9 @@ def combine(split_out: torch.Tensor, split_max: torch.Tensor, split_sum: torch.T
 
 
 def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute_dtype: torch.dtype) -> Partial:
-    """Attention over tokens [start[b], stop[b]) of each request b (int64 [batch]), without the sinks.
+    """Computes attention over tokens [start[b], stop[b]) of each request b (int64 [batch]), without the sinks.
 
-    Rows of the cache that no query sees are fetched at most, never counted: they may hold anything, NaN included.
+    Rows of the cache that no query sees may be fetched, but do not count: they may hold anything, NaN included.
     """
     batch, q_len, heads, group = call.batch, call.q_len, call.num_kv_heads, call.group
     queries = call.q.reshape(batch, q_len, heads, group, call.head_dim).to(compute_dtype) * call.softmax_scale
@@ -275,7 +276,8 @@ def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute
 
 
 def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
-    """bool [batch, q_len, tokens]: which of the keys at positions `keys_at` [tokens] each query sees, if they exist."""
+    """Returns bool [batch, q_len, tokens]: which keys at positions `keys_at` [tokens] each query sees, if they
+    exist."""
     distance = query_positions(call)[:, :, None] - keys_at
     seen = torch.ones_like(distance, dtype=torch.bool)
     if call.causal:
@@ -286,13 +288,13 @@ def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
 
 
 def query_positions(call: AttentionCall) -> torch.Tensor:
-    """Returns int64 [batch, q_len]: the queries are a request's last tokens; negative where it is shorter than that."""
+    """Returns the queries' positions, int64 [batch, q_len]; negative where a request has fewer tokens than queries."""
     steps = torch.arange(call.q_len, device=call.q.device) - call.q_len
     return call.seq_lens.to(torch.int64)[:, None] + steps
 
 
 def scores_of(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor, keys_at: torch.Tensor) -> torch.Tensor:
-    """Scores before masks, [batch, q_len, num_kv_heads, group, tokens].
+    """Returns the scores before masks, [batch, q_len, num_kv_heads, group, tokens].
 
     queries [batch, q_len, num_kv_heads, group, head_dim], scaled; keys [batch, tokens, num_kv_heads, head_dim].
     """
@@ -304,7 +306,7 @@ def scores_of(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor, ke
 
 
 def fetch(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens `keys_at` [tokens] of every request, dequantised: [batch, tokens, num_kv_heads, head_dim].
+    """Returns tokens `keys_at` [tokens] of every request, dequantised: [batch, tokens, num_kv_heads, head_dim].
 
     Positions in pages that no query sees come from some page of the cache.
     """
@@ -315,7 +317,7 @@ def fetch(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor, dty
 
 
 def rows_at(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor) -> torch.Tensor:
-    """Rows of tokens `keys_at` [tokens] of every request: [batch, tokens, num_kv_heads, row]."""
+    """Returns the rows of tokens `keys_at` [tokens] of every request: [batch, tokens, num_kv_heads, row]."""
     cache = operand.cache
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)  # torch cannot index FP8
@@ -328,7 +330,8 @@ def rows_at(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor) -
 
 
 def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`fetch` of neighbouring tokens' keys in blocks: whole blocks from the cache, others from the tail."""
+    """Fetches neighbouring tokens' keys in blocks, as `fetch` does: whole blocks from the cache, others from the
+    tail."""
     assert call.tail is not None
     form, size = call.k.form, call.k.form.block_tokens
     first = int(keys_at[0]) // size * size
@@ -342,7 +345,7 @@ def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype
 
 
 def given_scale_of(operand: CacheOperand) -> torch.Tensor | None:
-    """The scale beside the cache as the format wants it: broadcastable to [..., num_kv_heads, head_dim]."""
+    """Returns the scale beside the cache as the format wants it: broadcastable to [..., num_kv_heads, head_dim]."""
     if operand.scale is None:
         return None
     scale = operand.scale.tensor
@@ -350,7 +353,7 @@ def given_scale_of(operand: CacheOperand) -> torch.Tensor | None:
 
 
 def _exp_difference(value: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """exp(value - top), with 0 for -inf - -inf: nothing seen weighs nothing."""
+    """Returns exp(value - top), and 0 for -inf - -inf: nothing seen weighs nothing."""
     return torch.exp(value - top.masked_fill(top == -torch.inf, 0))
 
 

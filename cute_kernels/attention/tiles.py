@@ -41,12 +41,12 @@ class MappedTile(RowTile):
 
 
 def copies_of(form: KvFormat) -> tuple[str, ...]:
-    """The copies that can load a tile of the format into shared memory."""
+    """Returns the copies that can load a tile of the format into shared memory."""
     return ROW_COPIES if form.has_header else BARE_COPIES
 
 
 def kernel_format(name: str) -> str:
-    """The format whose kernel reads ``name``."""
+    """Returns the format whose kernel reads ``name``."""
     return format_of(name).kernel_name
 
 
@@ -72,31 +72,32 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
 
 @lru_cache(maxsize=4096)
 def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
-    """The shared-memory images of K and of V of one tile, which agree about the order of tokens."""
+    """Returns the shared-memory images of K and of V of one tile, which agree about the order of tokens."""
     return plan_tiles(_tile(config, "k", config.k), _tile(config, "v", config.v))
 
 
 def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
-    """Tokens that one bulk or tensor-map copy brings."""
+    """Returns the tokens that one bulk or tensor-map copy brings."""
     if isinstance(tile, RowTile) and not _is_mapped(config, tile):
         return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
     return min(config.tile_tokens, config.page_tokens or MAX_BOX)
 
 
 def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
-    """Whether a tensor map brings raw rows."""
+    """Returns whether a tensor map brings raw rows."""
     return config.copies[0 if tile.operand == "k" else 1] == "map"
 
 
 def copies_per_tile(config: DecodeConfig) -> int:
-    """Copies that bring one tile of K and V; tensor maps of bare elements bring one head at a time."""
+    """Returns how many copies bring one tile of K and V; tensor maps of bare elements bring one head at a time."""
     heads = [1 if isinstance(tile, RowTile) else config.mainloop.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
 
 def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
-    """Returns why no tensor map loads so many heads' rows of a token, or None. Callers check the tokens' strides."""
+    """Returns why no tensor map loads the rows of ``num_heads`` heads of a token, or None. Callers check the tokens'
+    strides."""
     words = num_heads * form.row_bytes(head_dim) // WORD_BYTES
     if words + max(map_paddings(words)) > MAX_BOX:
         return f"a map of {num_heads} heads' rows of {form.name}: more than {MAX_BOX} words"
@@ -104,7 +105,8 @@ def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
 
 
 def lane_tokens(config: DecodeConfig) -> int:
-    """Tokens of a tile that one lane copies in bulk; they lie in one page. Longer runs are the first lane's."""
+    """Returns the tokens of a tile that one lane copies in bulk; they lie in one page. The lane at its start copies a
+    longer run."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
         return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
@@ -113,7 +115,7 @@ def lane_tokens(config: DecodeConfig) -> int:
 
 
 def most_filling_warps(config: DecodeConfig) -> int:
-    """The most producer warps that all have something to copy in every whole tile."""
+    """Returns the most producer warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
     tma_tiles = [

@@ -1,10 +1,10 @@
 """Attention over a transformed cache: the PyTorch operations before and after the kernels.
 
-For decode attention q becomes q', and its kernel adds what a center has taken off the scores.
+For decode attention q becomes q', and the kernel adds the part of the scores that K's center has taken off.
 
 For extend attention both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact,
-become k' and v' rounded to their 16 bits. The result is transformed back, and what a center has taken off the scores is
-added where it is visible.
+become k' and v' rounded to their 16 bits. The result is transformed back, and the part of the scores that K's center
+has taken off is added to the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 
 
 def checked_transform(transform: object) -> CacheTransform | None:
-    """The transform of a call; None for one that changes nothing. Raises TypeError for a value that is no transform."""
+    """Returns the transform of a call; None for one that changes nothing. Raises TypeError for a value that is no
+    transform."""
     check_transform("transform", transform)
     checked = cast("CacheTransform", transform)
     return None if checked.kind is None else checked
@@ -37,7 +38,7 @@ def transform_query(
     sees_shift: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns (q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on
-    it.
+    the shift.
 
     Raises:
         TypeError, ValueError: the transform does not fit the caches, or q has been through one.
@@ -67,7 +68,8 @@ def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor |
 
 
 class Inputs(NamedTuple):
-    """The kernels' inputs, and the queries' q . k_center [total_q, num_q_heads]; None where it is not visible."""
+    """The kernels' inputs, and the queries' q . k_center [total_q, num_q_heads] (``shift``), None where no result
+    depends on it."""
 
     q: torch.Tensor
     new_k: torch.Tensor | None
@@ -77,7 +79,7 @@ class Inputs(NamedTuple):
 
 @torch.no_grad()
 def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any], return_lse: bool) -> Inputs:
-    """The transformed inputs of a call with these options.
+    """Returns the transformed inputs of a call with these options.
 
     Raises:
         TypeError, ValueError: the transform is none, does not fit, or would have to be undone inside the kernel.

@@ -35,7 +35,7 @@ class ExtendSizes:
     Attributes:
         total_q: queries of all requests.
         batch, num_q_heads, max_seq_len: of the tensors.
-        group: query heads of a KV head. kv_heads: KV heads, or tuples of as many as a work tile has; times the parts
+        group: query heads of a KV head. kv_heads: KV heads, or pairs of them where a work tile has two; times the parts
             of V's columns.
         splits: parts that each work tile's keys are cut into.
         num_slots: work tiles of a KV head; num_tiles: of all KV heads, each split counted.
@@ -62,10 +62,10 @@ class Work:
         request: END after the last work tile.
         part: which KV head (`head`), which part of V's columns (`value_part`) and which part of its keys (`split`),
             in a word.
-        first_row: of its rows among the request's: row = query * group + head of the group.
+        first_row: its first row among the request's rows; row = query * group + head of the group.
         num_rows: of the request.
         q_start: the request's first query.
-        before: its position: so many tokens come before it; negative if there are more queries than tokens.
+        before: position of that query, the number of tokens before it; negative if there are more queries than tokens.
         kv_start, kv_stop: keys of the request are tokens 0 to kv_stop. In ragged caches the first one lies kv_start
             tokens after their beginning.
     """
@@ -80,13 +80,13 @@ class Work:
     kv_stop: Int32
 
     def words(self) -> list[Uint32]:
-        """The words that the consumers are sent."""
+        """Returns the words that are sent to the consumers."""
         places = (self.request, self.part, self.first_row, self.num_rows)
         return [Uint32(value) for value in (*places, self.q_start, self.before, self.kv_start, self.kv_stop)]
 
     @staticmethod
     def of_words(words) -> Work:
-        """Every warp's own numbers, the same in all lanes."""
+        """Makes a work tile from words; its numbers are the same in all lanes of a warp."""
         return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
 
     @property
@@ -98,7 +98,7 @@ class Work:
         return self.part >> PART_SHIFT & 1
 
     def of_head(self, tile_heads: int, index) -> Work:
-        """The work of the KV head ``index`` of a tuple of ``tile_heads``.
+        """Returns the work of the KV head ``index`` of a tuple of ``tile_heads``.
 
         `head` counts tuples before and KV heads after it; the other bits of ``part`` stay.
         """
@@ -132,7 +132,7 @@ class Span:
 
     Attributes:
         first_position, last_position: of its first and last query, negative where there are more queries than keys.
-        begin, end: blocks of tokens [begin, end); none is 0, 0.
+        begin, end: blocks of tokens [begin, end); none if they are equal.
     """
 
     first_position: Int32
@@ -162,7 +162,7 @@ class Worker:
         self.features = config.features
 
     def slot_of(self, shape: ExtendSizes, cu_seqlens, request):
-        """The slot of a request's first work tile."""
+        """Returns the slot of a request's first work tile."""
         before = self.load(cu_seqlens, request)
         return cutlass.min(cutlass.max(before, 0), shape.total_q) * shape.group.value // self.rows + request
 
@@ -171,7 +171,8 @@ class Worker:
 
     @cute.jit
     def find(self, shape: ExtendSizes, lengths: Lengths, tile: Int32, lane: Int32):
-        """The work tile of a number, as `Work` fields; num_rows is at most first_row where there is none."""
+        """Returns work tile number ``tile`` as `Work` fields; num_rows is at most first_row where there is no such
+        tile."""
         cu_seqlens = lengths.cu_seqlens_q
         outer, head = shape.kv_heads.divide_int(tile)
         columns = Int32(0)
@@ -207,7 +208,7 @@ class Worker:
 
     @cute.jit
     def draw(self, shape: ExtendSizes, counter: Int64, lane: Int32):
-        """The number of the CTA's next work tile: at least num_tiles where there is no more."""
+        """Returns the number of the CTA's next work tile; it is at least num_tiles if there is none left."""
         ticket = Int32(0)
         if lane == 0:
             ticket = ptx.atomic_add(counter, Int32(1)) + 1
@@ -232,7 +233,8 @@ class Worker:
         return Span(first_position, last_position, begin + before, begin + after)
 
     def is_masked(self, work: Work, span: Span, block):
-        """Whether causality or lengths hide some key of a block from some query; score options are not considered."""
+        """Returns whether causality or lengths hide some key of a block from some query; score options are not
+        considered."""
         stop = work.kv_stop
         if self.features.causal:
             stop = cutlass.min(span.first_position + 1, stop)
@@ -241,6 +243,7 @@ class Worker:
         return (block + 1) * self.tokens > stop
 
     def first_valid(self, shape: ExtendSizes, work: Work):
-        """The first token that some query of the request sees. Rows before it, and from kv_stop on, may be anything."""
+        """Returns the first token that some query of the request sees. Rows before it, and from kv_stop on, may be
+        anything."""
         seen = self.terms.reach(shape, 1)
         return Int32(0) if seen is None else cutlass.max(work.before + 1 - seen, 0)

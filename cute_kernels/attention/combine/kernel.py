@@ -32,9 +32,9 @@ WARP_COLUMNS = WARP_THREADS * LANE_COLUMNS
 class Parts:
     """The parts, and where the result goes: addresses and run-time numbers.
 
-    values: of the first part [rows, head_dim]; sums: its fp32 [rows] log-sum-exps. value_stride, sum_stride: bytes
-    from there to the same of the next part. lse: fp32 [rows] or 0. sinks: fp32 [num_heads] or 0. rows: of the tensors,
-    queries times heads.
+    values: of the first part [rows, head_dim]; sums: its fp32 [rows] log-sum-exps. value_stride, sum_stride: bytes from
+    a part's values, or sums, to the next part's. lse: fp32 [rows] or 0. sinks: fp32 [num_heads] or 0. rows: queries
+    times heads.
     """
 
     values: Int64
@@ -115,7 +115,7 @@ class CombineKernel:
 
     @cute.jit
     def add_up(self, parts, row: Int32, lane: Int32, share, first: Int32):
-        """Adds up columns of a row from ``first`` on, four a lane. share: of part ``lane``."""
+        """Adds up columns of a row from ``first`` on, four a lane. share: the normalised weight of part ``lane``."""
         column = first + lane * LANE_COLUMNS
         exists = column < parts.head_dim
         place = Int64(row) * parts.head_dim + cutlass.select_(exists, column, first)
@@ -136,7 +136,7 @@ class CombineKernel:
             ptx.store_global(parts.out + place * self.out_bytes, found)
 
     def load(self, address) -> list[Any]:
-        """Four columns of a part, as fp32."""
+        """Loads four columns of a part, as fp32."""
         words = ptx.load_global_words(address, 0, LANE_COLUMNS * self.part_bytes // 4, constant=False)
         if self.part_bytes == 4:
             return [word.bitcast(Float32) for word in words]

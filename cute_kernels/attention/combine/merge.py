@@ -2,8 +2,9 @@
 
 A split's result travels without a fence or a counter: its words are flags as well. The workspace holds ``EMPTY`` in
 every word between launches; a split stores its partial result over it and is done; the last splits of the row, the
-*combiners*, poll until no word is EMPTY, add up in a fixed order, and put EMPTY back. So from the last store to the
-combined output it is one store and one load. (The idea of data that announces itself is that of NCCL's LL protocol.)
+*combiners*, poll until no word is EMPTY, add up in a fixed order, and put EMPTY back. So one store and one load lie
+between a split's result and the combined output. (The idea of data that announces itself is that of NCCL's LL
+protocol.)
 
 EMPTY is a NaN that no arithmetic yields: the hardware's own NaN is 0x7fffffff. A combiner waits for CTAs of lower
 index, and for other combiners of its row, which have stored their results before they wait. CTAs of a grid start in
@@ -118,8 +119,8 @@ class Merger:
         return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
     def combiners_log2(self, active):
-        """log2 of the number of the ``active`` splits that combine a row: a thread should load one batch for one
-        vector."""
+        """Returns log2 of how many of the ``active`` splits combine a row: so many that a thread loads one batch for
+        one vector."""
         result = Int32(0)
         for log2 in range(1, self.most_combiners_log2 + 1):
             # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
@@ -149,7 +150,7 @@ class Merger:
                 ptx.store_shared(stats, self.config.mainloop.num_slices * PAIR_BYTES * _row_of(column), pair)
 
     def merge_slices(self, address, index):
-        """Adds up one vector over the CTA's slices: (maximum, sum, values)."""
+        """Adds up one vector over the CTA's slices. Returns (maximum, sum, values)."""
         row, d = self.vector(index)
         place, stats = address + row * self.pitch + d * 4, self.stats_address(address, row)
         slices = self.config.mainloop.num_slices
@@ -224,8 +225,8 @@ class Merger:
 
     @cute.jit
     def gather(self, work, results, share, address, index, group):
-        """Gathers one vector over the splits of a group of threads (every 2**groups_log2-th); group 0 adds the CTA's
-        own."""
+        """Adds up one vector over the splits of a group of threads (every 2**groups_log2-th). Group 0 adds the CTA's
+        own result."""
         sums = cute.make_rmem_tensor(6, Float32)
         sums.fill(0.0)
         sums[0] = Float32(LOWEST)
@@ -282,17 +283,17 @@ class Merger:
         return split, (split < share.num_splits) & (split != share.split)
 
     def partial_address(self, work, results, query_row, part):
-        """Address of a part's partial result for one query."""
+        """Returns the address of a part's partial result for one query."""
         return results.workspace + work.partial_row(query_row, part) * (4 * self.config.partial_words)
 
     def partial_offset(self, work, part):
-        """Bytes from part 0's partial result to another part's."""
+        """Returns the bytes from part 0's partial result to another part's."""
         shape = work.place.shape
         return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 
     def stats_of(self, d):
-        """The offset in bytes from a vector of a partial result to its own copy of (maximum, sum), which one thread
-        alone reads."""
+        """Returns the offset in bytes from a vector of a partial result to its own copy of (maximum, sum), which one
+        thread alone reads."""
         return self.config.v_head_dim * 4 + d // 4 * PAIR_BYTES - d * 4
 
     # -- stores ---------------------------------------------------------------------------------------------------
@@ -305,13 +306,13 @@ class Merger:
         return load_float(results.sinks + Int64(cutlass.select_(valid, head, Int32(0))) * 4)
 
     def ask_sinks(self, sinks, work, results, tid):
-        """Starts loading the sinks of all vectors that a thread stores of a row's only split, all in flight at once."""
+        """Starts loading the sinks of all vectors that a thread stores for a row's only split, all at once."""
         for i in range(cute.size(sinks)):
             index = cutlass.min(tid + i * self.config.num_threads, self.num_vectors - 1)
             sinks[i] = self.load_sink(work, results, index)
 
     def next_sink(self, sinks):
-        """Takes the first of some sinks; the others move up."""
+        """Returns the first of the loaded sinks and moves the others up."""
         if not self.config.features.sinks:
             return Float32(0.0)
         first = sinks[0]
@@ -361,7 +362,7 @@ class Merger:
 
 
 def _row_of(column: int) -> int:
-    """The query head of a column, counted from a lane's 2t."""
+    """Returns the query head of an accumulator column, counted from the lane's first, 2 * (lane % 4)."""
     return column // 2 * BLOCK_QUERIES + column % 2
 
 

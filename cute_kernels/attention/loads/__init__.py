@@ -1,1 +1,2 @@
-"""Loads rows of caches into a CTA: raw, by words, by tensor maps, decoded, or unpacked by a kernel before."""
+"""Loads rows of caches into a CTA: raw (bulk copies, words or tensor maps), decoded, or unpacked by an earlier
+kernel."""

@@ -32,7 +32,7 @@ class TileCopier:
     """Fills the ring's stages with tiles of K and V.
 
     Attributes:
-        operands: what brings K and what brings V.
+        operands: the loader of K and the loader of V.
         arrivals: arrivals that a stage's barrier waits for, besides bytes.
         lane_tokens: tokens of a tile whose bulk copies one lane asks for; they lie in one page.
     """
@@ -52,7 +52,7 @@ class TileCopier:
         self.lane_tokens = lane_tokens(config)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        """The source that the kernel takes instead of the caches."""
+        """Returns the source that the kernel takes instead of the caches."""
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
     def open(self, source, ring, pipeline, place, pages) -> Tiles:
@@ -68,7 +68,7 @@ class TileCopier:
         return replace(tiles, opened=opened)
 
     def stage_addresses(self, tiles: Tiles, stage):
-        """Shared-memory addresses of a stage's tiles of K and of V."""
+        """Returns the shared-memory addresses of a stage's tiles of K and of V."""
         return [operand.rows_address(tiles, stage) for operand in self.operands]
 
     @cute.jit
@@ -113,7 +113,7 @@ class TileCopier:
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _arriving_bytes(self, tokens):
-        """Bytes that the barrier counts for a tile of which ``tokens`` tokens are copied."""
+        """Returns the bytes that the barrier counts for a tile of which ``tokens`` tokens are copied."""
         total = Int32(0)
         for operand in self.operands:
             total = total + operand.arriving_bytes(tokens)
@@ -122,7 +122,7 @@ class TileCopier:
     def find_pages(self, tiles, request, token, lane):
         """Returns (page, row of it) of a lane's share of the tile that begins with ``token``.
 
-        Callers ask a tile ahead, as the table is in memory.
+        Callers ask a tile ahead, because the table lies in global memory.
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
@@ -240,7 +240,7 @@ class Tiles:
 
 
 class _Operand:
-    """Where the tiles of K (``index`` 0) or V (1) lie in the ring."""
+    """The base of loaders of K (``index`` 0) or V (1): where their tiles lie in the ring."""
 
     copy: str
 
@@ -256,16 +256,16 @@ class _Operand:
         return self.stage_address(tiles.ring, stage)
 
     def enter(self, source, block):
-        """The source of one block; here of all blocks, as copies name theirs."""
+        """Returns the source of one block; here the source of all blocks, since each copy names its block."""
         return source
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of a part of the tile that holds all its tokens, in order."""
+        """Bytes of a run: a part of the tile that holds all its tokens, in order."""
         raise NotImplementedError
 
     def row_start(self, first: Int32):
-        """Returns where token ``first`` begins in such a part."""
+        """Returns the byte offset of token ``first`` in a run (:attr:`run_bytes`)."""
         raise NotImplementedError
 
 
@@ -278,13 +278,14 @@ class RowSource:
     token_bytes: Index  # from one token to the next, 32 bits, or known at compile time
 
     def address(self, block, token):
-        """The address of a token's rows; no other function computes it. ``block``: None once entered."""
+        """Returns the address of a token's rows; no other function computes it. ``block``: None after
+        :meth:`AddressedRows.enter`."""
         address = self.base + Int64(token) * self.token_bytes
         return address if block is None else address + Int64(block) * self.block_bytes
 
 
 class RowOperand(_Operand):
-    """The base of all copies of raw rows."""
+    """The base of all loaders of raw rows."""
 
     def __init__(self, config: DecodeConfig, index: int):
         super().__init__(config, index)
@@ -303,7 +304,7 @@ class RowOperand(_Operand):
 
 
 class AddressedRows(RowOperand):
-    """The base of bulk and word copies, which name rows by address."""
+    """The base of loaders by bulk and word copies, which name rows by address."""
 
     def make_source(self, cache: cute.Tensor):
         return cache
@@ -318,7 +319,8 @@ class AddressedRows(RowOperand):
         return RowSource(base, block_bytes, known)
 
     def enter(self, source: RowSource, block) -> RowSource:
-        """The source of one block. With it, tokens need no 64-bit product each, which saves 80 cycles a tile."""
+        """Returns the source of one block. Tokens then need no 64-bit multiplication each, which saves 80 cycles a
+        tile."""
         return replace(source, base=ptx.pinned(source.base + Int64(block) * source.block_bytes))
 
 
@@ -332,7 +334,7 @@ class BulkOperand(AddressedRows):
         return tokens * (self.tile.token_words * WORD_BYTES)
 
     def copy_run(self, tiles, block, first, place, tokens, stage, barrier):
-        """One copy: ``tokens`` tokens of a block from ``first`` on, to place ``place`` of the tile."""
+        """Issues one copy of ``tokens`` tokens of a block, from ``first`` on, to token ``place`` of the tile."""
         tile = self.tile
         target = self.stage_address(tiles.ring, stage)
         target = target + place // tile.copy_tokens * (tile.copy_pitch_words * WORD_BYTES)
@@ -343,8 +345,8 @@ class BulkOperand(AddressedRows):
 
 
 class WordOperand(AddressedRows):
-    """Copies single words by cp.async, for caches whose rows no bulk copy can address; by all lanes of the producer
-    warps."""
+    """Copies single words by cp.async, for caches whose rows no bulk copy can address. All lanes of the producer warps
+    issue copies."""
 
     copy = "word"
 
@@ -375,8 +377,7 @@ class RowMapOperand(RowOperand):
     """Copies some heads' raw rows by cp.async.bulk.tensor, a page's tokens at a time, where a bulk copy would take each
     token alone.
 
-    A token's words in shared memory, with the padding after them, are as many words of the cache. So words after the
-    wanted heads, or zeros, are copied as well.
+    The padding after a token's words in shared memory is copied, too: it gets the cache's next words, or zeros.
     """
 
     copy = "map"
@@ -394,7 +395,7 @@ class RowMapOperand(RowOperand):
         return address + tiles.opened[self.index].before if self.begins_before else address
 
     def make_source(self, cache: cute.Tensor):
-        """A tensor map and its coordinate tensor [tokens of a block, words of all heads, blocks]."""
+        """Makes a tensor map and its coordinate tensor [tokens of a block, words of all heads, blocks]."""
         shape, (token_words, one, block_words) = self.words_of(cache.shape, cache.stride)
         token_words, block_words = (cute.assume(words, divby=VECTOR_WORDS) for words in (token_words, block_words))
         words = cute.recast_ptr(cache.iterator, dtype=Uint32)
@@ -418,7 +419,7 @@ class RowMapOperand(RowOperand):
         return first - before, before * WORD_BYTES
 
     def _layout(self):
-        """The layout of a TMA tile in shared memory."""
+        """Returns the layout of a TMA tile in shared memory."""
         return cute.make_layout((self.box_tokens, self.box_words), stride=(self.box_words, 1))
 
     def open(self, source, ring, place) -> RowMapSource:
@@ -478,7 +479,7 @@ class TensorMapOperand(_Operand):
         self.num_boxes = config.tile_tokens // self.box_tokens
 
     def make_source(self, cache: cute.Tensor):
-        """A tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks].
+        """Makes a tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks].
 
         The map holds the cache's strides, whatever they are: the kernel knows coordinates alone.
         """
@@ -489,7 +490,7 @@ class TensorMapOperand(_Operand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(self.box_tokens), shape)
 
     def _layout(self, *modes: int):
-        """Swizzled [tokens, row] tile of one head; further ``modes`` repeat it."""
+        """Returns the swizzled layout of one head's [tokens, row] tile; further ``modes`` repeat it."""
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if self.tile.row_bytes == PANEL_BYTES else kinds.K_SW64
         atom = warpgroup.make_smem_layout_atom(kind, self.element_type)

@@ -15,9 +15,9 @@ class Elements:
     """One kind of 16-bit numbers.
 
     Attributes:
-        type: of tensors.
-        pack: two fp32, rounded to nearest, into a word, the first in the lower half.
-        halves: a word's lower and upper number as fp32.
+        type: the element type of tensors.
+        pack: packs two fp32, rounded to nearest, into a word, the first in the lower half.
+        halves: functions that return a word's lower and its upper number as fp32.
     """
 
     type: type[Numeric]
@@ -26,7 +26,7 @@ class Elements:
 
 
 def of_name(dtype: str) -> Elements:
-    """The element type called "bf16" or "fp16"."""
+    """Returns the element type called "bf16" or "fp16"."""
     return {
         "bf16": Elements(BFloat16, ptx.pack_bf16x2, (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)),
         "fp16": Elements(Float16, ptx.pack_f16x2, (ptx.half2_low_to_float, ptx.half2_high_to_float)),

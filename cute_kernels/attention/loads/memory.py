@@ -1,4 +1,4 @@
-"""Shared memory of a CTA, and where rows of a cache lie in global memory."""
+"""The shared memory of an extend attention CTA, and where rows of a cache lie in global memory."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class ExtendMemory:
 
     Attributes:
         tile_pointer, tiles: of K's stages, then V's.
-        query_pointer, queries: of the warpgroups' queries. code_pointer, codes: of the same in E4M3; else these.
-        scales: [2, stages, 4] words, K's: what :class:`.unpack.UnpackTarget` says of a tile, or :func:`.powers.word_of`
-            of what each producer warp has decoded.
+        query_pointer, queries: of the warpgroups' queries. code_pointer, codes: of the queries in E4M3; without FP8
+            products the same as query_pointer, queries.
+        scales: [2, stages, 4] words. K's hold a tile's powers of 2, as in :class:`.unpack.UnpackTarget`, or one
+            :func:`.powers.word_of` for each decoding warp.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
         pipelines: of K's tiles and of V's, which producer warps fill and all consumer warps empty. work: of the slots.
@@ -89,13 +90,13 @@ class ExtendMemory:
         )
 
     def init_barriers(self) -> None:
-        """One thread initialises all barriers, before any other uses them."""
+        """Initialises all barriers; one thread calls it before any other uses them."""
         for pipeline in (*self.pipelines, self.work):
             pipeline.init()
         fence_init()
 
     def number(self, operand: int, stage):
-        """Number of a tile among K's, then V's."""
+        """Returns the number of a tile among K's, then V's."""
         return operand * self.config.pipeline.num_stages + stage
 
     def tile(self, operand: int, stage):
@@ -104,7 +105,7 @@ class ExtendMemory:
         return operand * self.config.pipeline.num_stages * rooms[KEYS] + stage * rooms[operand]
 
     def write_ones(self, lane) -> None:
-        """One warp writes the rows of ones after the tiles of V's transpose, before any MMA reads them."""
+        """Writes the rows of ones after the tiles of V's transpose; one warp calls it before any MMA reads them."""
         for stage in range(self.config.pipeline.num_stages):
             behind = self.tile(VALUES, stage) + self.config.tile_bytes[VALUES]
             for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):
@@ -112,7 +113,7 @@ class ExtendMemory:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def scales_of(self, operand: int, stage):
-        """Address of the scales of a tile's rows."""
+        """Returns the address of the scales of a tile's rows."""
         return self.scales + self.number(operand, stage) * self.config.scale_bytes
 
 
@@ -140,7 +141,7 @@ class Rows:
         return Rows(ptx.address(cache), block, token.to(Int32), head)
 
     def address(self, block, place, head):
-        """The address of a head's row of the token at a place in a block."""
+        """Returns the address of a head's row of the token at a place in a block."""
         return (
             self.base
             + (Int64(block) * self.block_bytes + Int64(head) * self.head_bytes)
@@ -150,8 +151,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches, see `tma_tiles`, else None.
-    tile_scales: address of what :class:`.unpack.UnpackTarget` has, of unpacked keys."""
+    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches (:mod:`.tma`), else None.
+    tile_scales: for unpacked keys, the address of those of :class:`.unpack.UnpackTarget`."""
 
     keys: Rows
     values: Rows

@@ -1,9 +1,9 @@
-"""Powers of 2 that rows of a tile have in common: codes times their rows' scales fit fp16 up to them.
+"""Powers of 2 that rows of a tile share: codes times their rows' scales, divided by the power, fit fp16.
 
-A power brings the greatest of the rows' scales below 2**6, and its product with a code below 2**15. So scales from
-2**-50 to 2**40 keep 11 bits beside the greatest as long as they are not more than 2**29 times smaller where the product
-is rounded (:mod:`.unpack`), 2**19 times where the scale is, too (:mod:`.rows`); smaller ones are rounded to multiples
-of 2**-30 of the greatest. Greater ones become infinite.
+A power brings the greatest of the rows' scales below 2**6, and its product with a code below 2**15. Scales from 2**-50
+to 2**40 keep 11 bits beside the greatest, unless they are too much smaller. Where only the product is rounded
+(:mod:`.unpack`), they may be 2**29 times smaller; where the scale is rounded, too (:mod:`.rows`), 2**19 times. Smaller
+scales are rounded to multiples of 2**-30 of the greatest. Scales above 2**40 become infinite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAST_EXPONENT, GREATEST_EXPONENT = -40, 40  # of the greatest scale
 
 
 def exponent_beside(top: Float32) -> Int32:
-    """The exponent of the power of 2 for rows whose greatest scale is ``top``."""
+    """Returns the exponent of the power of 2 for rows whose greatest scale is ``top``."""
     exponent = (numbers.bits(top) >> Uint32(23)).to(Int32) - 127
     exponent = cutlass.min(cutlass.max(exponent, Int32(LEAST_EXPONENT)), Int32(GREATEST_EXPONENT))
     return exponent + (1 + CODE_EXPONENT - TOP_EXPONENT)
@@ -30,8 +30,8 @@ def power_of_2(exponent: Numeric) -> Float32:
 
 
 def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
-    """Packs what is published of a part of K's and of V's tile: K's power of 2 and V's exponent, as the upper halves of
-    fp32 numbers whose lower halves are zeros."""
+    """Packs K's power of 2 and V's exponent, of a part of their tiles, into a word: the upper halves of two fp32
+    numbers whose lower halves are zeros."""
     exponent = numbers.bits(value_exponent.to(Float32))
     return numbers.bits(power_of_2(key_exponent)) | (exponent >> Uint32(16))
 

@@ -25,13 +25,14 @@ class RingFiller:
         self.writes_rows = writes_rows
 
     def make_pages(self):
-        """Registers for the pages of a round of the ring and of the tile after it, as (page, place) pairs."""
+        """Makes registers for the pages of a round of the ring and of the tile after it, as (page, place) pairs."""
         pages = cute.make_rmem_tensor(2 * (self.config.pipeline.num_stages + 1), Int32)
         pages.fill(0)
         return pages
 
     def make_early_pages(self):
-        """The pages of the work tile that a CTA expects; None if no pages are loaded before the work tile is known."""
+        """Makes registers for the pages of the unit that a CTA expects; None if no pages are loaded before the unit is
+        known."""
         config = self.config
         # A window's first tile is not known before the length is; warps that lend registers have none left for pages.
         early = config.page_tokens > 0 and not config.features.window and not config.lends_registers
@@ -40,7 +41,7 @@ class RingFiller:
     @cute.jit
     def prefetch_pages(self, tiles, row, part, parts, lane):
         """Prefetches a request's row of the block table into L2, each of its CTAs a part, while its length is being
-        loaded. Only the length says with which pages a window begins; each page's number is an L2 hit then."""
+        loaded. Only the length tells with which page a window begins; reading a page's number then hits L2."""
         if const_expr(self.config.page_tokens > 0):
             tiles.pages.prefetch(row, part + lane * parts, tiles.max_seq_len)
 
@@ -53,7 +54,7 @@ class RingFiller:
 
     @cute.jit
     def start(self, tiles, row, part, parts, pages, early, producer, lane):
-        """Initialises the barriers and loads the first tile if the cache, though perhaps not the request, has it.
+        """Initialises the barriers and loads the first tile if the cache has it, even if the request may not.
 
         The pages of ``pages`` are loaded as well. If the CTA's unit turns out to be another, they are not used.
         """
@@ -81,7 +82,7 @@ class RingFiller:
 
     @cute.jit
     def init_barriers(self, pipeline, begin: int, end: int, producer, lane):
-        """Initialises some of the barriers: those of full stages, then those of empty ones."""
+        """Initialises barriers ``begin`` to ``end`` - 1, counted over the full barriers and then the empty ones."""
         if const_expr(begin < end):
             if producer == 0:
                 if lane == 0:
@@ -145,8 +146,8 @@ class RingFiller:
     def let_next_begin(self) -> None:
         """Lets the next launch begin where an SM has room, once all tiles of this CTA are in flight.
 
-        At the start of a CTA the next launch would only compete with it. The append has ended by then; it is waited for
-        here as well, so that all launches before this one are over for the next one.
+        At the start of a CTA the next launch would only compete with it. The append has ended by then. Waiting for it
+        here, too, makes sure that the next launch finds all earlier launches finished.
         """
         if const_expr(self.config.after_append):
             cute.arch.griddepcontrol_wait()
@@ -156,8 +157,8 @@ class RingFiller:
     def await_append(self, work, token):
         """Waits until a tile's new tokens are in the cache, before the tile is loaded. Waiting again costs nothing.
 
-        It waits before every tile but the unit's first. Earlier loads would delay the append's own loads, and could
-        not be used before the append is done.
+        After an append kernel, every tile waits except a unit's first tile without new tokens. Earlier loads would
+        delay the append's own loads, and could not be used before the append is done.
         """
         if const_expr(self.writes_rows):
             if token + self.config.tile_tokens >= work.length:

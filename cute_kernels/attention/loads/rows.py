@@ -1,17 +1,17 @@
-"""Producers of caches of codes: rows of pages become fp16 tiles in the 128-byte swizzle, once for all 128 queries.
+"""The producer warps for caches of codes: they decode rows to fp16 tiles in the 128-byte swizzle, once for all 128
+queries.
 
-A warp loads 32 neighbouring words of a row, or of several consecutive rows. A lane's word has 4 or 8 codes, which make
-half of a 16-byte piece, or one. So neither loads nor stores have bank conflicts, and a store's address is one of few
+A warp loads 32 neighbouring words of a row, or of several consecutive rows. A lane's word has 4 or 8 codes, which
+become 8 or 16 bytes of the tile. So neither loads nor stores have bank conflicts, and a store's address is one of few
 per lane plus a constant.
 
 Half of the warps decode K, half V. A warp issues the loads of its rows of the next tile when it has decoded those of
 this one, and then waits until the tile is free. It issues no loads in between: the hardware counts a thread's loads
 together, so a warp that decodes would wait for all of them. The pages of a tile are loaded one tile ahead.
 
-Codes of bytes whose scale is a head's or tensor's become fp16 numbers without it. A row's scale is multiplied in, in
+Byte codes with one scale for a head or tensor become fp16 numbers without the scale. A row's scale is multiplied in, in
 fp16, up to a power of 2 that a warp's rows have in common (:mod:`.powers`). K's warps read V's scales, too: consumers
-want V's powers with K's tile, before its softmax. INT4 rows are multiplied out in fp16, rounded once: half of code *
-scale + shift.
+want V's powers with K's tile, before its softmax. INT4 rows become half of code * scale + shift in fp16, rounded once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HALVES = 0x38003800
 
 
 class Int8Words:
-    """4 codes a word, as fp16 pairs. pairs: the two bytes of each."""
+    """The decoder of INT8 codes, 4 a word, to fp16 pairs. pairs: the two bytes of each pair."""
 
     def numbers(self, word, header=None, pairs=IN_ORDER) -> list[Uint32]:
         positive = word ^ Uint32(SIGN_BITS)
@@ -71,7 +71,7 @@ class E5m2Words:
 
 
 class Int4Words:
-    """8 codes a word; header: the fp16 scale and shift of their group."""
+    """The decoder of INT4 codes, 8 a word, to fp16 pairs. header: the fp16 scale and shift of the codes' group."""
 
     def numbers(self, word, header) -> list[Uint32]:
         scales = ptx.mul_f16x2(ptx.prmt(header, Uint32(0), Uint32(0x1010)), Uint32(HALVES_OF_SCALE))
@@ -87,8 +87,8 @@ class Int4Words:
 
 @dataclass(frozen=True)
 class Held:
-    """The registers in which a warp holds its part of a tile. words: a lane's, by load. headers: of INT4, by load.
-    scales: of rows of bytes, as `CodedRows.scale_place` says."""
+    """The registers in which a warp holds its part of a tile. words: a lane's codes, by load. headers: INT4 scales and
+    shifts, by load. scales: of rows of bytes, as `CodedRows.scale_place` assigns them."""
 
     words: RegisterTensor[Uint32]
     headers: RegisterTensor[Uint32]
@@ -130,11 +130,11 @@ class RowRuns:
                 places.entries[run], places.places[run] = work.request, token
 
     def block(self, source, places: Places, run: int):
-        """The block of a run's rows. Waits for the page's number."""
+        """Returns the block of a run's rows. Waits for the page's number."""
         return source.pages.existing(places.entries[run]) if self.paged else places.entries[run]
 
     def bases(self, source, rows, places: Places, head) -> list[Int64]:
-        """Addresses of the runs' first rows, of K or of V."""
+        """Returns the addresses of the runs' first rows, of K or of V."""
         return [rows.address(self.block(source, places, run), places.places[run], head) for run in range(self.count)]
 
 
@@ -218,11 +218,11 @@ class CodedRows:
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
 
     def units_before(self, work):
-        """Words of a row that lie before the part that a work tile has."""
+        """Returns the words of a row that lie before the part that a work tile has."""
         return work.value_part * self.real_units if self.parts > 1 else 0
 
     def scale_of(self, scales, work, lane, k: int):
-        """The scale of a lane's word of load ``k``, which another lane may hold. scales: registers."""
+        """Returns the scale of a lane's word of load ``k``, which another lane may hold. scales: registers."""
         row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
         below, word = self.lane_place(lane)
         if self.num_groups == 1:
@@ -277,7 +277,7 @@ class TileWriter:
         self.rows = CodedRows(config, operand, looks_first=reader is not None and reader.scales == "groups")
 
     def place(self, warp, lane):
-        """The byte offset in a tile at which a lane's first word is decoded."""
+        """Returns the byte offset in a tile at which a lane's first word is decoded."""
         word_codes = self.rows.word_codes
         below, word = self.rows.lane_place(lane)
         column = word * word_codes
@@ -287,8 +287,8 @@ class TileWriter:
 
     @cute.jit
     def store(self, held: Held, value_scales, work, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
-        """Decodes what a warp holds into its rows of a tile, which is free. place: :meth:`place`. value_scales: of V's
-        rows, which K's warps hold."""
+        """Decodes a warp's loaded words into its rows of a free tile. place: as :meth:`place` returns it. value_scales:
+        those of V's rows, which K's warps hold."""
         row_words, word_codes = self.rows.row_units, self.rows.word_codes
         place = place + (memory.tiles + memory.tile(self.operand, stage))
         exponent = self.exponent_of(held.scales, self.config.scale_words[self.operand])
@@ -306,7 +306,7 @@ class TileWriter:
             ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
 
     def halves(self, scales, exponent) -> list[Any]:
-        """A lane's scales times a power of 2, each twice in fp16."""
+        """Returns a lane's scales times a power of 2, each as a pair of equal fp16 numbers."""
         found = []
         for k in range(self.rows.scale_words):
             scale = scales[k].bitcast(Float32) * power_of_2(-exponent)
@@ -315,8 +315,8 @@ class TileWriter:
 
     @cute.jit
     def exponent_of(self, scales, count: cutlass.Constexpr):
-        """The exponent of the power of 2 that a warp's rows have in common. scales: ``count`` of a lane, 0 where there
-        are none."""
+        """Returns the exponent of the power of 2 that a warp's rows have in common. scales: ``count`` words of a lane;
+        without any the exponent is 0."""
         exponent = Int32(0)
         if const_expr(count > 0):
             top = in_pairs(ptx.fmax, [Float32(scales[k].bitcast(Float32)) for k in range(count)])
@@ -343,7 +343,8 @@ class RowProducer:
         self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
-        """Makes a tensor map of what is in 16 bits; None for codes. Runs on the host."""
+        """Makes the tensor map of K or V in 16 bits, with None for the other; None if both have codes. Runs on the
+        host."""
         if all(self.config.decoded):
             return None
         caches = enumerate((k_cache, v_cache))
@@ -362,7 +363,7 @@ class RowProducer:
         return state
 
     def fill_tiles(self, operand: int, *given):
-        """Returns K's or V's."""
+        """Fills the tiles of K or of V, by decoding or by TMA. Returns the next pipeline state."""
         if self.config.decoded[operand]:
             return self.decode_tiles(operand, *given)
         return self.copier.fill_by(partial(self.copy_tile, operand), *given)

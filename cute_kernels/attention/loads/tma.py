@@ -128,14 +128,14 @@ class TmaTileProducer:
         return source.pages.existing(entry), place
 
     def first_tile(self, source, work):
-        """The number of the first tile of a request's head among the unpacked keys."""
+        """Returns the number of the first tile of a request's head among the unpacked keys."""
         rows, config = source.keys, self.config
         offset = Int64(work.request) * rows.block_bytes + Int64(work.head) * rows.head_bytes
         return offset // (config.tile_tokens * config.head_dim * ELEMENT_BYTES)
 
     @cute.jit
     def copy_tma_tiles(self, operand: cutlass.Constexpr, filling, at, state: PipelineState):
-        """Asks for a whole tile."""
+        """Issues the TMA loads of a whole tile."""
         source, work, memory, found, place = filling.source, filling.work, filling.memory, at.found, at.place
         pipeline, stage = memory.pipelines[operand], state.stage
         scaled = operand == KEYS and self.config.unpacked and any(self.config.tile_scales)
@@ -169,7 +169,7 @@ class TmaTileProducer:
                 cute.copy(atom, origin, target, tma_bar_ptr=pipeline.full_barrier(state))
 
     def parts_before(self, operand: int, work):
-        """Parts of a row that lie before the one that a work tile has."""
+        """Returns the parts of a row that lie before the one that a work tile has."""
         return work.value_part if operand == VALUES and self.config.value_parts > 1 else 0
 
     @cute.jit

@@ -53,8 +53,8 @@ SHARED_PERCENT = 8  # of an SM's memory that need not be L1: what its CTAs' tops
 class UnpackSizes:
     """Run-time numbers of a launch.
 
-    total_q, batch: of the queries. kv_heads. max_seq_len: tokens that a request may have. window: keys that a query
-    sees, itself included; 0 for all. room: tokens that a request has in the target, whole tiles.
+    total_q, batch: of the queries. kv_heads: KV heads. max_seq_len: tokens that a request may have. window: keys that a
+    query sees, itself included; 0 for all. room: tokens that a request has in the target, whole tiles.
     """
 
     total_q: Int32
@@ -132,8 +132,8 @@ class UnpackKernel:
     @cute.jit
     def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
         """Unpacks a CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands
-        are innermost, so that CTAs that run at the same time read the same tokens. tops: shared memory of two tiles in
-        turn."""
+        are innermost, so that CTAs that run at the same time read the same tokens. tops: shared memory for the warps'
+        greatest scales, of two tiles in turn."""
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
             for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
@@ -195,7 +195,8 @@ class UnpackKernel:
             self.store(rows, held, factor, tile + first * self.row_bytes, lane)
 
     def pinned(self, source):
-        """A source of which the compiler computes nothing before the loop, since registers are scarce."""
+        """Returns the source, hidden so that the compiler moves no address arithmetic before the loop: registers are
+        scarce."""
         keys, values = (
             replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
         )
@@ -221,7 +222,7 @@ class UnpackKernel:
 
     @cute.jit
     def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
-        """The greatest of the values that the CTA's warps hold. A warp that is already at the next tile writes
+        """Returns the greatest of the values that the CTA's warps hold. A warp that is already at the next tile writes
         elsewhere."""
         self.publish(top, tops + 4 * warp, lane)
         cute.arch.barrier()
@@ -267,6 +268,6 @@ class UnpackKernel:
             ptx.store_global(own, codes, offset=column * self.config.tile_tokens)
 
     def scaled(self, word, scale):
-        """A pair of codes times a scale, rounded once."""
+        """Returns a pair of codes times a scale, rounded once."""
         low, high = ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)
         return ptx.pack_f16x2(low * scale, high * scale)

@@ -5,7 +5,7 @@ keys are columns. As an accumulator a thread has columns 2t and 2t + 1 of each 8
 columns 4t to 4t + 3 of each 16. So the tile's keys are permuted: column 4t + 2j + i of each 16 is key 8j + 2t + i
 (:data:`KEYS_IN_ORDER`). A thread's accumulators are then its operand: four of one row make a word.
 
-Hopper's tensor cores add products of E4M3 in some 14 bits. docs/design/extend_attention.md says what comes of that.
+Hopper's tensor cores add products of E4M3 in some 14 bits. docs/design/extend_attention.md says what errors this makes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEYS_IN_ORDER = tuple(8 * j + 2 * t + i for t in range(4) for j in range(2) for 
 
 @pure
 def pack_e4m3x4(values: Sequence[Float32]) -> Asm[Uint32]:
-    """Four fp32 rounded to nearest-even E4M3, saturating at 448, in a word, the first in its lowest byte."""
+    """Packs four fp32, rounded to nearest-even E4M3 and saturated at 448, into a word, the first in its lowest byte."""
     return Asm(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
         "mov.b32 $0, {low, high}; }"
@@ -35,14 +35,14 @@ def pack_e4m3x4(values: Sequence[Float32]) -> Asm[Uint32]:
 
 
 def accumulators_of(word: int) -> tuple[int, int, int, int]:
-    """The four accumulators of a thread that become a word of operand A of the next MMA: two neighbouring columns of
-    each of two blocks of 8, in one row."""
+    """Returns the four accumulators of a thread that become a word of operand A of the next MMA: two neighbouring
+    columns of each of two blocks of 8, in one row."""
     first = word // 2 * 8 + word % 2 * 2
     return first, first + 1, first + 4, first + 5
 
 
 def transposed(words: Sequence[Uint32]) -> list[list[Uint32]]:
-    """Words of V^T's tile made of the words of 16 keys with the same 4 columns each: 4 words for each of these
+    """Makes words of V^T's tile from the words of 16 keys with the same 4 columns each: 4 words for each of these
     columns."""
     columns: list[list[Uint32]] = [[], [], [], []]
     for first in range(0, len(KEYS_IN_ORDER), 4):

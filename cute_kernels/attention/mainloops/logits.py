@@ -40,18 +40,18 @@ class Logits:
         return state
 
     def query_columns(self, state) -> list[QueryColumn]:
-        """The queries of the lane's columns."""
+        """Returns the queries of the lane's columns."""
         # Computed where they are needed, on the way to a few tiles: no registers hold them through the loop.
         t = ptx.pinned(state.t) if self.features.queries else state.t
         return [state.place.column(self.config, state.roles, t, column) for column in range(self.columns)]
 
     def positions(self, state) -> list[Int32]:
-        """The positions of the columns' queries in their request."""
+        """Returns the positions of the columns' queries in their request."""
         columns = self.query_columns(state)
         return state.positions or [state.length - state.q_len + column.place for column in columns]
 
     def is_masked(self, state, token, tile_tokens: int):
-        """Whether some query does not see some key of the tile that begins with ``token``."""
+        """Returns whether some query does not see some key of the tile that begins with ``token``."""
         stop = state.length - (state.q_len - 1) if self.features.causal else state.length
         return self.terms.may_hide(state, token, token + tile_tokens > stop)
 
@@ -59,7 +59,8 @@ class Logits:
     def apply(self, state, s, score_scale: Float32, tokens, masked):
         """Turns raw scores s [rows x columns] into logits; ``tokens``: key position of each row.
 
-        Returns the factor that is left to multiply. masked: whether some key of the tile is hidden from some query.
+        Returns the factor by which logits are still to be multiplied. masked: whether some key of the tile is hidden
+        from some query.
         """
         if const_expr(self.transforms):
             for j in cutlass.range_constexpr(len(tokens)):
@@ -88,7 +89,7 @@ class Logits:
         self.terms.ask(state, tokens)
 
     def is_hidden(self, state, position, token):
-        """Whether the query at ``position`` does not see a key."""
+        """Returns whether the query at ``position`` does not see a key."""
         hidden = token > position if const_expr(self.features.causal) else token >= state.length
         return self.terms.hides(state, position, token, hidden)
 

@@ -1,4 +1,4 @@
-"""The two products of a block, of operands in 16 bits or in E4M3: which tiles they read, and what is issued."""
+"""The MMAs of a block, Q K^T and P V, with operands of 16 bits or E4M3."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ class QueryRows:
         return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
 
     def address(self, shape, work, row, row_bytes: int):
-        """The address of a packed row that the request has. row_bytes: of a head's row."""
+        """Returns the address of a packed row that the request has. row_bytes: of a head's row."""
         _, place, head = query_row(shape, work, row)
         return self.base + Int64(work.q_start + place) * self.token_bytes + Int64(head) * row_bytes
 
 
 class QueryLoader:
-    """How queries come."""
+    """The loads of a warpgroup's queries, and their conversion to operands."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -74,20 +74,20 @@ class QueryLoader:
         self.num_steps = WARP_ROWS // self.step_rows
 
     def places(self, tile, warp, lane, step: Index) -> list[Any]:
-        """Shared addresses of a lane's pieces, by part of their row."""
+        """Returns the shared addresses of a lane's pieces, by part of their row."""
         row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         first = tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
         return [first + part * (self.row_lanes // 8 * SLAB_BYTES) for part in range(self.parts)]
 
     def code_place(self, codes, warp, lane, step: Index):
-        """The shared address of a lane's piece in E4M3: half a piece."""
+        """Returns the shared address of a lane's piece in E4M3: half a piece."""
         row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
     @cute.jit
     def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
-        """Starts loading a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does
-        not have become zeros. tile: shared address of the warpgroup's queries."""
+        """Starts loading a warp's 16 of the warpgroup's 64 rows, which begin with ``first_row``. Rows that the request
+        does not have become zeros. tile: shared address of the warpgroup's queries."""
         if const_expr(self.parts == 1):
             for step in cutlass.range_constexpr(self.num_steps):
                 self.ask_rows(shape, work, queries, tile, first_row, warp, lane, step)
@@ -110,7 +110,7 @@ class QueryLoader:
 
     @cute.jit
     def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Waits for the loads of this thread; its warpgroup has to meet before MMAs read it.
+        """Waits for the loads of this thread; its warpgroup has to synchronise before MMAs read the queries.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: address of the factors of the warpgroup's
         rows.
@@ -122,8 +122,8 @@ class QueryLoader:
 
     @cute.jit
     def convert(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Converts a warp's rows to fp16 or E4M3, each times a power of 2, piece by piece; times scales of K's columns,
-        if these have any."""
+        """Converts a warp's rows to fp16 or E4M3, each times a power of 2, and times the scales of K's columns if there
+        are any."""
         channels: list[Float32] = []
         if const_expr(self.config.channel_scales[0]):
             channels = self.channel_scales(operands, work, lane)
@@ -173,7 +173,7 @@ class QueryLoader:
         return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand
 
     def channel_scales(self, operands, work, lane) -> list[Float32]:
-        """Scales of the columns of a lane's pieces."""
+        """Loads the scales of the columns of a lane's pieces."""
         piece = cutlass.min(lane % self.row_lanes, self.real_pieces - 1)  # what follows is zeros
         first = Int64(work.head) * operands.k_scale_stride + Int64(piece * PIECE_COLUMNS)
         starts = [part * self.row_lanes * PIECE_COLUMNS * 4 for part in range(self.parts)]

@@ -20,7 +20,7 @@ from cute_kernels.device.wgmma_tiles import sum_place
 
 
 class ResultWriter:
-    """Results from registers alone."""
+    """The writer of results, straight from registers."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -29,8 +29,7 @@ class ResultWriter:
 
     @cute.jit
     def write(self, shape, operands, features, work, rows, sums, group, warp, lane):
-        """Writes a warpgroup's rows: to the output or, where other CTAs have other keys of them, to this split's
-        part."""
+        """Writes a warpgroup's rows to the output or, with several splits, to this split's partial results."""
         unit = Float32(self.config.units[1])
         if const_expr(self.has_value_scale):
             unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
@@ -118,8 +117,8 @@ class ResultWriter:
         return work.value_part * self.config.value_dim if self.config.value_parts > 1 else 0
 
     def factors(self, operands, work, j: int, factor, lane) -> list[Any]:
-        """The factors of a thread's ``j``-th accumulator and of the next column's: a row's factor and their columns'
-        scales."""
+        """Returns the factors of a thread's ``j``-th accumulator and of the next column's: a row's factor and their
+        columns' scales."""
         if not self.config.channel_scales[1]:
             return [factor, factor]
         first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2 + self.first_column(work))

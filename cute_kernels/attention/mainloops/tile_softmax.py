@@ -31,8 +31,8 @@ class Rows:
     Attributes:
         positions: of their queries.
         scales: from scores to powers of 2.
-        state: what score options know and keep of them.
-        masks: their rows of the tree's mask; none without.
+        state: the state of score options for them.
+        masks: their rows of the tree's mask; empty without a tree.
         online: references and totals.
     """
 
@@ -73,8 +73,8 @@ class Softmax:
         return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
 
     def scales_in(self, words) -> list[TileScale]:
-        """Scales by part of a tile; ones where tiles have none. Callers ask for them last: the words take a third of
-        the registers, which are scarce while scores and accumulators are live."""
+        """Returns the scales by part of a tile; 1 where tiles have none. Callers ask for them last: the words take a
+        third of the registers, which are scarce while scores and accumulators are live."""
         if not words:
             return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
         if self.runs > 1:
@@ -83,7 +83,8 @@ class Softmax:
         return [TileScale(key, value_log, reciprocal)]
 
     def run_of(self, index: int) -> int:
-        """Returns the scale's part of the tile in which a thread's ``index``-th accumulator lies."""
+        """Returns the part of a tile, among those with a scale each, in which a thread's ``index``-th accumulator
+        lies."""
         return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:
@@ -92,7 +93,7 @@ class Softmax:
 
     @cute.jit
     def take(self, scores, rows: Rows, features, work, block: Int32, masked, tile, lane: Int32):
-        """Scores, changed by options, then masked."""
+        """Applies score options to scores in place, then masks them."""
         token = block * self.tokens + lane % 4 * 2
         if const_expr(self.terms.load):
             own = [i for i in range(self.count) if row_of(i) == 0]
@@ -140,22 +141,22 @@ class Softmax:
         return bits
 
     def scale_of(self, rows: Rows, scale: TileScale, row: int):
-        """The factor from the scores of a part of a tile to exponents of 2. It is not 0: masked scores, -inf, are
-        multiplied by it, and a row of zeros or keys of zeros have very small scales."""
+        """Returns the factor from the scores of a part of a tile to exponents of 2. It is not 0: masked scores, -inf,
+        are multiplied by it, and a row of zeros or keys of zeros have very small scales."""
         if not self.tile_scales[0]:
             return rows.scales[row]
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
-        """The factor that turns what :meth:`take` leaves into exponents of 2."""
+        """Returns the factor that turns what :meth:`take` leaves into exponents of 2."""
         return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
     def own(self, row: int, run: int) -> list[int]:
-        """A thread's accumulators that belong to one of its two rows and to a part of a tile."""
+        """Returns a thread's accumulators that belong to one of its two rows and to a part of a tile."""
         return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
     def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
-        """The greatest of a row's exponents of 2, with the scale of V's tile."""
+        """Returns the greatest of a row's exponents of 2, with the scale of V's tile."""
         tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
         if self.runs == 1:
             tops = [lane_max(tops[0], ROW_LANES)]

@@ -40,8 +40,8 @@ from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 
 @dataclass(frozen=True)
 class Features:
-    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: that of
-    int32 [total_q, tree_words]; tensors: the tensors of registered score options, by name."""
+    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: address
+    of int32 [total_q, tree_words]; tensors: the tensors of registered score options, by name."""
 
     window: Int32
     soft_cap: Float32
@@ -63,10 +63,10 @@ class Features:
 class Operands:
     """Addresses and numbers that a launch passes to consumers.
 
-    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q,
-    num_q_heads] or 0; other_out, other_lse: alike, what the result is merged with, if it is; partials: fp32 [splits,
-    total_q, num_q_heads, head_dim], then [splits, total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 of formats
-    that are given one, ``*_scale_stride`` elements from a KV head's to the next one's, those of its columns contiguous.
+    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; other_out, other_lse: a result of
+    the same shapes to merge with, if any; partials: fp32 [splits, total_q, num_q_heads, head_dim], then [splits,
+    total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 scales beside the cache, ``*_scale_stride`` elements from
+    a KV head's to the next head's; a head's column scales are contiguous.
     """
 
     q: QueryRows
@@ -114,7 +114,7 @@ class Consumer:
 
     @cute.jit
     def receive(self, memory, slot: PipelineState, lane: Int32):
-        """The next work tile."""
+        """Waits for the next work tile, releases its slot and returns it."""
         memory.work.consumer_wait(slot)
         address = memory.slots + slot.stage * WORK_BYTES
         words = [*ptx.load_shared_vector(address, 0, 4), *ptx.load_shared_vector(address, 16, 4)]
@@ -166,7 +166,7 @@ class Consumer:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def begin(self, features, work, span, rows, packed, factors, memory, group, lane, state) -> None:
-        """Probabilities of the first block."""
+        """Computes the probabilities of the first block."""
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.score(scores, memory, group, state)
         tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, state.stage))
@@ -217,7 +217,7 @@ class Consumer:
         self.products.multiply_values(sums, packed, memory, state.stage)
 
     def finish_scores(self, scores, memory, state, lane, pending: int) -> Any:
-        """Waits for scores, which go through a second wait: otherwise LLVM puts copies of them before the first one."""
+        """Waits for scores, and returns them. A second wait keeps LLVM from copying them before the first."""
         count = self.config.tile_tokens // 2
         wgmma_tiles.wait(pending)
         found = wgmma.wait_for([scores[i] for i in range(count)], pending)
@@ -251,7 +251,7 @@ class Consumer:
 
     @cute.jit
     def release(self, pipeline, state: PipelineState, lane: Int32):
-        """A warp is done with a tile."""
+        """Releases a tile's stage for the calling warp."""
         cute.arch.sync_warp()
         if lane == 0:
             pipeline.consumer_release(state)
@@ -259,7 +259,7 @@ class Consumer:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def make_rows(self, shape, operands, features, work, span, query_scales, group, warp, lane) -> Rows:
-        """The state of a thread's rows before the first block."""
+        """Returns the state of a thread's rows before the first block."""
         k_unit = self.config.units[0]
         scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
         if const_expr(self.has_key_scale):

@@ -1,13 +1,13 @@
 """Two-level accumulation: the values of a block in the tensor cores' accumulators, those of all blocks in fp32.
 
 The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. A block's
-accumulators begin at zero, and are then added to fp32 sums of the same thread. These are multiplied on the way by the
-factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums of rounded
-probabilities, so weights add up to 1.
+accumulators begin at zero, and are then added to fp32 sums of the same thread. On the way, the fp32 sums are multiplied
+by the factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums of
+rounded probabilities, so weights add up to 1.
 
-The values of a block are multiplied during the next one's softmax, as in :mod:`.tiles`, which takes 212 accumulators a
-thread. Or they are multiplied before its scores, which takes 132; the other warpgroup keeps the tensor cores busy
-meanwhile.
+The values of a block are multiplied during the next block's softmax, as in :mod:`.tiles`, which takes 212 accumulators
+a thread. Or they are multiplied before the next block's scores, which takes 132; the other warpgroup keeps the tensor
+cores busy meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TwoLevelSums:
     def go_on_behind(
         self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
     ) -> None:
-        """Issues scores and the values of the block before; the softmax overlaps with the latter."""
+        """Issues scores and the values of the block before; the softmax overlaps with these values."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         await_turn(group)

@@ -81,8 +81,8 @@ class WarpMainloop:
 
     @cute.jit
     def recentre(self, state, tile: PipelineState):
-        """Recentres every other time round the ring, which is often enough and needs no counter of its own; not at the
-        first tile."""
+        """Recentres V's accumulators every second round of the ring, which is often enough and needs no counter; not at
+        the first tile."""
         if (tile.stage == self.config.pipeline.num_stages - 1) & (tile.phase == 1):
             self.value_reader.recentre(state.values)
 
@@ -105,7 +105,7 @@ class WarpMainloop:
 
     @cute.jit
     def give_back(self, cta, tile: PipelineState):
-        """The warp is done with a tile."""
+        """Releases a tile's stage for the calling warp."""
         cute.arch.sync_warp()
         if cta.lane == 0:
             cta.pipeline.consumer_release(tile)
@@ -123,7 +123,7 @@ class WarpMainloop:
         return address
 
     def tokens_of(self, state, first_token):
-        """Positions of the keys whose scores a lane has of a block."""
+        """Returns the positions of the keys of a block whose scores the lane holds."""
         return [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
 
     @cute.jit
@@ -203,5 +203,6 @@ class WarpMainloop:
 
 
 def _bound(score, score_scale, log_scale):
-    """log2 of the bound of a token in the operand of P V: its score, plus the scale of its V row if there is one."""
+    """Returns log2 of a token's bound in the operand of P V: its score, plus log2 of its V row's scale if there is
+    one."""
     return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)

@@ -1,13 +1,13 @@
-"""INT8, FP8 E4M3 and FP8 E5M2 rows to MMA operands, raw with their scales in front or bare in swizzled tiles.
+"""Turns INT8, E4M3 and E5M2 rows into MMA operands. Rows are raw with scales in front, or bare in swizzled tiles.
 
 Every code is a number that fp16 holds exactly, so bytes become operands without loss:
 
 - E4M3: the hardware converts pairs of neighbouring bytes.
 - E5M2 is the upper byte of an fp16: bytes are put in place.
 - INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24, which
-  tensor cores multiply exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias.
-  For K that is saved: what every key has too much, 128 * sum(Q), is what the dot products start from. The usual magic
-  number (a byte 0x64 in front, FasterTransformer) costs a register for it or a move for each use.
+    tensor cores multiply exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias.
+    For K the addition is saved: 128 * sum(Q), which every key has too much, is taken off where the dot products start.
+    The usual magic number (a byte 0x64 in front, FasterTransformer) costs a register for it or a move for each use.
 
 A scale in the row stays out of the elements: scores are multiplied by it, and so are probabilities on their way through
 the MMA, whose softmax reference bounds the product (see :mod:`.int4`). A scale given beside the cache touches nothing
@@ -39,7 +39,7 @@ LANE_COLUMNS = 4  # of a chunk: a word
 
 
 class Codes:
-    """Words of bytes to packed fp16 pairs."""
+    """The base of decoders from words of bytes to packed fp16 pairs."""
 
     key_pairs: tuple[tuple[int, int], ...] = ((0, 2), (1, 3))  # bytes of a word that :meth:`keys` pairs up
     unit = 1.0  # 1 / value of the operand that stands for code 1
@@ -47,7 +47,7 @@ class Codes:
     selector = 0x5410  # prmt: columns 0 and 1 of two tokens, as :meth:`columns` wants them
 
     def keys(self, word) -> list[Any]:
-        """The pairs of a word."""
+        """Decodes a word to the pairs of bytes that ``key_pairs`` lists."""
         raise NotImplementedError
 
     def columns(self, word) -> list[Any]:
@@ -70,7 +70,7 @@ class Int8Codes(Codes):
         return [ptx.prmt(positive, Uint32(0), Uint32(select)) for select in (0x4240, 0x4341)]
 
     def half_keys(self, word, t: Int32):
-        """The pair of bytes 2 (t % 2) and the next."""
+        """Decodes bytes 2 (t % 2) and the next one of a word to a pair."""
         return ptx.prmt(word, Uint32(0), Uint32(0x4140) + Uint32(t % 2) * 0x0202) ^ LOW_SIGN_BITS
 
     def columns(self, word) -> list[Any]:
@@ -98,12 +98,12 @@ class E5m2Codes(Codes):
 
 
 def codes_of(form: KvFormat) -> Codes:
-    """The class that decodes a byte format's codes."""
+    """Returns the decoder of a byte format's codes."""
     return {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}[form.codes]()
 
 
 class _ByteKeys(CodeKeyReader):
-    """Queries for keys of bytes, wherever these lie."""
+    """Makes queries for keys of bytes, in raw rows or swizzled tiles."""
 
     lane_codes = LANE_COLUMNS  # of a unit of columns
 
@@ -125,15 +125,15 @@ class _ByteKeys(CodeKeyReader):
         ]
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """The start of dot products that takes off the codes' offset: for each block of queries, of a group's
-        [column]."""
+        """Returns the start of a group's dot products with each block of queries; it takes off the codes' offset.
+        query_sums: [column] of the group."""
         if self.sum_factor is None:
             return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
         return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.mainloop.blocks_per_warp)]
 
 
 class RowKeyByteReader(_ByteKeys, RowKeyReader):
-    """Scores of raw rows of bytes: one fp32 scale per group of columns."""
+    """The key reader of raw rows of bytes, with one fp32 scale per group of columns."""
 
     def __init__(self, config: DecodeConfig):
         RowKeyReader.__init__(self, config)
@@ -153,7 +153,7 @@ class RowKeyByteReader(_ByteKeys, RowKeyReader):
 
 
 class RowValueByteReader(RowValueReader):
-    """P V of raw rows of bytes."""
+    """The value reader of raw rows of bytes."""
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)
@@ -178,7 +178,7 @@ class RowValueByteReader(RowValueReader):
 
 
 class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
-    """Scores of bare bytes: a chunk of a row, 4 columns to a lane, is what an MMA contracts."""
+    """The key reader of bare bytes: an MMA contracts a chunk of a row, 4 columns to a lane."""
 
     num_groups = 1
 
@@ -189,7 +189,8 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         self.units_per_group = self.tile.num_chunks
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the queries."""
+        """Makes the registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the
+        queries."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         return state
@@ -209,7 +210,7 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         return Query(words, column_scales=[load_floats(first, 4 * CHUNK_COLUMNS * i, LANE_COLUMNS) for i in chunks])
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
-        """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
+        """Returns the scores of 32 tokens, without ``state.score_scale``: [j][column]."""
         blocks = range(self.config.mainloop.blocks_per_warp)
         result = []
         for pairs in self.pairs_at_once():
@@ -229,7 +230,8 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
 
 
 class SwizzledValueByteReader(SwizzledLoads, ValueReader):
-    """P V of bare bytes: transposed, a lane holds two neighbouring columns, which become rows g and g + 8."""
+    """The value reader of bare bytes: transposed loads give a lane two neighbouring columns, which become rows g and g
+    + 8."""
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 1)
@@ -238,7 +240,8 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         self.num_accumulators = 4 * self.tile.num_chunks
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
-        """Registers that live as long as the warp: lane offsets of ldmatrix, accumulators, the given scale."""
+        """Makes the registers that live as long as the warp: lane offsets of ldmatrix, accumulators, the given
+        scale."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         state.accumulators = self.make_accumulators()
@@ -265,7 +268,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
                     self.multiply_add(state, LOAD_CHUNKS * load + half, [*first, *last], probability, "f16")
 
     def outputs(self, state: State):
-        """The warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        """Returns the warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
         result = []
         for chunk in range(self.tile.num_chunks):
             scales = self._output_scales(state, chunk)

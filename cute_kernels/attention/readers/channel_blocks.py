@@ -5,15 +5,15 @@ With k_tc = scale_c q_tc + shift_c over a block of tokens t,
     S_t = sum_c q_tc (scale_c Q_c) + sum_c shift_c Q_c
 
 so scales go into the queries, once a block: two fp16 numbers an instruction, for each B register of the codes' MMAs.
-The second sum is an MMA all rows of whose A operand are the shifts: its accumulators, alike in all rows, are what those
-of the codes begin with. Per block of 32 tokens and 128 columns that is 16 packed products (8 more for the shifts) and 8
+The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators, alike in all rows, are the start
+of those of the codes. Per block of 32 tokens and 128 columns that is 16 packed products (8 more for the shifts) and 8
 MMAs, where rows with four groups spend a conversion, a product and a sum on each group, row and query.
 
 The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6, and 16 times a shift
 is an fp16 number (registers of high nibbles hold a 16th of their queries, see `.int4`).
 
 **The tail.** The block that is not full yet lies in 16 bits beside the cache, in a ring of 64 rows a sequence. Its rows
-are A operands as they lie, met by queries whose pairs are put in their order.
+are A operands as they lie; the queries' pairs are put in the same order.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return state
 
     def parameters(self, state: State, tile_address: Int32, block_offset: int, kind: int, unit: int) -> list[Any]:
-        """The lane's pairs of scales (kind 0) or shifts (kind 1) of a unit: words r = 0..3, for columns r and r + 4.
+        """Returns the lane's pairs of scales (kind 0) or shifts (kind 1) of a unit: words r = 0..3, for columns r and r
+        + 4.
 
-        Lane t's are words t of four vectors of four. Where a row's header is one, they come as 8 x 8 matrices all rows
-        of which are the same: without a bank conflict, wherever rows lie.
+        Lane t takes word t of each of four vectors of four words. Where a row's header is one vector, ldmatrix loads it
+        as an 8 x 8 matrix of equal rows, without bank conflicts.
         """
         address = state.scale_offset + tile_address
         rows = RUN_WORDS // self.tile.header_words  # that a vector lies in
@@ -130,7 +131,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         state.length = work.length
 
     def in_tail(self, state: State, first_token: Int32):
-        """Whether the block that begins with ``first_token`` has tokens, and is not full."""
+        """Returns whether the block that begins with ``first_token`` has tokens, and is not full."""
         return (first_token < state.length) & (first_token + BLOCK_TOKENS > state.length)
 
     @cute.jit
@@ -143,7 +144,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
                 ptx.prefetch_line(self._ring(state, first_token) + Int64(row + line))
 
     def _ring(self, state: State, first_token: Int32):
-        """The address of the first row of a block in the tail."""
+        """Returns the address of the first row of a block in the tail."""
         return state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride)
 
     def tail_scores(self, state: State, first_token: Int32):
@@ -175,13 +176,13 @@ class ChannelBlockKeyReader(Int4KeyReader):
 
 
 def _added(parts: list[list[Any]]) -> list[Any]:
-    """The sum of one or two accumulators."""
+    """Returns the sum of one or two accumulators."""
     return parts[0] if len(parts) == 1 else [first + second for first, second in zip(*parts, strict=True)]
 
 
 def _in_order(registers: list[Any]) -> list[Any]:
-    """B registers of eight neighbouring columns, in pairs, from those for columns r and r + 4, of which the odd ones
-    are a 16th."""
+    """Returns B registers of eight neighbouring columns, in pairs, from registers for columns r and r + 4. The odd ones
+    hold a 16th of their queries."""
     even = [registers[i] for i in (0, 2)]
     odd = [ptx.mul_f16x2(registers[i], Uint32(SIXTEEN)) for i in (1, 3)]
     return [ptx.prmt(even[i], odd[i], Uint32(half)) for half in (LOW_HALVES, HIGH_HALVES) for i in range(2)]

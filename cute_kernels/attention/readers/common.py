@@ -66,9 +66,9 @@ class Query:
 
 
 def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> list[Any]:
-    """Loads words of a query in one access. 64 bits are an address of global memory, 32 one of shared memory.
+    """Loads words of a query in one access. An address of 64 bits is in global memory, one of 32 bits in shared memory.
 
-    Global ones are not constants after an append: another kernel writes them while this one runs.
+    After an append, queries in global memory are not constants: another kernel writes them while this one runs.
     """
     if isinstance(address, Int32):
         return ptx.load_shared_vector(address, offset, num_words)
@@ -76,8 +76,7 @@ def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> 
 
 
 class CodeKeyReader:
-    """Reads keys whose codes are multiplied with fp16 queries, and makes those queries, scaled by a power of two into
-    fp16.
+    """Reads keys whose codes are multiplied with fp16 queries, and scales the queries by a power of two to fit fp16.
 
     Subclasses say which codes of a unit of columns a lane holds, and how they pair up.
 
@@ -87,7 +86,7 @@ class CodeKeyReader:
         pairs: for each B register of a unit, the lane's codes that it meets, low half and high half.
         factors: for each B register of a unit, what queries are multiplied by, as the codes they meet are worth more.
         code_unit: 1 / the value of the operand that stands for code 1.
-        sum_factor: ``query_sums`` are the queries' sums per group times this; None: no one needs them.
+        sum_factor: ``query_sums`` are the queries' sums per group times this; None where they are not needed.
         query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).
     """
 
@@ -105,11 +104,12 @@ class CodeKeyReader:
         return load_queries(self.config, address, offset, num_words)
 
     def unit_queries(self, state: State, words) -> list[Any]:
-        """The fp32 queries that belong to the lane's codes of one unit of columns, in the order of the codes."""
+        """Returns the fp32 queries that belong to the lane's codes of one unit of columns, in the order of the
+        codes."""
         return self.floats(words)
 
     def floats(self, words) -> list[Any]:
-        """Packed pairs of q's dtype as fp32."""
+        """Converts packed pairs of q's dtype to fp32."""
         return [half(word) for word in words for half in of_name(self.config.q_dtype).halves]
 
     def take_query(self, state: State, query: Query, softmax_scale: Float32):
@@ -134,14 +134,14 @@ class CodeKeyReader:
             state.query_sums += self._sums_of_columns(state, sums)
 
     def _load_vectors(self, state: State, first: int, count: int) -> list[list[Any]]:
-        """Some of the shared vectors."""
+        """Loads ``count`` of the shared query vectors, from the ``first`` on."""
         places = [_vector_offset(index) for index in range(first, first + count)]
         return [
             ptx.load_shared_vector(state.shared_query, place, self.config.mainloop.blocks_per_warp) for place in places
         ]
 
     def query_operands(self, state: State, first: int, count: int) -> list[Any]:
-        """B operands of an MMA for every block: ``count`` registers from the ``first`` one."""
+        """Returns the B operands of an MMA for every block: ``count`` registers from the ``first`` one."""
         if not self.config.shares_queries:
             return [block[first : first + count] for block in state.query]
         return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
@@ -157,8 +157,8 @@ class CodeKeyReader:
         return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
 
     def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
-        """Pairs of row halves that are scored together: both where queries have to be loaded, so that they are loaded
-        once."""
+        """Returns the pairs of row halves that are scored together: both pairs at once if queries lie in shared memory,
+        so that they are loaded once."""
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
@@ -187,7 +187,7 @@ class CodeKeyReader:
 
 
 class ValueReader:
-    """Accumulators of P V: for each block of queries as many as the value tile has columns, in pairs of two heads.
+    """The base of value readers, which hold the accumulators of P V in pairs of two query heads.
 
     Attributes:
         num_accumulators: how many a lane has for one block of 8 query heads.
@@ -197,13 +197,13 @@ class ValueReader:
     num_accumulators: int
 
     def make_accumulators(self):
-        """Zeros."""
+        """Makes the accumulators, all zeros."""
         accumulators = cute.make_rmem_tensor(self.config.mainloop.blocks_per_warp * self.num_accumulators, Float32)
         accumulators.fill(0.0)
         return accumulators
 
     def place(self, mma: int, half: int, column: int) -> int:
-        """The accumulator of row g + 8 half of an MMA's output."""
+        """Returns the accumulator of row g + 8 half of an MMA's output."""
         return column // 2 * self.num_accumulators + 4 * mma + 2 * half + column % 2
 
     def multiply_add(self, state: State, mma: int, a, operands, dtype: str):
@@ -222,21 +222,22 @@ class ValueReader:
                 state.accumulators[index] = state.accumulators[index] * factor
 
     def recentre(self, state: State):
-        """Values of both signs need no centring."""
+        """Does nothing here: values of both signs need no centring."""
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
         """Loads headers of the block's rows, as :meth:`log_scale` and ``accumulate`` take them; None without
         headers."""
 
     def log_scale(self, headers, j: int):
-        """log2 of the largest scale of a row: the factor of its probabilities in the MMA.
+        """Returns log2 of the largest scale of a row, the factor of its probabilities in the MMA.
 
         None without headers.
         """
 
 
 def query_vectors(state: State) -> list[list[Any]]:
-    """Queries as warps share them: vectors of all blocks, for each B register, then for each group's two sums."""
+    """Returns queries as warps share them: vectors of all blocks, for each B register, then for each group's two
+    sums."""
     vectors = [list(words) for words in zip(*state.query, strict=True)]
     for group in range(len(state.query_sums[0]) if state.query_sums else 0):
         for c in range(2):
@@ -254,7 +255,7 @@ def store_vectors(address: Int32, vectors):
 
 
 def _vector_offset(index: int) -> int:
-    """Bytes from a lane's first vector of shared queries to another one."""
+    """Returns the bytes from a lane's first vector of shared queries to another one."""
     return index * WARP_THREADS * QUERY_VECTOR_BYTES
 
 
@@ -263,8 +264,8 @@ def _products(values, factors) -> list[Any]:
 
 
 def _nan_if_infinite(value: Float32) -> Float32:
-    """The value, or NaN for an infinite one. The largest query ignores NaN, so it spoils the scores of its own row
-    alone."""
+    """Returns the value, or NaN for an infinite one. The largest query ignores NaN, so NaN spoils only the scores of
+    its own row."""
     return ptx.fma(value, Float32(0.0), value)
 
 

@@ -1,6 +1,6 @@
-"""Reads rows of any format that can make fp16 numbers of its codes, exactly: all that a new format must say to be read.
+"""Reads rows of any format that can turn its codes into exact fp16 numbers. A new format needs no more to be read.
 
-Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of them, the fewest whole
+Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of codes, the fewest whole
 words that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`), and the format's class turns it into packed
 pairs. Scales stay out of the elements, as in :mod:`.bytes`. Readers that keep more of a format's arithmetic out of the
 loop (:mod:`.int4`, :mod:`.bytes`) are faster; this one is their yardstick.
@@ -25,12 +25,13 @@ class Codes(Protocol):
     """The protocol of `DecodeReader.codes`, a class without arguments."""
 
     def pairs(self, words: list[Any]) -> list[Any]:
-        """Packed pairs of fp16 numbers, neighbours in order, from a run's words: each is a code's value exactly."""
+        """Returns packed pairs of fp16 numbers, neighbours in order, from a run's words: each is a code's value
+        exactly."""
         ...
 
 
 def codes_of(form: KvFormat) -> Codes:
-    """The class that makes numbers of a format's codes."""
+    """Returns the object that makes numbers of a format's codes."""
     assert form.decode is not None and form.decode.codes is not None, f"{form.name} names no codes"
     return load_code(form.decode.codes)()
 

@@ -34,7 +34,7 @@ class SwizzledLoads:
         self.panel_loads = tile.row_chunks // LOAD_CHUNKS
 
     def block_offset(self, block: int) -> int:
-        """Bytes from a slice's first block of tokens to another."""
+        """Returns the bytes from a slice's first block of tokens to another."""
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:
@@ -60,14 +60,15 @@ class SwizzledLoads:
 
 
 class DenseKeyReader(SwizzledLoads):
-    """Scores of 16-bit rows: queries and keys are operands as they come."""
+    """The key reader of 16-bit rows: queries and keys are operands as they come."""
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 0)
         self.dtype = _MMA_DTYPES[config.k.format]
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the queries."""
+        """Makes the registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the
+        queries."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         return state
@@ -88,7 +89,7 @@ class DenseKeyReader(SwizzledLoads):
         state.query = query.words
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
-        """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
+        """Returns the scores of 32 tokens, without ``state.score_scale``: [j][column]."""
         result = []
         for pair in range(2):
             dots = [[Float32(0.0)] * 4 for _ in state.query]
@@ -103,7 +104,7 @@ class DenseKeyReader(SwizzledLoads):
 
 
 class DenseValueReader(SwizzledLoads, ValueReader):
-    """P V of 16-bit rows: the probabilities are rounded to the rows' dtype."""
+    """The value reader of 16-bit rows: probabilities are rounded to the rows' dtype."""
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 1)
@@ -112,7 +113,7 @@ class DenseValueReader(SwizzledLoads, ValueReader):
         self.num_accumulators = 4 * self.num_loads
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
-        """Registers that live as long as the warp: lane offsets of ldmatrix, accumulators."""
+        """Makes the registers that live as long as the warp: lane offsets of ldmatrix, accumulators."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         state.accumulators = self.make_accumulators()
@@ -128,7 +129,7 @@ class DenseValueReader(SwizzledLoads, ValueReader):
                 self.multiply_add(state, step, a, [rows[2 * pair : 2 * pair + 2] for rows in operands], self.dtype)
 
     def outputs(self, state: State):
-        """The warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        """Returns the warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
         return [
             (column, K_STEP * step + MATRIX * half + state.g, [state.accumulators[self.place(step, half, column)]])
             for step in range(self.num_loads)

@@ -1,4 +1,4 @@
-"""INT4 rows to MMA operands.
+"""Turns INT4 rows into MMA operands.
 
 Nibbles become fp16 operands without an arithmetic instruction: a nibble masked out of a word at bit 0 or 4 of a 16-bit
 half *is* an fp16 subnormal, q * 2**-24 or q * 2**-20, which tensor cores multiply exactly and at full speed. The factor
@@ -9,8 +9,8 @@ four masks; V, whose pairs run along tokens, costs two byte permutes more per 16
 Scale and shift stay out of the elements: with x = q * scale + shift,
     S = scale_t * (q_t . Q) + shift_t * sum(Q)            per group of columns
     O = sum_t (P_t scale_t) q_t + sum_t P_t shift_t        per group of columns
-so they touch the score and probability fragments only. P scale is what goes through the MMA as fp16; to bound it by
-a constant the softmax reference is the maximum of s + log2(scale of V) instead of the maximum of s.
+so they touch the score and probability fragments only. The MMA takes P * scale as fp16. To bound it by a constant,
+the softmax reference is the maximum of s + log2(scale of V) instead of the maximum of s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HIGH_NIBBLE_UNIT = 2.0**20
 
 
 class Int4KeyReader(RowKeyReader):
-    """Scores of INT4 rows: nibbles n and n + 4 of a lane's share of a word make one packed pair."""
+    """The key reader of INT4 rows: nibbles n and n + 4 of a lane's share of a word make one packed pair."""
 
     code_unit = LOW_NIBBLE_UNIT
     sum_factor = 1.0 / LOW_NIBBLE_UNIT
@@ -91,7 +91,7 @@ class Int4KeyReader(RowKeyReader):
 
 
 class Int4ValueReader(RowValueReader):
-    """P V of INT4 rows, and beside it the sums of P * shift."""
+    """The value reader of INT4 rows, which also adds up P * shift."""
 
     min_scale = 2.0**-24  # the least positive fp16
 
@@ -104,7 +104,7 @@ class Int4ValueReader(RowValueReader):
         return state
 
     def _selector(self, g: Int32):
-        """prmt selector that gathers lane g's nibbles of two tokens into the two halves of a word."""
+        """Returns the prmt selector that gathers lane g's nibbles of two tokens into the two halves of a word."""
         if self.lane_codes == 8:
             return 0x5410
         if self.lane_codes == 4:
@@ -180,5 +180,5 @@ class Int4ValueReader(RowValueReader):
 
 
 def unit_of(code: int) -> float:
-    """The number that an accumulator of 1 stands for, by the place of its nibbles in their byte."""
+    """Returns the number that an accumulator of 1 stands for, by the place of its nibbles in their byte."""
     return HIGH_NIBBLE_UNIT if code % 2 else LOW_NIBBLE_UNIT

@@ -21,20 +21,20 @@ class RowLoads:
     tile: RowTile
 
     def block_offset(self, block: int) -> int:
-        """Bytes from a slice's first block of tokens to another."""
+        """Returns the bytes from a slice's first block of tokens to another."""
         return WORD_BYTES * self.tile.token_offset(BLOCK_TOKENS * block)
 
     def _warp_offset(self, head: Int32, slice_index: Int32):
-        """Words from a tile's start to the warp's rows."""
+        """Returns the words from a tile's start to the warp's rows."""
         return head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
 
     def _row_g(self, state: State):
-        """Words from the block's first row to row g, whose score the lane holds."""
+        """Returns the words from the block's first row to row g, whose score the lane holds."""
         strides = self.tile.row_strides()
         return (state.g % 2) * strides[0] + (state.g // 2 % 2) * strides[1] + (state.g // 4) * strides[2]
 
     def _row_offset(self, j: int, parity: int = 0) -> int:
-        """Words to row half j; ``parity`` 1: to the odd one of the pair of rows that lane t reads of V."""
+        """Returns the words to row half j. parity: 1 for the odd row of the pair that lane t reads of V, else 0."""
         strides = self.tile.row_strides()
         return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
 
@@ -67,11 +67,12 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         self.units_per_group = tile.k_units // tile.num_groups
 
     def unit_operands(self, state: State, low_row, high_row) -> list[list[Any]]:
-        """A operands of the MMAs of one unit of columns, from what `_load_codes` returned for rows g and g + 8."""
+        """Makes the A operands of the MMAs of one unit of columns, from what `_load_codes` returned for rows g and g +
+        8."""
         raise NotImplementedError
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """The start of a group's dot products with each block of queries. query_sums: [column] of the group."""
+        """Returns the start of a group's dot products with each block of queries. query_sums: [column] of the group."""
         return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
@@ -80,7 +81,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return product if score is None else score + product
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Registers that live as long as the warp: lane offsets; ``take_query`` adds the queries."""
+        """Makes the registers that live as long as the warp: lane offsets; ``take_query`` adds the queries."""
         state = State(lane)
         k_word = self.tile.k_word(state.t)
         row = self._warp_offset(head, slice_index) + self._row_g(state)
@@ -89,7 +90,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return state
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
-        """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
+        """Returns the scores of 32 tokens, without ``state.score_scale``: [j][column]."""
         result = []
         for pairs in self.pairs_at_once():
             rows = [2 * pair + half for pair in pairs for half in range(2)]
@@ -136,7 +137,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
 
 
 class RowValueReader(RowLoads, ValueReader):
-    """P V of raw rows: the probabilities go through the MMA times the row's scale.
+    """The base of value readers of raw rows: the MMA takes probabilities times the row's scale.
 
     Subclasses make operands of codes and read headers.
     """
@@ -152,21 +153,23 @@ class RowValueReader(RowLoads, ValueReader):
         self.num_accumulators = 4 * tile.v_units * self.unit_mmas
 
     min_scale: float = 2.0**-80
-    """Stands for smaller scales, so that log2 of zero is finite: probabilities of 2**80 may still be added up."""
+    """The least scale. It replaces smaller ones, so that log2 of a zero scale is finite; probabilities of 2**80 may
+    still be added up."""
 
     def scale(self, header) -> Any:
-        """The scale in a header, fp32: here all of it."""
+        """Returns the scale in a header as fp32; here the header is the scale."""
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """Adds the part of a token's header to the outputs."""
+        """Adds a token header's own part to the outputs; here it has none."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
-        """Packed pairs (even token, odd token) of a lane's neighbouring output rows, from both tokens' codes."""
+        """Returns packed pairs (even token, odd token) of a lane's neighbouring output rows, from both tokens'
+        codes."""
         raise NotImplementedError
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
-        """Registers that live as long as the warp: lane offsets, accumulators."""
+        """Makes the registers that live as long as the warp: lane offsets, accumulators."""
         state = State(lane)
         state.lane_offsets = ptx.pinned(Int32(WORD_BYTES * self._codes_start(state, head, slice_index)))
         headers = self._warp_offset(head, slice_index) + self._row_g(state)
@@ -175,16 +178,16 @@ class RowValueReader(RowLoads, ValueReader):
         return state
 
     def _codes_start(self, state: State, head: Int32, slice_index: Int32):
-        """Words from a tile's start to the first ones whose codes the lane reads, less the headers."""
+        """Returns the words from a tile's start to the first codes that the lane reads, less the headers."""
         return self._warp_offset(head, slice_index) + self._row_t(state) + self.tile.v_word(state.g)
 
     def _row_t(self, state: State):
-        """Words from the block's first row to the even one of the pair of rows that lane t reads."""
+        """Returns the words from the block's first row to the even row of the pair that lane t reads."""
         strides = self.tile.row_strides()
         return (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
-        """The headers of the block's rows: [j][group]."""
+        """Returns the headers of the block's rows: [j][group]."""
         return [self._load_header(state.header_offset + tile_address, block_offset, j) for j in range(4)]
 
     def log_scale(self, headers, j: int):
@@ -194,11 +197,11 @@ class RowValueReader(RowLoads, ValueReader):
         return ptx.log2(largest)
 
     def group_of(self, unit: int) -> int:
-        """Group of the columns of a unit of the output."""
+        """Returns the group of the columns of a unit of the output."""
         return unit * self.tile.v_unit // self.tile.group_width
 
     def accumulator(self, unit: int, code: int, column: int) -> int:
-        """Accumulator of a lane's ``code``-th output row of a unit."""
+        """Returns the accumulator of a lane's ``code``-th output row of a unit."""
         return self.place(unit * self.unit_mmas + code // 2, code % 2, column)
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
@@ -219,7 +222,7 @@ class RowValueReader(RowLoads, ValueReader):
                 self._accumulate_unit(state, unit, words, operands[pair][self.group_of(unit)])
 
     def _probability_operands(self, state: State, probabilities, headers):
-        """B operands [pair][group][block] of P * scale, tokens along the contraction."""
+        """Makes B operands [pair][group][block] of P * scale, tokens along the contraction."""
         blocks = range(self.config.mainloop.blocks_per_warp)
         result = []
         for pair in range(2):
@@ -241,7 +244,7 @@ class RowValueReader(RowLoads, ValueReader):
         return WORD_BYTES * (self._row_offset(j, parity) + words)
 
     def _accumulate_unit(self, state: State, unit: int, words, operands):
-        """One unit of columns: words [half][parity] of four tokens, operands [block] B registers."""
+        """Accumulates one unit of columns. words: [half][parity] of four tokens. operands: [block] B registers."""
         rows = [self.code_pairs(state, *pair) for pair in words]  # [half][output row of the lane]
         for mma in range(self.unit_mmas):
             if self.lane_codes == 1:
@@ -251,7 +254,7 @@ class RowValueReader(RowLoads, ValueReader):
             self.multiply_add(state, unit * self.unit_mmas + mma, a, operands, "f16")
 
     def outputs(self, state: State):
-        """The warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        """Returns the warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
         terms = self.output_terms(state)
         result = []
         for unit in range(self.tile.v_units):
@@ -265,7 +268,7 @@ class RowValueReader(RowLoads, ValueReader):
         return result
 
     def output_terms(self, state: State):
-        """The terms of :meth:`output` that many outputs share."""
+        """Returns the terms of :meth:`output` that many outputs share."""
 
     def output(self, value, unit: int, code: int, column: int, terms):
         """Returns the output number of an accumulator."""
@@ -273,5 +276,5 @@ class RowValueReader(RowLoads, ValueReader):
 
 
 def _multiply(dot, a, b):
-    """One MMA: 16 columns, or 8 where a unit has no more."""
+    """Issues one MMA over 16 columns, or over 8 where a unit has no more."""
     return (ptx.mma_m16n8k16 if len(b) == 2 else ptx.mma_m16n8k8)(dot, a, b, dtype="f16")

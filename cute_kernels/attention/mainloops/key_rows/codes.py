@@ -1,8 +1,8 @@
-"""Rows of codes in shared memory to A operands of wgmma: keys as they lie, values transposed.
+"""Turns rows of codes in shared memory into A operands of wgmma: keys as they lie, values transposed.
 
 A warp's keys are 16 rows of tokens; its values 32 columns of all of its warpgroup's 64 tokens. ldmatrix moves pairs of
-bytes: of keys a lane gets a word of a row, of values, transposed, the same two bytes of two tokens. Which columns a
-lane's codes are of is free, as long as the queries' operand, and whoever writes sums, knows it:
+bytes: of keys a lane gets a word of a row, of values, transposed, the same two bytes of two tokens. A lane may hold the
+codes of any columns, as long as the queries' operand and the writer of the sums use the same:
 
     bytes    keys: step s of 16 columns has 16 s + 4 t + (0, 1) and (2, 3)
              values: sum (m, i) is column 32 w + 16 m + 2 g + i; after a scale 32 w + 4 g + 2 m + i
@@ -42,8 +42,8 @@ HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
 def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
-    """The constant `MAGIC`, hidden from the compiler: an instruction that masks a nibble and adds it has room for one
-    constant. Then which halves of two words a lane takes, for `PairedNibbleRows`.
+    """Returns both numbers of `MAGIC`, and which halves of two words a lane takes in `PairedNibbleRows`. `MAGIC` is
+    hidden from the compiler, since the instruction that masks a nibble and adds it has room for one constant.
 
     number: any number of at most 31 bits.
     """
@@ -53,8 +53,8 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
 
 @pure
 def twice(word: Uint32, half: int) -> Asm[Uint32]:
-    """One half of a word, 0 or 1, in both halves. It compiles to a move, which the instructions that multiply with it
-    absorb."""
+    """Copies one half of a word, 0 or 1, to both halves. It compiles to a move, which the instructions that multiply
+    with it absorb."""
     own = ("low", "high")[half]
     return Asm(f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}")
 
@@ -65,7 +65,7 @@ def of_lanes(word, index: int):
 
 
 class ByteRows:
-    """Rows of 128 bytes."""
+    """Rows of 128 bytes without headers, one code a byte."""
 
     row_bytes = HEAD_DIM
     shifted = headed = False
@@ -75,22 +75,22 @@ class ByteRows:
         self.codes = codes
 
     def group_place(self, group):
-        """Bytes from a tile to a warpgroup's rows."""
+        """Returns the bytes from a tile to a warpgroup's rows."""
         return group * (GROUP_TOKENS * self.row_bytes)
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """No shift: rows begin where they are to be, unlike those of :meth:`ScaledByteRows.shifts`."""
+        """Returns zeros: these rows are not shifted, unlike those of :meth:`ScaledByteRows.shifts`."""
         return 0, 0, 0
 
     @staticmethod
     def swizzle(row):
-        """The number that is xored with the number of a chunk."""
+        """Returns the number that is xored with a chunk's number."""
         return row % 8
 
     # -- keys -----------------------------------------------------------------------------------------------------
 
     def key_place(self, warp, lane):
-        """Bytes from a warpgroup's rows to the address that a lane gives ldmatrix."""
+        """Returns the bytes from a warpgroup's rows to the address that a lane gives ldmatrix."""
         matrix, row = lane // 8, lane % 8
         return (warp * WARP_TOKENS + row + 8 * (matrix % 2)) * self.row_bytes + (matrix // 2 ^ row) * CHUNK_BYTES
 
@@ -106,7 +106,7 @@ class ByteRows:
         return 0
 
     def key_header_place(self, group, warp, lane) -> Any:
-        """Bytes to the headers of a lane's tokens."""
+        """Returns the bytes from :meth:`header_start` to the headers of a lane's tokens; 0 without headers."""
         return 0
 
     def load_key_headers(self, address) -> list[Any]:
@@ -114,7 +114,7 @@ class ByteRows:
         return []
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
-        """A registers for each step of 16 columns. magic: as `magic_of` returns it."""
+        """Makes the A registers for each step of 16 columns. magic: as `magic_of` returns it."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word) for word in (low, high))
@@ -143,7 +143,7 @@ class ByteRows:
         return []
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
-        """A registers of the two MMAs of a step of 16 tokens."""
+        """Makes the A registers of the two MMAs of a step of 16 tokens."""
         own = words[4 * step : 4 * step + 4]
         result = []
         for mma in range(2):
@@ -153,7 +153,7 @@ class ByteRows:
 
     @staticmethod
     def column(warp, lane, mma):
-        """The column of the accumulator of row half 0; that of row half 1 is the next one."""
+        """Returns the column of the accumulator of row half 0; the column of row half 1 is the next one."""
         return 32 * warp + 16 * mma + 2 * (lane // 4)
 
     @staticmethod
@@ -168,7 +168,7 @@ class ByteRows:
 
     @staticmethod
     def query_pairs(values):
-        """The operand's two pairs of the four numbers."""
+        """Returns the two pairs in which the operand takes a lane's four numbers."""
         return (values[0], values[1]), (values[2], values[3])
 
 
@@ -188,8 +188,8 @@ class ScaledByteRows(ByteRows):
         return row * 0
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """The bytes by which a lane's rows are shifted. Keys: of tokens g of every 8. Values: of tokens 2 t, and how
-        much more the next ones are. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4
+        """Returns the bytes by which a lane's rows are shifted: keys of tokens g of every 8, values of tokens 2 t, and
+        how much more tokens 2 t + 1 are. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4
         tokens."""
         start = head * rows.head_bytes.to(Int32)
 
@@ -200,7 +200,7 @@ class ScaledByteRows(ByteRows):
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
     def scale_place(self, group, row):
-        """Bytes from a tile to the scale of a warpgroup's row that is not shifted."""
+        """Returns the bytes from a tile to the scale of a warpgroup's row, before the row's shift is added."""
         return self.group_place(group) + row * self.row_bytes
 
     # -- keys -----------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class PairedByteRows(ScaledByteRows):
 
 
 class NibbleRows:
-    """Rows of 64 bytes, multiplied out: half of code * scale + shift, rounded once to fp16."""
+    """Rows of INT4 codes, 64 bytes each. They become half of code * scale + shift, rounded once to fp16."""
 
     row_bytes = HEAD_DIM // 2
     shifted = headed = False
@@ -277,7 +277,7 @@ class NibbleRows:
         return row // 2 % 4
 
     def numbers(self, word, magic, scales, shifts) -> list[Uint32]:
-        """Pairs (i, i + 4) of a word's nibbles. shifts: halves of them."""
+        """Decodes a word's nibbles to pairs (i, i + 4). shifts: halves of the shifts."""
         result = []
         for index in range(4):
             own = word if index < 2 else word >> 8
@@ -287,7 +287,7 @@ class NibbleRows:
         return result
 
     def made(self, scales, shifts) -> tuple[Uint32, Uint32]:
-        """The scales and shifts that :meth:`numbers` makes from headers."""
+        """Returns scales and shifts of headers as :meth:`numbers` takes them."""
         return scales, ptx.mul_f16x2(shifts, Uint32(HALF))
 
     def key_place(self, warp, lane):
@@ -335,12 +335,12 @@ class NibbleRows:
         ]
 
     def value_header_place(self, group, warp, lane):
-        """Bytes to the headers of tokens 8 g + 2 t and the next one."""
+        """Returns the bytes to the headers of tokens 8 g + 2 t and the next one."""
         return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
-        """Loads scales and halves of shifts of the lane's two tokens of every 8. All lanes with its t need the same
-        ones, so each converts those of 8 tokens and shares them."""
+        """Loads scales and halves of shifts of the lane's two tokens of every 8. All lanes with the same t need the
+        same headers, so each lane converts those of 8 tokens and shares them."""
         even, odd = self.load_two_headers(address)
         scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
         return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
@@ -349,7 +349,7 @@ class NibbleRows:
         return ptx.load_shared_vector(address, 0, 2)
 
     def value_word(self, words, index: int, magic):
-        """The word with the codes of 8 tokens."""
+        """Returns the word with the codes of 8 tokens."""
         return words[index]
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
@@ -464,7 +464,7 @@ class PairedNibbleRows(HeadedNibbleRows):
         ]
 
     def value_word(self, words, index: int, magic):
-        """The lane's two bytes of both tokens."""
+        """Returns the lane's two bytes of both tokens."""
         return ptx.prmt(words[2 * index], words[2 * index + 1], magic[2])
 
     def value_header_place(self, group, warp, lane):
@@ -472,7 +472,7 @@ class PairedNibbleRows(HeadedNibbleRows):
 
 
 def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
-    """The class that makes operands of a format's rows. paired: whether those of two heads lie together."""
+    """Returns the object that makes operands of a format's rows. paired: whether the rows of two heads lie together."""
     if form.code_bits < 8:
         if paired:
             return PairedNibbleRows()

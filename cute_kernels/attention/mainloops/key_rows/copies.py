@@ -1,10 +1,11 @@
 """Producer warps that copy raw rows of codes into the order that ldmatrix reads, without decoding.
 
 Tensor maps copy rows of 128 bytes and, where `ExtendConfig.mapped` says so, rows with their headers. Tokens that no
-query sees become zeros. So a tile's last rows, and all rows of other calls, are copied by cp.async: in pieces of 16
-bytes where rows are multiples of them, else in words. Rows of a scale and bytes are copied from the last multiple of 16
-bytes before them on, by maps or in pieces, see `codes.ScaledByteRows`. A tile is full when all of its pieces have
-arrived on its barrier, asynchronously: a warp issues tiles as long as there are free stages.
+query sees become zeros, which no tensor map writes. So rows of a tile with such tokens, and all rows of other
+configurations, are copied by cp.async: in pieces of 16 bytes where rows are multiples of them, else in words. Rows of a
+scale and bytes are copied from the last multiple of 16 bytes before them on, by maps or in pieces, see
+`codes.ScaledByteRows`. A tile is full when all of its pieces have arrived on its barrier, asynchronously: a warp issues
+tiles as long as there are free stages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from cute_kernels.device.pipeline import PipelineState
 
 
 def _aligned(address: Int64) -> Int64:
-    """The last multiple of 16 up to an address."""
+    """Returns the last multiple of 16 up to an address."""
     return address & ~Int64(CHUNK_BYTES - 1)
 
 
@@ -49,7 +50,8 @@ class TileRows:
         self.runs, self.by_tma = runs, by_tma
 
     def lane_place(self, lane):
-        """Returns (row of a step, bytes of its codes before the lane's piece, its place from the step's first row)."""
+        """Returns (row of a step, bytes of its codes before the lane's piece, the piece's offset from the step's first
+        row)."""
         below, first = lane // self.row_pieces, lane % self.row_pieces * self.piece_bytes
         place = below * self.rows.row_bytes + (first ^ (self.rows.swizzle(below) * CHUNK_BYTES))
         return below, first, place
@@ -117,7 +119,7 @@ class TileRows:
         return wgmma_tiles.tile_layout(rows, self.rows.row_bytes, Uint8)
 
     def tensor(self, pointer) -> cute.Tensor:
-        """A run's rows at a pointer to shared memory."""
+        """Returns the tensor of a run's rows at a pointer to shared memory."""
         rows = self.runs.rows
         if self.of_tokens:
             return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), self.place_of(rows))

@@ -23,13 +23,13 @@ TOP_BYTES = 4 * MMA_WARPS
 
 @effect
 def arrive_if(condition: Int32, barrier: Int32) -> Asm[None]:
-    """Arrives on the mbarrier at an address."""
+    """Arrives on the mbarrier at an address, in lanes whose condition is not 0."""
     return Asm("{ .reg .pred p; setp.ne.u32 p, $0, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; }")
 
 
 @effect
 def store_word_if(condition: Int32, address: Int32, word: Int32) -> Asm[None]:
-    """Stores a word in shared memory."""
+    """Stores a word in shared memory, in lanes whose condition is not 0."""
     return Asm("{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.u32 [$1], $2; }")
 
 
@@ -49,8 +49,8 @@ class KeyRowsMemory:
         headers: [stage][header words of K, then those of V][token], a word each.
         queries: of each head a B operand [tile_rows, head_dim], by slabs of 64 columns.
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
-        told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: what warps tell each other.
-        tops: fp32 [8], of each warp's queries; then a word for each warpgroup, see `flag`.
+        told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: numbers that warps exchange.
+        tops: fp32 [8], the greatest number of each warp's queries; then a word for each warpgroup, see `flag`.
         slots, work: as `loads.memory.ExtendMemory` has them.
         tile_pipeline: of K's tile and V's together: a consumer waits once a block, and arrives once.
     """
@@ -103,7 +103,7 @@ class KeyRowsMemory:
         )
 
     def init_barriers(self) -> None:
-        """One thread initialises all barriers, before any other uses them."""
+        """Initialises all barriers; one thread calls it before any other uses them."""
         self.tile_pipeline.init()
         self.work.init()
         fence_init()
@@ -114,20 +114,20 @@ class KeyRowsMemory:
         return self.tile_pipeline, self.tile_pipeline
 
     def flag(self, group):
-        """The address of the flag, 0 or 1, that a warp of a warpgroup has probabilities that are too large."""
+        """Returns the address of a warpgroup's flag: 1 if one of its warps has too large probabilities, else 0."""
         return self.tops + TOP_BYTES + 4 * group
 
     def tile(self, operand: int, stage):
-        """Address of a tile's codes."""
+        """Returns the address of a tile's codes."""
         return self.tiles + self.tile_offset(operand, stage)
 
     def tile_offset(self, operand: int, stage):
-        """Bytes from the first tile."""
+        """Returns the bytes from the first tile to a tile."""
         sizes = self.shape.tile_bytes
         return operand * self.config.pipeline.num_stages * sizes[0] + stage * sizes[operand]
 
     def header(self, operand: int, stage):
-        """Address of the headers of a tile's rows: [header word][token]."""
+        """Returns the address of the headers of a tile's rows: [header word][token]."""
         sizes = self.shape.header_bytes
         return self.headers + stage * sum(sizes) + operand * sizes[0]
 

@@ -8,8 +8,8 @@ they are written again.
 A warpgroup issues all of its MMAs in one turn: scores of a block, then values of the one before, which become operands
 while the scores are computed. Its softmax overlaps with the other warpgroup's turn. A warp that issues MMAs with
 register operands waits for the ones before, so all else stands before or after a turn. A block is a chain of waits, so
-codes are loaded ahead: of values before a turn, of keys after the block before, whose softmax hides the test whether
-they have arrived.
+codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are loaded after the block before, whose
+softmax hides the test whether they have arrived.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sums:
     Attributes:
         values: fp32 [2 MMAs][columns][2 row halves], as `results.sum_index` has it.
         softmax: by column; references are alike in all lanes of a warpgroup.
-        probabilities: bytes from the first to the next tile's place of probabilities.
+        probabilities: offset in bytes of the buffer that takes the next block's probabilities.
     """
 
     values: RegisterTensor[Float32]
@@ -71,14 +71,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Ahead:
-    """The block that follows.
+    """The next block, whose keys are loaded ahead.
 
     Attributes:
         codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
         state: where its tiles are in the pipeline.
         missing: whether there is such a block, and its tiles had not arrived when asked.
-        source: the stage to load from: for the last block its own number, whose codes are not used.
-        start: where there the lane's keys lie.
+        source: the stage to load from. After the last block it is the current stage, and the codes are not used.
+        start: the address of the lane's keys in that stage.
     """
 
     codes: RegisterTensor[Uint32]
@@ -90,10 +90,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Lane:
-    """The position of a thread. group: 0 or 1, the warpgroup; warp: 0 to 3, in it. keys, values: bytes from a tile
-    to the lane's. probabilities: their shared address in the first of the warpgroup's buffers. headers: bytes from
-    where those of K and of V start to the lane's. scales: the shifts of its rows of K and V; next_value: from values of
-    its first token to those of its next one. magic: as `magic_of` returns it."""
+    """The position of a thread. group: 0 or 1, the warpgroup; warp: 0 to 3, in it. keys, values: bytes from a tile to
+    the lane's codes. probabilities: the lane's shared address in the first of the warpgroup's buffers. headers: bytes
+    from the start of K's and of V's headers to the lane's. scales: the shifts of its rows of K and V. next_value: bytes
+    from the values of its first token to those of its next. magic: as `magic_of` returns it."""
 
     group: Int32
     warp: Int32
@@ -158,14 +158,14 @@ class KeyRowsConsumer:
         )
 
     def with_probabilities(self, start: Lane, memory) -> Lane:
-        """The same with the address of its probabilities, which is then not computed again in each block."""
+        """Returns ``start`` with the address of its probabilities, so that no block computes it again."""
         return replace(
             start, probabilities=ptx.pinned(Int32(self.own_probabilities(memory, start) + start.probabilities))
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
-        """The same for a work tile whose rows may begin anywhere and are shifted in shared memory. Computing the
-        addresses again in each block would add 100 clocks to its critical path."""
+        """Returns ``start`` for a work tile, whose rows may be shifted in shared memory. Computing the addresses again
+        in each block would add 100 clocks to its critical path."""
         keys, values = self.keys, self.values
         key, _, _ = keys.shifts(source.keys, work.head, start.lane)
         value, even, more = values.shifts(source.values, work.head, start.lane)
@@ -183,7 +183,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def attend(self, shape, operands, features, work, memory, place, state: PipelineState):
-        """One work tile; the pipeline's next state."""
+        """Processes one work tile. Returns the pipeline's next state."""
         pipeline = memory.tile_pipeline
         span = self.worker.span(shape, work)
         from_fp16 = self.queries.write(shape, operands, work, memory, place.group, place.warp, place.lane)
@@ -222,8 +222,8 @@ class KeyRowsConsumer:
         return state
 
     def score_scale(self, operands, work, from_fp16):
-        """The factor from dot products to exponents of 2, without a row's scale. It is not 0: masked scores, -inf, are
-        multiplied by it."""
+        """Returns the factor from dot products to exponents of 2, without a row's scale. It is not 0: masked scores,
+        -inf, are multiplied by it."""
         scale = operands.softmax_scale * (ptx.LOG2_E * self.config.units[0]) * from_fp16
         if has_head_scale(self.config.formats[0]):
             scale = scale * load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
@@ -239,19 +239,20 @@ class KeyRowsConsumer:
     # -- probabilities ------------------------------------------------------------------------------------------------
 
     def own_probabilities(self, memory, place):
-        """Shared address of the warpgroup's two places."""
+        """Returns the shared address of the warpgroup's two buffers of probabilities."""
         return memory.probabilities + place.group * (2 * self.shape.probability_bytes)
 
     def last_place(self, memory, sums, place):
         return self.own_probabilities(memory, place) + (self.shape.probability_bytes - sums.probabilities[0])
 
     def is_first(self, place):
-        """1 in a warpgroup's first thread."""
+        """Returns 1 in a warpgroup's first thread, else 0."""
         return cutlass.select_((place.warp == 0) & (place.lane == 0), Int32(1), Int32(0))
 
     @cute.jit
     def clear_probabilities(self, memory, sums, place):
-        """Writes zeros for the first turn, which has no block before; no probability is too large yet."""
+        """Writes zero probabilities for the first turn, which has no block before, and clears the flag of too large
+        ones."""
         start = self.last_place(memory, sums, place) + CHUNK_BYTES * (place.warp * WARP_THREADS + place.lane)
         size = self.shape.probability_bytes
         for offset in cutlass.range_constexpr(0, size, CHUNK_BYTES * WARPGROUP_THREADS):
@@ -294,7 +295,7 @@ class KeyRowsConsumer:
         return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
 
     def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
-        """Loads codes and headers of values, those of the block before the one whose keys are multiplied. They become
+        """Loads codes and headers of the values of the block before the one whose keys are multiplied. They become
         operands while the products of keys are computed."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
         address = self.values.header_start(memory, VALUES, stage) + place.headers[VALUES]
@@ -303,7 +304,7 @@ class KeyRowsConsumer:
     # -- products -----------------------------------------------------------------------------------------------------
 
     def add_values(self, memory, sums, place, values) -> None:
-        """Issues the products of the block before: its values, by `fetch_values`, and their probabilities."""
+        """Issues P V of the block before. values: as `fetch_values` returns them."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
         words, headers = values
         mmas = range(2)
@@ -345,7 +346,7 @@ class KeyRowsConsumer:
         return finished[len(own) :]
 
     def _places(self, mma: int) -> range:
-        """Places of an MMA's accumulators, in the order of its registers."""
+        """Returns the indices of an MMA's accumulators, in the order of its registers."""
         return range(2 * self.columns * mma, 2 * self.columns * (mma + 1))
 
     def _set(self, sums, values) -> None:
@@ -428,7 +429,7 @@ class KeyRowsConsumer:
                 s[index] = cutlass.select_(seen, s[index], -Float32.inf)
 
     def tree_sees(self, shape, features, work, query, token):
-        """Whether the tree's mask shows a token to one of the request's queries."""
+        """Returns whether the tree's mask shows a token to one of the request's queries."""
         number, new = cutlass.min(work.q_start + query, shape.total_q - 1), token - work.before
         address = features.tree_mask + (Int64(number) * features.tree_words + Int64(new >> 5)) * 4
         word = load_word_below(new >> 5, features.tree_words, address)
@@ -460,8 +461,8 @@ class KeyRowsConsumer:
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, memory, place):
-        """Whether some thread has probabilities that are too large. Probabilities that were written before are visible
-        to MMAs then."""
+        """Returns whether some thread has probabilities that are too large. Probabilities that were written before are
+        visible to MMAs then."""
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_warpgroup(place.group)
         return Int32(ptx.load_shared(memory.flag(place.group), 0))
@@ -469,8 +470,8 @@ class KeyRowsConsumer:
     def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
         """Writes P * scale of V, and P's sums into ``totals``. Returns whether one is too large for fp16.
 
-        target: address of the lane's. bounds: as `bounds_of` returns them, where the reference is no less than any
-        logit. Logits of 2^30 are rounded by more than fp16 holds, which no other reference would help.
+        target: the lane's address. bounds: as `bounds_of` returns them, once the reference is no less than any logit.
+        They clamp logits of 2^30, which are rounded by more than fp16 holds, whatever the reference.
         """
         largest: Any = None
         for first in range(0, self.blocks, 2):
@@ -497,13 +498,13 @@ class KeyRowsConsumer:
         return product > 2.0**RESCALE_SLACK
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
-        """A logit as an exponent of 2, less the reference; with ``start``, added to that instead."""
+        """Returns a logit as an exponent of 2, less the reference; with ``start``, plus ``start`` instead."""
         start = -sums.softmax.references[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
     def bounds_of(self, value_scales) -> list[Any]:
-        """The amounts added to the logits of the lane's two tokens, in a reference under which P * scale of V is at
-        most 1."""
+        """Returns log2 of V's scales of the lane's two tokens. With a reference of at least logit + bound, P * scale of
+        V is at most 1."""
         if not self.value_scale:
             return [Float32(0.0)] * 2
         return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]

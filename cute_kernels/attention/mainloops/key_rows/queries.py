@@ -1,4 +1,4 @@
-"""Queries of a work tile as the B operand of products with keys: fp16, by a power of 2 that all of them share."""
+"""Writes the queries of a work tile as the B operand of MMAs with keys: in fp16, times a power of 2 that all share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOP_EXPONENT = TOP_EXPONENTS["fp16"]
 
 
 def sync_head(heads: int, group) -> None:
-    """The consumer warps of a KV head wait for each other: all of them, or of two ``heads`` a warpgroup."""
+    """Synchronises the consumer warps of a KV head: all of them, or one warpgroup if a work tile has two ``heads``."""
     if heads == 1:
         sync_consumers()
     else:
@@ -31,8 +31,8 @@ def sync_head(heads: int, group) -> None:
 
 
 class QueryWriter:
-    """Writes rows of a work tile: warp w of a KV head's 8 (or of two heads' 4 each) writes rows w, w + 8, ... (w + 4,
-    ...)."""
+    """Writes the queries of a work tile. Warp w of a KV head's 8 writes rows w, w + 8, ...; with two heads, warp w of a
+    head's 4 writes rows w, w + 4, ..."""
 
     def __init__(self, config: ExtendConfig):
         self.config, self.rows = config, rows_of(config.formats[0])
@@ -44,13 +44,13 @@ class QueryWriter:
         self.tile_bytes = config.key_rows.query_bytes
 
     def tile(self, memory, group):
-        """Address of the queries that a warpgroup multiplies with."""
+        """Returns the address of the queries that a warpgroup multiplies with."""
         return memory.queries if self.heads == 1 else memory.queries + group * self.tile_bytes
 
     @cute.jit
     def write(self, shape, operands, work, memory, group: Int32, warp: Int32, lane: Int32):
-        """Writes the queries, and returns the factor of scores for the queries' power of 2. The last tile's queries are
-        not read any more."""
+        """Writes the queries, and returns the factor of scores for the queries' power of 2. Callers see to it that no
+        MMA reads the last tile's queries any more."""
         own_tops = memory.tops + 4 * (group * WARPGROUP_WARPS)
         if const_expr(self.heads == 1):
             warp = group * WARPGROUP_WARPS + warp
@@ -74,13 +74,13 @@ class QueryWriter:
         return from_fp16
 
     def size_of(self, value) -> Any:
-        """The part of a number that decides the power of 2. An infinite number has none, or the other rows would become
-        zeros."""
+        """Returns the absolute value of a number, by which the power of 2 is chosen. It is 0 for infinity, or the other
+        rows would become zeros."""
         size = ptx.absolute(value)
         return cutlass.select_(size < math.inf, size, Float32(0.0))
 
     def load(self, shape, work, queries, warp, lane) -> list[list[Float32]]:
-        """Loads four numbers of each of the warp's rows; zeros of those that the request does not have."""
+        """Loads four numbers of each of the warp's rows; zeros for rows that the request does not have."""
         column, distance = self.rows.query_columns(lane)
         values = []
         for i in range(self.count):

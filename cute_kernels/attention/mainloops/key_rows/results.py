@@ -1,8 +1,8 @@
 """Combines the accumulators of two warpgroups, each over half of the keys, into the result or a split's part of it.
 
-What is to be known of a row, a thread of its own finds, once: with what each warpgroup's sums are to be multiplied, and
-where the row goes. Each warpgroup takes one of the two MMAs' columns and gives the other one's away, through the places
-of its probabilities.
+One thread per row computes what all threads need: the factor of each warpgroup's sums, and where the row goes. Each
+warpgroup keeps the columns of one of its two MMAs. It sends the other MMA's columns to the other warpgroup, through its
+buffers of probabilities.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOWHERE = -1  # the number of a row that the request does not have
 
 
 def sum_index(column: int, half: int) -> int:
-    """The register of an MMA for a lane's column 2 block + c, in its row half."""
+    """Returns the accumulator of an MMA for a lane's ``column``, 2 block + c, and row half."""
     return column // 2 * 4 + 2 * half + column % 2
 
 
@@ -48,7 +48,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write(self, shape, operands, features, work, memory, sums, place):
-        """A work tile's. No products are running."""
+        """Writes the results of a work tile; no MMA may be in flight."""
         self.tell(memory, sums, place)
         if const_expr(self.heads == 1):
             self.write_together(shape, operands, features, work, memory, sums, place)
@@ -118,19 +118,19 @@ class KeyRowsResults:
         return MMA_WARPGROUPS // self.heads
 
     def factors(self, memory, first, index: int):
-        """The address of the factor of each row for a warpgroup of the KV head whose first one is given. Its queries
-        lay here, which no MMA reads any more."""
+        """Returns the address of the rows' factors for the ``index``-th warpgroup of the KV head whose first one is
+        ``first``. They overwrite the head's queries, which no MMA reads any more."""
         queries = memory.queries if self.heads == 1 else memory.queries + first * self.shape.query_bytes
         return queries + index * (4 * self.config.tile_rows)
 
     def numbers(self, memory, first):
-        """Address of the number of each row in the output or among the partial results, or NOWHERE."""
+        """Returns the address of the number of each row in the output or among the partial results, or NOWHERE."""
         return self.factors(memory, first, self.warpgroups)
 
     @cute.jit
     def finish_row(self, shape, operands, features, work, memory, row: Int32, first: Int32):
-        """Computes of one row what all threads need: its log-sum-exp, or a split's weight. first: the first warpgroup
-        of its KV head."""
+        """Computes one row's factors and number for all threads. Stores its log-sum-exp, or its weight in a split.
+        first: the first warpgroup of its KV head."""
         config = self.config
         exists = work.first_row + row < work.num_rows
         number, _, head = query_row(shape, work, cutlass.select_(exists, work.first_row + row, work.first_row))
@@ -183,7 +183,7 @@ class KeyRowsResults:
         return 16 * (place.warp * WARP_THREADS + place.lane)
 
     def block_places(self, mma: int, block: int) -> list[int]:
-        """Places of a block's four accumulators: [row half][column]."""
+        """Returns the indices of a block's four accumulators: [row half][column]."""
         return [2 * self.columns * mma + sum_index(2 * block + c, half) for half in range(2) for c in range(2)]
 
     @cute.jit
@@ -209,7 +209,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write_own_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place):
-        """Writes all rows and columns of a warpgroup's KV head, of so many bytes a number."""
+        """Writes all rows and columns of a warpgroup's KV head, as numbers of ``size`` bytes."""
         row_bytes = self.config.head_dim * size
         factors = self.factors(memory, place.group, 0) + 8 * (place.lane % 4)
         numbers = self.numbers(memory, place.group) + 8 * (place.lane % 4)
