@@ -1,4 +1,4 @@
-"""Lists the kernels that the attention of a served model will need."""
+"""The list of kernels that the attention layers of a served model need."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.spec import KernelSpec
 
 BATCHES = (*range(1, 65), *range(72, 4097, 8))
-"""Requests of a decoding step that kernels are looked for: those of numbers in between are the same."""
+"""Batch sizes of decode steps for which kernels are looked up. A batch size in between uses the same kernels as a
+neighbour."""
 PART_BATCHES = (1, *range(8, 257, 8))
-"""The same of requests that continue a prompt by few tokens, which are cut into requests of their own."""
+"""Batch sizes, as in `BATCHES`, of requests that continue a prompt by few tokens."""
 
 
 def batches_up_to(most: int) -> tuple[int, ...]:
-    """The BATCHES that steps of up to ``most`` requests want kernels of; the same for every engine."""
+    """Returns the `BATCHES` whose kernels cover steps of up to ``most`` requests."""
     below = bisect.bisect_left(BATCHES, most)
     return BATCHES[: below + 1]
 
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """A layer of attention, as far as its kernels depend on it. Engines' own objects of layers have the same fields."""
+    """The settings of an attention layer that its kernels depend on. Engines' own layer objects have the same
+    fields."""
 
     formats: Formats
     head_size: int
@@ -58,11 +60,12 @@ class EngineLayer:
 
 @dataclass(frozen=True)
 class Decodes:
-    """The decoding steps of an engine.
+    """The settings of an engine's decode steps.
 
-    batches: requests of a step. q_len: most new tokens of a request, where they are speculated. max_seq_len, page_size:
-    of the block table. dtype: of queries. invariant: whether extend attention serves them as well, so that a token's
-    result does not depend on the batch. ranks: GPUs that share out a request's tokens, and have queries of all heads.
+    batches: numbers of requests of a step. q_len: most new tokens of a request; more than 1 with speculative decoding.
+    max_seq_len, page_size: of the block table, in tokens. dtype: of queries. invariant: whether extend attention also
+    serves decode steps, so that a token's result does not depend on the batch. ranks: GPUs among which a request's
+    cached tokens are split; each gets the queries of all heads.
     """
 
     batches: tuple[int, ...]
@@ -82,16 +85,18 @@ def can_extend(formats: Formats, head_size: int) -> bool:
 
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:
-    """Whether extend attention unpacks such caches to 16 bits for many queries, or receives them so."""
+    """Returns whether extend attention with many queries reads these formats as 16 bits: stored so, or unpacked by its
+    own kernel."""
     config = _extend_config(formats, head_size, "fp16", 16, PLAIN)
     return not config.coded or config.why_as_it_lies is None
 
 
 def key_rows_of(impl: Foreign) -> ExtendConfig | None:
-    """The configuration with keys as rows of MMAs for a layer's requests of the most queries that it takes; None if
+    """Returns the extend kernel's configuration with keys as rows of MMAs, for a layer's longest requests; None if
     there is none.
 
-    The kernel of whole pages: whether tensor maps bring rows, and of how many heads, is the same to how many queries.
+    The configuration is of whole pages. TMA loads and the number of heads of a tile do not depend on the number of
+    queries.
     """
     if not can_extend(impl.formats, impl.head_size):
         return None
@@ -103,8 +108,7 @@ def key_rows_of(impl: Foreign) -> ExtendConfig | None:
 def why_not_invariant(formats: Formats, head_size: int) -> str | None:
     """Returns why a token's result would depend on the batch; None if it does not.
 
-    Extend attention uses the greatest scale of a tile of V's rows, and which rows a tile has depends on how a prompt is
-    cut.
+    Extend attention uses the greatest scale of a tile of V's rows. The rows of a tile depend on how a prompt is split.
     """
     if not can_extend(formats, head_size):
         return f"head size {head_size}, which extend attention does not serve"
@@ -119,13 +123,14 @@ def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: in
 
 
 def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
-    """The kernels of layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long continuations."""
+    """Returns the kernels of attention layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long
+    continuations."""
     num_sms, kinds = GPU.num_sms(device), {_kind(impl): impl for impl in impls}
     return list(dict.fromkeys(spec for impl in kinds.values() for spec in _specs_of(impl, decodes, num_sms)))
 
 
 def _kind(impl: Foreign) -> tuple[object, ...]:
-    """The part of a layer that its kernels depend on; most layers of a model are alike."""
+    """Returns the settings of a layer that its kernels depend on. Most layers of a model have equal ones."""
     shape = impl.formats, impl.head_size, impl.num_heads, impl.num_kv_heads
     options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None, reads_anothers_cache(impl)
     return *shape, *options, row_transform_of(impl.transform, shift=False)
@@ -137,13 +142,16 @@ def reads_anothers_cache(impl: Foreign) -> bool:
 
 
 def _sees_shift(impl: Foreign) -> bool:
-    """Whether the result depends on what the center of keys takes off the scores, which kernels then add."""
+    """Returns whether kernels must add back to the scores what subtracting the center of keys takes off.
+
+    Softmax ignores a common shift, unless the layer has a soft cap or sinks.
+    """
     centred = impl.transform is not None and impl.transform.k_center is not None
     return centred and (impl.soft_cap is not None or impl.sinks is not None)
 
 
 def specs_of(impl: Foreign, decodes: Decodes, num_sms: int) -> list[KernelSpec]:
-    """The kernels of one layer on a GPU of so many SMs."""
+    """Returns the kernels of one layer on a GPU with ``num_sms`` SMs."""
     return list(dict.fromkeys(_specs_of(impl, decodes, num_sms)))
 
 

@@ -1,4 +1,4 @@
-"""`cute-kernels calibrate`: its arguments and its output. transformers is imported when it runs."""
+"""The `cute-kernels calibrate` command: its arguments and its output. It imports transformers only when it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 64  # that are timed
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Adds the command to what `add_subparsers` made."""
+    """Adds the `calibrate` command to ``commands``, the result of `add_subparsers`, and returns its parser."""
     command = commands.add_parser(
         "calibrate",
         help="find the transforms and scales of a model's KV cache on your text",
@@ -89,7 +89,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def kv_format(text: str) -> str | tuple[str, str] | LayerFormats:
-    """A format, or two with a comma between them, or a file of formats by layer, as an argument."""
+    """Parses an argument: a format, or K's and V's with a comma between them, or a .json file of formats by layer."""
     names = text.split(",")
     try:
         if text.endswith(".json"):
@@ -101,14 +101,14 @@ def kv_format(text: str) -> str | tuple[str, str] | LayerFormats:
 
 
 def positive(text: str) -> int:
-    """A number of at least 1 as an argument."""
+    """Parses an argument: an integer of at least 1."""
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
     return int(text)
 
 
 def count(text: str) -> int:
-    """A number of at least 0 as an argument."""
+    """Parses an argument: an integer of at least 0."""
     return 0 if text == "0" else positive(text)
 
 
@@ -150,9 +150,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_step(formats: LayerFormats, model: Foreign, constants: CacheConstants, tokens: torch.Tensor) -> LayerFormats:
-    """Returns formats whose report has the time of a decode step, ms, of requests ``tokens`` [requests, tokens].
+    """Returns ``formats`` with the measured time of a decode step, in ms, in their report.
 
-    The model decodes by the kernels from then on. Errors are those of `accelerate`.
+    The step decodes prompts ``tokens`` [requests, tokens]. The model is accelerated in place. Errors are those of
+    `accelerate`.
     """
     from cute_kernels.integrations.transformers import accelerate
 
@@ -174,7 +175,7 @@ def _write_constants(path: Path, constants: CacheConstants) -> None:
 
 
 def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants) -> None:
-    """Writes formats by layer, and constants to a file of their own if there are any; prints what was measured."""
+    """Writes formats by layer, and constants, if there are any, to a file of their own. Prints what was measured."""
     formats.save(path)
     report = cast("dict[str, Any]", formats.report)
     print(f"{path}: {len(formats)} layers, {report['bytes_per_token']} bytes a token")
@@ -212,7 +213,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def tokenizer_of(name: str) -> Any:
-    """The tokenizer of a directory, a .gguf file or a name; OSError, as of transformers, if there is none."""
+    """Loads the tokenizer of a directory, a .gguf file or a name; raises transformers' OSError if there is none."""
     from transformers import AutoTokenizer
 
     where, options = _source(name)
@@ -220,7 +221,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The model, as `tokenizer_of`; by default in the dtype that it was saved in."""
+    """Loads the model of a source that `tokenizer_of` takes, by default in the dtype that it was saved in."""
     from transformers import AutoModelForCausalLM
 
     where, options = _source(name)
@@ -230,13 +231,14 @@ def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """What transformers calls it."""
+    """Returns the path or name, and the options, by which transformers loads a model."""
     path = Path(name)
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
 
 
 def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]) -> torch.Tensor:
-    """The tokens of text files, one after the other: int64 [tokens]. ValueError, naming it, for a file that is none."""
+    """Returns the tokens of text files, one after the other, int64 [tokens]. A file that is not UTF-8 is a ValueError,
+    which names it."""
     found = []
     for path in files:
         try:
@@ -247,7 +249,8 @@ def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]
 
 
 def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, length: int, many: int) -> list[Needle]:
-    """Prompts of about ``length`` tokens. Each tells a number, at depths that differ, and asks for it at its end."""
+    """Makes prompts of about ``length`` tokens. Each states a number, at a depth of its own, and asks for it at the
+    end."""
     from cute_kernels.integrations.transformers.budget import Needle
 
     drawn, needles = random.Random(0), []
@@ -269,9 +272,9 @@ def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, 
 
 
 def windows_of(tokens: torch.Tensor, length: int, most: int) -> torch.Tensor:
-    """Windows [windows, tokens] of a text, evenly spread over it, none overlapping another.
+    """Returns windows [windows, tokens] of a text. They are evenly spread and do not overlap.
 
-    One window, as long as the text, of a text shorter than ``length``; ValueError for less than 16 tokens.
+    A text shorter than ``length`` is one window. Fewer than 16 tokens are a ValueError.
     """
     if len(tokens) < 16:
         raise ValueError(f"--text: got {len(tokens)} tokens, want at least 16")

@@ -1,4 +1,4 @@
-"""KV caches of engines in formats of this package: their formats, the rows' bytes, and why a layer cannot have them."""
+"""KV caches of engines in this package's formats: the formats, the bytes of a row, and why a layer cannot have them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 @dataclass(frozen=True)
 class Formats:
-    """K's and V's format. ``name``: as calls take it."""
+    """K's and V's formats. ``name``: the formats as calls take them."""
 
     k: KvFormat
     v: KvFormat
@@ -32,10 +32,11 @@ class Formats:
 
 
 def formats_named(text: str, variable: str) -> Formats:
-    """The formats that an environment variable names: one for both of K and V, or two with a comma between them.
+    """Returns the formats that an environment variable names: one for both K and V, or two with a comma between them.
 
     Raises:
-        ValueError: there is none of that name, or it wants what engines have no place for: scales, or keys that wait.
+        ValueError: the format is unknown, or it needs something that engines do not store: given scales of another
+            shape than one per tensor, or keys that wait for their block to fill.
     """
     names = [name.strip() for name in text.split(",")]
     if CHANNEL_BLOCKS.name in names:
@@ -64,12 +65,12 @@ def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str 
 
 
 def row_bytes(formats: Formats, head_size: int) -> tuple[int, int]:
-    """Bytes of a row of K and of V: one token of one KV head."""
+    """Returns the bytes of a row of K and of V; a row is one token of one KV head."""
     return formats.k.row_bytes(head_size), formats.v.row_bytes(head_size)
 
 
 def paged(buffers: Iterable[torch.Tensor], formats: Formats, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns K's and V's pages [pages, page_size, KV heads, row] of their buffers [slots, KV heads, bytes of a
+    """Returns K's and V's pages [pages, page_size, KV heads, row] as views of buffers [slots, KV heads, bytes of a
     row]."""
     k, v = (
         buffer.view(form.cache_dtype).unflatten(0, (-1, page_size))
@@ -79,9 +80,11 @@ def paged(buffers: Iterable[torch.Tensor], formats: Formats, page_size: int) -> 
 
 
 def rows_of(queries: torch.Tensor) -> torch.Tensor:
-    """Queries [..., num_heads, head_size] as kernels take them, without a copy where possible: parts of a fused
-    projection, for example. A copy is made only where a query's heads do not lie together, or queries not on multiples
-    of 16 bytes."""
+    """Returns queries [..., num_heads, head_size] as kernels take them, without a copy where possible.
+
+    Parts of a fused projection need no copy. Queries are copied if their heads are not adjacent, or if they do not
+    start at multiples of 16 bytes.
+    """
     if queries.is_contiguous():
         return queries
     *apart, head, column = strides_of(queries)

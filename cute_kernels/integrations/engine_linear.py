@@ -1,4 +1,4 @@
-"""Quantised linear layers of engines: which are supported, how their tensors are packed, and the product."""
+"""Quantised linear layers of engines: the supported forms, the packing of their tensors, and the product."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Form:
     act_order: bool = False
 
     def problem(self, num_sms: int, batch_invariant: bool = False) -> LinearProblem:
-        """The layer as the schedules know it, for one row."""
+        """Returns the layer's problem for one row, as schedules take it."""
         return LinearProblem(
             m=1,
             n=self.n,
@@ -45,12 +45,12 @@ class Form:
 
 
 def checked_form(c: Foreign, bits: int) -> Form:
-    """The form of a layer by an engine's configuration of it, which vLLM and SGLang write alike.
+    """Returns the form of a layer by an engine's configuration of it. vLLM's and SGLang's configurations are alike.
 
     c: partition_weight_shape and full_weight_shape [inputs, outputs], act_type, group_size, zero_points, has_g_idx.
 
     Raises:
-        ValueError: the layer has none; the message says why.
+        ValueError: the layer is not supported; the message says why.
     """
     if c.act_type not in DTYPES:
         raise ValueError(f"activations in {c.act_type}; supported: {', '.join(map(str, DTYPES))}")
@@ -66,7 +66,8 @@ def checked_form(c: Foreign, bits: int) -> Form:
 
 
 def rows_first(parameter: Foreign) -> torch.Tensor:
-    """Returns a parameter's tensor with a row for each output. The parameter stays as it is: engines load it again."""
+    """Returns a view of a parameter's tensor with a row for each output. Engines load the parameter again, so it stays
+    as it is."""
     return parameter.data if parameter.output_dim == 0 else parameter.data.t()
 
 
@@ -85,7 +86,10 @@ def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of
 
 
 def float_tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
-    """A loaded layer's tensors as importers take them. Scales of the parts of a fused layer become those of rows."""
+    """Returns the names and tensors of a loaded layer as importers take them.
+
+    A fused layer's scales, one per part, become one per row.
+    """
     there = {name: each.data for name, each in layer.named_parameters(recurse=False)}
     names = Names(
         next(name for name in ("weight_packed", "weight") if name in there),
@@ -102,7 +106,8 @@ def float_tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
 
 
 def float_form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Form:
-    """The form of such a layer for activations in ``dtype``; TypeError or ValueError if it has none says why."""
+    """Returns the form of a layer with floating codes, for activations in ``dtype``; TypeError or ValueError says why
+    it has none."""
     codes, scales = tensors[names.codes], tensors[names.scales]
     found = format_of_codes(names, codes, scales).fitting(scales)
     if found not in FLOATS or DTYPES.get(dtype) not in found.dtypes:
@@ -112,7 +117,7 @@ def float_form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtyp
 
 
 class LayerTensors(NamedTuple):
-    """The tensors that a layer keeps of its weight: zeros and perm where its form has them, else None."""
+    """The tensors of a layer's weight. zeros and perm are None if its form has none."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -121,10 +126,10 @@ class LayerTensors(NamedTuple):
 
 
 def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
-    """A weight's tensors.
+    """Returns a weight's tensors.
 
-    Zero points that are all symmetric, and inputs in their own order, are kept where the configuration has such
-    things: what is traced may not depend on them.
+    A form with zero points or act-order always gets zeros or perm, even symmetric zeros or the identity. Traced code
+    may not depend on their values.
     """
     zeros, perm = weight.zeros, weight.perm
     if form.format.has_zeros and zeros is None:
@@ -137,10 +142,11 @@ def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
 def product(
     form: Form, x: torch.Tensor, tensors: LayerTensors, bias: torch.Tensor | None, batch_invariant: bool
 ) -> torch.Tensor:
-    """Computes the layer's result [rows, n] of x [..., k], by one registered operator, opaque to torch.compile.
+    """Computes the layer's result [rows, n] of x [..., k] by one registered operator, which torch.compile does not
+    trace.
 
     Raises:
-        TypeError: x or bias is of another dtype than the form's.
+        TypeError: x or bias does not have the form's dtype.
     """
     if x.dtype != form.dtype or (bias is not None and bias.dtype != form.dtype):
         raise TypeError(f"x, bias: got {x.dtype}, {bias.dtype if bias is not None else None}, want {form.dtype}")

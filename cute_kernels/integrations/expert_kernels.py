@@ -1,4 +1,4 @@
-"""Lists the kernels that an engine's layer of experts will need, and computes its result for any number of tokens."""
+"""The kernels that an engine's layer of experts needs, and its result for any number of tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def multiply(
     out: torch.Tensor,
     epilogues: Epilogues = PLAIN,
 ) -> torch.Tensor:
-    """Writes and returns `fused_moe` of any number of tokens.
+    """Computes `fused_moe` for any number of tokens into ``out``, and returns it.
 
     x, out: [tokens, K]. topk_weights, topk_ids: [tokens, topk].
     """
@@ -69,7 +69,7 @@ def multiply(
 
 
 def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:
-    """The numbers of tokens, ``most`` at most, whose kernels cover steps of an engine that runs such rows."""
+    """Returns the numbers of tokens, ``most`` at most, whose kernels cover an engine's steps of the sizes ``rows``."""
     return tuple(count for count in sorted({*range(1, EACH_TOKENS + 1), *rows}) if count <= most)
 
 
@@ -82,7 +82,8 @@ def specs(
     invariant: bool,
     activation: ActivationFunction = SWIGLU,
 ) -> tuple[KernelSpec, ...]:
-    """The kernels of steps of so many tokens. invariant: whether results may not depend on other tokens."""
+    """Returns the kernels of steps with these numbers of tokens. invariant: whether results may not depend on other
+    tokens."""
     found = (spec for count in tokens for spec in _specs_of(gate_up, down, count, topk, invariant, activation))
     return tuple(dict.fromkeys(found))
 

@@ -1,7 +1,7 @@
-"""Weights of a layer of experts, from the tensors that engines load them into to `PackedExperts`.
+"""Conversion of an engine's tensors for a layer of experts to `PackedExperts`.
 
-Engines' tensors hold all experts; packed weights have whole tiles of rows, so that all experts are packed as one tall
-weight. Gate and up, which lie one after the other, come out row by row in turn.
+Engines' tensors hold all experts. All are packed as one tall weight, since each expert's rows fill whole tiles. Gate's
+rows and up's, which engines store one after the other, alternate in the result.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations.checkpoints import awq, fields
 
 COMPRESSED_TENSORS = "{}_weight_packed", "{}_weight_scale", "{}_weight_zero_point"
-"""Engines' names of words, scales and zero points, "{}" standing for "w13" and "w2"."""
+"""Engines' names of words, scales and zero points; "{}" stands for "w13" or "w2"."""
 AUTO = "{}_qweight", "{}_scales", "{}_qzeros"
-"""The same of GPTQ and AWQ."""
+"""Engines' names of the same tensors for GPTQ and AWQ."""
 
 
 class Stored(NamedTuple):
-    """How an engine's layer stores codes; group_size 0 for one scale per row."""
+    """How an engine's layer stores codes. group_size is 0 for one scale per row."""
 
     bits: int
     group_size: int
@@ -33,7 +33,10 @@ class Stored(NamedTuple):
     act_order: bool
 
     def wrong(self, features: int, hidden: int, gated: bool = True) -> dict[str, bool]:
-        """What no kernel here supports, and whether it is so. features: between the products; hidden: the model's."""
+        """Returns for each property that no kernel supports whether the layer has it.
+
+        features: between the two products. hidden: the model's.
+        """
         return {
             f"{self.bits}-bit weights": self.bits not in (4, 8),
             f"groups of {self.group_size}": self.group_size not in (0, *SHIPPED_GROUP_SIZES),
@@ -46,7 +49,7 @@ AS_MXFP4 = Stored(MXFP4.bits, MXFP4.group_size, zero_point=False, act_order=Fals
 
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """Reorders [E, 2 I, ...] with gate's rows before up's to alternating rows."""
+    """Reorders rows [E, 2 I, ...], gate's before up's, so that they alternate."""
     return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
@@ -60,12 +63,12 @@ def from_inputs_packed(
     dtype: torch.dtype,
     gated: bool,
 ) -> PackedExperts:
-    """Experts of GPTQ and compressed-tensors layers.
+    """Packs the experts of GPTQ and compressed-tensors layers.
 
     Args:
         words: int32 [E, K * bits / 32, N], codes packed along the inputs.
         scales: [E, G, N]. zeros: int32 [E, G, N * bits / 32], packed along the outputs; None for symmetric weights.
-        gated: whether N are gate's and up's rows.
+        gated: whether N holds gate's rows, then up's.
     """
     per_word = fields.check_bits(bits)
     rows = _in_order(words.transpose(1, 2), gated).flatten(0, 1)
@@ -92,7 +95,8 @@ def from_awq(
     dtype: torch.dtype,
     gated: bool,
 ) -> PackedExperts:
-    """Experts of AWQ layers: words int32 [E, K, N / 8], zeros int32 [E, G, N / 8], both in AWQ's order of columns."""
+    """Packs the experts of AWQ layers: words int32 [E, K, N / 8], zeros int32 [E, G, N / 8], both in AWQ's order of
+    columns."""
     codes = _in_order(awq.columns(words).transpose(1, 2), gated).flatten(0, 1)
     return _pack(
         lambda start, stop: codes[start:stop],
@@ -108,9 +112,9 @@ def from_awq(
 def from_mxfp4(
     words: torch.Tensor, scales: torch.Tensor, zeros: None, *, dtype: torch.dtype, gated: bool, **_: object
 ) -> PackedExperts:
-    """Experts of gpt-oss: words of bytes of two codes [E, K / 2, N], scales E8M0 [E, K / 32, N].
+    """Packs the experts of gpt-oss: words of two codes a byte [E, K / 2, N], scales E8M0 [E, K / 32, N].
 
-    gated: whether gates come before ups; else they come in turn.
+    gated: whether gate's rows come before up's; otherwise they already alternate.
     """
     codes, bytes_ = (_in_order(x.transpose(1, 2).view(torch.uint8), gated).contiguous() for x in (words, scales))
     return pack_experts(MXFP4, codes, bytes_.view(torch.float8_e8m0fnu), dtype=dtype)
@@ -130,8 +134,10 @@ def _pack(
     group_size: int | None,
     dtype: torch.dtype,
 ) -> PackedExperts:
-    """Packs rows of all experts, one after the other. sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G].
-    codes_of: makes the codes."""
+    """Packs the rows of all experts, one expert after the other.
+
+    codes_of: returns the codes of a range of rows. sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G].
+    """
     experts, n, k = sizes
     assert n % TILE_N == 0, n
     packed = pack_codes(

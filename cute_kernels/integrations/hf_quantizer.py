@@ -47,7 +47,7 @@ from layouts.weights import hopper
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
 _FORMAT = "format"
 _KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "dtype_plan")
-"""Where a model says what transformers loads in fp32; 5.0.0 reads the last, 5.17 the others."""
+"""Attributes in which a model names what transformers loads in fp32. Version 5.0.0 reads the last, 5.17 the others."""
 
 
 class CuteKernelsConfig(QuantizationConfigMixin):
@@ -56,8 +56,8 @@ class CuteKernelsConfig(QuantizationConfigMixin):
     Args:
         bits, group_size, zero_point, skip, batch_invariant: as for `cute_kernels.quantize_model`, for a dense model
             that is quantised while it is loaded.
-        layers: of a saved model, what `cute_kernels.model_config.describe_layers` made; the other arguments are
-            then not given.
+        linear, experts: for a saved model, the fields that `cute_kernels.model_config.describe_layers` made; the other
+            arguments are then not given.
     """
 
     def __init__(self, quant_method: str = METHOD, **fields: Any) -> None:
@@ -85,15 +85,16 @@ class CuteKernelsConfig(QuantizationConfigMixin):
         yield from self.to_dict().items()
 
     def prepare(self, model: nn.Module) -> None:
-        """Changes the skeleton of a model that is quantised while it is loaded, before its weights arrive."""
+        """Does nothing; a subclass may change the model's skeleton here, before its weights arrive."""
 
     def finish(self, model: nn.Module) -> None:
-        """Quantises such a model."""
+        """Quantises a model that was loaded dense."""
         quantize_model(model, **self.options)
 
 
 class CuteKernelsQuantizer(HfQuantizer):
-    """Gives a skeleton layers that fit a saved model and checks what was loaded, or quantises a dense model."""
+    """transformers' quantiser for this method. It gives a saved model's skeleton fitting layers and checks what was
+    loaded, or quantises a dense model."""
 
     requires_calibration = False
 
@@ -102,7 +103,7 @@ class CuteKernelsQuantizer(HfQuantizer):
             raise ValueError("device_map: got layers on the disk, want quantised layers on GPUs or a CPU")
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the layers' scales, which is that of activations."""
+        """Returns ``dtype``; ValueError if a saved model's quantised layers were made for another one."""
         found = {form["dtype"] for kind in ("linear", "experts") for _, form in self._forms(kind)}
         if self.pre_quantized and len(found) == 1 and dtype not in (None, *found):
             (wanted,) = found
@@ -226,7 +227,8 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
 
 
 def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> OfExperts:
-    """An empty `QuantizedMoE` for a block that it takes, or for experts by themselves."""
+    """Makes a quantised layer with tensors on the meta device, for a mixture of experts or for experts by
+    themselves."""
     weights = getattr(block, "experts", block)
     known = known_experts(weights)
     if known is None or not (is_experts(block) or is_moe_block(block)):
@@ -259,7 +261,7 @@ def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> OfExperts:
 
 
 def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a `PackedWeight` on the meta device."""
+    """Makes the tensors of a `PackedWeight` on the meta device."""
     found, dtype = _format_of(form), form["dtype"]
     check_matrix_shape("shape", shape)
     n_pad, k_pad = padded_shape(shape, found.group_size)
@@ -280,10 +282,12 @@ def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, An
 
 
 def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
-    """Has transformers load the tensors of these layers in the dtypes that they were saved in, even those that the
-    model keeps in fp32 (T5's ``wo``, HYV4's ``scale``). It adds patterns that are searched for in tensors' names.
+    """Makes transformers load these layers' tensors in the dtypes that they were saved in. Returns the changed
+    attributes as they were.
 
-    Returns the model's attributes as they were. A pattern's "*" would be read as ".*", so none is used here.
+    Otherwise tensors that the model keeps in fp32 (T5's ``wo``, HYV4's ``scale``) would be converted. The model's
+    patterns are changed so that they match no tensor of these layers. transformers reads "*" in a pattern as ".*", so
+    none is used here.
     """
     ours = "|".join(map(re.escape, names))
     found = {name: value for name in _KEPT_IN_FP32 if (value := getattr(model, name, None))}
@@ -304,9 +308,9 @@ def _expect_format(layer: nn.Module, wanted: torch.Tensor) -> None:
 
 
 def _check_loaded(name: str, layer: Any) -> None:
-    """Raises ValueError unless all of a layer's tensors came from the files, and are as the configuration says.
+    """Raises ValueError unless all of a layer's tensors came from the files and match the configuration.
 
-    transformers gives a tensor that is missing random values and says so in a table; a layer would compute with them.
+    transformers fills a missing tensor with random values and only reports it in a table.
     """
     for own, tensor in layer._buffers.items():
         if tensor is not None and (tensor.is_meta or not getattr(tensor, "_is_hf_initialized", False)):

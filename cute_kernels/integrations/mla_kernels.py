@@ -1,4 +1,4 @@
-"""Lists the kernels that the latent attention (MLA) of a served model will need."""
+"""The kernels that the latent attention (MLA) of a served model needs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ HEAD_DIM = 576  # latent and RoPE columns, which engines' FlashMLA backends take
 MAX_HEADS = 128
 PAGE_SIZE = 64  # of FlashMLA's backends; vLLM's FLASH_ATTN_MLA would have 16
 FORMATS: dict[torch.dtype, MlaFormatName] = {torch.bfloat16: "mla_bf16", torch.float16: "mla_fp16"}
-"""Of caches in 16 bits, by their dtype."""
+"""Formats of caches in 16 bits, by dtype."""
 
 
 @dataclass(frozen=True)
 class Decodes:
-    """Decoding from one kind of cache.
+    """The decode steps of one kind of cache.
 
     Attributes:
-        form: of the cache. chosen: whether an indexer chooses tokens, or requests see all of theirs.
-        num_heads: of a GPU. rows: requests of a step; chosen: new tokens of a step.
+        form: of the cache. chosen: whether an indexer chooses the tokens that a query sees; otherwise it sees all.
+        num_heads: of a GPU. rows: requests of a step, or new tokens of a step if ``chosen``.
         q_lens: new tokens of a request. tokens: the most tokens that a request sees. page_size: of the cache.
     """
 
@@ -41,7 +41,7 @@ class Decodes:
 
 
 def specs(decodes: Decodes, num_sms: int) -> list[KernelSpec]:
-    """The kernels of these steps."""
+    """Returns the kernels of these steps on a GPU with ``num_sms`` SMs."""
     tokens = "sparse" if decodes.chosen else "paged"
     tma_tiles = fits_tma_tiles(tokens, decodes.form, decodes.page_size)
     found: dict[KernelSpec, None] = {}
@@ -53,8 +53,10 @@ def specs(decodes: Decodes, num_sms: int) -> list[KernelSpec]:
 
 
 def _row_shapes(decodes: Decodes) -> Iterable[tuple[int, int]]:
-    """Returns (rows, heads of a row) of the launches: chosen tokens differ from query to query, whole contexts do
-    not."""
+    """Returns (rows, heads of a row) of the launches.
+
+    If tokens are chosen, each query is a row, since its tokens differ. Otherwise all queries of a request share a row.
+    """
     if decodes.chosen:
         return [(rows, decodes.num_heads) for rows in decodes.rows]
     return [(rows, q_len * decodes.num_heads) for rows in decodes.rows for q_len in decodes.q_lens]

@@ -1,4 +1,4 @@
-"""The type of objects that belong to an engine or to a model, and have attributes by name."""
+"""The type of objects that belong to an engine or a model and have attributes unknown to type checkers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 
 class Foreign(Protocol):
-    """A layer, a method or a configuration of vLLM, or a module of a model of transformers.
+    """A layer, a method or a configuration of vLLM, or a module of a transformers model.
 
-    Which attributes it has says its class, which is not installed where types are checked, or the architecture, which
-    is known when it runs. Unlike Any it can be neither called nor indexed, and does not pass for a tensor or a module.
+    Its attributes are known only at run time, from an engine's class or a model's architecture. Unlike Any it can be
+    neither called nor indexed, and does not pass for a tensor or a module.
     """
 
     def __getattribute__(self, name: str, /) -> Any: ...

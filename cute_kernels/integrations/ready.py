@@ -1,7 +1,7 @@
-"""Compiles or loads the kernels that a served model will need, before its first step.
+"""Kernels of a served model, loaded or compiled before its first step.
 
-Nothing may be compiled inside a CUDA graph capture, and nothing should be compiled in a step that a user waits for. The
-layers register here. The first one whose weights are processed loads all of their kernels, many at a time.
+Nothing may be compiled inside a CUDA graph capture, and nothing should be compiled in a step that a user waits for.
+Layers register here. The first layer whose weights are processed loads the kernels of all of them, many at a time.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 T = TypeVar("T")
 GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
-"""Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps.
+"""(last, step) of ranges of row counts, beyond captured ones, for which kernels are made ready.
 
-Steps of other numbers of rows run these kernels too (`cute_kernels.gemm.served`).
+Steps with row counts in between run the same kernels (`cute_kernels.gemm.served`).
 """
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Numbers of rows that an engine runs.
+    """The numbers of rows that an engine runs.
 
-    captured: batch sizes of its CUDA graphs. most: tokens of a step, at most.
+    captured: batch sizes of its CUDA graphs. most: the most tokens of a step.
     """
 
     captured: tuple[int, ...]
     most: int
 
     def all(self) -> list[int]:
-        """Returns the captured counts, and a grid of larger ones, up to the first that is not below ``most``.
+        """Returns the captured counts and larger ones of `GRID`, up to the first that is at least ``most``.
 
-        The grid is the same for every engine, so that compiled kernels can be there for all of them.
+        The grid is the same for every engine, so that one bundle of compiled kernels serves all.
         """
         last, found = max(self.captured, default=0), {1, *self.captured}
         for m in _grid():
@@ -69,7 +69,7 @@ def _grid() -> Iterator[int]:
 
 
 DEFAULT_ROWS = RowCounts((), 2048)
-"""Where no engine says what it will run."""
+"""The row counts that are assumed if no engine says what it will run."""
 
 
 _noted: dict[LinearProblem, RowCounts] = {}
@@ -78,7 +78,7 @@ forgotten(_loaded.clear)
 
 
 def note(problem: LinearProblem, rows: RowCounts) -> None:
-    """Remembers a layer (a problem of one row) for `load_noted`, unless the kernels of one like it are loaded."""
+    """Remembers a layer, as a problem of one row, for `load_noted`, unless its kernels for these rows are loaded."""
     if _loaded.get(problem) != rows:
         _noted[problem] = rows
 
@@ -96,7 +96,7 @@ def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[
 
 
 def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logger) -> None:
-    """Loads kernels, and compiles those that exist nowhere, many at a time; logs it once for all of them."""
+    """Loads kernels, many at a time, and compiles those that are not cached. One log line covers all of them."""
     index = index_of(device)
     arch = arch_of(index)
     asked = list(dict.fromkeys(specs))
@@ -111,8 +111,11 @@ def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logg
 
 
 def outlasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Returns what ``make`` allocates on a device, outside the memory pools of this thread, which an engine may empty
-    when it sleeps (vLLM's `--enable-sleep-mode`): torch's pools are those of a thread."""
+    """Returns what ``make`` allocates on a device, outside of this thread's memory pools.
+
+    torch's pools belong to a thread, and an engine may empty them when it sleeps (vLLM's `--enable-sleep-mode`). So
+    ``make`` runs in another thread.
+    """
     if device.type != "cuda":
         return make()
 
@@ -132,8 +135,10 @@ forgotten(_kinds.clear)
 def make_ready(
     device: torch.device, specs: Callable[[], Iterable[KernelSpec]], logger: logging.Logger, file_name: str
 ) -> str | None:
-    """Loads the kernels of a layer, once for all that are alike. Returns why they are not ready, as `why_not_ready`;
-    None if they are, or no GPU has the layer."""
+    """Loads the kernels of a layer, once for all equal layers. Returns why they are not ready, as `why_not_ready` does.
+
+    Returns None if they are ready, or if the layer is not on a GPU.
+    """
     if device.type != "cuda" or (asked := tuple(specs())) in _kinds:
         return None
     if (reason := why_not_ready(device, asked, file_name)) is None:
@@ -153,10 +158,10 @@ def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
 
 
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: str) -> str | None:
-    """Returns why kernels cannot be ready before the first capture; None if they are.
+    """Returns why kernels cannot be ready before the first capture; None if they can.
 
-    Kernels that are in no bundle, where they cannot be compiled, are put on a list that a bundle can be built from: the
-    file ``file_name`` in the directory of the kernel cache.
+    Where no compiler is installed, kernels that are in no bundle are listed in ``file_name``, in the directory of the
+    kernel cache. A bundle can be built from this list.
     """
     if compiler_version() is not None:
         return None
@@ -179,7 +184,7 @@ def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: 
 
 @functools.cache
 def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int, file_name: str) -> str | None:
-    """The `why_not_ready` of a linear layer, found once for all that are alike."""
+    """Returns `why_not_ready` of a linear layer, computed once for all equal layers."""
     if compiler_version() is not None:
         return None
     specs = [spec for m in rows.all() for spec in specs_for(problem, m)]

@@ -1,7 +1,7 @@
-"""What a checkpoint declares of a layer's activations, and whether its products round them so.
+"""The activation format that a checkpoint declares for a layer, and whether the layer's products use it.
 
-FP8 products represent a declaration of E4M3 with scales of x that are no finer than their own. Where they do not,
-products stay in 16 bits, and the model's report says why. A caller may ask for either.
+FP8 products support E4M3 with scales that are no finer than the products' own. For other declarations, products stay in
+16 bits, and the model's report says why. A caller may ask for FP8 or 16 bits instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Read = Callable[[str], torch.Tensor]
 class Declared(NamedTuple):
     """The format that a checkpoint rounds a layer's inputs to.
 
-    kind: `E4M3`, or a name of its own. scales: `STATIC`, `DYNAMIC` or, where nothing says it, "". group_size:
-    consecutive inputs of a row that share a scale; 0: a row, or all of x.
+    kind: `E4M3`, or another format's name. scales: `STATIC`, `DYNAMIC`, or "" if it is not declared. group_size:
+    consecutive inputs of a row that share a scale; 0: one scale per row, or for all of x.
     """
 
     kind: str
@@ -55,7 +55,8 @@ _OF_TORCHAO = {"nvfp4": "FP4", "float4": "FP4", "e5m2": "E5M2", "float8": E4M3, 
 
 
 def declared_activations(config: Config, name: str) -> Declared | None:
-    """What a layer's configuration (`config_of`, and torchao's "tensor") rounds its inputs to; None for 16 bits."""
+    """Returns the format to which a layer's configuration (`config_of`, with torchao's "tensor") rounds inputs; None
+    for 16 bits."""
     attributes = (config.get("tensor") or {}).get("_data")
     if isinstance(attributes, Mapping):
         texts = (attributes.get(key) for key in ("act_quant_kwargs", "activation_quantization", "activation_dtype"))
@@ -80,21 +81,24 @@ def declared_activations(config: Config, name: str) -> Declared | None:
 
 
 def _group_in(said: object) -> int:
-    """The inputs of a group, of a number or a block of them, [128, 128] or "128x128"; 0 for none."""
+    """Returns the group size in a number or a block, such as [128, 128] or "128x128"; 0 if there is none."""
     return max(int((re.findall(r"-?\d+", str(said)) or [0])[-1]), 0)
 
 
 class Rounding(NamedTuple):
     """How a layer's products round activations.
 
-    asked: as `load_safetensors` takes it. declared: by the checkpoint, or None.
+    asked: the caller's choice, as `load_safetensors` takes it. declared: the checkpoint's format, or None.
     """
 
     asked: ModelActivations | None
     declared: Declared | None
 
     def reason(self, layer: QuantizedLinear | OfExperts) -> str | None:
-        """Returns why a layer's products are in 16 bits, "" if nothing says otherwise; None if they are in FP8."""
+        """Returns why a layer's products stay in 16 bits; None if they are in FP8.
+
+        The reason is "" if neither the caller nor the checkpoint wants FP8.
+        """
         declared = self.declared if self.asked is None else None
         if self.asked != "fp8" and declared is None:
             return ""
@@ -113,7 +117,7 @@ class Rounding(NamedTuple):
         return None
 
     def set(self, layer: QuantizedLinear | OfExperts) -> str:
-        """Sets a layer's activations; returns its format, its products, and where they come from."""
+        """Sets a layer's activations and returns a note: its format, its products, and who decided about them."""
         reason, declared = self.reason(layer), self.declared
         layer.activations = "fp8" if reason is None else None
         why = f" because {reason}" if reason else "" if self.asked is None else " as asked"
@@ -122,8 +126,10 @@ class Rounding(NamedTuple):
         return f"{parts_of(layer)[-1].weight_format.title}, {layer.products}{why}{said}"
 
     def scale(self, name: str, entries: Container[str], read: Read, device: torch.device) -> torch.Tensor | None:
-        """Returns the static scale of a layer in FP8 if the checkpoint declares one, or the layer is of ours and has
-        one."""
+        """Returns a layer's static FP8 scale, or None if it has none.
+
+        The scale is read if the checkpoint declares a static one, or if this package saved the layer with one.
+        """
         is_static = self.declared is not None and self.declared[:2] == (E4M3, STATIC)
         ours = join(name, OWN.mark) in entries  # its input_scale is AWQ's
         own = next((own for own in STATIC_SCALES[ours:] if join(name, own) in entries), None)
@@ -141,6 +147,6 @@ class Rounding(NamedTuple):
 
 
 def common(found: set[Rounding]) -> Rounding:
-    """How all experts of a layer round; a kind is declared that no products have, if they differ."""
+    """Returns the rounding of all experts of a layer. If they differ, it declares a kind that no products support."""
     one, said = next(iter(found)), sorted(str(each.declared or "16 bits") for each in found)
     return one if len(found) == 1 else Rounding(one.asked, Declared(" and ".join(said)))

@@ -9,7 +9,7 @@ from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints import fields
 
 COLUMN_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column of each nibble of a word, lowest first."""
+"""Column of each nibble of a word, the lowest nibble first."""
 _PER_WORD = 8
 
 
@@ -30,7 +30,7 @@ def from_awq(
         qzeros: int32 [G, N / 8], packed alike.
         scales: floating [G, N].
         group_size: of the configuration (-1: one scale per channel), or None for what K and G say.
-        input_scale: [K], what inputs are multiplied with first, where a checkpoint keeps AWQ's scales apart.
+        input_scale: [K], multiplied with the inputs first, for a checkpoint that keeps AWQ's scales apart.
         dtype: of the scales and the activations, bf16 or fp16; default the scales' own, bf16 for fp32.
         device: where the result is put, default that of the scales.
 

@@ -22,8 +22,9 @@ def from_compressed_tensors(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs the weight of a layer in "pack-quantized": W[n, k] = (q - z) * s. q and z are signed, but stored with 8
-    (128) added.
+    """Packs the weight of a layer in "pack-quantized": W[n, k] = (q - z) * s.
+
+    q and z are signed, but stored with 8 added (128 for 8 bits).
 
     Args:
         weight_packed: int32 [N, K * bits / 32], the last word of a row filled up.
@@ -68,12 +69,12 @@ def from_int_quantized(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of a layer in "int-quantized" or "naive-quantized": W[n, k] = (q - z) * s, q and z signed.
+    """Packs the weight of a layer in "int-quantized" or "naive-quantized": W[n, k] = (q - z) * s, q and z signed.
 
     Args:
-        weight: int8 [N, K], -8 to 7 of 4 bits.
+        weight: int8 [N, K]; 4-bit values are -8 to 7.
         weight_scale: floating [N, G], [N], or [1] for one scale of the whole weight.
-        weight_zero_point: int8 of as many numbers, or None for a symmetric weight.
+        weight_zero_point: int8, as many numbers as scales; None for a symmetric weight.
         weight_g_idx: int [K], the group of each input, or None for groups in order.
         bits: 4 or 8.
         group_size, dtype, device: as for `from_awq`.
@@ -135,7 +136,7 @@ def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, 
 
 
 def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
-    """Returns uint8 zero points [N, G] as codes, of words packed along N or of signed numbers."""
+    """Returns uint8 zero points [N, G] as codes, from words packed along N or from signed numbers."""
     if getattr(weight_zero_point, "dtype", None) != torch.int32:
         return _as_codes(weight_zero_point, n, groups, bits)
     per_word = fields.check_bits(bits)
@@ -145,7 +146,7 @@ def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> t
 
 
 def _as_codes(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
-    """Returns uint8 codes [N, G] of signed zero points."""
+    """Converts signed zero points to uint8 codes [N, G]."""
     given = _by_row("weight_zero_point", weight_zero_point, (torch.int8, torch.int32, torch.int64), n, groups)
     codes = given.int() + symmetric_zero(bits)
     if bool(((codes < 0) | (codes >= 1 << bits)).any()):

@@ -1,4 +1,4 @@
-"""The part of a checkpoint's configuration about quantised layers: where it is, and what applies to one layer."""
+"""The part of a checkpoint's configuration about quantised layers: where it is, and which settings apply to a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = Mapping[str, Any]
 
 KEYS = ("quantization_config", "compression_config")  # the latter of llm-compressor's first releases
 FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
-"""Beside config.json: AutoGPTQ's and GPTQModel's, AutoAWQ's, AutoRound's."""
+"""Files beside config.json that have the configuration: AutoGPTQ's and GPTQModel's, AutoAWQ's, AutoRound's."""
 MODELOPT_FILE = "hf_quant_config.json"  # whose "quantization" has what config.json would say
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 COMPRESSED = ("compressed-tensors", "compressed_tensors")
@@ -22,7 +22,7 @@ FP8 = ("fp8", "fbgemm_fp8")  # DeepSeek's, vLLM's and transformers' own
 
 
 def checked(name: str, config: object) -> Config:
-    """The configuration, if it is a mapping; TypeError else."""
+    """Returns the configuration, with a nested "quantization_config" merged into it; TypeError if it is no mapping."""
     if not isinstance(config, Mapping):
         raise TypeError(f"{name}: got {type(config).__name__}, want the quantisation configuration, a mapping")
     inner = config.get("quantization_config")
@@ -33,9 +33,9 @@ def checked(name: str, config: object) -> Config:
 
 
 def read_config(path: Path) -> Config:
-    """Reads the quantisation configuration beside the files, or an empty one.
+    """Reads the quantisation configuration beside the files; {} if there is none.
 
-    In config.json it is taken from wherever it is: some models have it in "text_config" or deeper.
+    In config.json it may be nested: some models have it in "text_config" or deeper.
 
     Raises:
         TypeError, ValueError: config.json has several that differ, or one that is no mapping.
@@ -61,14 +61,14 @@ def read_config(path: Path) -> Config:
 
 
 def _of_experts(settings: Config) -> dict[str, Any]:
-    """DeepSeek V4's "expert_dtype", which stands beside the quantisation configuration; V4.1 has it inside."""
+    """Returns DeepSeek V4's "expert_dtype", which stands beside the quantisation configuration. V4.1 has it inside."""
     of_text = settings.get("text_config")
     said = settings.get("expert_dtype", of_text.get("expert_dtype") if isinstance(of_text, Mapping) else None)
     return {} if said is None else {"expert_dtype": said}
 
 
 def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
-    """(place, configuration) of each one in settings, the outermost first."""
+    """Yields (place, configuration) of each quantisation configuration in ``settings``, the outermost first."""
     if not isinstance(settings, Mapping):
         return
     for key in KEYS:
@@ -83,11 +83,11 @@ def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
 
 
 def config_of(config: Config, name: str) -> dict[str, Any]:
-    """The configuration of a layer, with the settings of patterns that match its name.
+    """Returns the configuration of a layer: the common settings, overridden by those of patterns that match its name.
 
-    Those are GPTQModel's "dynamic", AutoRound's "extra_config", the "config_groups" of compressed-tensors, of which the
-    layer's own becomes "group", and ModelOpt's "quantized_layers", which names stacked experts as one layer. The groups
-    that ModelOpt writes beside them say less, and call dynamic activations static.
+    Patterns are GPTQModel's "dynamic", AutoRound's "extra_config" and compressed-tensors' "config_groups". The layer's
+    own group becomes "group". ModelOpt's "quantized_layers" names stacked experts as one layer. ModelOpt's
+    "config_groups" are ignored: they say less, and call dynamic activations static.
 
     Raises:
         TypeError, ValueError: a pattern is not as its project writes it, or no group is the layer's.
@@ -104,8 +104,8 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
 
 
 def _dynamic_of(config: Config, name: str) -> Config:
-    """GPTQModel's values for layers whose names a pattern matches from the start; "-:" marks layers that are not
-    quantised."""
+    """Returns GPTQModel's values of the first pattern that matches a layer's name from its start. Patterns with "-:"
+    never match: they mark layers that are not quantised."""
     dynamic = _mappings("dynamic", config)
     for pattern, own in dynamic.items():
         if _compiled("dynamic", pattern, "+:").match(name):
@@ -114,7 +114,7 @@ def _dynamic_of(config: Config, name: str) -> Config:
 
 
 def _extra_of(config: Config, name: str) -> Config:
-    """AutoRound's values for a layer, from its name or else from the first pattern that is found in its name."""
+    """Returns AutoRound's values for a layer, by its name or else by the first pattern found in its name."""
     extra = _mappings("extra_config", config)
     if name in extra:
         return extra[name]
@@ -136,7 +136,7 @@ def _mappings(key: str, config: Config) -> Mapping[str, Config]:
 
 
 def _compiled(key: str, pattern: str, prefix: str) -> re.Pattern[str]:
-    """The regular expression after a prefix."""
+    """Compiles the regular expression that follows ``prefix``."""
     try:
         return re.compile(pattern.removeprefix(prefix))
     except re.error as error:
@@ -144,9 +144,10 @@ def _compiled(key: str, pattern: str, prefix: str) -> re.Pattern[str]:
 
 
 def _group_of(config: Config, name: str) -> Config:
-    """The group of a compressed-tensors configuration that a quantised layer is in.
+    """Returns the group of a compressed-tensors configuration that a quantised layer is in.
 
-    Targets are names, patterns that follow "re:", or classes, in this order. A layer with a packed weight is a Linear.
+    Targets are names, patterns that follow "re:", or classes; a name wins over a pattern, a pattern over a class. Every
+    layer counts as a Linear.
     """
     groups = config["config_groups"]
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
@@ -165,7 +166,7 @@ def _group_of(config: Config, name: str) -> Config:
 
 
 def _rank(target: str, name: str) -> int | None:
-    """How specific a target that matches is, 0 most; None if it does not match."""
+    """Returns how specific a matching target is, 0 for the most specific; None if the target does not match."""
     if target.startswith("re:"):
         return 1 if _compiled("config_groups", target, "re:").match(name) else None
     return 0 if target == name else 2 if target == "Linear" else None

@@ -1,4 +1,4 @@
-"""Stacks the experts of a checkpoint as they are read, one at a time."""
+"""Stacks of a checkpoint's experts, filled one expert at a time as they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
 
 
 class Stack:
-    """`PackedExperts` that fill up. Each expert is in memory once, besides the one that is being added."""
+    """A stack of experts that fills up and becomes `PackedExperts`. Memory holds each expert once, and the one being
+    added."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -24,7 +25,7 @@ class Stack:
         """Copies an expert's weight into its place.
 
         Raises:
-            ValueError: it differs from the first one in shape or format, or has an order or scales of its own inputs.
+            ValueError: it differs from the first expert in shape or format, or permutes or scales its own inputs.
         """
         for name in ("perm", "input_scale"):
             if getattr(weight, name) is not None:
@@ -51,7 +52,7 @@ class Stack:
         return self._filled == self._count
 
     def finish(self) -> PackedExperts:
-        """The experts, once all have been put."""
+        """Returns the experts, once all have been put."""
         assert self.is_full and self._first is not None
         zeros, first = self._tensors.get("zeros"), self._first
         form = self._form.with_zero_points(zeros is not None)
@@ -60,7 +61,7 @@ class Stack:
 
 
 class Experts:
-    """The experts of a layer, with a gate or without one, whose projections are added one by one, in any order."""
+    """The experts of a layer, gated or not. Their projections are added one by one, in any order."""
 
     def __init__(self, count: int, gated: bool = True) -> None:
         self._gated = gated
@@ -68,7 +69,7 @@ class Experts:
         self._waiting: dict[int, tuple[str, PackedWeight]] = {}  # a gate or up, until the other one comes
 
     def put(self, role: str, expert: int, weight: PackedWeight) -> None:
-        """Adds a projection; ValueError as `Stack.put` and `interleave_weights`."""
+        """Adds a projection; raises ValueError as `Stack.put` and `interleave_weights` do."""
         if role == DOWN or not self._gated:
             self._stacks["down" if role == DOWN else "gate_up"].put(expert, weight)
             return
@@ -84,5 +85,5 @@ class Experts:
         return all(stack.is_full for stack in self._stacks.values())
 
     def finish(self) -> dict[str, QuantizedExperts]:
-        """The finished parts of a layer: gate_up and down."""
+        """Returns the finished parts of a layer: gate_up and down."""
         return {name: QuantizedExperts(stack.finish()) for name, stack in self._stacks.items()}

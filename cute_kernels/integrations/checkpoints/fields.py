@@ -1,4 +1,4 @@
-"""The common part of importers: codes in words, groups, scales and zero points under their checkpoint's names."""
+"""Common parts of importers: codes in words, groups, scales and zero points. Errors use the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ZERO_TOLERANCE = 1e-3  # of a floating zero point that is to be an integer
 
 
 def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dim: int, what: str) -> None:
-    """Raises TypeError or ValueError unless ``tensor`` has data, one of the dtypes and ``dim`` dimensions: ``what``."""
+    """Raises TypeError or ValueError unless ``tensor`` has data, one of ``dtypes`` and ``dim`` dimensions. The message
+    gives the wanted shape as ``what``."""
     check_numbers(**{name: tensor})
     assert isinstance(tensor, torch.Tensor)
     if tensor.dtype not in dtypes:
@@ -30,7 +31,7 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: s
 
 
 def check_bits(bits: int) -> int:
-    """Codes in a 32-bit word."""
+    """Returns the number of codes in a 32-bit word; ValueError unless ``bits`` is 4 or 8."""
     if not is_one_of(bits, (4, 8)):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     return 32 // bits
@@ -43,10 +44,10 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def group_size_of(k: int, groups: int, given: int | None) -> int | None:
-    """The group size of ``groups`` groups along K, or None if there is one.
+    """Returns the group size of ``groups`` groups along K; None for a single group.
 
-    ``given`` is what the checkpoint's configuration says, `PER_CHANNEL` among it, or None to take what fits. Raises
-    ValueError if it does not fit, or no group size does.
+    ``given`` is the configuration's group size, `PER_CHANNEL` for one group. With None, the size is found from K and
+    the number of groups. Raises ValueError if ``given`` does not fit, or if not exactly one size does.
     """
     if is_one_of(given, (PER_CHANNEL,)) or (given is None and groups == 1):
         if groups != 1:
@@ -75,7 +76,8 @@ def group_size_of(k: int, groups: int, given: int | None) -> int | None:
 
 
 def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Converts scales to ``dtype``, bf16 or fp16. None: to their own dtype, or to bf16 if that is neither.
+    """Converts scales to ``dtype``, bf16 or fp16. With None, scales keep their dtype if it is one of these, or become
+    bf16.
 
     Raises:
         TypeError, ValueError: dtype is neither; a scale is not finite before or after rounding, or larger than kernels
@@ -98,8 +100,10 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
 def split_zeros(
     name: str, zeros: torch.Tensor, scales: torch.Tensor, bits: int, tolerance: torch.Tensor | float = ZERO_TOLERANCE
 ) -> dict[str, torch.Tensor]:
-    """Splits floating zero points into what `pack_codes` takes. "zeros": uint8 codes, where all are integers up to
-    ``tolerance`` that kernels subtract from codes. "shifts": fp32 (m - zero) * scale of what they leave.
+    """Splits floating zero points into arguments of `pack_codes`: "zeros" or "shifts".
+
+    "zeros" are uint8 codes, if all zero points are codes up to ``tolerance``. Otherwise "shifts" are fp32 (m - zero) *
+    scale, with the symmetric zero m.
 
     Raises:
         ValueError: a zero point is infinite or NaN.
@@ -114,14 +118,14 @@ def split_zeros(
 
 
 def perm_of(name: str, g_idx: torch.Tensor | None, k: int, groups: int, group_size: int | None) -> torch.Tensor | None:
-    """The permutation that brings inputs of a group together (stable), or None if they are together already.
+    """Returns the stable permutation that brings each group's inputs together; None if they already are.
 
     Args:
         g_idx: int [K], the group of each input; None, empty or all -1 for groups in order.
 
     Raises:
-        TypeError, ValueError: g_idx is no such tensor, names a group that does not exist, or a group of it has not as
-            many inputs as the others.
+        TypeError, ValueError: g_idx is no such tensor, names a group that does not exist, or has a group of the wrong
+            size.
     """
     if g_idx is None or (isinstance(g_idx, torch.Tensor) and g_idx.numel() == 0):
         return None

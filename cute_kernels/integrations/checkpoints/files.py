@@ -47,16 +47,15 @@ def load_safetensors(
 
     Args:
         path: a safetensors file, or a directory of them with the model's config.json or quantize_config.json.
-        config: the quantisation configuration (`quantization_config`), default that of the directory. Of it are used
-            quant_method, bits, group_size, checkpoint_format, version, GPTQModel's dynamic, AutoRound's packing_format
-            and extra_config, and the layer's own of compressed-tensors' config_groups; quant_method tells AWQ from
-            GPTQ, which without it the shapes do. sym, desc_act, zero_point, symmetric and actorder are compared with
-            the tensors.
+        config: the quantisation configuration (`quantization_config`), default that of the directory. It is read
+            for quant_method, bits, group_size, checkpoint_format, version, GPTQModel's dynamic, AutoRound's
+            packing_format and extra_config, and compressed-tensors' config_groups. quant_method tells AWQ from GPTQ;
+            without it, shapes do. sym, desc_act, zero_point, symmetric and actorder are compared with the tensors.
         dtype: of scales and activations, default the checkpoint's, bf16 for fp32.
         device: where the layers are put; packing is done on the CPU.
-        activations: None: of a layer that the checkpoint declares FP8 activations for, `QuantizedLinear.activations` is
-            "fp8", with the static scale if it declares one, unless FP8 products are coarser than what is declared; of
-            other layers it is None. "fp8": it is so for each layer whose format allows it. "16bit": for none.
+        activations: sets `QuantizedLinear.activations` of each layer. None: "fp8" where the checkpoint declares FP8,
+            unless its scales are finer than those of FP8 products; a declared static scale is kept. "fp8": for each
+            layer whose format allows it. "16bit": for none.
 
     Yields:
         (name, layer) in the order of names: a `QuantizedLinear`, with the bias if there is one, or `QuantizedExperts`
@@ -90,9 +89,9 @@ def load_quantized_linears(
 
     Args:
         model: has an nn.Linear under each name and of each shape that `load_safetensors` yields, or, as a model of
-            transformers, under what that library renames it to.
+            transformers, under the name that transformers gives it.
         path, config, dtype, device, activations: as for `load_safetensors`.
-        progress: called after each layer with its name, the number of layers done and that of all.
+        progress: called after each layer with its name, the number of layers done and the number of all layers.
 
     Returns:
         ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) says of each layer its
@@ -116,12 +115,12 @@ class Filling:
     """A model whose layers are being read.
 
     Args:
-        model: as for `load_quantized_linears`; it is looked at now, and changed by `fill` once all layers are read.
+        model: as for `load_quantized_linears`; it is only read here; `fill` changes it once all layers are read.
         entries, found: the checkpoint's tensors and its quantised layers.
 
     Attributes:
         found: the layers that the model has a place for.
-        is_unused: whether a tensor is one that it has no use for, by name.
+        is_unused: says of a tensor's name whether the model has no use for the tensor.
     """
 
     def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
@@ -160,7 +159,7 @@ class Filling:
         self._swap(model)
 
     def _take(self, name: str, layer: QuantizedLinear | QuantizedExperts, rounding: Rounding) -> None:
-        """Keeps a layer for its place; TypeError or ValueError, which names it, if it does not fit there."""
+        """Keeps a layer for its place; raises TypeError or ValueError, naming the layer, if it does not fit there."""
         place = self.places[name]
         module: Any = self._modules[place.module]
         if place.role is None:
@@ -199,13 +198,13 @@ class Filling:
             self._notes[target] = common(self._roundings[target]).set(made)
 
     def _swapped(self, name: str) -> Any:
-        """The module that is swapped when a layer, or all experts beside it, are there."""
+        """Returns the module that is swapped once a layer, or all experts in its place, are read."""
         place = self.places[name].module
         known = self._known.get(place)
         return self._modules[place.rpartition(".")[0] if known is not None and known[0][0].scales_inputs else place]
 
     def _swap(self, model: nn.Module) -> None:
-        """Puts the layers in all places of the modules that they replace."""
+        """Puts the new layers everywhere in the model where the modules that they replace stand."""
         for place, module in self._modules.items():
             layer = self._made.get(module)
             if layer is not None:
@@ -234,7 +233,7 @@ class Filling:
 
 
 def left_in(model: nn.Module, unpacked: Container[str] = ()) -> tuple[ReportedLayer, ...]:
-    """The layers that have weights in 16 bits, by the checkpoint or because they were unpacked."""
+    """Returns the layers whose weights are in 16 bits: the checkpoint stores them so, or they were unpacked."""
     found, left = survey(model, ()), []
     for layer in found.left:
         if layer.kind not in (QuantizedLinear.__name__, QuantizedExperts.__name__):
@@ -247,8 +246,11 @@ def left_in(model: nn.Module, unpacked: Container[str] = ()) -> tuple[ReportedLa
 
 
 def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool]:
-    """The tensors that a model passes over: those that it names, such as DeepSeek-V3's layers that predict further
-    tokens, and those of a head if it has no head of its own."""
+    """Returns a function that says of a tensor's name whether the model ignores the tensor.
+
+    A model ignores tensors that its class names, such as DeepSeek-V3's layers for multi-token prediction. A model
+    without a head ignores the head's tensors.
+    """
     patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     prefix = f"{model.base_model_prefix}." if getattr(model, "base_model", None) is model else "."
     own = prefix if any(key.startswith(prefix) for key in keys) else ""
@@ -256,7 +258,7 @@ def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool
 
 
 def path_of(path: object) -> Path:
-    """The path; TypeError if it is none."""
+    """Returns ``path`` as a Path; TypeError if it is none."""
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, want the path of a file or directory")
     return Path(path)
@@ -265,7 +267,7 @@ def path_of(path: object) -> Path:
 def look_into(
     path: Path, config: Config | None, activations: ModelActivations | None
 ) -> tuple[Headers, Config, dict[str, LayerFormat]]:
-    """Reads the tensors of a checkpoint, its configuration and its quantised layers; arguments as of
+    """Reads a checkpoint's headers and configuration, and finds its quantised layers. Arguments are those of
     `load_safetensors`."""
     entries = with_common_names(read_headers(path))
     config = read_config(path) if config is None else checked("config", config)
@@ -281,10 +283,10 @@ def read_layers(
     options: dict[str, Any],
     experts: Container[str] = (),
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts, Rounding]]:
-    """Reads layers that were found, as `load_safetensors` does.
+    """Yields (name, layer, rounding) of layers that were found, each read when it is requested.
 
-    options: dtype, device and activations. experts: names of layers that become parts of others, which have their own
-    activations.
+    options: dtype, device and activations of `load_safetensors`. experts: names of layers that become parts of stacked
+    experts; their activations are set later, for the whole stack.
     """
     own_options = {name: options[name] for name in ("dtype", "device")}
     try:

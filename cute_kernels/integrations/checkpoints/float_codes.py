@@ -11,8 +11,8 @@
 | torchao Float8Tensor, MXTensor, NVFP4Tensor | `qdata` | `scale` | times `per_tensor_scale` |
 | gpt-oss | `blocks` uint8 | `scales` E8M0 | |
 
-Dtypes and shapes say which format it is, so this is one importer with several sets of names. Bytes of scales are never
-converted, but looked at: E8M0 comes as uint8 or as float8_e8m0fnu.
+Dtypes and shapes determine the format, so one importer serves all of these sets of names. Scales of one byte are
+reinterpreted, never converted: E8M0 comes as uint8 or as float8_e8m0fnu.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Names:
     """A project's names for the tensors of a layer.
 
     Args:
-        codes, scales, second: their names; second of the scale of the second level, "" if there is none.
-        divides: whether a weight is divided by the second level, not multiplied with it.
-        optional: whether the second level may be missing, which then is 1.
+        codes, scales, second: names of the tensors; second is the second level's scale, "" if there is none.
+        divides: whether weights are divided by the second level's scale instead of multiplied.
+        optional: whether the second level's scale may be missing; it is 1 then.
     """
 
     codes: str
@@ -67,17 +67,18 @@ def from_float_codes(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """The weight of a layer of floating codes: W[n, k] = number(code) * scale, times or by the second level.
+    """Packs a layer's weight of floating codes: W[n, k] = number(code) * scale, multiplied or divided by the second
+    level.
 
     Args:
         tensors: by their names, as `cute_kernels.gemm.from_codes.pack_weight` takes them.
-        names: which is which.
+        names: the names of codes, scales and the second level.
         dtype: of the activations; bf16 alone for scales of one byte.
         device: where the result is put, default that of the codes.
 
     Raises:
-        TypeError, ValueError: a tensor is missing or does not fit, or a floating scale is NaN or infinite, or one of
-            the second level not positive; the message names it.
+        TypeError, ValueError: a tensor is missing or does not fit, a floating scale is NaN or infinite, or a scale of
+            the second level is not positive; the message names it.
     """
     return made_of(pack_weight, tensors, names, dtype, device)
 
@@ -89,8 +90,10 @@ def made_of(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> _Made:
-    """Makes weights as `from_float_codes` does. make: `pack_weight`, or `pack_experts` of all experts of a layer, with
-    a dimension of experts in front."""
+    """Makes weights as `from_float_codes` does.
+
+    make: `pack_weight`, or `pack_experts` for tensors [experts, ...] of all experts of a layer.
+    """
     dim = 3 if make is pack_experts else 2
     codes, scales, second = tensors[names.codes], tensors[names.scales], tensors.get(names.second)
     fields.check_tensor(names.codes, codes, (*_FP4, *_FP8), dim, "[N, K], or [N, K / 2] of two codes a byte")
@@ -125,7 +128,7 @@ def made_of(
 
 
 def format_of_codes(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> WeightFormat:
-    """The format of a layer's dtypes whose groups match the scales; TypeError or ValueError for none."""
+    """Returns the format with a layer's dtypes whose groups match its scales; TypeError or ValueError if none does."""
     found = [forms for of, by, forms in _FORMATS if codes.dtype in of and scales.dtype in by]
     if not found:
         raise TypeError(f"{names.scales}: got {scales.dtype} beside codes of {codes.dtype}, want scales of such codes")

@@ -1,14 +1,13 @@
-"""gpt-oss: names of its tensors, of Hugging Face's files and of the original ones, as the models of transformers call
-them.
+"""Names of gpt-oss's tensors: Hugging Face's files and the original ones, mapped to those of transformers' models.
 
-| | of the experts' first projection |
+| files | the experts' first projection |
 |---|---|
 | Hugging Face | `mlp.experts.gate_up_proj_blocks`, `_scales`, `_bias` |
 | original | `mlp.mlp1_weight.blocks`, `.scales`, `mlp.mlp1_bias` |
 | here | `mlp.experts.gate_up_proj.blocks`, `.scales`, `.bias` |
 
-Of the original files the rest is renamed, too, and rows of `attn.qkv` are those of q, k and v. Their config.json has
-names of its own.
+All other tensors of original files are renamed, too, and `attn.qkv` is split by rows into q, k and v. The original
+config.json has names of its own.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ _ROPE = {  # of YaRN
 
 
 def is_original(settings: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of original files."""
+    """Returns whether a config.json is that of gpt-oss's original files."""
     return "model_type" not in settings and settings.keys() >= {*_SETTINGS, *_ROPE}
 
 
 def common_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of such a config.json as transformers' GptOssConfig takes them.
+    """Converts the settings of an original config.json to those of transformers' GptOssConfig.
 
     Raises:
         ValueError: it lacks a setting; the message names it.
@@ -86,10 +85,10 @@ def common_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_common_names(entries: Headers) -> Headers:
-    """The same tensors, with those of gpt-oss under the names that models and layers have here.
+    """Returns the same tensors, with gpt-oss's under the names that models and layers have here.
 
     Raises:
-        ValueError: a tensor of original files is one that gpt-oss does not have.
+        ValueError: original files have a tensor that gpt-oss does not have.
     """
     original = any(_BLOCK.fullmatch(key) and key.endswith(".mlp.mlp1_weight.blocks") for key in entries)
     found = Headers()

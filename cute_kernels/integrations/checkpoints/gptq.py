@@ -14,8 +14,11 @@ FORMATS = ("gptq", "gptq_v2")
 
 
 def words_of_v2(qzeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """Converts int32 words that GPTQModel wrote as "gptq" to those of "gptq_v2". It subtracts one from all zero points
-    of a word in one operation, so that a zero point 0 borrows from its neighbour."""
+    """Converts int32 words that GPTQModel wrote as "gptq" to those of "gptq_v2".
+
+    GPTQModel subtracts one from all zero points of a word in one operation, so a zero point 0 borrows from its
+    neighbour.
+    """
     return qzeros + (0x11111111 if bits == 4 else 0x01010101)
 
 
@@ -33,14 +36,14 @@ def from_gptq(
 ) -> PackedWeight:
     """Packs the weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
 
-    Some v1 checkpoints are written with v2's zero points and nothing in them says so; a symmetric one shows in zero
-    points 9 (129) for every group instead of 8 (128), which is refused.
+    Some v1 checkpoints have v2's zero points, and nothing in them says so. A symmetric one shows it: every zero point
+    reads 9 (129 for 8 bits) instead of 8 (128). It is refused.
 
     Args:
         qweight: int32 [K * bits / 32, N].
         qzeros: int32 [G, N * bits / 32], z - 1 ("gptq") or z ("gptq_v2"). A v1 zero point 0 is refused unless it is the
-            last of its word: some writers subtract one from whole words, where 0 borrows from its neighbour
-            (`words_of_v2` undoes that). Others subtract it from each zero point. The tensor does not say which.
+            last of its word: the tensor does not say how one was subtracted from it. Some writers subtract from whole
+            words, so that 0 borrows from its neighbour (`words_of_v2` undoes it); others from each zero point.
         scales: floating [G, N].
         g_idx: int [K], the group of each input, or None for groups in order. With act-order, inputs are permuted so
             that groups lie together, and `PackedWeight.perm` says how.

@@ -1,7 +1,8 @@
 """The headers of safetensors files, checked before any tensor is read.
 
-A file is 8 bytes of header length, little-endian, the header in JSON, and the tensors' bytes; `data_offsets` count from
-the end of the header. The safetensors package refuses a file that was cut off; this says which tensors it has lost.
+A file has 8 bytes with the header's length, little-endian, then the header in JSON, then the tensors' bytes.
+`data_offsets` count from the end of the header. The safetensors package refuses a file that was cut off; this module
+also says which tensors are lost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Entry:
     """A tensor in a file, or some rows of one; dtype in safetensors' letters.
 
     Args:
-        key: its name in the file; rows: which of it are meant, None for all.
+        key: the tensor's name in the file. rows: [first, last + 1) of its rows; None for all.
     """
 
     file: Path
@@ -42,13 +43,15 @@ class Headers(dict[str, Entry]):
 
 
 def read_headers(path: Path) -> Headers:
-    """The tensors of a file, or of a directory, by name. A directory's files are those that its index names, or else
-    model.safetensors, or else all. A tensor that is in two files is read from the one that the index gives.
+    """Reads the tensors of a file, or of a directory, by name.
+
+    A directory's files are those that its index names, or else model.safetensors, or else all. A tensor in two files is
+    read from the one that the index gives.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the directory.
-        ValueError: a file is no safetensors file or is truncated; a tensor is in two files; or a tensor of the
-            directory's index is in none; the message names file and tensor.
+        ValueError: a file is no safetensors file or is truncated, a tensor is in two files and the index names
+            neither, or a tensor of the index is in none. The message names file and tensor.
     """
     promised = _read_index(path / INDEX) if (path / INDEX).exists() else {}
     files = [path]
@@ -74,7 +77,7 @@ def read_headers(path: Path) -> Headers:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor, all of which exist, in the directory or below it."""
+    """Returns the file of each tensor that the index names; all are checked to exist, in the directory or below it."""
     promised = read_json(index).get("weight_map")
     if not isinstance(promised, dict) or not all(isinstance(where, str) for where in promised.values()):
         raise ValueError(f"{index.name}: got no 'weight_map' of names and files, want the index of a checkpoint")
@@ -87,7 +90,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The contents of a file of settings; ValueError naming the file if that is no JSON object."""
+    """Reads a JSON object from a file of settings; ValueError, naming the file, if the file has none."""
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
@@ -127,7 +130,8 @@ def _read_header(file: Path, metadata: dict[str, str]) -> dict[str, Entry]:
 
 
 def _describes_a_tensor(entry: object) -> bool:
-    """Whether an entry of a header has a dtype, a shape and the place of as many bytes as these say."""
+    """Returns whether an entry of a header has a dtype, a shape, and data offsets that span as many bytes as these
+    need."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     said: list[Any] = [entry.get("shape"), entry.get("data_offsets")]

@@ -1,4 +1,4 @@
-"""HQQ layers: codes of the first half of the groups in the high nibbles, floating zero points."""
+"""HQQ layers. High nibbles hold the codes of the first half of the groups; zero points are floating."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def from_hqq(
 ) -> PackedWeight:
     """Packs the weight of an HQQ layer: W = (q - z) * s.
 
-    Zero points that are all codes stay zero points. Others become shifts in the dtype of the scales: W = (q - m) * s +
-    shift with the symmetric zero m and shift = (m - z) * s.
+    If all zero points are codes, they stay zero points. Otherwise they become shifts in the dtype of the scales: W = (q
+    - m) * s + shift, with the symmetric zero m and shift = (m - z) * s.
 
     Args:
         W_q: uint8, N * K * bits / 8 bytes: byte i holds, in row-major [N, K], code i in the high and code i + N * K / 2
@@ -36,7 +36,7 @@ def from_hqq(
         shape: (N, K), which HQQ keeps in its meta data.
         bits: 4 or 8 (HQQ's nbits).
         group_size: of the meta data (-1: one scale per row), or None for what K and G say.
-        axis: of the meta data: 1, groups along K, is what kernels can use.
+        axis: of the meta data; kernels support only 1, groups along K.
         dtype, device: as for `from_awq`.
 
     Raises:
@@ -53,7 +53,7 @@ def from_hqq(
 def _codes(
     W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: Sequence[int], bits: int, axis: int
 ) -> tuple[CodesOf, int]:
-    """The codes of a range of rows, and the number of groups of a row."""
+    """Returns a function that maps a range of rows to their codes, and the number of groups of a row."""
     fields.check_bits(bits)
     if axis != 1:
         raise ValueError(f"axis: got {axis}, want 1: groups along K")

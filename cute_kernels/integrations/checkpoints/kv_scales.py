@@ -1,4 +1,4 @@
-"""The scales of the KV cache that a checkpoint was calibrated with."""
+"""The KV cache scales with which a checkpoint was calibrated."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FORMATS = {("float", 8): "e4m3", ("int", 8): "int8"}
 
 @dataclass(frozen=True)
 class KvScale:
-    """The scales of a layer's cache: a key is k times its cached number.
+    """The scales of a layer's cache: a key is k times its cached number, a value v times its own.
 
     Args:
         k, v: fp32, [1] or [kv heads].
-        stored_as: "e4m3" or "int8", what the checkpoint's kv_cache_scheme says, or None if nothing does.
+        stored_as: "e4m3" or "int8", the format that the checkpoint declares; None if it declares none.
     """
 
     k: torch.Tensor
@@ -35,13 +35,13 @@ class KvScale:
 
 
 def scale_keys(entries: Mapping[str, Entry]) -> set[str]:
-    """The tensors that are scales of a cache, or of queries and probabilities beside them."""
+    """Returns the names of tensors that are scales of a cache, or of an attention's queries and probabilities."""
     extra = re.compile(r"(?:attn|attention|self_attn)\.(?:[a-z_]*_)?(?:q|prob|k|v|kv)_(?:scale|zero_point)$")
     return {key for key in entries if _KEY.search(key) or extra.search(key)}
 
 
 def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]:
-    """The scales by layer; ValueError if a layer has one of two, or a scale that is not positive."""
+    """Reads the scales by layer; ValueError if a layer has only one of k's and v's, or a scale that is not positive."""
     keys: dict[int, dict[str, str]] = {}
     for key in sorted(entries):
         found = _KEY.search(key)
@@ -69,7 +69,7 @@ def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]
 
 
 def _stored_as(path: Path) -> str | None:
-    """The format of the cache that kv_cache_scheme declares."""
+    """Returns the cache format that a checkpoint declares: in ModelOpt's file, or else in kv_cache_scheme."""
     from cute_kernels.integrations.checkpoints.configuration import read_config
 
     file = (path if path.is_dir() else path.parent) / "hf_quant_config.json"

@@ -1,4 +1,4 @@
-"""How checkpoints store a layer: its tensors, those by which it is recognised, and its converter."""
+"""The formats in which checkpoints store a layer: its tensors, the tensor that marks the format, and the converter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 Converted = PackedWeight | PackedExperts
-"""A weight, or the experts of a layer."""
+"""A weight, or the stacked weights of a layer's experts."""
 
 
 class Options(TypedDict):
@@ -46,12 +46,12 @@ class LayerFormat:
 
     Args:
         name: what errors call it.
-        methods: the configuration's `quant_method` that go with it.
+        methods: values of the configuration's `quant_method` for this format.
         mark: the tensor whose name tells that a layer is of this format.
         required, optional: the tensors that are read, without "bias".
-        convert: tensors by those names, the configuration of the layer, further options -> weight.
-        ignored: tensors beside them that say nothing of the result.
-        dtypes: that the mark may have, in safetensors' letters; none for any.
+        convert: (tensors by those names, the layer's configuration, further options) -> weight.
+        ignored: further tensors of a layer, which do not change the weight.
+        dtypes: the dtypes that the mark may have, in safetensors' letters; empty for any.
     """
 
     name: str
@@ -139,10 +139,13 @@ def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> Pac
 
 
 def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
-    """The part of compressed-tensors' configuration about a layer's weights, of "int" or "float" as they are stored.
+    """Returns the part of compressed-tensors' configuration about a layer's weights, checked against how they are
+    stored.
+
+    stored: the format of the tensors. kind: "int" or "float".
 
     Raises:
-        TypeError, ValueError: it says something else.
+        TypeError, ValueError: the configuration contradicts ``stored`` or ``kind``.
     """
     _check_no_transforms(config)
     group: Config = config.get("group") or {}
@@ -158,8 +161,10 @@ def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
 
 
 def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
-    """Converts floating codes. compressed-tensors' configuration is compared with the tensors; other projects' says no
-    more."""
+    """Converts floating codes.
+
+    compressed-tensors' configuration is compared with the tensors; other projects' configurations add nothing.
+    """
     if config.get("quant_method") in COMPRESSED:
         stored = "float-quantized"
         if names.codes == "weight_packed":
@@ -189,7 +194,7 @@ def _gpt_oss(
 
 
 def _check_no_transforms(config: Config) -> None:
-    """Raises ValueError if the checkpoint rotates inputs before a layer, which nothing here would do."""
+    """Raises ValueError if the checkpoint transforms inputs or weights at run time, which no kernel here does."""
     for key in ("transform_config", "rotation_config", "hadamard_config"):
         found = config.get(key)
         if found and (not isinstance(found, Mapping) or any(found.values())):
@@ -197,7 +202,7 @@ def _check_no_transforms(config: Config) -> None:
 
 
 def _check_symmetric(name: str, weight: PackedWeight, said: str) -> None:
-    """Raises ValueError if a weight has zero points of its own, against the configuration."""
+    """Raises ValueError if a weight has zero points although the configuration says that it is symmetric."""
     if weight.zeros is not None:
         middle = symmetric_zero(weight.bits)
         raise ValueError(
@@ -206,13 +211,16 @@ def _check_symmetric(name: str, weight: PackedWeight, said: str) -> None:
 
 
 def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, said: str) -> None:
-    """Raises ValueError if the groups of inputs are missing that the configuration announces, or does not exclude."""
+    """Raises ValueError if a weight with groups lacks ``name``, the tensor with the group of each input.
+
+    said: the configuration's statement about this order, for the message.
+    """
     if name not in tensors and weight.group_size is not None:
         raise ValueError(f"{name}: got no such tensor, want it: the configuration says {said}")
 
 
 def _hqq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Converted:
-    """Converts an HQQ layer by the settings in its own tensors; HQQ's defaults apply to what none says."""
+    """Converts an HQQ layer by the settings in its own tensors. Missing settings have HQQ's defaults."""
     shape = tensors.pop("shape").tolist()
     found = {"nbits": 4, "axis": 1} | {name: config[name] for name in ("nbits", "axis") if name in config}
     found |= {name: _integer(name, tensors.pop(name)) for name in _HQQ_NUMBERS if name in tensors}
@@ -252,7 +260,7 @@ def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torc
 
 
 def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
-    """Converts AutoGPTQ's or AutoAWQ's words; zero points are less one only where AutoRound's packing format says
+    """Converts AutoGPTQ's or AutoAWQ's words. Zero points are stored less one only if AutoRound's packing format says
     so."""
     _check_no_transforms(config)
     data_type = config.get("data_type", "int")
@@ -275,14 +283,15 @@ COMPRESSED_FORMATS = {
     "mxfp4-pack-quantized": ("mxfp4-pack-quantized",),
     "float-quantized": ("float-quantized", "naive-quantized", "mxfp8-quantized"),
 }
-"""`format` of compressed-tensors that go with packed codes, with codes of a byte, and with floats."""
+"""Values of compressed-tensors' `format` that may stand for each way of storing codes: packed, a byte each, or floats.
+"""
 
 _AS_THEY_ARE = "", ":gptqmodel", ":gptqmodel:exllamav2", ":exllamav2", ":tritonv2"
 _LESS_ONE = ":auto_gptq", ":auto_gptq:exllamav2", ":gptq", ":gptq:exllamav2"
 AUTO_ROUND_PACKINGS = dict.fromkeys([f"auto_round{each}" for each in _AS_THEY_ARE], "gptq_v2") | dict.fromkeys(
     ["auto_gptq", "gptq", *(f"auto_round{each}" for each in _LESS_ONE)], "gptq"
 )
-"""AutoRound's packing formats as GPTQ's: with zero points as they are, or less one."""
+"""GPTQ's format for each of AutoRound's packing formats: zero points as they are ("gptq_v2"), or less one ("gptq")."""
 
 _HQQ_NUMBERS = ("nbits", "axis", "group_size", "view_as_float", "quant_scale", "quant_zero")
 _HQQ_META = (
@@ -349,21 +358,21 @@ FOREIGN = (
     "weight_scale_inv", "weight_scale_2", "qweight", "qzeros", "scales", "g_idx", "W_q", "absmax", "SCB", "quant_map",
     "bitmask", "compressed", "trellis", "codebooks", "Qidxs",
 )  # fmt: skip
-"""Tensors of quantised layers, of formats that are read and of others."""
+"""Names of tensors that only quantised layers have, in supported formats and in others."""
 _FOREIGN_PARTS = ("weight:", "_weight_")  # how torchao's files name the parts of a weight, before and now
 FOREIGN_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U16", "I16", "U32", "I32")
-"""Of a "weight", or of stacked experts' "gate_up_proj" and what is called after it."""
+"""Dtypes that show that a layer is quantised, if its "weight" or a tensor with "_proj" in its name has one."""
 
 
 # -- which layer is of which -------------------------------------------------------------------------------------------
 
 
 def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, LayerFormat]:
-    """The quantised layers of a checkpoint by name.
+    """Finds the quantised layers of a checkpoint and their formats, by name.
 
     Raises:
-        ValueError: a layer lacks a tensor, has one that nobody reads, or is of a format that is not read; or there is
-            no quantised layer. The message names it.
+        ValueError: a layer lacks a tensor, has an unknown one, or is of an unsupported format; or there is no
+            quantised layer. The message names the tensor.
     """
     marks = {form.mark for form in LAYER_FORMATS}
     layers: dict[str, LayerFormat] = {}
@@ -395,8 +404,10 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
 
 
 def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFormat]:
-    """The formats that a tensor marks: of those for its dtype alone, if there are any. A "weight" marks a format only
-    together with its scales."""
+    """Returns the formats that a tensor marks. Formats that name the tensor's dtype win over those for any dtype.
+
+    A "weight" marks a format only together with its scales.
+    """
     stored = entries[join(name, mark)].dtype
     found = [form for form in LAYER_FORMATS if form.mark == mark and (not form.dtypes or stored in form.dtypes)]
     if mark == "weight":
@@ -405,7 +416,7 @@ def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFo
 
 
 def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str]) -> None:
-    """Raises ValueError for a layer that is quantised in an unsupported way, rather than pass over it."""
+    """Raises ValueError for a layer that is quantised in an unsupported way, so that it is not passed over."""
     for form in LAYER_FORMATS:
         rest = [each for each in form.required if each != form.mark]
         if rest not in ([], ["scale"], ["scales"]) and "weight" not in owned and owned.issuperset(rest):
@@ -441,12 +452,13 @@ def _format_of(
 
 
 def is_stacked(entries: Mapping[str, Entry], name: str, form: LayerFormat) -> bool:
-    """Whether a layer of ours, or of gpt-oss, has all experts' weights."""
+    """Returns whether a layer, saved by this package or of gpt-oss, has the weights of all experts."""
     return form in (OWN, GPT_OSS) and len(entries[join(name, form.mark)].shape) == 4
 
 
 def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:
-    """The description of a layer's weight in the files' metadata, as "tensor": torchao writes it there, in JSON."""
+    """Returns {"tensor": the description of a layer's weight in the files' metadata}, which torchao writes in JSON; {}
+    if there is none."""
     text = getattr(entries, "metadata", {}).get(join(name, "weight"))
     if text is None:
         return {}
@@ -457,5 +469,5 @@ def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:
 
 
 def join(name: str, own: str) -> str:
-    """The name of a layer's tensor."""
+    """Returns the full name of a layer's tensor."""
     return f"{name}.{own}" if name else own

@@ -1,7 +1,7 @@
-"""A running model of a checkpoint directory, in one call.
+"""Loading of a running model from a checkpoint directory, in one call.
 
-There is never more in memory than the model and one layer. Nothing of a checkpoint is run: weights come from
-safetensors alone, and a model whose code is in the directory is refused.
+Memory never holds more than the model and one layer. No code of a checkpoint runs: weights come from safetensors alone,
+and a model whose code is in the directory is refused.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def load_model(
     progress: ModelProgress | None = None,
     activations: ModelActivations | None = None,
 ) -> Any:
-    """Loads the transformers model of a directory with config.json and safetensors files, with its quantised layers
-    packed.
+    """Loads a directory's transformers model, with its quantised layers packed.
 
     Args:
-        path: the directory. Formats as for `load_safetensors`, and what `save_pretrained` wrote of a quantised model.
+        path: a directory with config.json and safetensors files, in a format of `load_safetensors`, or written by
+            `save_pretrained` of a quantised model.
         config: the quantisation configuration, default that of the directory.
         model_class: a model's class of transformers, or an Auto class, default the one that config.json names first in
             "architectures". A model without a head ignores a head's tensors.
@@ -50,13 +50,13 @@ def load_model(
             layers' scales are rounded to it.
         device: where the model is put, default the CPU.
         attn_implementation: as for `from_pretrained`.
-        progress: called after each quantised layer with its name, the number of layers done and that of all.
-        activations: as for `load_safetensors`. What a quantised model had that `save_pretrained` wrote is declared.
+        progress: called after each quantised layer with its name, the number of layers done and the number of all.
+        activations: as for `load_safetensors`. A model that `save_pretrained` wrote declares the activations it had.
 
     Returns:
         The model, in evaluation mode, as `from_pretrained` returns it, with the directory's generation_config.json.
         ``model.kv_scales`` has the checkpoint's scales of the KV cache (`read_kv_scales`), {} if it has none, and
-        ``model.quantization_report`` what `load_quantized_linears` has there.
+        ``model.quantization_report`` the report of `load_quantized_linears`.
 
     Raises:
         FileNotFoundError: there is no config.json, or no safetensors file.
@@ -95,7 +95,7 @@ def load_model(
 
 
 def _round_saved(model: torch.nn.Module, asked: ModelActivations | None) -> None:
-    """Sets the activations of a model that was quantised when it was saved, and reports its layers."""
+    """Sets the activations of a model that was saved in quantised form, and reports its layers."""
     done: list[ReportedLayer] = []
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantizedLinear, OfExperts)):
@@ -110,11 +110,11 @@ def _round_saved(model: torch.nn.Module, asked: ModelActivations | None) -> None
 def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
     """Reads the scales of the KV cache from the checkpoint at ``path``, by layer; {} if it has none.
 
-    Those are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one number a
-    tensor or one a head: a key is k_scale times its cached number.
+    The scales are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one
+    number a tensor or one a head: a key is k_scale times its cached number.
 
     Raises:
-        As `load_safetensors`, and ValueError for a layer that has one of the two, or a scale that is not positive.
+        As `load_safetensors`, and ValueError for a layer that has only one of the two, or a scale that is not positive.
     """
     path = path_of(path)
     return kv_scales_of(read_headers(path), path)

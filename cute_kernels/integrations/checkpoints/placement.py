@@ -1,7 +1,7 @@
-"""Where a checkpoint's layers belong in a model: names as they are, or as transformers renames and merges them.
+"""The places of a checkpoint's layers in a model, under their own names or as transformers renames and merges them.
 
-Checkpoints of mixtures of experts have each expert's projections by themselves, models of transformers 5 have them
-stacked. The library's own table of conversions says which names go where; nothing of a checkpoint is run.
+Checkpoints of mixtures of experts store each expert's projections apart; models of transformers 5 stack them.
+Transformers' own table of conversions maps the names. No code of a checkpoint runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Place:
     """Where a layer belongs.
 
     Args:
-        module: the qualified name of the nn.Linear that it stands for, or of the experts that it is one of.
-        role: of an expert `GATE`, `UP` or `DOWN`; "gate_up" or "down" of stacked experts; None of a Linear.
-        expert: which expert, or None.
-        packed: whether the layer stays packed. The weight of a router, or one that the model's code reads, is unpacked.
+        module: the qualified name of the nn.Linear that the layer replaces, or of the experts that it belongs to.
+        role: `GATE`, `UP` or `DOWN` for an expert, "gate_up" or "down" for stacked experts, None for a Linear.
+        expert: the index of the expert, or None.
+        packed: whether the layer stays packed. A router's weight, or a weight that model code reads, is unpacked.
     """
 
     module: str
@@ -43,12 +43,12 @@ class Place:
 
 
 def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] = ()) -> dict[str, Place]:
-    """The place of each layer of a checkpoint by name.
+    """Returns the place of each layer of a checkpoint, by the layer's name.
 
     Args:
         model: with Linear layers and mixtures of experts, which may be on the meta device.
         names: of layers with one weight.
-        stacked: of layers that are all experts' gates and ups, or downs, as state dicts of `QuantizedMoE` have them.
+        stacked: of layers with gate_up or down of all experts, as in state dicts of `QuantizedMoE`.
 
     Raises:
         TypeError, ValueError: the model has no such layer, or one that cannot be swapped; or an expert is missing. The
@@ -80,7 +80,7 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
 
 
 Renamer = Callable[[str], tuple[str, Any, Any]]
-"""What `_renamer` describes."""
+"""A function as `_renamer` returns it."""
 
 
 def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Place:
@@ -106,7 +106,7 @@ def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Plac
 
 
 def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, expert: int) -> Place:
-    """The place of an expert's projection; ValueError if the model has no such experts."""
+    """Returns the place of an expert's projection; ValueError if the model has no such experts."""
     experts = modules.get(f"{block}.experts")
     if stored_as(experts) is None:
         found = "none" if experts is None else ", ".join(key for key, _ in experts.named_parameters())
@@ -116,8 +116,10 @@ def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, 
 
 
 def _renamer(model: Any) -> Renamer:
-    """Returns (key of a checkpoint) -> (key of the model, the conversion that merges it or None, which of its
-    sources)."""
+    """Returns a function from a checkpoint's key to (the model's key, conversion, source pattern).
+
+    The conversion merges the tensor with others; it and the pattern are None for a tensor that is not merged.
+    """
 
     def unchanged(key: str) -> tuple[str, Any, Any]:
         return key, None, None
@@ -143,7 +145,7 @@ def _renamer(model: Any) -> Renamer:
 
 
 def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> None:
-    """Raises ValueError unless each block of experts is supported, with each expert's projections once."""
+    """Raises ValueError unless each block of experts is supported and has each expert's projections exactly once."""
     blocks: dict[str, dict[tuple[Any, Any], str]] = {}
     for name, place in places.items():
         if place.role is None:

@@ -1,7 +1,7 @@
-"""Makes the transformers model of a checkpoint.
+"""The transformers model of a checkpoint.
 
-transformers makes the skeleton and loads what is not quantised; packed layers are read one at a time straight to where
-they belong.
+transformers makes the skeleton and loads the tensors that are not quantised. Packed layers are read one at a time,
+straight to their places.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cute_kernels.model_config import record_layers, untie_quantised
 
 
 def class_of(path: Path, model_class: Any) -> tuple[Any, Any]:
-    """transformers' configuration, and the model's class; neither comes from code in the directory."""
+    """Returns transformers' configuration and the model's class; neither comes from code in the directory."""
     said = read_json(path / "config.json")
     if is_original(said):
         settings = transformers.GptOssConfig(**common_settings(said))
@@ -72,11 +72,11 @@ _TENSORS = {"weight", "bias", *NAMES, *(f"{name}_bias" for name in NAMES)}  # of
 
 
 class Import(CuteKernelsConfig):
-    """Takes the place of a quantisation configuration while transformers loads what a checkpoint does not quantise.
+    """A quantisation configuration under which transformers loads the tensors that a checkpoint does not quantise.
 
     Args:
         entries, found: the checkpoint's tensors and its quantised layers.
-        config: its own configuration.
+        config: the checkpoint's quantisation configuration.
         options: dtype, device and activations of the layers, as in `load_safetensors`.
     """
 
@@ -97,19 +97,19 @@ class Import(CuteKernelsConfig):
         return self
 
     def prepare(self, model: nn.Module) -> None:
-        """Makes room in the skeleton."""
+        """Takes the parameters that packed layers will replace out of the skeleton."""
         self.filling = Filling(model, self.entries, self.found)
         for name in {place.module for place in self.filling.places.values()}:
             _make_room(model.get_submodule(name))
         untie_quantised(model)
 
     def finish(self, model: nn.Module) -> None:
-        """Puts packed layers where they belong."""
+        """Reads the packed layers and puts them into the model."""
         assert self.filling is not None
         self.filling.fill(model, self.config, self.layer_options, self.progress)
 
     def model(self, model_class: Any, settings: Foreign, ignored: set[str], options: dict[str, Any]) -> Any:
-        """The model without its generation settings. ignored: tensors that do not belong to it."""
+        """Loads the model without its generation settings. ignored: tensors that do not belong to the model."""
         register()
         quantised = {
             join(name, own)
@@ -135,7 +135,7 @@ class Import(CuteKernelsConfig):
         return model
 
     def _check(self, info: dict[str, Any]) -> None:
-        """Raises ValueError unless the tensors that are not quantised are the model's."""
+        """Raises ValueError unless the tensors that are not quantised are exactly those that the model wants."""
         assert self.filling is not None
         unused = self.filling.is_unused
         for kind, found, wanted in (
@@ -165,8 +165,7 @@ def generate_as_said(model: Foreign, path: Path) -> None:
 
 
 def _make_room(module: nn.Module) -> None:
-    """Prevents transformers from loading and initialising anything where packed tensors will be: weights and biases of
-    layers and experts.
+    """Keeps transformers from loading and initialising weights and biases that packed layers and experts will replace.
 
     Code of the model that asks for the tensors meanwhile, as initialisation does, finds them on the meta device.
     """

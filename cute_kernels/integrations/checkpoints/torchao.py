@@ -1,9 +1,8 @@
-"""Reads torchao layers: INT4 in tinygemm's tensor-core tiles and plain INT8, and its current tensors as safetensors
-files keep them. These are Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor,
-NVFP4Tensor and MXTensor.
+"""Import of torchao layers: INT4 in tinygemm's tensor-core tiles, plain INT8, and current tensors in safetensors files.
 
-A file has the parts of a weight apart, `_weight_qdata` and so on, and says in its metadata, under the weight's name, of
-which class it is and what attributes it has. Nothing of the metadata is run: classes are looked up by name here.
+Current tensors are Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor,
+NVFP4Tensor and MXTensor. A file stores the parts of a weight apart, as `_weight_qdata` and so on. Its metadata gives
+the weight's class and attributes. No code in the metadata runs: classes are looked up by name here.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ def from_torchao(
 ) -> PackedWeight:
     """Packs the weight of a torchao layer: INT4 from packed_weight and scale_and_zero, INT8 from int_data and scale.
 
-    INT4 is W = (q - 8) * s + z with a floating z. If all z are (8 - zero) * s for integer zeros, up to the rounding
-    of z in bf16, the weight gets these zero points. Otherwise it keeps z.
+    INT4 is W = (q - 8) * s + z with a floating z. If every z is (8 - zero) * s for an integer zero, up to z's rounding
+    in bf16, the weight gets these zero points. Otherwise it keeps z.
 
     Args:
         packed_weight: int32 [N / 8, K / (16 I), 32, I / 2] with I = 2, 4 or 8 inner k tiles (`innerKTiles`).
         scale_and_zero: floating [G, N, 2].
         int_data: int8 [N, K], W = (q - z) * s.
-        scale, zero_point: [N] or [N, G] of int_data, floating and integer; no zero_point is 0 everywhere.
-        shape: (N, K), where torchao has padded them: K to a multiple of 1024, N to one of 8. Default: all there is.
+        scale, zero_point: [N] or [N, G] for int_data, floating and integer; without zero_point, z is 0.
+        shape: (N, K) before torchao padded K to a multiple of 1024 and N to a multiple of 8; default the padded one.
         group_size, dtype, device: as for `from_awq`.
 
     Raises:
@@ -84,11 +83,11 @@ def from_torchao(
 
 
 def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
-    """The transform from row-major 4-bit codes [N, K] to tinygemm's tiles, as `aten::_convert_weight_to_int4pack` makes
-    them on CUDA.
+    """Returns the transform from row-major 4-bit codes [N, K] to tinygemm's tiles.
 
-    Lane 4 n + c of a tile of 8 rows holds, of row n, inputs 2c, 2c + 1, 2c + 8 and 2c + 9 of each step of 16: its B
-    fragment of mma.m16n8k16. A word has two steps, the even ones of those eight inputs in its low half.
+    The tiles are those that `aten::_convert_weight_to_int4pack` makes on CUDA. In a tile of 8 rows, lane 4 n + c holds
+    four inputs of row n for each step of 16: 2c, 2c + 1, 2c + 8 and 2c + 9. They are its B fragment of mma.m16n8k16. A
+    word holds two steps, their even inputs in its low half.
     """
     k = tiles_k * inner_steps * STEP_K
     modes: tuple[tuple[int, int], ...] = (
@@ -109,7 +108,7 @@ def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
 def _tiles(
     packed_weight: torch.Tensor | None, scale_and_zero: torch.Tensor | None, shape: Sequence[int] | None
 ) -> tuple[CodesOf, torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Codes by rows, scales and shifts fp32 [N, G], and (N, K)."""
+    """Returns a function from rows to codes, scales and shifts fp32 [N, G], and (N, K)."""
     wanted = "[N / 8, K / (16 I), 32, I / 2]"
     fields.check_tensor("packed_weight", packed_weight, (torch.int32,), 4, wanted)
     assert packed_weight is not None
@@ -190,13 +189,13 @@ def from_tensor(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Converts a torchao layer's weight; zero points that are no codes are kept as they are.
+    """Packs a torchao layer's weight. Zero points that are no codes are kept as floating shifts.
 
     Args:
         kind: the name of the tensor's class, one of `KINDS`.
         tensors: its parts by their names: qdata; scale and zero_point, or scale_and_zero; maybe act_pre_scale, which
-            inputs are multiplied with.
-        attributes: its attributes by their names, block_size among them; shape for the INT4 ones, target_dtype for
+            multiplies the inputs.
+        attributes: its attributes by their names: block_size; shape for INT4 classes; target_dtype for
             IntxUnpackedToInt8Tensor.
         dtype, device: as for `from_awq`.
 
@@ -246,7 +245,7 @@ def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
 
 
 def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Converts integers of any size: up to 4 bits are kept in 4, others in 8."""
+    """Converts integers of 1 to 8 bits: up to 4 bits become 4-bit codes, others 8-bit codes."""
     target = attributes.get("target_dtype")
     name = target.get("_data") if isinstance(target, Mapping) else str(target).removeprefix("torch.")
     if name not in [f"int{bits}" for bits in range(1, 9)]:
@@ -255,8 +254,10 @@ def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
 
 
 def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Converts W = number(q) * s, times per_tensor_scale: qdata [N, K] or [N, K / 2], scale [N, groups], or in
-    blocks."""
+    """Converts W = number(q) * s, times per_tensor_scale.
+
+    qdata: [N, K], or [N, K / 2] for two codes a byte. scale: [N, groups], or swizzled in blocks.
+    """
     if attributes.get("is_swizzled_scales"):
         qdata, block = tensors["qdata"], attributes.get("block_size")
         if type(block) is not int or block < 1:
@@ -267,7 +268,8 @@ def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
 
 
 def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
-    """Returns [n, groups] of blocks of 128 rows and 4 groups, row 32 j + i of one at [i, j]."""
+    """Returns scales [n, groups] in order, from blocks of 128 rows and 4 groups. Row 32 j + i of a block is stored at
+    [i, j]."""
     tall, wide = -(-n // 128), -(-groups // 4)
     if scale.numel() != tall * wide * 512:
         raise ValueError(f"scale: got shape {list(scale.shape)}, want {tall * wide} blocks of 512 for {[n, groups]}")
@@ -278,7 +280,8 @@ def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
 def _plain(
     tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device, *, bits: int
 ) -> PackedWeight:
-    """Converts W = (q - z) * s of int8 [N, K]; scale and zero_point have a number for each group of a row, or one."""
+    """Converts W = (q - z) * s of int8 [N, K]. scale and zero_point have one number per group of a row, or one in
+    all."""
     qdata, zero_point = tensors["qdata"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8,), 2, "[N, K]")
     n, k = qdata.shape
@@ -310,7 +313,7 @@ KINDS: dict[str, Callable[[Tensors, Attributes, torch.dtype | None, Device], Pac
     "NVFP4Tensor": _float_codes,
     "MXTensor": _float_codes,
 }
-"""By the names of the tensors' classes."""
+"""Converters by the names of the tensors' classes."""
 
 
 # -- what they share ---------------------------------------------------------------------------------------------------
@@ -324,7 +327,8 @@ def _packed(
     input_scale: torch.Tensor | None,
     device: Device,
 ) -> PackedWeight:
-    """Packs W = (q - m) * s + shift with the symmetric zero m; shifts that are whole scales become zero points."""
+    """Packs W = (q - m) * s + shift with the symmetric zero m. Shifts that are whole multiples of scales become zero
+    points."""
     bits, group_size, shape = form
     zeros = None
     if shifts is not None:
@@ -367,8 +371,10 @@ def _shape_of(attributes: Attributes) -> tuple[int, int]:
 
 
 def _grouping(attributes: Attributes, shape: tuple[int, int]) -> tuple[int, int | None]:
-    """Returns (groups along K, group size or None) of block_size: [1, group], [1, K], or [N, K] for one scale of
-    all."""
+    """Returns (groups along K, group size or None) of the attribute block_size.
+
+    block_size: [1, group size], [1, K], or [N, K] for one scale of the whole weight.
+    """
     block = attributes.get("block_size")
     n, k = shape
     if (
@@ -392,7 +398,7 @@ def _per_group(name: str, values: torch.Tensor, shape: tuple[int, int]) -> torch
 
 
 def _by_row(name: str, values: torch.Tensor, n: int, groups: int) -> torch.Tensor:
-    """Returns [N, groups] of as many numbers, or of one."""
+    """Returns values as [N, groups]; a single value is repeated for all groups."""
     fields.check_tensor(name, values, (*_FLOATS, torch.int8, torch.int32, torch.int64), values.dim(), "any")
     if values.numel() not in (1, n * groups):
         raise ValueError(f"{name}: got shape {list(values.shape)}, want {[n, groups]}, or one number")

@@ -1,7 +1,7 @@
 """SGLang plug-in: the same command line, with weight-only linear layers on these kernels.
 
 SGLang finds :func:`register` as an entry point of the group ``sglang.srt.plugins`` and calls it in each of its
-processes. `versions` has what each supported SGLang calls things, `linear` the layers, `rows` what the server runs.
+processes. `versions` has the names in each supported SGLang, `linear` the layers, `rows` the row counts of the server.
 CUTE_KERNELS_SGLANG=0 replaces nothing. What cannot be served here is left to SGLang, and one line of its log says why.
 """
 

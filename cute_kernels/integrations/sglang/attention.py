@@ -1,7 +1,9 @@
-"""Attention of SGLang over paged KV pools: its backend by name, the pages and pools it wants, what it does not serve.
+"""Attention of SGLang over paged KV pools: the backend's registration, its pages and pools, and what it does not
+support.
 
-`--attention-backend cute_kernels` asks for it, so a server that SGLang would run otherwise is never changed: what
-cannot be served is refused by name when the backend is made, and a plug-in that was not loaded has no such choice.
+`--attention-backend cute_kernels` selects the backend, so a server with another backend is never changed. An
+unsupported server is refused, with the reasons, when the backend is made. If the plug-in was not loaded, SGLang does
+not know the name.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ if TYPE_CHECKING:
     from cute_kernels.integrations.sglang.attention_backend import CuteKernelsAttentionBackend
 
 NAME = "cute_kernels"
-"""What `--attention-backend` is given."""
+"""The value of `--attention-backend` that selects this backend."""
 PAGE_SIZES = (16, 32, 64, 128, 256)
 PAGE_SIZE = 64  # tokens of a page, where the command line names none that is supported
 CHOICES = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 """Fields of SGLang's configuration that may name the backend."""
 FP8 = Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
-"""Of the pool of `--kv-cache-dtype fp8_e4m3`."""
+"""K's and V's formats in the pool of `--kv-cache-dtype fp8_e4m3`."""
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:
-    """The hooks around functions of SGLang's, by their full names.
+    """Returns the hooks around SGLang's functions, by the functions' full names.
 
     Raises:
-        ImportError, AttributeError: this SGLang has no such backends.
+        ImportError, AttributeError: this SGLang has no registry of attention backends.
     """
     for place in (interface.attention_backends, interface.attention_choices):
         named(place)
@@ -48,7 +50,7 @@ def hooks(interface: Interface) -> dict[str, Hook]:
 
 
 def offer(interface: Interface) -> None:
-    """Registers the backend for the command line and for its construction, once every hook is in place."""
+    """Registers the backend and its name on the command line, once every hook is in place."""
     named(interface.attention_backends)[NAME] = make
     choices = named(interface.attention_choices)
     choices[:] = dict.fromkeys([*choices, NAME])
@@ -58,7 +60,8 @@ SEAM = Seam(f"attention with --attention-backend {NAME}", hooks, offer)
 
 
 def wants_pages(original: Callable[[Foreign], dict[str, object]], view: Foreign) -> dict[str, object]:
-    """SGLang's page size for the backends of a command line; pages of one token, its default, become pages of 64."""
+    """Returns SGLang's settings for a command line's backends. With this backend, an unsupported page size, such as the
+    default of one token, becomes 64."""
     declared = original(view)
     page_size = declared.get("page_size", view.page_size)
     if page_size in PAGE_SIZES or NAME not in (getattr(view, name, None) for name in CHOICES):
@@ -68,10 +71,11 @@ def wants_pages(original: Callable[[Foreign], dict[str, object]], view: Foreign)
 
 
 def _pool_class(original: Callable[..., type], configurator: Foreign, *, kind: str, default: type) -> type:
-    """The class of a model's pool: rows of this package, where the environment asks for them.
+    """Returns the class of a model's pool: `RowsPool` if the environment asks for this package's formats, else
+    SGLang's.
 
     Raises:
-        ValueError: the server has what knows nothing of such rows; the message has every reason.
+        ValueError: a feature of the server cannot read these formats; the message has every reason.
     """
     found = original(configurator, kind=kind, default=default)
     formats = rows.wanted_formats()
@@ -101,7 +105,8 @@ def _pool_class(original: Callable[..., type], configurator: Foreign, *, kind: s
 
 
 def _slot_bytes(original: Callable[..., int], configurator: Foreign, kvc: Foreign, num_layers: int) -> int:
-    """Bytes of a token in all layers: SGLang's number for one byte a column, by rows."""
+    """Returns the bytes of a token in all layers: SGLang's number for one byte a column, scaled to the bytes of
+    rows."""
     found, formats = original(configurator, kvc, num_layers), rows.wanted_formats()
     if formats is None:
         return found
@@ -110,10 +115,10 @@ def _slot_bytes(original: Callable[..., int], configurator: Foreign, kvc: Foreig
 
 
 def make(runner: Foreign) -> CuteKernelsAttentionBackend:
-    """The backend of a model.
+    """Makes the backend of a model, with its kernels ready.
 
     Raises:
-        ValueError: it does not serve this server; the message has every reason.
+        ValueError: the server or the model is not supported; the message has every reason.
     """
     from cute_kernels.integrations.sglang.attention_backend import CuteKernelsAttentionBackend
 
@@ -127,19 +132,19 @@ def make(runner: Foreign) -> CuteKernelsAttentionBackend:
 
 
 def formats_of(runner: Foreign) -> Formats:
-    """Returns K's and V's format in a model's pool."""
+    """Returns K's and V's formats in a model's pool."""
     return rows.wanted_formats() or FP8
 
 
 def layers_of(model: torch.nn.Module) -> list[Foreign]:
-    """A model's layers of attention."""
+    """Returns a model's attention layers."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
 def _reasons_of_server(runner: Foreign) -> list[str]:
-    """The reasons why the server's configuration is not supported."""
+    """Returns the reasons why the server's configuration is not supported."""
     from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
     parallel, execution = get_parallel(), get_exec()
@@ -155,7 +160,7 @@ def _reasons_of_server(runner: Foreign) -> list[str]:
 
 
 def _reasons_of_model(runner: Foreign, layers: list[Foreign]) -> list[str]:
-    """The reasons why a model, its layers or its pool are not supported."""
+    """Returns the reasons why a model, its layers or its pool are not supported."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from cute_kernels.integrations.sglang.pool import RowsPool
@@ -177,7 +182,7 @@ def _reasons_of_model(runner: Foreign, layers: list[Foreign]) -> list[str]:
 
 
 def _reason_of_layer(layer: Foreign, runner: Foreign) -> str | None:
-    """The reason why a layer is not supported; None if it is."""
+    """Returns the reason why a layer is not supported; None if it is."""
     wrong = {
         "cross attention": layer.is_cross_attention,
         f"attention of type {layer.attn_type}": getattr(layer.attn_type, "value", layer.attn_type) != "decoder",
@@ -191,7 +196,7 @@ def _reason_of_layer(layer: Foreign, runner: Foreign) -> str | None:
 
 
 def decodes_of(runner: Foreign) -> attention_kernels.Decodes:
-    """The decoding steps of a model."""
+    """Returns the decode steps of a model."""
     return attention_kernels.Decodes(
         batches=attention_kernels.batches_up_to(runner.req_to_token_pool.size),
         q_len=1,
@@ -202,8 +207,10 @@ def decodes_of(runner: Foreign) -> attention_kernels.Decodes:
 
 
 def kernel_layers(runner: Foreign, layers: Iterable[Foreign]) -> list[Any]:
-    """Layers as `attention_kernels` knows them. If one reads another's cache, some layers read a cache that they have
-    not written."""
+    """Returns layers as `attention_kernels` takes them.
+
+    If any layer reads another one's cache, all are marked so: kernels without an append are then loaded, too.
+    """
     layers = list(layers)
     shared = len({layer.layer_id for layer in layers}) < len(layers)
     sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in runner.model.named_parameters())
@@ -223,5 +230,6 @@ def kernel_layers(runner: Foreign, layers: Iterable[Foreign]) -> list[Any]:
 
 
 def window_of(layer: Foreign) -> int | None:
-    """Tokens that a query of a layer sees, its own among them; None for all. SGLang's number has those before it."""
+    """Returns the number of tokens that a query sees, itself included; None for all. SGLang's number does not include
+    the query's own token."""
     return layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) > -1 else None

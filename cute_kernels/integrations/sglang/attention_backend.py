@@ -1,11 +1,11 @@
-"""The attention backend for SGLang: what a step's metadata are, in graphs and outside them, and a layer's step.
+"""The attention backend for SGLang: a step's metadata, inside and outside CUDA graphs, and a layer's attention.
 
-A page table is made of SGLang's table of tokens: slots of a page lie together, so that every page's first slot says
-which page it is. A captured step makes it, and the lengths, inside its graph: a replay needs nothing from the host, and
-the scheduler may write the next step's table once the replay's first launches are done (overlap scheduling).
+The page table comes from SGLang's table of token slots. Slots of a page are adjacent, so a page's first slot gives the
+page's number. A captured step computes the table and the lengths inside its graph: a replay needs nothing from the
+host. The scheduler may write the next step's table once the replay's first launches are done (overlap scheduling).
 
-Requests that pad a graph have row 0 of the pool of requests and a length of 1. Here they have no token: several would
-write one place of the cache.
+Requests that pad a graph have row 0 of the pool of requests and a length of 1. Here their length becomes 0, since
+several of them would write the same slot of the cache.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Step:
     """A step's requests.
 
     Attributes:
-        seq_lens: int32 [requests], new tokens among them. block_table: int32 [requests, pages].
-        starts: int32 [requests + 1], of new tokens among the step's; None where each request has one.
+        seq_lens: int32 [requests], with the new tokens. block_table: int32 [requests, pages].
+        starts: int32 [requests + 1], each request's first new token in the step; None if each request has one.
         max_seq_len: a bound on seq_lens.
     """
 
@@ -43,7 +43,7 @@ class Step:
 
 
 class CuteKernelsAttentionBackend(AttentionBackend):
-    """Attention over a pool of K and V in rows of formats of this package, of a model that `attention` supports."""
+    """Attention over a pool of K and V in this package's formats, for a model that `attention` supports."""
 
     def __init__(self, runner: Foreign) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: Foreign) -> None:
-        """Prepares a step outside graphs, or a prompt whose graph leaves attention out."""
+        """Prepares a step outside graphs, or a prompt whose graph does not contain attention."""
         mode, lengths, requests = forward_batch.forward_mode, forward_batch.seq_lens, forward_batch.req_pool_indices
         decodes = mode.is_decode_or_idle()
         if not (decodes or mode.is_extend_or_draft_extend_or_mixed()):
@@ -120,7 +120,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: object,
     ) -> torch.Tensor:
-        """Decodes q [requests, heads * head size]; k, v: [requests, KV heads, head size], or None where they are
+        """Decodes q [requests, heads * head size]. k, v: [requests, KV heads, head size], or None if they are already
         cached."""
         step = self.forward_metadata
         assert step is not None
@@ -144,8 +144,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: object,
     ) -> torch.Tensor:
-        """Attends for prompts, their parts and tokens after a cached prefix, with decoding requests among them
-        (MIXED)."""
+        """Computes attention of prompts, whole, in parts or after a cached prefix, and of decode requests batched with
+        them (MIXED)."""
         step = self.forward_metadata
         assert step is not None and step.starts is not None
         caches, options = self._caches(layer), self._options(layer, more)
@@ -183,7 +183,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         }
 
     def _scale(self, scale: torch.Tensor | float | None, wanted: str | None) -> torch.Tensor | None:
-        """A layer's scale of K or V: a parameter, or a number that a file of scales had, or 1."""
+        """Returns a layer's scale of K or V: a parameter, a number from a file of scales, or 1. None if the format has
+        none."""
         if wanted is None:
             return None
         if isinstance(scale, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Finds what the plug-in would serve in the installed SGLang, without importing it."""
+"""The check of what the plug-in would serve in the installed SGLang, which is not imported."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cute_kernels.integrations.sglang import plugin, rows, versions
 from cute_kernels.runtime.doctor import LIMITED, OK, Finding
 
 SGLANGS_PLUGINS = "SGLANG_PLUGINS"
-"""SGLang's own switch: the plug-ins that it loads, all if it is unset."""
+"""SGLang's environment variable with the plug-ins that it loads; all if it is unset."""
 PLUGIN = "cute_kernels"
-"""This package's entry point among them."""
+"""The name of this package's plug-in in SGLang's variable."""
 
 
 def installed() -> str | None:
-    """The version of SGLang that is installed; None if there is none."""
+    """Returns the version of SGLang that is installed; None if there is none."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -23,7 +23,7 @@ def installed() -> str | None:
 
 
 def examine() -> Finding:
-    """The findings of `python -m cute_kernels doctor` about SGLang."""
+    """Returns the findings of `python -m cute_kernels doctor` about SGLang."""
     version = installed()
     if version is None:
         return Finding("sglang", OK, "not installed")

@@ -1,7 +1,7 @@
-"""Linear layers of SGLang whose weights are FP8 or NVFP4 and whose activations SGLang keeps in 16 bits on Hopper.
+"""Linear layers of SGLang with FP8 or NVFP4 weights, whose activations SGLang keeps in 16 bits on Hopper.
 
-That is W8A16, and NVFP4 whatever its checkpoint declares of activations: SGLang runs both with Marlin there. Layers
-with FP8 activations (W8A8) are SGLang's. Each part of a fused layer keeps its own scale.
+These are W8A16 layers, and NVFP4 layers whatever activations their checkpoint declares; SGLang runs both with Marlin.
+Layers with FP8 activations (W8A8) stay SGLang's. Each part of a fused layer keeps its own scale.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from cute_kernels.integrations.sglang.seams import Layers, Seam, refuse
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of a kind of checkpoint. owner, product: as in `linear.Kind`. is_fp4: whether the server has an option for
-    their kernels."""
+    """The layers of one kind of checkpoint.
+
+    owner, product: as in `linear.Kind`. is_fp4: whether `--fp4-gemm-backend` chooses their kernels.
+    """
 
     owner: str
     product: str
     is_fp4: bool = True
 
     def reasons(self) -> list[str]:
-        """The reasons why the command line keeps such layers with SGLang."""
+        """Returns the reasons why SGLang's command line keeps these layers with SGLang."""
         from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend
 
         if not self.is_fp4 or (backend := get_fp4_gemm_runner_backend()).is_marlin():
@@ -36,7 +38,7 @@ class Kind:
 
 
 def _pack(kind: Kind, owner: Foreign, layer: Foreign) -> tuple[dict[str, torch.Tensor | None], linear.Served]:
-    """Packs a loaded layer, as `Layers.pack`."""
+    """Packs a loaded layer, as `Layers.pack` describes."""
     names, tensors = engine_linear.float_tensors(layer)
     dtype = layer.params_dtype if hasattr(layer, "params_dtype") else layer.orig_dtype
     form, invariant = engine_linear.float_form(names, tensors, dtype), rows.is_deterministic()

@@ -1,8 +1,8 @@
 """Weight-only linear layers of SGLang: AWQ, GPTQ and compressed-tensors checkpoints, 4 and 8 bits.
 
-Hooks stand around the two methods of the owners of such layers: one that brings loaded weights into Marlin's order, and
-one that multiplies. A layer that is served here has its packed tensors under the names of its parameters, as Marlin's
-are, and its attribute `seams.SERVED` says what they are. Any other goes on to SGLang's own methods.
+Each kind of layer has an owner, an SGLang class with two hooked methods. One brings loaded weights into Marlin's order,
+the other multiplies. A layer that runs here keeps its packed tensors under the names of its parameters, as Marlin does.
+Its attribute `seams.SERVED` describes them. Any other layer goes on to SGLang's own methods.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from cute_kernels.runtime.gpu import GPU
 
 
 class Served(NamedTuple):
-    """The form of a layer's tensors, and names of its parameters in the order of `LayerTensors`."""
+    """The form of a layer's tensors, the names of its parameters in the order of `LayerTensors`, and batch
+    invariance."""
 
     form: Form
     names: tuple[str, str, str, str]
@@ -42,14 +43,14 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of a kind of checkpoint.
+    """The layers of one kind of checkpoint.
 
     Attributes:
         owner: the field of `versions.Interface` that names their owner.
         product: the owner's method that multiplies.
         names: parameters of codes, scales, zero points and groups of inputs.
-        form: (owner, layer) to the layer's form; ValueError says why it has none.
-        pack: (form, codes, scales, zeros, groups of inputs) to the weight.
+        form: (owner, layer) -> the layer's form; ValueError says why it has none.
+        pack: (form, codes, scales, zeros, groups of inputs) -> the weight.
     """
 
     owner: str
@@ -60,7 +61,7 @@ class Kind:
 
 
 def _pack(kind: Kind, owner: Foreign, layer: torch.nn.Module) -> tuple[dict[str, torch.Tensor | None], Served]:
-    """Packs a loaded layer, as `Layers.pack`."""
+    """Packs a loaded layer, as `Layers.pack` describes."""
     old: list[Any] = [getattr(layer, name, None) for name in kind.names]
     device, batch_invariant = old[0].device, rows.is_deterministic()
     form = kind.form(owner, layer)
@@ -70,7 +71,7 @@ def _pack(kind: Kind, owner: Foreign, layer: torch.nn.Module) -> tuple[dict[str,
 
 
 def make_ready(form: Form, device: torch.device, batch_invariant: bool) -> list[str]:
-    """Loads or compiles the kernels of a layer's steps. Returns why SGLang serves it instead."""
+    """Loads or compiles the kernels of a layer's steps. Returns the reasons why SGLang keeps the layer instead."""
     if (reasons := reasons_against(device)) or device.type != "cuda":
         return reasons
     index, counts = ready.index_of(device), rows.engine_rows()
@@ -84,7 +85,7 @@ def make_ready(form: Form, device: torch.device, batch_invariant: bool) -> list[
 
 
 def multiply(served: Served, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The result [..., n] of x [..., k]."""
+    """Returns the layer's result [..., n] of x [..., k]."""
     tensors: list[Any] = [getattr(layer, name, None) for name in served.names]
     out = engine_linear.product(served.form, x, LayerTensors(*tensors), bias, served.batch_invariant)
     return out.reshape(*x.shape[:-1], served.form.n)
@@ -99,7 +100,7 @@ def _gptq_form(kernel: Foreign, layer: torch.nn.Module) -> Form:
 
 
 def _awq_form(kernel: Foreign, layer: Foreign) -> Form:
-    """The form of an AWQ layer from its parameters, as SGLang keeps no configuration of it."""
+    """Returns the form of an AWQ layer, found from its parameters: SGLang keeps no configuration of the layer."""
     config = kernel.quant_config
     if config.pack_factor != 8:
         raise ValueError(f"codes of {32 // config.pack_factor} bits; supported: 4")

@@ -1,6 +1,6 @@
 """Decoding of latent attention (MLA) in SGLang by its backend `flashmla`, over its pool in 16 bits.
 
-SGLang keeps everything else of the backend: prompts, drafts and their verification, the pool, pages and graphs.
+Everything else of the backend stays SGLang's: prompts, drafts and their verification, the pool, pages and graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHAT = "decoding of MLA with --attention-backend flashmla"
 def settle(
     original: Callable[..., None], backend: Foreign, model_runner: Foreign, *more: object, **named: object
 ) -> None:
-    """Makes SGLang's backend, and settles whether it decodes here."""
+    """Makes SGLang's backend, and decides whether it decodes by this package's kernels."""
     original(backend, model_runner, *more, **named)
     device = torch.device(model_runner.device)
     requests, pages = model_runner.req_to_token_pool.size, backend.max_context_len // PAGE_SIZE + 1  # as graphs have
@@ -44,7 +44,7 @@ def settle(
 
 
 def reasons_of(backend: Foreign, runner: Foreign) -> list[str]:
-    """The reasons why a backend decodes with SGLang's kernels."""
+    """Returns the reasons why a backend decodes with SGLang's kernels."""
     dtypes, heads = (backend.data_type, backend.q_data_type), backend.num_local_heads
     wrong = {
         "hooks that were not seen to take effect": WHAT not in IN_PLACE,
@@ -69,7 +69,7 @@ def decode(
     forward_batch: Foreign,
     save_kv_cache: bool = True,
 ) -> object:
-    """Decodes q [requests, heads * 576]. k: [requests, 1, 576], or None where it is cached."""
+    """Decodes q [requests, heads * 576]. k: [requests, 1, 576], or None if it is already cached."""
     form = getattr(backend, SERVED, None)
     if form is None:
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)

@@ -1,7 +1,7 @@
-"""Layers of experts of SGLang with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss's checkpoints.
+"""Expert layers of SGLang with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss checkpoints.
 
-Hooks stand around the two methods of the owners of such layers, as for linear layers. SGLang routes tokens and hands
-them out: a layer sees ids of its own experts, and -1 for those of other GPUs, which add nothing.
+Two methods of the layers' owners are hooked, as for linear layers. SGLang routes and dispatches tokens. A layer sees
+the ids of its own experts, and -1 for experts of other GPUs, which add nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NAMES = ("w13", "w2")
 MXFP4_BIASES = ("w13_weight_bias", "w2_weight_bias")
 BIASES = ("w13_bias", "w2_bias", *MXFP4_BIASES)
 ROUTER = "cute_kernels_router"
-"""Attribute of gpt-oss's layers: what chooses a token's experts."""
+"""Attribute of gpt-oss's expert layers: the module that chooses a token's experts."""
 
 
 class Served(NamedTuple):
-    """A layer's weights, what follows its products, and whether a token's result may not depend on other tokens."""
+    """A layer's weights, the epilogues of its products, and whether results are batch-invariant."""
 
     gate_up: PackedExperts
     down: PackedExperts
@@ -44,15 +44,15 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of a kind of checkpoint.
+    """The expert layers of one kind of checkpoint.
 
     Attributes:
         owner: the field of `versions.Interface` that names their owner.
         product: the owner's method that multiplies.
-        words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2".
-        form: owner to form; ValueError says why it has none.
-        pack: what packs them, as [E, inputs, outputs].
-        outputs_first: whether parameters are [E, outputs, inputs], and gates and ups may come in turn.
+        words, scales, zeros: names of parameters; "{}" stands for "w13" or "w2".
+        form: owner -> how its layers store codes; ValueError says why they are not supported.
+        pack: the function that packs parameters [E, inputs, outputs].
+        outputs_first: whether parameters are [E, outputs, inputs]; gate's and up's rows may then alternate.
     """
 
     owner: str
@@ -65,16 +65,17 @@ class Kind:
     outputs_first: bool = False
 
     def tensor(self, layer: Foreign, text: str, name: str) -> torch.Tensor:
-        """A parameter as [E, inputs, outputs]. text: one of the names. name: "w13" or "w2"."""
+        """Returns a parameter as [E, inputs, outputs]. text: the parameter's name with "{}". name: "w13" or "w2"."""
         tensor = getattr(layer, text.format(name)).data
         return tensor.transpose(1, 2) if self.outputs_first else tensor
 
     def in_turn(self, config: Foreign) -> bool:
-        """Whether gates and ups come in turn, as in gpt-oss's checkpoints, or gates first."""
+        """Returns whether gate's and up's rows alternate, as in gpt-oss's checkpoints; otherwise gate's come first."""
         return self.outputs_first and config.gemm1_alpha is not None and config.gate_up_interleaved
 
     def biases_of(self, owner: Foreign, layer: Foreign) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both products' biases as kernels take them, gates and ups in turn; None of layers without."""
+        """Returns both products' biases as kernels take them, gate's and up's alternating; None for layers without
+        biases."""
         if not (self.outputs_first and owner.with_bias):
             return None, None
         config = layer.moe_runner_config
@@ -83,7 +84,7 @@ class Kind:
 
 
 def _pack(kind: Kind, owner: Foreign, layer: Foreign) -> tuple[dict[str, torch.Tensor | None], Served]:
-    """Packs a loaded layer, as `Layers.pack`."""
+    """Packs a loaded layer, as `Layers.pack` describes."""
     form, config = kind.form(owner), layer.moe_runner_config
     features, hidden = (kind.tensor(layer, kind.scales, name).shape[2] for name in NAMES)
     wrong = form.wrong(features // 2, hidden) | _wrong_of(kind, layer) | _wrong_of_server()
@@ -110,7 +111,7 @@ def _pack(kind: Kind, owner: Foreign, layer: Foreign) -> tuple[dict[str, torch.T
 
 
 def activation_of(config: Foreign) -> ActivationFunction | None:
-    """The activation that SGLang applies to a layer's gates and ups; None for one that no kernel here computes."""
+    """Returns the activation that SGLang applies to a layer's gates and ups; None if no kernel here computes it."""
     alpha, clamp, limit = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
     if config.activation != "silu" or not config.is_gated or config.gemm1_beta is not None:
         return None
@@ -120,7 +121,7 @@ def activation_of(config: Foreign) -> ActivationFunction | None:
 
 
 def _wrong_of(kind: Kind, layer: Foreign) -> dict[str, bool]:
-    """What of a layer no kernel here supports, and whether it is so."""
+    """Returns for each property that no kernel here supports whether the layer has it."""
     config, dtype = layer.moe_runner_config, layer.moe_runner_config.params_dtype  # GPTQ's scales may have another
     return {
         f"activations in {dtype}": dtype not in DTYPES,
@@ -146,13 +147,13 @@ def _wrong_of_server() -> dict[str, bool]:
 
 
 def _specs(layer: Foreign, packed: list[PackedExperts], activation: ActivationFunction) -> Iterable[KernelSpec]:
-    """The kernels of a layer's steps."""
+    """Returns the kernels of a layer's steps."""
     tokens, forms = expert_kernels.tokens_of(rows.engine_rows().all(), MAX_TOKENS), (each.form for each in packed)
     return expert_kernels.specs(*forms, layer.top_k, tokens, rows.is_deterministic(), activation)
 
 
 def multiply(served: Served, layer: Foreign, dispatch_output: Foreign) -> Foreign:
-    """SGLang's result of tokens that were handed out: the sum over each token's experts."""
+    """Returns SGLang's result for dispatched tokens: for each token, the sum over its experts."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
@@ -165,9 +166,10 @@ def multiply(served: Served, layer: Foreign, dispatch_output: Foreign) -> Foreig
 
 
 def note_router(original: Callable[..., None], block: Foreign, *arguments: object, **named: object) -> None:
-    """Makes a block of gpt-oss, and tells its experts what chooses among them.
+    """Makes a block of gpt-oss, and gives its experts the module that chooses among them.
 
-    SGLang's kernels for them want tokens sorted by experts; ours want each token's experts, as all other kernels do.
+    SGLang's gpt-oss kernels take tokens sorted by experts. The kernels here take each token's experts, so `_pack`
+    changes the module's output format.
     """
     original(block, *arguments, **named)
     vars(block.experts)[ROUTER] = block.topk

@@ -1,7 +1,7 @@
 """SGLang's entry point: it hooks the wanted seams, and checks that the hooks took effect.
 
-SGLang's loader logs errors of plug-ins and of hooks and goes on, and applies hooks after the last plug-in has run. So a
-seam serves only once all of its hooks are seen in place: one alone would hand packed weights to Marlin.
+SGLang applies hooks after the last plug-in has run. It logs errors of plug-ins and hooks, and goes on. So a seam is
+used only once all of its hooks are seen in place: a single hook would hand packed weights to Marlin.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SEAMS = (linear.SEAM, float_linear.SEAM, moe.SEAM, moe.GPT_OSS_SEAM, attention.S
 def register() -> None:
     """Hooks every seam in the SGLang of this process.
 
-    Beside an SGLang that is not supported, or with CUTE_KERNELS_SGLANG=0, it does nothing, and one line says so. It
-    does not start CUDA: each layer looks at the GPU that holds its weights.
+    With an unsupported SGLang, or with CUTE_KERNELS_SGLANG=0, it only logs one line. It does not initialise CUDA: each
+    layer checks the GPU that holds its weights.
     """
     import sglang
 
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def why_not_wanted() -> str | None:
-    """Returns why the environment wants nothing replaced; None if it does."""
+    """Returns why the environment wants nothing replaced; None if it wants the plug-in."""
     text = os.environ.get(SWITCH, "1").strip()
     if text == "1":
         return None
@@ -74,7 +74,7 @@ def _hook(seam: Seam, interface: versions.Interface) -> None:
 def _then_look(
     apply_hooks: Callable[[], Any], seam: Seam, interface: versions.Interface, originals: Mapping[str, object]
 ) -> Callable[[], None]:
-    """Wraps SGLang's function that applies hooks, with a check of the result."""
+    """Wraps SGLang's function that applies hooks, and checks afterwards that the seam's hooks are in place."""
 
     @functools.wraps(apply_hooks)
     def applied() -> None:

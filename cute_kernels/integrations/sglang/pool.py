@@ -1,6 +1,6 @@
-"""SGLang's pool of K and V in this package's formats: a token of a KV head is one row of bytes, with its scales.
+"""SGLang's pool of K and V in this package's formats. A row has the bytes of one token of one KV head, scales included.
 
-SGLang keeps everything else: slots, pages, the radix cache. What a slot takes is the only thing that it has to be told.
+SGLang keeps everything else: slots, pages, the radix cache. Only the bytes of a slot differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cute_kernels.integrations.sglang import rows
 
 
 class RowsPool(MHATokenToKVPool):
-    """Buffers uint8 [slots, KV heads, bytes of a row], which SGLang sees as FP8 with more or fewer columns."""
+    """Buffers uint8 [slots, KV heads, bytes of a row], which SGLang treats as FP8 with another number of columns."""
 
     @property
     def formats(self) -> Formats:
@@ -39,7 +39,7 @@ class RowsPool(MHATokenToKVPool):
         v_scale: object = None,
         **more: object,
     ) -> None:
-        """Writes rows of new tokens, for callers that do not do it themselves. cache_k, cache_v: [tokens, heads,
+        """Writes rows of new tokens, for callers that do not write them themselves. cache_k, cache_v: [tokens, heads,
         columns]."""
         if given := [name for name, value in more.items() if value is not None]:
             raise NotImplementedError(f"set_kv_buffer: got {', '.join(given)}, want none")

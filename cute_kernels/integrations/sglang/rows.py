@@ -1,4 +1,5 @@
-"""The rows that the server of this process runs, from SGLang's resolved configuration and the environment."""
+"""The numbers of rows and the options of this process's server, from SGLang's resolved configuration and the
+environment."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts
 
 
 def engine_rows() -> RowCounts:
-    """Numbers of rows of a step: of captured graphs, where drafts multiply requests, and of prompts up to a chunk."""
+    """Returns the row counts of a step: of captured graphs, also multiplied by draft tokens, and of prompts up to a
+    chunk."""
     from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 
     try:
@@ -25,8 +27,8 @@ def engine_rows() -> RowCounts:
 
 
 def published(part: str, option: str) -> bool:
-    """Returns whether an option of the server's configuration is on, or a number above 1; False where no server has
-    published any."""
+    """Returns whether an option of the server's configuration is on, or a number above 1. Without a published
+    configuration it is False."""
     from sglang.srt import runtime_context
 
     try:
@@ -37,27 +39,28 @@ def published(part: str, option: str) -> bool:
 
 
 def is_deterministic() -> bool:
-    """Whether a row may not depend on the rows computed with it (`--enable-deterministic-inference`)."""
+    """Returns whether a row's result may not depend on other rows of its batch (`--enable-deterministic-inference`)."""
     return published("get_exec", "deterministic.enable_deterministic_inference")
 
 
 def saves_memory() -> bool:
-    """Whether memory may be released and mapped again (`--enable-memory-saver`), which no layer here outlives.
+    """Returns whether SGLang may release memory and map it again (`--enable-memory-saver`), which no layer here
+    supports.
 
-    Workspaces hold words that launches wait to see changed: other contents are wrong results.
+    Kernels wait for words of workspaces to change. If a workspace's contents are lost, results are wrong.
     """
     return published("get_exec", "features.enable_memory_saver")
 
 
 KV_FORMAT = "CUTE_KERNELS_SGLANG_KV_FORMAT"
-"""A cache format of this package, or two (K's, V's), in place of SGLang's FP8."""
+"""Environment variable with this package's cache format, or K's and V's, to use instead of SGLang's FP8."""
 
 
 def wanted_formats() -> Formats | None:
-    """Returns K's and V's format that the environment asks for; None for SGLang's own.
+    """Returns K's and V's formats that the environment asks for; None for SGLang's own.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the variable does not name supported formats.
     """
     text = os.environ.get(KV_FORMAT, "").strip()
     return formats_named(text, KV_FORMAT) if text else None

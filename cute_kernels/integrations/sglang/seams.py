@@ -1,5 +1,4 @@
-"""The common part of seams: hooks around SGLang's functions, reasons that keep all of them from serving, lines of the
-log."""
+"""Common parts of seams: hooks around SGLang's functions, reasons that keep all seams from serving, and log lines."""
 
 from __future__ import annotations
 
@@ -23,10 +22,11 @@ from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 logger = logging.getLogger("sglang.cute_kernels")
 IN_PLACE: set[str] = set()
-"""Seams, in words, whose hooks were all seen to take effect in this process."""
+"""The names of seams whose hooks were all seen to take effect in this process."""
 CAPABILITY = (9, 0)
 WANTED = "wanted_by_sglang.json"
-"""In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
+"""A file in the kernel cache's directory. It lists kernels that were requested, are in no bundle, and cannot be
+compiled here."""
 
 
 @functools.cache
@@ -36,11 +36,11 @@ def say_once(line: str, level: int = logging.INFO) -> None:
 
 
 def named(name: str) -> Any:
-    """Returns what a full name such as "package.module.Class.method" names.
+    """Returns the object with a full name such as "package.module.Class.method".
 
     Raises:
-        ImportError, AttributeError: there is none. pkgutil says of a module that cannot be imported only that its
-            package has no such attribute; this says what the import lacks.
+        ImportError, AttributeError: there is no such object. If a module fails to import, the error is the import's
+            own; pkgutil would only say that the package lacks an attribute.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -51,7 +51,7 @@ def named(name: str) -> Any:
 
 
 class Hook(NamedTuple):
-    """A function to put around one of SGLang's with these parameters."""
+    """A function to call around a function of SGLang's, and the parameters that SGLang's function must have."""
 
     function: Callable[..., Any]
     parameters: tuple[str, ...]
@@ -62,8 +62,8 @@ class Seam:
     """A place where the plug-in takes over from SGLang.
 
     Attributes:
-        what: in words. hooks: the hooks around SGLang's functions, by their full names; ImportError or AttributeError
-            says what this SGLang lacks. offer: what happens once all of them are in place.
+        what: the name in log lines. hooks: returns the hooks by full names of SGLang's functions; ImportError or
+            AttributeError says what this SGLang lacks. offer: called once all hooks are in place.
     """
 
     what: str
@@ -72,19 +72,19 @@ class Seam:
 
 
 SERVED = "cute_kernels_served"
-"""Attribute of a layer that is served here: what its product needs."""
+"""Attribute of a layer that runs here: the weight and options for its product."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of quantised weights: hooks around the methods of their owners that load and that multiply.
+    """Layers with quantised weights, and the hooks around their owners' methods that load and multiply.
 
     Attributes:
-        what: in words, those of the seam. kinds: each with its ``owner``, a field of the interface, and ``product``,
+        what: the seam's name in log lines. kinds: each with its ``owner``, a field of the interface, and ``product``,
             the owner's method that multiplies.
-        pack: (kind, owner, layer) to new tensors by the names of parameters, and what :data:`SERVED` is set to;
+        pack: (kind, owner, layer) -> new tensors by the names of parameters, and the value of :data:`SERVED`;
             AttributeError, TypeError or ValueError says why SGLang's own method has to load the layer.
-        multiply: (served, layer, the product's arguments) to the result. parameters: names of those arguments.
+        multiply: (served, layer, *arguments) -> the result. parameters: the names of these arguments.
     """
 
     what: str
@@ -94,7 +94,7 @@ class Layers:
     parameters: tuple[str, ...]
 
     def hooks(self, interface: Interface) -> dict[str, Hook]:
-        """The hooks around methods of SGLang's, by their full names."""
+        """Returns the hooks around SGLang's methods, by the methods' full names."""
         found: dict[str, Hook] = {}
         for kind in self.kinds:
             owner = getattr(interface, kind.owner)
@@ -126,7 +126,7 @@ class Layers:
     def product(
         self, original: Callable[..., Any], owner: Foreign, layer: torch.nn.Module, *arguments: object, **named: object
     ) -> Any:
-        """The layer's result, here or by SGLang's own method."""
+        """Returns the layer's result, computed here if the layer is packed, else by SGLang's own method."""
         served = getattr(layer, SERVED, None)
         if served is None:
             return original(owner, layer, *arguments, **named)
@@ -140,7 +140,7 @@ def refuse(reasons: Iterable[str]) -> None:
 
 
 def reasons_against(device: torch.device) -> list[str]:
-    """The reasons why no seam serves anything on a device of this server."""
+    """Returns the reasons why no seam serves anything on a device of this server."""
     reasons = []
     if (capability := capability_of(device)) != CAPABILITY:
         reasons.append(f"compute capability {capability}; supported: {CAPABILITY} (Hopper)")
@@ -148,18 +148,20 @@ def reasons_against(device: torch.device) -> list[str]:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """A CUDA device's compute capability; None for any other device."""
+    """Returns a CUDA device's compute capability; None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 
 def make_ready(device: torch.device, specs: Callable[[], Iterable[KernelSpec]]) -> list[str]:
-    """Loads or compiles the kernels of a layer's steps, once for all that are alike. Returns why they are not ready."""
+    """Loads or compiles the kernels of a layer's steps, once for all equal layers. Returns the reasons why they are not
+    ready."""
     reason = ready.make_ready(device, specs, logger, WANTED)
     share_workspaces(device)
     return [] if reason is None else [reason]
 
 
 def share_workspaces(device: torch.device) -> None:
-    """Makes captured graphs share workspaces: SGLang replays its graphs one at a time, and they share a memory pool."""
+    """Makes captured graphs share workspaces. SGLang replays its graphs one at a time, and they share a memory pool
+    anyway."""
     for pool in (POOL, COUNTERS) if device.type == "cuda" else ():
         pool.share_among_captures()

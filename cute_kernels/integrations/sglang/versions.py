@@ -1,6 +1,6 @@
-"""Which versions of SGLang are supported, and what they call things.
+"""The supported versions of SGLang, and the names of its classes and functions in each.
 
-SGLang moves its interfaces from one release to the next, so a version that nobody tried is left alone, with a word.
+SGLang moves its interfaces from one release to the next. An untested version is left alone, and the log says so.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ _GPU = "sglang.srt.hardware_backend.gpu.quantization"
 
 @dataclass(frozen=True)
 class Interface:
-    """The modules and names of a version of SGLang that the plug-in replaces, each a full name.
+    """The full names of the functions and classes of an SGLang version that the plug-in replaces or extends.
 
     Attributes:
         tested: how this version is known to work, for people.
         compressed_tensors, gptq, awq: the owners of linear layers of these checkpoints.
-        compressed_tensors_fp8, compressed_tensors_fp4, modelopt_fp4, modelopt_fp4_a16: those with floating codes.
-        compressed_tensors_experts, gptq_experts, awq_experts, mxfp4_experts: those of layers of experts.
-        gpt_oss_block: the class that makes gpt-oss's experts and what chooses among them.
+        compressed_tensors_fp8, compressed_tensors_fp4, modelopt_fp4, modelopt_fp4_a16: owners of layers with
+            floating codes.
+        compressed_tensors_experts, gptq_experts, awq_experts, mxfp4_experts: owners of expert layers.
+        gpt_oss_block: the class that makes gpt-oss's experts and their router.
         mla_backend: the class of the backend of latent attention.
-        attention_backends: what makes attention backends, by their names. attention_choices: the names that a command
-            line may give. page_sizes: the function that says which page size such a name wants.
+        attention_backends: functions that make attention backends, by name. attention_choices: the names that the
+            command line accepts. page_sizes: the function that returns the page size of a command line's backends.
         pool_class, slot_bytes: the methods that choose the class of a pool of K and V, and the bytes of a token.
     """
 
@@ -50,7 +51,7 @@ class Interface:
 
 
 INTERFACES = {"0.5.23": Interface("Llama served on an H200, interface tests")}
-"""By version."""
+"""Interfaces by SGLang's version."""
 
 
 def interface_of(version: str) -> Interface | None:
@@ -59,5 +60,5 @@ def interface_of(version: str) -> Interface | None:
 
 
 def supported() -> str:
-    """The supported versions in words."""
+    """Returns the supported versions, separated by commas."""
     return ", ".join(INTERFACES)

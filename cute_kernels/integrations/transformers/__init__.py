@@ -5,14 +5,14 @@
     ck.accelerate(model, weights="w4g128")
     model.generate(**inputs)
 
-`accelerate` puts together what is here for those who want the parts: ``attn_implementation="cute_kernels"``
-(`register`), and `DecodeCache`, whose packed rows only that attention reads. Prefill attends to the keys and values
+`accelerate` combines parts that can also be used alone: ``attn_implementation="cute_kernels"`` (`register`) and
+`DecodeCache`, whose packed rows only this attention reads. Prefill attends to the keys and values
 that it has just computed; only later tokens see the quantised ones.
 
 The attention implementation takes what transformers' SDPA takes, and computes the same: encoders, cross-attention,
 every mask and every cache of transformers. Read on in `masks` (what a mask says), `attend` (which path a call takes),
-`columns` (which tokens are cached), `cache`, `handle`, `graphs` (a decode step, recorded), `ahead` (begun before it is
-asked for) and `accelerated`.
+`columns` (which tokens are cached), `cache`, `handle`, `graphs` (recorded decode steps), `ahead` (steps begun early) and
+`accelerated`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole model made to decode by the kernels: attention, cache, layers, and its steps as CUDA graphs."""
+"""A whole transformers model that decodes by the kernels: attention, cache, layers, and its steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ from cute_kernels.names import ModelActivations
 _LOG = logging.getLogger(__name__)
 _STATE = "_cute_kernels"
 _DEFAULT_CACHES = (None, "dynamic", "hybrid")
-"""``cache_implementation`` of calls that ask for none; transformers takes "hybrid", Gemma 2 and 3 say so, for None."""
+"""Values of ``cache_implementation`` that ask for no particular cache. transformers treats "hybrid", which Gemma 2 and
+3 have, as None."""
 
 
 def register() -> None:
@@ -114,12 +115,12 @@ def accelerate(
     """Makes a transformers model decode by the kernels; ``model.generate(**inputs)`` stays as it is.
 
     Attention becomes ``attn_implementation="cute_kernels"``. `generate` keeps its keys and values in a `DecodeCache`
-    unless it is given another cache, or asked for none. RMS norms are one launch each. On a GPU a decode step is
-    recorded as a CUDA graph and replayed. Calling it again changes formats, and quantises weights that are not yet.
+    unless a call gives another cache, or asks for none. RMS norms are one launch each. On a GPU a decode step is
+    recorded as a CUDA graph and replayed. Another call changes formats, and quantises weights that are not quantised yet.
 
     Args:
-        model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or what torch.compile
-            made of one.
+        model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or its result of
+            torch.compile.
         kv_format: of the cache, as `DecodeCache` takes it. The default keeps a model's answers (docs/accuracy.md); None
             leaves caches to transformers.
         weights: of the Linear layers and experts, as `quantize_weight` takes its format: "w4g128", "w8gchannel",
@@ -128,22 +129,22 @@ def accelerate(
         activations: of the layers that ``weights`` quantises, as `quantize_model` takes it. Layers that were loaded
             quantised keep theirs.
         skip: layers that stay as they are, as `quantize_model` takes them.
-        output_layer: of the layer that makes logits, as ``weights`` says it; None leaves it to ``weights`` and
-            ``skip``. It is the most read of all layers, and the one whose rounding nothing comes after: "w8g128" halves
-            its bytes.
+        output_layer: the format of the layer that makes logits, written as for ``weights``; None leaves it to
+            ``weights`` and ``skip``. It is the largest layer, and its rounding errors reach the logits directly:
+            "w8g128" halves its bytes.
         scales: for formats with a scale beside the cache, as `DecodeCache` takes them.
-        kv_transform: how K and V are written, as `DecodeCache` takes it: the constants that `cute-kernels calibrate`
-            has found.
+        kv_transform: how K and V are transformed before they are written, as `DecodeCache` takes it, such as the
+            constants that `cute-kernels calibrate` finds.
         max_seq_len: columns that a request may reach; None: no limit.
         cuda_graphs: whether decode steps are recorded; never with CUTE_KERNELS_DEBUG=1, which checks every call.
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
-            the append, SwiGLU in its product, sums in norms. Each is compared with the model's own code on noise first.
+            the append, SwiGLU in its product, sums in norms. Each block is first compared with the model's own code on noise.
         fuse_routers: whether routers of quantised experts run by `cute_kernels.gemm.experts.route` where their code is
-            known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3 and V4, GLM-4.5. Their logits stay in fp32, so that of
-            experts whose logits round to one number in 16 bits another may be chosen. Not yet measured on a GPU.
+            known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3 and V4, GLM-4.5. Their logits stay in fp32, so another
+            expert may be chosen among those whose logits are equal in 16 bits. Not yet measured on a GPU.
 
     Returns:
-        What was done, which is logged as well.
+        A summary of what was done; it is logged as well.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the model cannot decode by the kernels; the message says why,
@@ -216,7 +217,8 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> None:
-    """Gives a model its own ``generate``, ``forward``, blocks and norms back; weights and the attention stay."""
+    """Gives a model its own ``generate``, ``forward``, blocks and norms back. Quantised weights and the attention
+    stay."""
     model = compiled_from(model)
     restore_blocks(model)
     restore_norms(model)
@@ -226,7 +228,7 @@ def restore(model: nn.Module) -> None:
 
 
 class _State:
-    """The additional state of an accelerated model: its own methods, and memory of caches that `generate` has
+    """The additional state of an accelerated model: its own methods, and the memory of caches that `generate`
     released."""
 
     def __init__(self, model: Foreign, make_cache: functools.partial[DecodeCache] | None, graphs: bool) -> None:
@@ -238,11 +240,11 @@ class _State:
 
     @property
     def model(self) -> Any:
-        """The model that they are of."""
+        """The model whose state this is."""
         return owner_of(self.generate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        """The state of a copy of the model, which is being made: it has its own methods, and no cache's memory."""
+        """Returns the state of a copy of the model: with the copy's own methods, and no cache's memory."""
         memo[id(self)] = copied = object.__new__(_State)
         vars(copied).update(vars(self))
         copied.generate, copied.forward, copied.replay = deepcopy((self.generate, self.forward, self.replay), memo)
@@ -253,7 +255,7 @@ class _State:
         raise TypeError("model: got an accelerated model to pickle, want restore(model) before, or save_pretrained")
 
     def install(self) -> None:
-        """Puts the model's methods in place."""
+        """Replaces the model's methods."""
         model = self.model
         setattr(model, _STATE, self)
         if self.make_cache is None:
@@ -264,7 +266,7 @@ class _State:
         model.generate = _Generate(self)
 
     def remove(self) -> None:
-        """Takes them away again."""
+        """Gives the model its own methods back."""
         model = self.model
         restore_expansions(model)
         for name in ("generate", "forward", _STATE):
@@ -272,13 +274,13 @@ class _State:
         vars(model).update(self.own)
 
     def wants_cache(self, options: Mapping[str, Any]) -> bool:
-        """Whether a call of ``generate`` leaves the choice of a cache to the library."""
+        """Returns whether a call of ``generate`` leaves the choice of a cache to `accelerate`."""
         if cache_in(options) is not None or _asked(self.model, options, "use_cache") is False:
             return False
         return _asked(self.model, options, "cache_implementation") in _DEFAULT_CACHES
 
     def cache_for(self, batch: int, columns: int) -> DecodeCache:
-        """An empty cache, in the memory of a released one if that is large enough."""
+        """Returns an empty cache, in the memory of a released one if its memory is large enough."""
         columns = -(-columns // GRANULE) * GRANULE
         found = self.spare.copy()
         self.spare.clear()
@@ -319,14 +321,15 @@ class _Generate:
 
 
 def is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
-    """Whether a call of `generate` seems to take the likeliest token of each request, one step after the other."""
+    """Returns whether a call of `generate` seems to take the likeliest token of each request, one step after the
+    other."""
     drafts = _asked(model, options, "prompt_lookup_num_tokens") or options.get("assistant_model") is not None
     chooses = _asked(model, options, "do_sample") or _asked(model, options, "num_beams") not in (None, 1)
     return not drafts and not chooses
 
 
 def _asked(model: Foreign, options: Mapping[str, Any], name: str) -> Any:
-    """An option of a call of `generate`: its argument, its configuration's, or else the model's own."""
+    """Returns an option of a call of `generate`: its argument, its configuration's value, or else the model's own."""
     if name in options:
         return options[name]
     configs = (options.get("generation_config"), getattr(model, "generation_config", None))
@@ -334,7 +337,7 @@ def _asked(model: Foreign, options: Mapping[str, Any], name: str) -> Any:
 
 
 def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns (requests, columns) that a call of `generate` is expected to reach; where that is wrong, the cache
+    """Returns (requests, columns) that a call of `generate` is expected to reach. If it needs more columns, the cache
     grows."""
 
     def asked(name: str, default: int) -> int:
@@ -349,7 +352,8 @@ def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -
 
 
 def _checked_config(model: Any) -> Any:
-    """The configuration of the part that generates; TypeError or ValueError for a model that does not."""
+    """Returns the configuration of the part that generates; TypeError or ValueError for a model that does not
+    generate."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config") or not hasattr(model, "generate"):
         raise TypeError(f"model: got {type(model).__name__}, want a transformers model that generates")
     config: Any = model.config
@@ -387,14 +391,14 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
 
 
 def _caches_for_itself(part: nn.Module) -> bool:
-    """Whether a layer takes a cache, and reads K and V of it by operators of its own."""
+    """Returns whether a layer takes a cache, and reads K and V of it by operators of its own."""
     return computes_attention(type(part)) and any(
         name in CACHE_ARGUMENTS for name in inspect.signature(part.forward).parameters
     )
 
 
 def _head_dims(config: Foreign) -> set[int]:
-    """The head_dims of a model's layers, as far as its configuration says them."""
+    """Returns the head_dims of a model's layers that its configuration gives."""
     # transformers lets fields differ by layer (Gemma 4's head_dim): only the layers' configurations have them then.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
     found: set[int] = set()
@@ -407,7 +411,7 @@ def _head_dims(config: Foreign) -> set[int]:
 
 
 def _checked_latents(model: nn.Module, kv_format: object) -> bool:
-    """Whether a model caches latents, and does so in this format; ValueError for another format or other latents."""
+    """Returns whether a model caches latents in this format; ValueError for another format or unsupported latents."""
     name = type(model).__name__
     found = [module for module in model.modules() if caches_latents(module)]
     wants_latents = isinstance(kv_format, str) and kv_format in LATENT_FORMATS
@@ -428,8 +432,10 @@ def _checked_latents(model: nn.Module, kv_format: object) -> bool:
 
 
 def _set_attention(model: Foreign, config: Foreign) -> None:
-    """Sets the attention implementation; raises ValueError, with the attention as it was, for a model that takes no
-    other."""
+    """Sets the attention implementation.
+
+    Raises ValueError, and changes nothing, for a model that offers no choice of attention.
+    """
     model.set_attn_implementation(ATTENTION_NAME)
     if config._attn_implementation != ATTENTION_NAME:
         raise ValueError(
@@ -439,7 +445,8 @@ def _set_attention(model: Foreign, config: Foreign) -> None:
 
 
 def _output_name(model: Foreign) -> str:
-    """The qualified name of the layer that makes logits; ValueError for a model without a Linear that does."""
+    """Returns the qualified name of the layer that makes logits; ValueError for a model whose logits no Linear
+    makes."""
     found = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is found and (isinstance(module, QuantizedLinear) or is_dense(module)):
@@ -448,7 +455,7 @@ def _output_name(model: Foreign) -> str:
 
 
 def _quantise_output(model: nn.Module, name: str, options: dict[str, Any]) -> str:
-    """Quantises the layer that makes logits, unless it is already; returns its format then."""
+    """Quantises the layer that makes logits, unless it already is. Returns the layer's format."""
     if not isinstance(model.get_submodule(name), QuantizedLinear):
         others = [other for other, _ in model.named_modules() if other != name]
         quantize_model(model, **options, skip=others)
@@ -458,7 +465,7 @@ def _quantise_output(model: nn.Module, name: str, options: dict[str, Any]) -> st
 
 
 def _weight_options(argument: str, weights: object, model: nn.Module) -> dict[str, Any]:
-    """The arguments of `quantize_model` for "w4g128" or "mxfp4"."""
+    """Returns the arguments of `quantize_model` for a format such as "w4g128" or "mxfp4"."""
     if not isinstance(weights, str):
         raise TypeError(f"{argument}: got {type(weights).__name__}, want a str such as 'w4g128' or 'mxfp4', or None")
     form = weight_format(weights, argument)

@@ -1,13 +1,15 @@
-"""Begins the decode step after the one that was asked for, before it is asked for.
+"""Decode steps that begin before `generate` asks for them.
 
-Between two steps `generate` waits for the device, and then makes the next one's inputs on the host; the device is idle
-meanwhile. In greedy decoding the device knows those inputs: the likeliest token, and the next position. So the next
-step is begun at once, on a stream of its own. When `generate` asks for it, its inputs are compared with those that were
-used. Only if they are equal are its outputs returned. Otherwise it is called back: its token is taken off the lengths,
-its row is written anew, and the step runs as usual.
+Between two steps `generate` waits for the device, then makes the next step's inputs on the host, while the device is
+idle. In greedy decoding the device knows these inputs: the likeliest token, and the next position. So the next step
+begins at once, on a stream of its own.
 
-This costs the host little. A step that is recorded for such calls ends by making the next one's inputs, where it reads
-them, and begins with a copy of its own on the host. So beginning the next one is one replay.
+When `generate` asks for the step, its inputs are compared with those that were used. If they are equal, the step's
+outputs are returned. Otherwise the step is called back: the lengths lose its token, its row is overwritten, and the
+step runs as usual.
+
+The host's cost is one graph replay. A step recorded for such calls ends by writing the next step's inputs where that
+step reads them. It begins by copying its own inputs to the host.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ if TYPE_CHECKING:
     from cute_kernels.integrations.transformers.inputs import StepInputs
 
 _COUNTED = ("position_ids", "cache_position")
-"""Inputs that are one more in the next step."""
+"""Inputs that the next step has incremented by one."""
 _ALLOWED_MISSES, _STEPS_A_MISS = 1, 8
 """Steps that may be called back, at first and for so many that were not, before none is begun any more."""
 
 
 Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(copy, what is copied)."""
+"""Pairs of (copy, source)."""
 
 
 class Lane:
-    """A stream besides the current one. On a CPU all is done in order, and nothing is waited for.
+    """A stream besides the current one. On a CPU, work runs in order and nothing waits.
 
     Within ``with lane:`` work goes to the lane, as within `torch.cuda.stream`; the current stream is looked up once.
 
     Attributes:
-        outside: the stream that was the current one when the lane was entered last; None on a CPU.
+        outside: the current stream when the lane was last entered; None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,24 +69,24 @@ class Lane:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def mark(self) -> None:
-        """Marks a moment of the lane: all work so far."""
+        """Records the lane's event after all of its work so far."""
         if self._moment is not None:
             self._moment.record(self.stream)
 
     def wait(self) -> None:
-        """Makes the current stream wait for the moment that was marked last."""
+        """Makes the current stream wait for the event that `mark` recorded last."""
         if self.stream is not None and self._moment is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(self._moment)
 
 
 class NextInputs:
-    """The end of a recorded step: makes the next one's inputs of its outputs, in the same place.
+    """The end of a recorded step, which writes the next step's inputs over the step's own.
 
     Args:
-        inputs: the step's. Those that are not counted are taken to stay the same.
+        inputs: the step's inputs. Those not in `_COUNTED` are expected to stay the same, apart from the token.
 
     Attributes:
-        last: int64 [batch, 1]: what a request is given at every step; -1: what it chooses.
+        last: int64 [batch, 1], the token that a request gets at every step; -1: the token that the model chooses.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
@@ -93,7 +95,7 @@ class NextInputs:
         self.last = torch.full_like(inputs.tensors["input_ids"], -1)
 
     def make(self, logits: torch.Tensor) -> None:
-        """Makes the next step's inputs. logits: [batch, tokens, vocabulary], of the step."""
+        """Writes the next step's inputs. logits: [batch, tokens, vocabulary] of this step."""
         given = self.inputs.tensors
         chosen = logits[:, -1].argmax(-1, keepdim=True)
         given["input_ids"].copy_(torch.where(self.last < 0, chosen, self.last))
@@ -104,10 +106,10 @@ class NextInputs:
 
 @dataclass
 class Begun:
-    """A step in flight that has not been asked for yet; it reads the recorded step's inputs, and fills its outputs.
+    """A step in flight that has not been asked for yet. It reads the recorded step's inputs and fills its outputs.
 
     Attributes:
-        step: the recorded step. lane: where it runs. of: the call that it was begun for.
+        step: the recorded step. lane: the stream where it runs. of: the call of `generate` that began it.
     """
 
     step: Step
@@ -115,7 +117,8 @@ class Begun:
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
-        """Forgets the step. Its row is after the lengths then, as if it had never been written."""
+        """Discards the step. Lengths then end before its row, as if it had never been written. The current stream waits
+        for it."""
         self.of.missed += 1
         self.lane.mark()
         self.lane.wait()
@@ -123,13 +126,13 @@ class Begun:
 
 
 class Lookahead:
-    """The steps of one call of `generate`.
+    """The steps of one call of `generate` that begin early.
 
     Args:
-        limit: columns that the call will come to, so that nothing is begun after its last step.
+        limit: columns that the call will reach; no step begins after its last one.
 
     Attributes:
-        taken: steps that had been begun when they were asked for.
+        taken: steps that had begun when they were asked for.
         missed: steps that were called back.
     """
 
@@ -142,8 +145,11 @@ class Lookahead:
         self._missed: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens that were given, and those foreseen
 
     def take(self, step: Step, columns: Columns, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether this step was begun with these inputs; if so, it is not called back any more. Waits for the device
-        until it is known."""
+        """Returns whether this step was begun with these inputs. If so, it counts as taken and is not called back any
+        more.
+
+        Waits for the device until the inputs are known.
+        """
         begun = columns.begun
         if not isinstance(begun, Begun) or begun.step is not step or begun.of is not self:
             return False
@@ -155,9 +161,9 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Sets the inputs that a step derives the next step's from, before it is replayed in order.
+        """Sets the object from which a step derives the next step's inputs, before the step is replayed in order.
 
-        A request that has ended gets the same token from then on, not the model's.
+        A request that has ended gets a fixed token from then on, not the model's. ``following`` learns it here.
         """
         missed, self._missed = self._missed, None
         if self._next is not following:
@@ -169,10 +175,11 @@ class Lookahead:
             following.last.copy_(torch.where(given == foreseen, last, torch.where(last < 0, given, -1)))
 
     def go_on(self, step: Step, columns: Columns, copies: Copies = ()) -> None:
-        """Begins the step after this one, which is counted, if it can be and is likely to be asked for.
+        """Begins the step after ``step``, if it can begin and is likely to be asked for. ``step`` is already counted in
+        ``columns``.
 
-        copies: of the outputs of a step that was taken, which the lane makes and the next step overwrites; none of a
-            step that the current stream has run.
+        copies: of outputs of a step that was taken. The lane copies them before the next step overwrites them. Empty
+        for a step that the current stream has run.
         """
         begins = self._begins(step, columns)
         if not begins and not copies:
@@ -197,14 +204,14 @@ class Lookahead:
             lane.wait()
 
     def _begins(self, step: Step, columns: Columns) -> bool:
-        """Whether the step after this one is begun."""
+        """Returns whether the step after this one should begin."""
         if columns.count + 1 >= min(self.limit, columns.capacity + 1) or step.following is None:
             return False
         return self.missed <= _ALLOWED_MISSES + self.taken // _STEPS_A_MISS
 
 
 def chosen_from(outputs: object, inputs: StepInputs) -> torch.Tensor | None:
-    """The logits that the next token follows from, [batch, tokens, vocabulary]; None for outputs that have none."""
+    """Returns the logits that give the next token, [batch, tokens, vocabulary]; None for outputs without them."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
     if isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(inputs.tensors["input_ids"]):
         return logits

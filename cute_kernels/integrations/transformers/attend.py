@@ -1,4 +1,4 @@
-"""transformers' attention function: it chooses the path of a call.
+"""transformers' attention function, which chooses the path of a call.
 
 | keys and values | call | path |
 |---|---|---|
@@ -10,8 +10,8 @@
 | a handle of latents | up to 16 queries: padding | `mla_decode` |
 | | anything else | as tensors, of latents expanded |
 
-By `extend_attention` a first turn attends to the keys and values that it has just computed, as they are. A later one
-attends to the packed rows, its own new tokens among them. Padding is left out: queries and keys are tokens only, one
+With `extend_attention`, a first turn attends to the exact keys and values that it has just computed. A later turn
+attends to the packed rows, which include its own new tokens. Padding is left out: queries and keys are tokens only, one
 request after the other.
 """
 
@@ -36,9 +36,9 @@ from cute_kernels.integrations.transformers.handle import CachedTokens, token_ma
 from cute_kernels.integrations.transformers.masks import EVERYTHING, Pattern, additive, causal_mask, pattern_of
 
 EAGER_OPTIONS = ("softcap", "s_aux", "sinks")
-"""What SDPA does not compute and a model's own eager function does."""
+"""Options that SDPA does not compute; a model's own eager function does."""
 REFUSED_OPTIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-"""Sequences packed side by side: SDPA would let them see each other."""
+"""Options of sequences packed into one row, which are refused: SDPA would let the sequences see each other."""
 _DENSE_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters
 
@@ -61,8 +61,8 @@ def attention(
         query: [batch, num_q_heads, q_len, head_dim].
         key, value: [batch, num_kv_heads, keys, head_dim], or a `DecodeCache`'s handle, given twice.
         attention_mask: as `make_mask` makes it, or any that broadcasts to [batch, num_q_heads, q_len, keys]: boolean
-            (True is seen) or added to the scores. None: all keys, or causal; more than one query aligned with the
-            first of the keys, as in SDPA, and with the last of a handle's.
+            (True is seen) or added to the scores. None: all keys, or causal. Several causal queries are aligned with the
+            first keys of a tensor, as in SDPA, and with the last keys of a handle.
         scaling: of the scores; default head_dim ** -0.5.
         dropout: probability.
         is_causal: see ``module``.
@@ -73,7 +73,7 @@ def attention(
         [batch, q_len, num_q_heads, head_dim] and, from an eager function, the weights.
 
     Raises:
-        TypeError, ValueError: a mask of integers, or an option that neither path honours; the message names it.
+        TypeError, ValueError: a mask of integers, or an option that no path supports; the message names it.
     """
     for name in REFUSED_OPTIONS:
         if options.get(name) is not None:
@@ -110,7 +110,10 @@ def attention(
 
 
 def _without_gradient(function: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> torch.Tensor:
-    """function(query), whose backward pass is refused: kernels over a cache have none, and would just be left out."""
+    """Returns function(query), whose backward pass raises.
+
+    Kernels over a cache have no backward pass; without this, their gradients would silently be missing.
+    """
     if torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_compiling():
         return differentiable(function, _refuse_gradients, query)
     return function(query)
@@ -127,7 +130,7 @@ def _asked(
     scaling: float | None,
     options: dict[str, Any],
 ) -> dict[str, Any] | None:
-    """A call over the packed rows in the kernels' terms; None for one that they do not compute."""
+    """Returns the kernels' arguments for a call over the packed rows; None for a call that they do not compute."""
     columns = tokens.columns
     if options.get("sinks") is not None or (pattern is not None and not columns.is_told(pattern.padding)):
         return None
@@ -147,27 +150,29 @@ def _asked(
 
 
 def _is_first_turn(tokens: CachedTokens) -> bool:
-    """Whether a pass attends to exact keys and values."""
+    """Returns whether a call attends to exact keys and values: it has several new tokens, and no older ones are
+    cached."""
     return tokens.new == tokens.columns.count and tokens.new > 1
 
 
 def _attends(tokens: CachedTokens, asked: dict[str, Any]) -> bool:
-    """Whether `append_and_decode` serves a call."""
+    """Returns whether `append_and_decode` computes a call."""
     return tokens.can_attend and not _is_first_turn(tokens) and tokens.serves(asked)
 
 
 def _extends(tokens: CachedTokens, mask: torch.Tensor | None, asked: dict[str, Any]) -> bool:
-    """Whether `extend_attention` serves a call; a plain first turn is SDPA's."""
+    """Returns whether `extend_attention` computes a call; a plain first turn goes to SDPA."""
     is_plain = _is_first_turn(tokens) and mask is None and asked["softcap"] is None and asked["sinks"] is None
     return not is_plain and asked["attn_bias"] is None and _can_extend(tokens, asked["softcap"])
 
 
 _IMPOSSIBLE = torch.empty(0)
-"""In place of a bias: one over columns, where the cache holds tokens only."""
+"""Stands for a bias that no kernel takes: one over columns, while the cache holds tokens only."""
 
 
 def _bias(bias: torch.Tensor | None, mask: torch.Tensor | None, columns: Columns) -> torch.Tensor | None:
-    """The additive bias of the scores for the kernels: fp32 [batch, q_len, heads, capacity]; None for nothing."""
+    """Returns the additive bias of the scores for the kernels, fp32 [batch, q_len, heads, capacity]; None if there is
+    none."""
     if mask is not None:
         added = additive(mask, torch.float32 if bias is None else bias.dtype)
         bias = added if bias is None else bias + added
@@ -221,7 +226,7 @@ def _check_window(window: int | None, mask: torch.Tensor | None, keys: int) -> N
 
 
 def _can_extend(tokens: CachedTokens, softcap: float | None) -> bool:
-    """Whether the kernel reads what a turn attends to."""
+    """Returns whether `extend_attention` can read the cache and the new tokens of a turn."""
     transform = tokens.layer.transform
     if softcap is not None and transform is not None and transform.k_center is not None:
         return False
@@ -236,8 +241,11 @@ def _can_extend(tokens: CachedTokens, softcap: float | None) -> bool:
 
 
 def _extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Appends all new columns and computes `extend_attention` over them. query: [batch, num_q_heads, new columns,
-    head_dim]. Returns [batch, new columns, num_q_heads, head_dim], 0 for padding."""
+    """Appends all new columns and computes `extend_attention` over them.
+
+    query: [batch, num_q_heads, new columns, head_dim]. Returns [batch, new columns, num_q_heads, head_dim], 0 for
+    padding.
+    """
     columns, is_first = tokens.columns, tokens.new == tokens.columns.count
     fresh = columns.fresh
     if is_first:
@@ -256,7 +264,8 @@ def _extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.
 
 
 def _new_as_cache(tokens: CachedTokens, fresh: torch.Tensor | None) -> dict[str, Any]:
-    """The new keys and values as a contiguous cache of their own dtype, each request's tokens first."""
+    """Returns the new keys and values as a contiguous cache of their own dtype; each request's tokens precede its
+    padding."""
     k, v = token_major(tokens.new_k).contiguous(), token_major(tokens.new_v).contiguous()
     if fresh is not None:
         order = (~fresh).to(torch.uint8).argsort(dim=1, stable=True)[:, :, None, None]

@@ -1,14 +1,14 @@
-"""Blocks of a model in fewer launches: what replaces the ``forward`` of modules that `patterns` knows.
+"""Blocks of a model in fewer launches. They replace the ``forward`` of modules that `patterns` knows.
 
-| module | its own | here |
+| module | its own launches | launches here |
 |---|---|---|
 | attention | three projections, norms of q and k, rotation, append | one projection, all else in `append_and_decode` |
 | MLP | two projections, activation, product, one projection | one with the "swiglu" epilogue, one |
 | layer | norm, sum, norm, sum | each sum and its norm in one launch, or in the products around them (`deferral`) |
 | from attention to the next one | four products | one launch where there is a kernel for all of them (`Ending`) |
 
-Each block looks at every call whether it is still the one that was recognised: the same layers, no hook on what it
-passes by, no gradient wanted, not in training. Any other call goes to the module's own ``forward``.
+At every call, each block checks that its module still is what was recognised: the same layers, no hooks on modules
+that it does not call, no gradients, no training. Otherwise the call goes to the module's own ``forward``.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
 
 class Block:
-    """A ``forward`` that replaces a module's own, which ``own`` is.
+    """A ``forward`` that replaces a module's own one, kept as ``own``.
 
     Attributes:
-        compiles: whether all that its call looks at is something that torch.compile guards.
+        compiles: whether torch.compile guards everything that a call depends on.
     """
 
     compiles = False
@@ -65,21 +65,22 @@ class Block:
         self.own = module.forward
 
     def install(self) -> None:
-        """Puts it in place."""
+        """Replaces the module's ``forward``."""
         self.module.forward = self
 
     def remove(self) -> None:
-        """Removes the block again, with all that it changed."""
+        """Gives the module its own ``forward`` back, and undoes all other changes."""
         self.module.__dict__.pop("forward", None)
 
     def _of_output(self, layer: nn.Module) -> Product:
-        """The product of the layer that makes the results; made anew if another layer was put in its place."""
+        """Returns the product of the layer that makes the block's results. It is made anew if the layer was
+        replaced."""
         if self._last.layer is not layer:  # never one that is served in order
             self._last = Product(layer)
         return self._last
 
     def _may_pass_by(self, parts: Sequence[nn.Module]) -> bool:
-        """Whether a call needs nothing but the results of these modules."""
+        """Returns whether a call may compute these modules' results without calling the modules."""
         if self.module.training or torch.is_grad_enabled():
             return False
         if torch.compiler.is_compiling() and not self.compiles:
@@ -91,8 +92,10 @@ BlockT = TypeVar("BlockT", bound=Block)
 
 
 def direct(module: nn.Module, kind: type[BlockT]) -> BlockT | None:
-    """A module's block of a kind, which may be called in the module's place, since no hook sees the module's inputs or
-    results. None while torch.compile traces, which follows modules."""
+    """Returns a module's block of a kind, which may be called in the module's place: no hook sees the module.
+
+    Returns None if there is no such block, or while torch.compile traces, since it follows modules.
+    """
     block = vars(module).get("forward")
     if not isinstance(block, kind) or has_hooks(module) or torch.compiler.is_compiling():
         return None
@@ -103,8 +106,8 @@ class AttentionBlock(Block):
     """Attention of a step, up to 16 tokens of each request, over a `DecodeCache`.
 
     Args:
-        module: an attention that ``known`` says.
-        rope: what its layer's rotary embedding is.
+        module: the attention that ``known`` describes.
+        rope: the rotary embedding of the model.
     """
 
     def __init__(self, module: nn.Module, known: KnownAttention, rope: ModelRope) -> None:
@@ -134,8 +137,10 @@ class AttentionBlock(Block):
         into: Sum | Ending | None = None,
         **kwargs: Any,
     ) -> tuple[Normed | LayerRows, torch.Tensor | None]:
-        """Computes the module's own ``forward``. into: what the results go into; they are in it already where
-        `NormedRows` or `LayerRows` come back."""
+        """Computes the module's own ``forward``.
+
+        into: what follows the output projection. If `NormedRows` or `LayerRows` are returned, they already include it.
+        """
         module: Any = self.module
         rows = shaped(hidden_states)
         if args or not self._serves(rows, kwargs):
@@ -167,14 +172,16 @@ class AttentionBlock(Block):
         return (module.o_proj(out) if given is None else given), None
 
     def taker(self, x: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
-        """The product that reads a norm of x in a call with these arguments. None if there are several, or if it is not
-        of a quantised layer."""
+        """Returns the product that reads a norm of x in a call with these arguments.
+
+        Returns None if there are several products, or if the layer is not quantised.
+        """
         if not self._serves(x, kwargs) or not self._is_one():
             return None
         return self._first
 
     def _is_one(self) -> bool:
-        """Whether q, k and v are one quantised product."""
+        """Returns whether q, k and v come from one quantised product."""
         if self.merged is None:
             return len(self.parts) == 1 and self._first.may_defer()
         return self._first.may_defer() and is_merged(self.merged, self.parts)
@@ -195,7 +202,7 @@ class AttentionBlock(Block):
         return self._may_pass_by(self.parts) and all(map(is_plain, self.norms)) and self.rope.is_current
 
     def _projected(self, x: Rows) -> list[torch.Tensor]:
-        """q, k and v [batch, tokens, heads, head_dim], before norms and rotation."""
+        """Returns q, k and v [batch, tokens, heads, head_dim], before norms and rotation."""
         config, head_dim = self.module.config, self.module.head_dim
         if isinstance(x, Projected) and not (self._is_one() and x.weight is self._first.weight):
             x = x.rows
@@ -220,10 +227,10 @@ class AttentionBlock(Block):
 
 
 class OrderedInputs:
-    """A quantised layer in act-order, for callers whose x is in that order already.
+    """A quantised layer in act-order, for callers whose x is already permuted.
 
     Args:
-        layer: that `wants_order`.
+        layer: a layer for which `wants_order` is True.
     """
 
     def __init__(self, layer: QuantizedLinear) -> None:
@@ -233,9 +240,9 @@ class OrderedInputs:
         self.product = Product(layer, in_order=True)
 
     def is_current(self) -> bool:
-        """Whether the layer still has the same order: loading may give it another one, or none.
+        """Returns whether the layer still has the same order. Loading may give it another one, or none.
 
-        Waits for the GPU in the first call after the layer was moved, or written: not one that is captured.
+        Waits for the GPU in the first call after the layer was moved or written; that call is never captured.
         """
         perm = self.layer.perm
         if perm is None or not wants_order(self.layer):
@@ -249,20 +256,20 @@ class OrderedInputs:
         return True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes [..., N] for x [..., K], in the layer's order."""
+        """Computes [..., N] for x [..., K], which is in the layer's order."""
         return self.product(x)
 
 
 def wants_order(layer: nn.Module) -> bool:
-    """Whether a layer is quantised, has its inputs in act-order, and needs nothing else done with them."""
+    """Returns whether a layer is quantised with inputs in act-order that need no other change."""
     return type(layer) is QuantizedLinear and layer.perm is not None and layer.input_scale is None
 
 
 class MlpBlock(Block):
-    """A gated MLP whose projections are quantised: see `interleave`.
+    """A gated MLP with quantised projections, whose gate and up are one weight: see `interleave`.
 
-    A down projection in act-order gets its inputs from the "swiglu" epilogue in that order: the rows of gate and up are
-    put in it. So it costs nothing.
+    If the down projection is in act-order, the rows of gate and up are permuted to its order. The "swiglu" epilogue
+    then writes its inputs in this order at no cost.
     """
 
     compiles = True
@@ -282,7 +289,7 @@ class MlpBlock(Block):
         self.known = known
 
     def install(self) -> None:
-        """Puts it in place. The projections are made of the interleaved weight from then on."""
+        """Replaces the module's ``forward``, and its gate and up projections by parts of the interleaved weight."""
         assert self.pair is not None
         halves = [(0,), (1,)] if len(self.names) == 2 else [(0, 1)]
         self.parts = [PartOfPair(self.pair, each, self.order) for each in halves]
@@ -308,8 +315,8 @@ class MlpBlock(Block):
         return self.module.down_proj(x) if self.down is None else self.down(x)
 
     def products(self) -> tuple[Product, Product] | None:
-        """The product that a norm is for, and the last one; None for a call that the module's own ``forward``
-        computes."""
+        """Returns the product that reads the norm before the MLP, and the last product; None if the module's own
+        ``forward`` runs."""
         return (cast("Product", self._first), self._of_output(self.module.down_proj)) if self._serves() else None
 
     def _serves(self) -> bool:
@@ -331,10 +338,10 @@ class Place:
     """The position of a layer in a model.
 
     Attributes:
-        stack: has the model's ``layers``, and the ``norm`` after them.
-        number: of the layer.
-        following: the norm that its result goes to; None if that is not known.
-        next_layer: what calls that norm, None for the norm after all layers.
+        stack: the module with the model's ``layers``, and the ``norm`` after them.
+        number: the index of the layer.
+        following: the norm that reads the layer's result; None if it is not known.
+        next_layer: the layer that calls this norm; None for the norm after all layers.
     """
 
     stack: Foreign
@@ -343,7 +350,7 @@ class Place:
     next_layer: nn.Module | None
 
     def is_current(self) -> bool:
-        """Whether the same layer, or none, still comes next."""
+        """Returns whether the same layer still comes next, or still none."""
         layers, number = self.stack.layers, self.number + 1
         return (layers[number] if number < len(layers) else None) is self.next_layer
 
@@ -352,8 +359,8 @@ class LayerBlock(Block):
     """A decoder layer.
 
     Args:
-        module: a layer that ``known`` says.
-        place: where it stands.
+        module: the layer that ``known`` describes.
+        place: its position in the model.
     """
 
     compiles = True
@@ -395,7 +402,8 @@ class LayerBlock(Block):
     def _into(
         self, hidden_states: torch.Tensor, mlp: MlpBlock | None, following: nn.Module | None, taker: Product | None
     ) -> Sum | Ending | None:
-        """Returns where attention's results go. following: the norm of what the layer returns, and its product."""
+        """Returns what follows attention's output projection. following: the norm that reads the layer's result. taker:
+        that norm's product."""
         products = None if mlp is None else mlp.products()
         if products is None:
             return None
@@ -407,8 +415,10 @@ class LayerBlock(Block):
         return Ending(middle, last, following, taker)
 
     def _attended(self, hidden_states: torch.Tensor, into: Sum | Ending | None, kwargs: Mapping[str, Any]) -> Any:
-        """The results of attention for the norm of hidden states; `NormedRows` or `LayerRows` if they are in ``into``
-        already."""
+        """Returns attention's results for the norm of the hidden states.
+
+        `NormedRows` or `LayerRows` already include ``into``.
+        """
         before = getattr(self.module, self.known.before)
         attention = direct(self.module.self_attn, AttentionBlock)
         normed = deferred_norm_of(hidden_states, before) if attention is not None and is_plain(before) else None
@@ -418,14 +428,14 @@ class LayerBlock(Block):
         return attention(x, into=into, **kwargs)[0]
 
     def _next_taker(self, rows: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
-        """The next layer's product that takes a norm of rows like these."""
+        """Returns the next layer's product that reads a norm of rows like these; None if there is none."""
         next_layer = self.place.next_layer
         block = None if next_layer is None else direct(next_layer, LayerBlock)
         attention = None if block is None else direct(block.module.self_attn, AttentionBlock)
         return None if attention is None else attention.taker(rows, kwargs)
 
     def _seen_by_alone(self) -> nn.Module | None:
-        """The norm of the next layer that alone reads the sum; None if others may."""
+        """Returns the norm of the next layer, if nothing else reads this layer's sum; None if something else may."""
         following, next_layer = self.place.following, self.place.next_layer
         if torch.compiler.is_compiling():  # which sees no notes on tensors
             return None

@@ -1,8 +1,8 @@
-"""Chooses a format for each layer of a model's cache within a budget of bytes.
+"""The choice of a format for each layer of a model's cache, within a budget of bytes.
 
 Windows of text are read once with exact K and V. Their last tokens are then read again with the cache of one layer in
-one format: the KL divergence of the next token is that layer's loss. Losses of layers nearly add up. A knapsack over
-them finds the formats. The model with all of these is measured once more, and compared with each format in all layers.
+one format. The KL divergence of the next token is the layer's loss in this format. Losses of layers nearly add up, so a
+knapsack over them finds the formats. The chosen mix is measured once more, and compared with each format in all layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _COLUMNS = 32  # that share a scale in the INT4 candidates, where a head has as 
 
 @dataclass(frozen=True)
 class Needle:
-    """A prompt, int64 [tokens], that contains its last ``answer`` tokens before; the question takes ``asked`` more."""
+    """A prompt, int64 [tokens], whose last ``answer`` tokens also occur earlier in it. The ``asked`` tokens before them
+    are the question."""
 
     tokens: torch.Tensor
     asked: int
@@ -50,14 +51,14 @@ class Needle:
 
 @dataclass(frozen=True)
 class _Read:
-    """What one layer's cache is read as: formats, and constants of the layer."""
+    """The formats and constants by which one layer's cache is read."""
 
     formats: tuple[KvFormat, KvFormat]
     transform: CacheTransform | None
     scales: Scales
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [batch, heads, tokens, columns] as read from the cache."""
+        """Returns K and V [batch, heads, tokens, columns] as they are read from the cache."""
         transform = self.transform or CacheTransform()
         written = transform.keys(k.transpose(1, 2)), transform.values(v.transpose(1, 2))
         k_read, v_read = (
@@ -68,7 +69,8 @@ class _Read:
 
 
 class _ReadLayer(DynamicLayer):
-    """transformers' own layer, which is read in other formats; so it is by layers that read another one's cache."""
+    """transformers' own cache layer, whose contents are read as ``read`` has them. Layers that share it read the
+    same."""
 
     read: _Read | None = None
 
@@ -81,7 +83,8 @@ class _ReadLayer(DynamicLayer):
 class _Probe:
     """A text whose beginning is in ``cache``, exactly, and the model's predictions for the tokens that follow.
 
-    tokens: int64 [batch, tokens]. exact: fp32 log probabilities [batch, scored, vocabulary] of the last ones.
+    tokens: int64 [batch, tokens], those that follow. exact: fp32 log probabilities [batch, scored, vocabulary] of the
+    last tokens.
     """
 
     cache: Cache
@@ -90,7 +93,7 @@ class _Probe:
 
 
 class Probes:
-    """Texts that a model has read once, to be read again through formats.
+    """Texts that a model has read once with exact K and V, to be read again in other formats.
 
     Args:
         model: a transformers model that generates.
@@ -124,7 +127,7 @@ class Probes:
 
     @torch.no_grad()
     def _again(self, probe: _Probe, reads: Mapping[int, _Read | None]) -> torch.Tensor:
-        """Computes what ``probe.exact`` has, with some layers' caches read in other formats."""
+        """Computes ``probe.exact`` again, with some layers' caches read in other formats."""
         for layer, own in enumerate(cast("list[_ReadLayer]", probe.cache.layers)):
             own.read = reads.get(layer)
         with attending(self._model, attention):
@@ -133,7 +136,7 @@ class Probes:
         return found
 
     def loss(self, reads: Mapping[int, _Read | None]) -> tuple[float, float]:
-        """(KL divergence of the next token in nats, share of tokens whose likeliest one stays)."""
+        """Returns (KL divergence of the next token in nats, share of positions whose likeliest token stays)."""
         divergence, agreed = [], []
         for probe in self._texts:
             found = self._again(probe, reads)
@@ -142,7 +145,7 @@ class Probes:
         return float(torch.cat(divergence).double().mean()), float(torch.cat(agreed).double().mean())
 
     def needles(self, reads: Mapping[int, _Read | None]) -> tuple[int, int]:
-        """(needles found with these caches, of so many that exact ones find)."""
+        """Returns (needles that are found with these caches, needles that exact K and V find)."""
         found = of = 0
         for probe in self._needles:
             told = probe.tokens[:, -probe.exact.shape[1] :]
@@ -153,7 +156,7 @@ class Probes:
 
 
 def _window(batch: Mapping[str, Any]) -> tuple[torch.Tensor, int, int]:
-    """(tokens, how many of the last are read again, how many are scored) of a batch."""
+    """Returns a batch's tokens, the number of last tokens that are read again, and how many of these are scored."""
     tokens, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError("batches: got one with padding, want windows of text, each as long as the others of its batch")
@@ -165,9 +168,10 @@ def _window(batch: Mapping[str, Any]) -> tuple[torch.Tensor, int, int]:
 
 @contextmanager
 def _in_fp32(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a model compute in fp32: in 16 bits its own rounding changes tokens more than a layer's format does.
+    """Makes a model compute in fp32 within the context. In 16 bits its own rounding changes tokens more than a format
+    does.
 
-    A model with packed weights, or made to decode by the kernels, stays as it is.
+    A model with packed weights, or one that `accelerate` changed, stays as it is.
     """
     is_packed = not all(weight.is_floating_point() for weight in model.parameters())
     is_ours = any(type(part).__module__.startswith("cute_kernels.") for part in model.modules())
@@ -183,9 +187,10 @@ def _in_fp32(model: PreTrainedModel) -> Iterator[None]:
 
 
 def candidates_for(head_dim: int, dtype: torch.dtype) -> tuple[Pair, ...]:
-    """The candidates of a layer: 16 bits; K and V in INT8; K in INT8 and V in INT4; INT4.
+    """Returns the candidates of a layer: 16 bits; K and V in INT8; K in INT8 and V in INT4; K and V in INT4.
 
-    head_dim: columns of the model's heads, of which 32 share a scale in INT4, or all there are. dtype: the model's.
+    head_dim: columns of the model's heads. In INT4, 32 columns share a scale, or all columns of a smaller head. dtype:
+    the model's.
     """
     dense: KvFormatName = "fp16" if dtype == torch.float16 else "bf16"
     four = cast("KvFormatName", f"int4_g{1 << max(0, min(3, int(math.log2(max(head_dim // _COLUMNS, 1)))))}")
@@ -203,8 +208,8 @@ def choose_formats(
     say: Callable[[str], None] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> tuple[LayerFormats, CacheConstants]:
-    """Chooses the formats of a model's cache, layer by layer, that lose the least within a budget of bytes, and finds
-    their constants.
+    """Chooses formats of a model's cache, layer by layer, with the least loss within a budget of bytes, and their
+    constants.
 
     Args:
         model: as `calibrate_cache` takes it.
@@ -220,8 +225,8 @@ def choose_formats(
         The formats, whose ``report`` has KL, agreement, needles, bytes and every layer's losses; and constants.
 
     Raises:
-        ValueError: no candidate's bytes are within the budget, a candidate's keys lie in blocks, or as
-            `calibrate_cache`; or layers of the model cache other states than keys and values.
+        ValueError: no candidate fits the budget, a candidate stores keys in blocks, or the model has layers that
+            cache other states than keys and values; or as `calibrate_cache`.
     """
     if not isinstance(budget, (int, float)) or not 0 < budget <= 1:
         raise ValueError(f"budget: got {budget!r}, want a share of BF16's bytes, above 0 and at most 1")
@@ -269,9 +274,9 @@ def choose_formats(
 
 
 def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
-    """The candidate of each layer with the least sum of losses whose sizes add up to at most ``most``.
+    """Returns the candidate of each layer that minimises the sum of losses, with sizes of at most ``most`` together.
 
-    Raises ValueError if even the smallest are too many.
+    Raises ValueError if even the smallest candidates exceed ``most``.
 
     Examples:
         >>> least_loss([[0.0, 1.0], [0.0, 5.0]], [[4, 2], [4, 2]], 6)
@@ -299,7 +304,10 @@ def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget: float) -> tuple[list[list[int]], int]:
-    """(each layer's bytes of a token by candidate, most bytes of all layers); ValueError for too small a budget."""
+    """Returns (each layer's bytes of a token by candidate, the most bytes of all layers).
+
+    Raises ValueError for too small a budget.
+    """
     for pair in pairs:
         if any(format_of(name).in_blocks for name in pair):
             raise ValueError(f"candidates: got {told(pair)}, whose keys lie in blocks, want formats of rows")
@@ -318,7 +326,7 @@ def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget
 
 
 def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype) -> _Read | None:
-    """Returns how a layer of a model of this dtype is read; None for a format that keeps its K and V as they are."""
+    """Returns how a layer of a model of this dtype is read; None for formats that keep K and V exactly."""
     k_format, v_format = map(format_of, pair)
     if all(not form.is_coded and form.cache_dtype == dtype for form in (k_format, v_format)):
         return None
@@ -327,7 +335,7 @@ def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype)
 
 
 def _merged(known: Sequence[CacheConstants], chosen: Sequence[int], formats: LayerFormats) -> CacheConstants:
-    """Each layer's constants, of the candidate that it takes."""
+    """Returns each layer's constants, taken from those of the candidate that was chosen for it."""
     transforms = tuple(known[i].transforms[layer] for layer, i in enumerate(chosen))
     scales = tuple(known[i].scales[layer] if known[i].scales else (None, None) for layer, i in enumerate(chosen))
     given = scales if any(scale is not None for pair in scales for scale in pair) else ()
