@@ -78,7 +78,7 @@ class Decodes:
 
 
 def can_extend(formats: Formats, head_size: int) -> bool:
-    """Whether extend attention reads caches of these formats, K's and V's."""
+    """Returns whether extend attention reads caches of these formats, K's and V's."""
     if head_size not in EXTEND_HEAD_DIMS:
         return False
     return _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None
@@ -137,7 +137,7 @@ def _kind(impl: Foreign) -> tuple[object, ...]:
 
 
 def reads_anothers_cache(impl: Foreign) -> bool:
-    """Whether a layer attends over another layer's cache, and writes none."""
+    """Returns whether a layer attends over another layer's cache, and writes none."""
     return getattr(impl, "kv_sharing_target_layer_name", None) is not None
 
 

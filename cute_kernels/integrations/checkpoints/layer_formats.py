@@ -110,7 +110,7 @@ def _gptq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Packe
 
 
 def _is_of_gptqmodel(config: Config) -> bool:
-    """Whether a configuration's meta says that GPTQModel wrote the checkpoint."""
+    """Returns whether a configuration's meta says that GPTQModel wrote the checkpoint."""
     meta = config.get("meta")
     said = meta.get("quantizer") if isinstance(meta, Mapping) else None
     return any(str(each).startswith("gptqmodel") for each in (said if isinstance(said, (list, tuple)) else [said]))

@@ -116,7 +116,7 @@ def accelerate(
 
     Attention becomes ``attn_implementation="cute_kernels"``. `generate` keeps its keys and values in a `DecodeCache`
     unless a call gives another cache, or asks for none. RMS norms are one launch each. On a GPU a decode step is
-    recorded as a CUDA graph and replayed. Another call changes formats, and quantises weights that are not quantised yet.
+    recorded as a CUDA graph and replayed. Another call changes formats, and quantises weights that still are dense.
 
     Args:
         model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or its result of
@@ -138,7 +138,8 @@ def accelerate(
         max_seq_len: columns that a request may reach; None: no limit.
         cuda_graphs: whether decode steps are recorded; never with CUTE_KERNELS_DEBUG=1, which checks every call.
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
-            the append, SwiGLU in its product, sums in norms. Each block is first compared with the model's own code on noise.
+            the append, SwiGLU in its product, sums in norms. Each block is first compared, on noise, with the model's
+            own code.
         fuse_routers: whether routers of quantised experts run by `cute_kernels.gemm.experts.route` where their code is
             known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3 and V4, GLM-4.5. Their logits stay in fp32, so another
             expert may be chosen among those whose logits are equal in 16 bits. Not yet measured on a GPU.

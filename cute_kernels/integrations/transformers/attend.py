@@ -61,8 +61,8 @@ def attention(
         query: [batch, num_q_heads, q_len, head_dim].
         key, value: [batch, num_kv_heads, keys, head_dim], or a `DecodeCache`'s handle, given twice.
         attention_mask: as `make_mask` makes it, or any that broadcasts to [batch, num_q_heads, q_len, keys]: boolean
-            (True is seen) or added to the scores. None: all keys, or causal. Several causal queries are aligned with the
-            first keys of a tensor, as in SDPA, and with the last keys of a handle.
+            (True is seen) or added to the scores. None: all keys, or causal. Several causal queries are aligned with
+            the first keys of a tensor, as in SDPA, and with the last keys of a handle.
         scaling: of the scores; default head_dim ** -0.5.
         dropout: probability.
         is_causal: see ``module``.

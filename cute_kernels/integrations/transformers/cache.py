@@ -1,4 +1,4 @@
-"""A KV cache of packed rows, in transformers' terms."""
+"""A KV cache of packed rows as a cache of transformers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _POSITIVE_IS_A_LENGTH = Version(Version(transformers.__version__).base_version) 
 
 
 def tokens_to_forget(count: int, length: int) -> int:
-    """The number of ``length`` tokens that `Cache.crop(count)` forgets in the installed release of transformers.
+    """Returns how many of ``length`` tokens `Cache.crop(count)` forgets in the installed release of transformers.
 
-    A negative count is tokens to forget. A positive one is the length to keep until 5.17, an error from 5.18 on; zero
-    is a length as well where the argument is called max_length.
+    A negative count is the number of tokens to forget. A positive one is the length to keep until 5.17, and an error
+    from 5.18 on. Zero is a length to keep in releases whose argument is called max_length.
     """
     count = operator.index(count)  # some releases give a tensor
     if count < -length:
@@ -59,8 +59,8 @@ def tokens_to_forget(count: int, length: int) -> int:
 class DecodeCacheLayer(CacheLayerMixin):
     """One layer's K and V as packed rows [batch, num_kv_heads, capacity, row]; see `DecodeCache`.
 
-    A head's tokens lie together, so a CTA of attention reads one head and not all heads of a token. Thus few requests
-    occupy more CTAs.
+    A head's tokens are adjacent, so a CTA of attention reads one head instead of all heads. A small batch then occupies
+    more CTAs.
     """
 
     is_sliding = False
@@ -102,7 +102,8 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _place_constants(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
-        """Scales and transform to the layer's device; ValueError, naming the layer, for a transform of other sizes."""
+        """Moves scales and transform to the layer's device. A transform of other sizes is a ValueError, which names the
+        layer."""
         k_scale, v_scale = self.scales
         self.scales = tuple(None if scale is None else scale.to(self.device) for scale in (k_scale, v_scale))
         if self.transform is None:
@@ -134,16 +135,16 @@ class DecodeCacheLayer(CacheLayerMixin):
         return tuple(getattr(self, name) for name in self.stored)
 
     def operands(self) -> dict[str, Any]:
-        """Returns the arguments about the cache that the kernels' calls take."""
+        """Returns the cache's arguments of kernel calls."""
         (k, v), (k_scale, v_scale) = self.rows, self.scales
         known = {"k_cache": k, "v_cache": v, "kv_format": self.formats, "k_scale": k_scale, "v_scale": v_scale}
         known["cache_layout"] = "HND"
         return known if self.transform is None else known | {"transform": self.transform}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        """Takes tokens [batch, num_kv_heads, tokens, head_dim]; returns a handle twice, in place of K and V.
+        """Takes new tokens [batch, num_kv_heads, tokens, head_dim]. Returns a handle twice, in place of K and V.
 
-        Raises ValueError for more tokens than the cache may hold, before anything has changed.
+        Raises ValueError, with nothing changed, for more tokens than the cache may hold.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -169,14 +170,15 @@ class DecodeCacheLayer(CacheLayerMixin):
         return handle, handle
 
     def _grow(self) -> None:
-        """Grows the layer to as many rows as the other layers have."""
+        """Grows the layer to the capacity of the other layers."""
         for name, rows in zip(self.stored, self.rows, strict=True):
             if rows.shape[-2] < self.columns.capacity:
                 setattr(self, name, _widened(rows, self.columns.capacity))
 
     @torch.inference_mode(False)
     def take(self, requests: torch.Tensor) -> None:
-        """Makes request b what request requests[b] was; within the allocation if the batch stays as large."""
+        """Gives request b the rows of request requests[b]. The copy stays within the allocation if the batch size
+        stays."""
         if not self.is_initialized:
             return
         for name, rows in zip(self.stored, self.rows, strict=True):
@@ -187,14 +189,14 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def keep(self, rows: torch.Tensor) -> None:
-        """Makes the first rows of a request those that ``rows`` [batch, rows] names."""
+        """Moves the rows that ``rows`` [batch, rows] names to the front of each request."""
         for own in self.rows:
             first = own[..., : rows.shape[1], :].view(torch.uint8)
             index = rows.view(rows.shape[0], *[1] * (first.dim() - 3), rows.shape[1], 1)
             first.copy_(first.take_along_dim(index, dim=-2))
 
     def get_seq_length(self) -> Any:
-        """Returns the columns of each request in the cache; on the device while a step is recorded."""
+        """Returns the number of cached columns; a device tensor while a step is recorded."""
         if self.is_initialized and self.columns.static:
             return self.columns.before
         return self.count
@@ -206,16 +208,18 @@ class DecodeCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # as older releases call it
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Returns (the number of keys that ``query_length`` new tokens see, the first key), from which transformers
-        sizes a mask. Older releases give the new tokens' positions instead of their number."""
+        """Returns (number of keys that ``query_length`` new tokens see, first key), by which transformers sizes a mask.
+
+        Older releases pass the new tokens' positions instead of their number.
+        """
         if self.is_initialized and self.columns.static:
             return self.columns.capacity, 0
         count = query_length.shape[0] if isinstance(query_length, torch.Tensor) else query_length
         return self.count + count, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for `pickle` and `copy`: rows of the columns that exist; the others come back with the next
-        tokens."""
+        """Returns the state for `pickle` and `copy`, with rows of existing columns only. The capacity grows again with
+        new tokens."""
         rows = {name: x[..., : self.count, :].clone() for name, x in vars(self).items() if name in self.stored}
         return vars(self) | rows
 
@@ -225,7 +229,7 @@ class DecodeCacheLayer(CacheLayerMixin):
             self.device = self.rows[0].device  # which `torch.load` may choose
 
     def offload(self) -> None:
-        """Refuses: kernels read the rows on their own device."""
+        """Raises NotImplementedError, since kernels read the rows on their own device."""
         raise NotImplementedError("offload: a DecodeCache stays on its device; want one of transformers' caches")
 
     prefetch = offload
@@ -246,7 +250,10 @@ class LatentCacheLayer(DecodeCacheLayer):
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates the rows. key_states, value_states: [batch, 1, tokens, 512] latents, [batch, 1, tokens, 64]."""
+        """Allocates the rows.
+
+        key_states: latents [batch, 1, tokens, 512]. value_states: rotated keys [batch, 1, tokens, 64].
+        """
         form = MLA_FORMATS[self.formats[0]]
         wanted = {"latents": (key_states, V_DIM), "rotated keys": (value_states, ROPE_DIM)}
         for what, (states, columns) in wanted.items():
@@ -264,7 +271,7 @@ class LatentCacheLayer(DecodeCacheLayer):
 
     @property
     def block_table(self) -> torch.Tensor:
-        """int32 [batch, 1]: a request's rows are a page."""
+        """int32 [batch, 1]: each request's rows are one page."""
         batch = self.rows[0].shape[0]
         if self._block_table is None or len(self._block_table) != batch:
             self._block_table = torch.arange(batch, dtype=torch.int32, device=self.device)[:, None]
@@ -273,7 +280,8 @@ class LatentCacheLayer(DecodeCacheLayer):
 
 @dataclass(eq=False)
 class _Book:
-    """The common state of a cache's layers. It holds no layer and no cache: those are freed when they are forgotten."""
+    """The state that a cache's layers share. It refers to no layer or cache, so that these are freed once nobody uses
+    them."""
 
     kv_format: object
     max_seq_len: int | None
@@ -294,7 +302,7 @@ class _Book:
         return self.scales[index]
 
     def transform_of(self, index: int) -> CacheTransform | None:
-        """A layer's transform; None for one that changes nothing."""
+        """Returns a layer's transform; None if it changes nothing."""
         found = self.transforms
         if isinstance(found, Sequence):
             if index >= len(found):
@@ -303,17 +311,17 @@ class _Book:
         return None if found is None or found.identity else found
 
     def is_first(self, layer: DecodeCacheLayer) -> bool:
-        """Whether a layer is the first of a pass."""
+        """Returns whether a layer is the first of a pass."""
         return self.first is not None and self.first() is layer
 
     def columns_for(self, batch: int, new: int, device: torch.device) -> Columns:
-        """The shared state, made for the first layer's tokens."""
+        """Returns the shared columns. The first layer's tokens create them."""
         if self.columns is None:
             self.columns = Columns(batch, max(self.capacity, 1), device)
         return self.columns
 
     def make_room(self, columns: int) -> None:
-        """Raises ValueError for more columns than the cache may have; else ensures the capacity."""
+        """Grows the capacity to ``columns`` if needed; ValueError for more columns than the cache may have."""
         if self.max_seq_len is not None and columns > self.max_seq_len:
             raise ValueError(
                 f"key_states: got token {columns}, want at most the cache's max_seq_len {self.max_seq_len}"
@@ -330,19 +338,19 @@ class _Book:
 class DecodeCache(Cache):
     """A cache of packed rows, as many layers as the model has, read by `attn_implementation="cute_kernels"` alone.
 
-    Padding is not held: a request's rows are its tokens. Columns, padding included, are what transformers counts.
-    `copy.deepcopy` and `torch.save` keep the tokens; `torch.load` wants weights_only=False for it.
+    Padding is not stored: a request's rows are its tokens. transformers counts columns, which include padding.
+    `copy.deepcopy` and `torch.save` keep the tokens; `torch.load` then needs weights_only=False.
 
     Args:
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
-            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``; or a file of these, which `cute-kernels calibrate --budget` has
-            written. Of latents: "mla_bf16", "mla_fp16" or "mla_fp8".
-        max_seq_len: columns that each request may reach; allocated on first use. None: no limit, it grows by halves.
+            ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``; or a file of these that `cute-kernels calibrate --budget`
+            wrote. For latents: "mla_bf16", "mla_fp16" or "mla_fp8".
+        max_seq_len: columns that each request may reach; allocated on first use. None: no limit; growth adds half.
         capacity: columns to begin with, without ``max_seq_len``.
-        scales: for formats with a scale beside the cache: each layer's (K's, V's) as `append_kv` takes them, None
-            for one that has none (see `calibrate`).
-        kv_transform: how K and V are written: constants that `calibrate_cache` or `cute-kernels calibrate` has found,
-            whose scales count where there are no others, or transforms alone.
+        scales: for formats with a scale beside the cache: each layer's (K's, V's) as `append_kv` takes them; None
+            for a format without (see `calibrate`).
+        kv_transform: how K and V are transformed before they are written: transforms alone, or constants that
+            `calibrate_cache` or `cute-kernels calibrate` found. Their scales are used if ``scales`` is None.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
@@ -374,8 +382,8 @@ class DecodeCache(Cache):
 
     @classmethod
     def over(cls, layers: list[Any], book: _Book) -> DecodeCache:
-        """Makes an empty cache in the memory of another one that is not used any more: its recorded steps stay
-        valid."""
+        """Makes an empty cache in the memory of another one that is no longer used. The other cache's recorded steps
+        stay valid."""
         cache = cls.__new__(cls)
         cache.kv_format, cache.max_seq_len, cache.book = book.kv_format, book.max_seq_len, book
         cache._take_layers(layers)
@@ -388,14 +396,14 @@ class DecodeCache(Cache):
         return self.book.columns
 
     def reset(self) -> None:
-        """Forgets all tokens, keeps the memory."""
+        """Forgets all tokens and keeps the memory."""
         for layer in self._layers:
             layer.count = 0
         if self.columns is not None:
             self.columns.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest columns: -n for n of them, as transformers calls it (see `tokens_to_forget`)."""
+        """Forgets the newest columns; -n forgets n of them, as in transformers (see `tokens_to_forget`)."""
         forgotten = tokens_to_forget(tokens_to_remove, 0 if self.columns is None else self.columns.count)
         if forgotten and self.columns is not None:
             self.columns.forget(forgotten)
@@ -403,7 +411,7 @@ class DecodeCache(Cache):
                 layer.count -= forgotten
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes request b what request beam_idx[b] was; the rows are copied within the allocation."""
+        """Gives request b the tokens of request beam_idx[b]; rows are copied within the allocation."""
         self._select(lambda requests: requests[beam_idx.to(requests.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -412,12 +420,12 @@ class DecodeCache(Cache):
         self._select(lambda requests: requests.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the requests that ``indices`` names, a tensor of numbers or a boolean mask, in its order."""
+        """Keeps the requests that ``indices``, a tensor of numbers or a boolean mask, names, in the order of
+        ``indices``."""
         self._select(lambda requests: requests[torch.as_tensor(indices, device=requests.device)])
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuses everything that layers cache besides K and V: states of convolutions and recurrences, indexers'
-        keys."""
+        """Raises NotImplementedError for states other than K and V: of convolutions, recurrences and indexers."""
         layer = kwargs.get("layer_idx", next((one for one in args if isinstance(one, int)), "?"))
         raise NotImplementedError(
             f"past_key_values: layer {layer} caches another state than keys and values, of which a DecodeCache has "
@@ -428,7 +436,7 @@ class DecodeCache(Cache):
     update_conv_state = update_recurrent_state = update_indexer = _refuse
 
     def advance(self) -> None:
-        """Notes that a replay of a recorded step has added one token to each request."""
+        """Records that a replayed step has added one token to each request."""
         assert self.columns is not None
         self.columns.advance()
         for layer in self._layers:
@@ -454,7 +462,7 @@ class DecodeCache(Cache):
 
 
 def _next_layer(book: _Book, layers: list[Any]) -> DecodeCacheLayer:
-    """Makes the next layer: transformers makes them in order, as the first pass reaches them."""
+    """Makes the next layer. transformers asks for layers in order, as the first pass reaches them."""
     kind = LatentCacheLayer if book.kv_format in LATENT_FORMATS else DecodeCacheLayer
     return kind(book, len(layers))
 

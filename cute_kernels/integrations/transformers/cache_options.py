@@ -15,23 +15,25 @@ from cute_kernels.integrations.transformers.latents import LATENT_FORMATS
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
 
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"] | Path
-"""A format for all layers, a pair of K's and V's, one or a pair for each layer by its number (-1: all others), or a
-file of these (``*.json``, see `LayerFormats`)."""
+"""Formats of a cache: one for all layers, a pair of K's and V's, a dict by layer, or a file (``*.json``, see
+`LayerFormats`). A dict has a format or a pair for each layer's number; -1 is for all other layers."""
 Scales = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
-"""K's and V's scale of each layer, for formats with a scale beside the cache."""
+"""Each layer's (K's scale, V's scale), for formats with a scale beside the cache."""
 Transforms = CacheConstants | str | Path | CacheTransform | Sequence[CacheTransform | None]
-"""Constants of a cache or their file, or a `CacheTransform` for all layers, or one, or None, for each."""
+"""Constants of a cache or their file, one `CacheTransform` for all layers, or a `CacheTransform` or None for each
+layer."""
 
 
 def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
-    """Returns K's and V's of a layer; ValueError if a dict has none for it. A format of latents is both."""
+    """Returns a layer's (K's, V's) formats; ValueError if a dict has none for it. A format of latents is returned
+    twice."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         return kv_format, kv_format
     return kv.formats_of_layer(kv_format, index)
 
 
 def told(kv_format: object) -> str:
-    """Returns formats in a few words: of all layers, or of each."""
+    """Returns formats in a few words: one for all layers, or each layer's."""
     if isinstance(kv_format, kv.LayerFormats):
         counts = {one: kv_format.layers.count(one) for one in dict.fromkeys(kv_format.layers)}
         return ", ".join(f"{told(one)} in {count} layers" for one, count in counts.items())
@@ -48,7 +50,7 @@ def constants_for(
     """Returns (scales, transforms) from the arguments of `DecodeCache`.
 
     Raises:
-        TypeError, ValueError: ``kv_transform`` is nothing of that, or a file of constants that is none.
+        TypeError, ValueError: ``kv_transform`` is of another type, or names a file without constants.
     """
     if isinstance(kv_transform, (str, Path)):
         kv_transform = constants_of(kv_transform)
@@ -63,8 +65,10 @@ def constants_for(
 
 
 def check_formats(kv_format: object, scales: Scales | None, transforms: object = None) -> None:
-    """Raises TypeError or ValueError unless every format is known and has the scales that it wants, and transforms
-    only where there are K and V."""
+    """Raises TypeError or ValueError unless every format is known and has the scales that it needs.
+
+    Transforms with a format of latents are a ValueError as well.
+    """
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         if transforms is not None:
             raise ValueError(f"kv_transform: got one for {kv_format!r}, a cache of latents, want None")

@@ -28,12 +28,12 @@ from cute_kernels.model_layers import compiled_from
 Batch: TypeAlias = "Mapping[str, Any] | torch.Tensor"
 Method: TypeAlias = Literal["absmax", "percentile"]
 Values: TypeAlias = bool | Literal["factors"]
-"""What becomes of V: nothing, factors and a rotation, or factors alone."""
+"""Whether V stays as it is (False), gets factors and a rotation (True), or factors alone ("factors")."""
 _WATCHED = "cute_kernels_watched"  # the attention implementation while a model is calibrated
 
 
 class Seen(NamedTuple):
-    """The inputs of a layer's attention in a pass, after RoPE and without padding, as its cache gets them.
+    """The inputs of a layer's attention in one pass, after RoPE and without padding, as the layer's cache gets them.
 
     q: [tokens, num_q_heads, head_dim]. k, v: [tokens, num_kv_heads, head_dim]. lengths: tokens of each request.
     """
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
 
 class _SeenCache(DynamicCache):
-    """The cache that transformers makes for a model, which keeps layers' inputs for the attention that follows."""
+    """The cache that transformers makes for a model, which also keeps each layer's new K and V for its attention."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
@@ -62,11 +62,11 @@ class _SeenCache(DynamicCache):
 
 @torch.no_grad()
 def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen], None]) -> int:
-    """Runs a model over batches and shows what every layer attends to; returns the number of tokens.
+    """Runs a model over batches and passes every layer's attention inputs to ``see``. Returns the number of tokens.
 
     Args:
         model, batches: as `calibrate` takes them.
-        see: called for every layer that has a cache of its own, in their order, for each batch.
+        see: called for each batch and each layer with a cache of its own, in the layers' order.
 
     Raises:
         ValueError: there are no batches, or the model offers no choice of attention or caches latents.
@@ -87,7 +87,8 @@ def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen]
 
 
 def inputs_of(batch: Batch) -> Mapping[str, Any]:
-    """A model's arguments; TypeError for what is neither them nor its ``input_ids``."""
+    """Returns a model's arguments by name; TypeError for anything but arguments with ``input_ids``, or ``input_ids``
+    alone."""
     if isinstance(batch, torch.Tensor) and batch.dim() == 2:
         return {"input_ids": batch}
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
@@ -102,7 +103,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _shown(cache: _SeenCache, mask: torch.Tensor | None, see: Callable[[Seen], None]) -> Callable[..., Any]:
-    """Attention that shows what a pass over a cache attends to."""
+    """Makes an attention function that passes its inputs to ``see``, then computes as usual."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
@@ -120,7 +121,7 @@ def _shown(cache: _SeenCache, mask: torch.Tensor | None, see: Callable[[Seen], N
 
 @contextmanager
 def attending(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
-    """Makes a model's attention ``attend`` within this block, called as transformers calls its own."""
+    """Makes a model's attention ``attend`` within the context; it is called as transformers calls its own."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     AttentionInterface.register(_WATCHED, attend)
@@ -146,12 +147,12 @@ def calibrate(
     method: Method = "absmax",
     percentile: float = 99.9,
 ) -> list[Scales]:
-    """Finds scales for `accelerate` and `DecodeCache`, by running a model over samples of the texts that it will read.
+    """Finds scales for `accelerate` and `DecodeCache` by running a model over samples of its texts.
 
     Args:
         model: a transformers model that generates.
-        batches: inputs of the model, each at least ``input_ids`` [batch, columns], or these alone; padding that
-            ``attention_mask`` [batch, columns] names does not count.
+        batches: inputs of the model by name, with ``input_ids`` [batch, columns], or ``input_ids`` alone. Padding
+            (``attention_mask`` [batch, columns] is 0) does not count.
         kv_format: as `DecodeCache` takes it.
         method, percentile: as `cute_kernels.kv_cache.Calibrator` takes them.
 
@@ -168,7 +169,7 @@ def calibrate(
 class CacheMoments:
     """The result of `gather_moments`: moments of each of the model's ``layers`` over ``tokens`` tokens.
 
-    Those of layers without a cache of their own have seen none.
+    Moments of layers without a cache of their own are empty.
     """
 
     layers: tuple[Moments, ...]
@@ -176,8 +177,8 @@ class CacheMoments:
 
 
 def gather_moments(model: PreTrainedModel, batches: Iterable[Batch]) -> CacheMoments:
-    """Gathers the statistics that the transforms of all formats are made from, in one pass of a model over samples of
-    its texts.
+    """Gathers statistics from which transforms of all formats are made, in one pass of a model over samples of its
+    texts.
 
     Args:
         model, batches: as `calibrate` takes them.
@@ -212,26 +213,26 @@ def calibrate_cache(
     about: Mapping[str, str] | None = None,
     moments: CacheMoments | None = None,
 ) -> CacheConstants:
-    """Finds constants of a model's cache, transforms and scales, from samples of the texts that it will read.
+    """Finds constants of a model's cache, transforms and scales, from samples of its texts.
 
-    Transforms are those that `cute_kernels.kv_cache.Moments` gives, with rotations as wide as the columns that share a
-    scale. K in a dense format is left alone, and so is V in any that gains nothing.
+    Transforms are those of `cute_kernels.kv_cache.Moments`, with rotations as wide as the columns that share a scale. K
+    in a dense format is not transformed, nor is V in a format that gains nothing.
 
     Args:
         model, kv_format, method, percentile: as `calibrate` takes them.
-        batches: as in `calibrate`, but gone through twice where a format wants scales: a list, say.
+        batches: as in `calibrate`, but a sequence such as a list: it is read twice if a format needs scales.
         center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
-        values: whether V has factors (as well, with "factors"), and a rotation (True), which attention frees its output
-            of. Factors gain with any groups of columns, a rotation only with one scale a row.
+        values: True: V gets factors and a rotation, which attention undoes in its output. "factors": factors alone.
+            Factors gain with any groups of columns, a rotation only with one scale per row.
         seed: of the rotations' random signs.
-        about: entries for `CacheConstants.about`, beside those that are found here.
+        about: further entries for `CacheConstants.about`.
         moments: the result of `gather_moments` on the batches, if there is one; default: it is found here.
 
     Returns:
         One transform for each layer, on the layer's device, and scales if a format has any.
 
     Raises:
-        TypeError: batches can be gone through only once.
+        TypeError: batches is not a sequence.
         ValueError: as `calibrate`.
     """
     if not isinstance(batches, Sequence):
@@ -268,7 +269,7 @@ def _transform(
     values: Values,
     seed: int,
 ) -> CacheTransform | None:
-    """A layer's transform, with the parts that its formats gain from."""
+    """Returns a layer's transform with the parts that its formats gain from; None if there are none."""
     if moments.sizes is None:
         return None
     k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))
@@ -298,7 +299,7 @@ def _scales(
     method: Method,
     percentile: float,
 ) -> list[Scales]:
-    """Each layer's scales, of K and V as its transform writes them."""
+    """Finds each layer's scales of K and V, after the layer's transform."""
     layers: dict[int, list[Calibrator | None]] = {}
 
     def made(name: str) -> Calibrator | None:
@@ -321,6 +322,6 @@ def _scales(
 
 
 def _tokens(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """[batch, heads, columns, head_dim] as [tokens, heads, head_dim], without padding."""
+    """Returns [batch, heads, columns, head_dim] as [tokens, heads, head_dim], without padding."""
     tokens = states.transpose(1, 2)
     return tokens.flatten(0, 1) if mask is None else tokens[mask.to(states.device)]

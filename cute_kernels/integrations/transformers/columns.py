@@ -1,8 +1,8 @@
-"""Maps transformers' columns to the tokens of a cache: the state that the layers of one cache share.
+"""The state that the layers of one cache share, which maps transformers' columns to the cache's tokens.
 
-transformers counts padding as tokens: a batch is a rectangle of columns, and a mask says which of them are tokens. The
-cache holds tokens only. Token t of a request is row t, whatever stands between it and the one before; the request's
-length is all that attention needs to know. So ragged batches cost nothing, and padding is never seen.
+transformers counts padding: a batch is a rectangle of columns, and a mask says which of them are tokens. The cache
+holds tokens only. Token t of a request is row t, whatever padding stands before it. Attention needs only the request's
+length. So ragged batches cost nothing, and padding is never seen.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any, Protocol
 import torch
 
 UNKNOWN = object()
-"""Padding that nobody told: the mask says what is seen, but not which columns are tokens. All are taken for tokens."""
+"""Stands for unknown padding: the mask says what is seen, but not which columns are tokens. All then count as
+tokens."""
 GRANULE = 256
-"""Tokens by whose multiples a cache grows."""
+"""A cache's capacity grows to a multiple of this many tokens."""
 
 
 class NotStaticError(RuntimeError):
-    """A decode step cannot be recorded, because its path depends on the step."""
+    """The error for a decode step that cannot be recorded, because its path depends on the step."""
 
 
 class BegunStep(Protocol):
-    """A step that was begun before it was asked for; see `ahead`."""
+    """A step that began before it was asked for; see `ahead`."""
 
     def call_back(self, columns: Columns) -> None: ...
 
@@ -33,21 +34,22 @@ class Columns:
     """The columns of a batch.
 
     Attributes:
-        count: columns in the cache, those of the pass under way among them.
-        new: columns of the pass under way, or of the last one.
+        count: columns in the cache, including those of the current pass.
+        new: columns of the current pass, or of the last one.
         capacity: rows of each request that the layers have room for.
-        seq_lens: int32 [batch]: tokens of each request, in the same place as long as the batch is the same.
-        static: whether a decode step is being recorded: the host's numbers stand still then, and what they say is
-            read on the device.
-        before: int64 []: columns before the step, for models that ask in a recorded one; see `place_before`.
-        graphs: recorded steps, by what they were called with, and whether they make the next one's inputs.
-        epoch: stands for the model that they are of, as it stood; another state of it has another one.
-        kept: int64 [batch, older columns]: the rows of a pass that hides tokens, those that it still sees first; None
-            for a pass that hides none.
-        is_left: whether all padding is in front of a request: distances between tokens are those between columns then.
-        is_certain: whether it was told of all columns which of them are tokens; what was not is taken for tokens.
-        fresh: bool [batch, new]: which of the new columns are tokens; None where all are.
-        begun: a step under way that nobody has asked for, whose tokens ``seq_lens`` counts already; None for none.
+        seq_lens: int32 [batch]: tokens of each request, at a fixed address as long as the batch size stays.
+        static: whether a decode step is being recorded; the host's numbers then do not change, and kernels read the
+            device's.
+        before: int64 []: columns before the step, for models that read it in a recorded step; see `place_before`.
+        graphs: recorded steps, by their arguments, and by whether they write the next step's inputs.
+        epoch: identifies the state of the model for which ``graphs`` were recorded.
+        kept: int64 [batch, older columns]: if the pass hides tokens, the order of the rows, visible ones first; else
+            None.
+        is_left: whether all padding precedes the tokens; distances between tokens then equal those between columns.
+        is_certain: whether masks said of all columns which are tokens; others count as tokens.
+        fresh: bool [batch, new]: which of the new columns are tokens; None if all are.
+        begun: a step in flight that nobody has asked for; ``seq_lens`` already counts its tokens. None if there is
+            none.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
@@ -72,7 +74,8 @@ class Columns:
         self._is_open = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for `pickle` and `copy`, without what belongs to this process and to these tensors."""
+        """Returns the state for `pickle` and `copy`, without recorded steps, which belong to this process and its
+        tensors."""
         self.call_back()
         return vars(self) | {"graphs": {}, "epoch": None, "_before": None}
 
@@ -86,7 +89,7 @@ class Columns:
         return self._tokens is None
 
     def is_told(self, padding: torch.Tensor | None) -> bool:
-        """Whether the layer whose mask has this padding settled the pass; else its mask alone says what is visible."""
+        """Returns whether the pass knows this padding. If not, only the layer's mask says what is visible."""
         return padding is None or self._padding_was_given
 
     @property
@@ -95,7 +98,8 @@ class Columns:
         return self.fresh is None
 
     def call_back(self) -> None:
-        """Forgets a step that was begun before it was asked for: before anything else reads or changes the cache."""
+        """Discards a step that began before it was asked for. Must run before anything else reads or changes the
+        cache."""
         if self.begun is not None:
             begun, self.begun = self.begun, None
             begun.call_back(self)
@@ -103,7 +107,7 @@ class Columns:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin(self, new: int) -> None:
-        """Begins a forward pass over ``new`` columns, when it reaches its first layer."""
+        """Begins a forward pass over ``new`` columns; called when the pass reaches its first layer."""
         if not self.static:
             self.call_back()
         self.new, self.kept = new, None
@@ -114,11 +118,10 @@ class Columns:
             self.count += new
 
     def settle(self, padding: object) -> None:
-        """Applies the padding of the pass's mask; every layer calls it, and the first call counts.
+        """Applies the padding of the pass's mask. Every layer calls it, and only the first call has an effect.
 
-        padding: bool [batch, count], True where a column is a token; None where all are; or `UNKNOWN`.
-
-        Raises ValueError, and forgets the pass, if that shows columns that older masks hide.
+        padding: bool [batch, count], True where a column is a token; None if all are; or `UNKNOWN`. Raises ValueError,
+        and undoes the pass, if the padding shows columns that older masks hide.
         """
         if not self._is_open:
             return
@@ -139,7 +142,7 @@ class Columns:
             self.seq_lens.add_(fresh.sum(1, dtype=torch.int32))
 
     def _take(self, padding: object) -> torch.Tensor | None:
-        """The new columns that are tokens, None for all."""
+        """Takes the padding of a pass. Returns bool [batch, new], which new columns are tokens; None if all are."""
         old = self.count - self.new
         self._padding_was_given = isinstance(padding, torch.Tensor)
         self.is_certain = self.is_certain and padding is not UNKNOWN
@@ -160,12 +163,15 @@ class Columns:
         return None if bool(fresh.all()) else fresh
 
     def is_known(self, older: torch.Tensor) -> bool:
-        """Whether ``older`` is the mask of these columns in earlier passes. Waits for the device."""
+        """Returns whether ``older`` equals what earlier masks said of these columns. Waits for the device."""
         return torch.equal(older.to(torch.bool), self.tokens(older.shape[1]))
 
     def _hide(self, older: torch.Tensor) -> None:
-        """Hides older tokens that are not seen any more, as those generated after the end of a row. Layers move the
-        row's others together. Raises ValueError for a mask that shows columns that hold no tokens."""
+        """Hides older tokens that the mask no longer shows, such as those generated after the end of a request.
+
+        Layers then move the request's other rows together. Raises ValueError for a mask that shows columns without
+        tokens.
+        """
         held, columns = self.tokens(older.shape[1]), older.shape[1]
         if bool((older & ~held).any()):
             raise ValueError(
@@ -178,7 +184,7 @@ class Columns:
         self.seq_lens.sub_((held & ~older).sum(1, dtype=torch.int32))
 
     def tokens(self, columns: int) -> torch.Tensor:
-        """bool [batch, columns]: which of the first ones are tokens."""
+        """Returns bool [batch, columns]: which of the first ``columns`` columns are tokens."""
         everything = torch.ones(self.batch, columns, dtype=torch.bool, device=self.seq_lens.device)
         if self._tokens is not None:
             known = min(columns, self._tokens.shape[1])
@@ -187,7 +193,7 @@ class Columns:
 
     @property
     def slots(self) -> torch.Tensor:
-        """int64 [batch * new]: where each new column goes, request * capacity + row; -1 for padding."""
+        """int64 [batch * new]: the slot of each new column, request * capacity + row; -1 for padding."""
         if self._slots is None:
             device = self.seq_lens.device
             ends = self.seq_lens.long()[:, None]
@@ -201,7 +207,8 @@ class Columns:
         return self._slots
 
     def older_rows(self) -> torch.Tensor | None:
-        """Returns int64 [batch, older columns]: the row of each, any row for padding; None where rows are columns."""
+        """Returns int64 [batch, older columns], the row of each column, any row for padding; None if rows equal
+        columns."""
         old = self.count - self.new
         return None if self._tokens is None else (self.tokens(old).cumsum(1) - 1).clamp_(min=0)
 
@@ -209,7 +216,7 @@ class Columns:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it, a pass over one column is recorded or replayed: only what is on the device changes."""
+        """Makes a pass over one column recorded or replayed within the context; only state on the device changes."""
         self.static = True
         try:
             yield
@@ -219,14 +226,16 @@ class Columns:
             self._before = None
 
     def place_before(self) -> None:
-        """Sets ``before`` to the number of columns before a recorded step, if the last step, which adds one, did not
-        leave it so."""
+        """Sets ``before`` to the number of columns before a recorded step.
+
+        The last step adds one to it on the device; it is written only if it differs from this number.
+        """
         if self._before != self.count:
             self.before.fill_(self.count)
         self._before = self.count + 1
 
     def advance(self) -> None:
-        """Notes that a replay has added one token to each request; the device has done so."""
+        """Records on the host that a replay has added one token to each request; the device's state already has it."""
         self.count += 1
         self.new = 1
         self.fresh = self._slots = None
@@ -243,7 +252,7 @@ class Columns:
         self.count = kept
 
     def reset(self) -> None:
-        """Forgets all columns, keeps the memory."""
+        """Forgets all columns and keeps the memory."""
         self.call_back()
         self.count = self.new = 0
         self.seq_lens.zero_()
@@ -253,7 +262,7 @@ class Columns:
         self._before = None
 
     def select(self, requests: torch.Tensor) -> None:
-        """Makes request b what request requests[b] was; in place if the batch stays as large."""
+        """Gives request b the state of request requests[b]; in place if the batch size stays."""
         self.call_back()
         with torch.inference_mode(False):
             chosen = self.seq_lens.index_select(0, requests)

@@ -1,16 +1,16 @@
-"""Norms between a layer's products that take no launch (`cute_kernels.quantized_linear_norm`), and all of a layer's
-products in one (`cute_kernels.quantized_layer`).
+"""Norms between a layer's products without a launch of their own (`cute_kernels.quantized_linear_norm`), and one launch
+for all of a layer's products (`cute_kernels.quantized_layer`).
 
 A layer is a list of products with norms between them:
 
     norm -> q, k, v -> attention -> o + sum, norm -> gate, up -> down + sum, the next layer's norm -> ...
 
-A block is told what its last product's results go into (`Sum`). Where both kernels have the means it returns
-`NormedRows`, and the next block's first product takes them. Each block takes tensors, too, and of `NormedRows` it can
-make what its own norm would have given: whatever keeps a block from its kernels costs a launch, no more.
+A block gets the sum and norm that follow its last product (`Sum`). If both kernels support it, the block returns
+`NormedRows`, which the next block's first product reads. Each block also takes tensors, and can compute the norm of
+`NormedRows` itself: a block that cannot use its kernels costs one more launch.
 
-Where one launch serves the products from one attention to the next, attention is told of all of them (`Ending`). It
-returns `LayerRows`, and the next attention finds its queries, keys and values made (`Projected`).
+If one launch computes all products from one attention to the next, attention gets all of them (`Ending`). It returns
+`LayerRows`, and the next attention finds its queries, keys and values computed (`Projected`).
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from cute_kernels.integrations.transformers.norms import Projected, has_hooks, t
 from cute_kernels.names import Activation
 
 Normed: TypeAlias = "torch.Tensor | NormedRows"
-"""Rows after their norm: what a product reads, and what a block returns where that goes into a norm."""
+"""Rows after their norm: the input of a product, and the result of a block that a norm follows."""
 Rows: TypeAlias = "Normed | Projected"
-"""What a block reads."""
+"""The input of a block."""
 
 
 def tensor_of(x: Rows) -> torch.Tensor:
-    """Rows after their norm as a tensor, by a launch if there is none yet."""
+    """Returns rows after their norm as a tensor, by a launch if the norm was deferred."""
     x = x.rows if isinstance(x, Projected) else x
     return x.normed() if isinstance(x, NormedRows) else x
 
 
 def shaped(x: Rows) -> torch.Tensor:
-    """A tensor of the rows' shape, dtype and device."""
+    """Returns a tensor with the rows' shape, dtype and device; its values are not normed."""
     x = x.rows if isinstance(x, Projected) else x
     return x.rows if isinstance(x, NormedRows) else x
 
 
 class Product:
-    """A quantised layer as the operands of its product, read anew after loading.
+    """The operands of a quantised layer's product; they are read again if the layer's tensors were replaced.
 
     Args:
-        layer: any module; one of another kind has no product.
-        in_order: whether x comes in the layer's own order (act-order) already.
+        layer: any module; only a `QuantizedLinear` can be multiplied.
+        in_order: whether x is already permuted to the layer's act-order.
     """
 
     def __init__(self, layer: nn.Module, in_order: bool = False) -> None:
@@ -59,7 +59,7 @@ class Product:
 
     @property
     def weight(self) -> PackedWeight:
-        """The layer's; it shares the layer's tensors."""
+        """The layer's weight, which shares the layer's tensors."""
         layer, weight = self.layer, self._weight
         assert isinstance(layer, QuantizedLinear)
         if weight is None or layer.weight_format != weight.format or not self._is_of(layer, weight):
@@ -77,14 +77,14 @@ class Product:
         return getattr(self.layer, "bias", None)
 
     def may_defer(self) -> bool:
-        """Whether the layer is nothing but its product, perhaps with a bias, and no hook sees it."""
+        """Returns whether the layer is only its product in 16 bits, perhaps with a bias, and no hook sees it."""
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.batch_invariant:
             return False
         return layer.activations is None and not has_hooks(layer) and "forward" not in vars(layer)
 
     def __call__(self, x: Normed, activation: Activation | None = None) -> torch.Tensor:
-        """Computes [..., N] of x [..., K]; half as many columns for "swiglu"."""
+        """Computes [..., N] of x [..., K]; [..., N / 2] with activation "swiglu"."""
         layer = self.layer
         assert isinstance(layer, QuantizedLinear)
         return quantized_linear(
@@ -94,12 +94,12 @@ class Product:
 
 
 class Sum(NamedTuple):
-    """Where a block's results go: into a residual sum and its norm.
+    """The residual sum and its norm that follow a block.
 
     Attributes:
-        residual: they are added to it.
-        norm: of the sum, one that `is_plain`.
-        taker: the product of the norm.
+        residual: the tensor to which the block's results are added.
+        norm: the norm of the sum; `is_plain` holds for it.
+        taker: the product that reads the norm.
     """
 
     residual: torch.Tensor
@@ -107,8 +107,10 @@ class Sum(NamedTuple):
     taker: Product
 
     def takes(self, x: torch.Tensor, product: Product) -> bool:
-        """Whether a product of x can defer the norm: to the next product's kernel, or to one launch that norms,
-        scales and permutes that product's inputs."""
+        """Returns whether the norm of a product of x can be deferred.
+
+        Either the next product's kernel applies it, or one launch norms, scales and permutes that product's inputs.
+        """
         weight, _, _ = terms_of(self.norm)
         if not (product.may_defer() and self.taker.may_defer()) or x.dim() == 0 or not x.numel():
             return False
@@ -122,7 +124,7 @@ class Sum(NamedTuple):
         return leaves_norm(x.numel() // x.shape[-1], product.weight, taker)
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | None:
-        """Computes the product of x, the sum and its norm; None if the product does not defer the norm."""
+        """Computes the product of x, the sum and its norm; None if the norm cannot be deferred."""
         if not self.takes(x, product):
             return None
         weight, eps, offset = terms_of(self.norm)
@@ -131,13 +133,13 @@ class Sum(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Where attention's results go, if the rest of the layer is nothing but products.
+    """The rest of a layer after attention, if it consists of products alone.
 
     Attributes:
-        middle: of attention's own product.
+        middle: the sum after attention's output projection.
         down: the MLP's last product.
-        norm: of its sum, one that `is_plain`.
-        taker: the product of that norm; None after the last layer.
+        norm: the norm of the MLP's sum; `is_plain` holds for it.
+        taker: the product that reads this norm; None after the last layer.
     """
 
     middle: Sum
@@ -146,9 +148,10 @@ class Ending(NamedTuple):
     taker: Product | None
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | LayerRows | None:
-        """Computes the rest of the layer from attention's output x, if one launch does; else attention's product.
+        """Computes the rest of the layer from attention's output x, if one launch can; else only attention's own
+        product.
 
-        Returns the rows that the layer ends with; else what `Sum.given` of `middle` returns.
+        Returns the layer's rows in the first case; else the result of `Sum.given` of `middle`.
         """
         call = self._call(x, product)
         if call is not None and is_one_launch(call):
@@ -156,7 +159,8 @@ class Ending(NamedTuple):
         return self.middle.given(x, product)
 
     def _call(self, x: torch.Tensor, o: Product) -> LayerCall | None:
-        """The arguments of the products from attention to attention, if the layer computes nothing else."""
+        """Returns the arguments of the products from one attention to the next, if the layer computes nothing else;
+        else None."""
         if x.dim() == 0 or not serves_rows(x.numel() // x.shape[-1]):
             return None
         gate_up, down, qkv = self.middle.taker, self.down, self.taker

@@ -1,5 +1,7 @@
-"""Puts `blocks` in place where `patterns` knows a model's modules, each after it has shown what the module's own
-``forward`` computes."""
+"""Installation of `blocks` in the modules of a model that `patterns` knows.
+
+Each block is first compared with the module's own ``forward``.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ from cute_kernels.integrations.transformers.ropes import ModelRope, rope_of
 from cute_kernels.integrations.transformers.routers import router_blocks, weights_on_noise
 
 TOLERANCES = {torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Relative error of a block against its module on noise. What is looked for is another function, whose error is near 1:
-rotations by half-precision cosines, and codes of a cache that fall on the other side, come to a few hundredths."""
+"""Largest relative error of a block against its module on noise, by dtype.
+
+The check looks for a wrong function, whose error is near 1. Rotations by half-precision cosines, and cache codes that
+are rounded the other way, give a few hundredths.
+"""
 CHECKED_TOKENS = 4
 
 
@@ -45,7 +50,7 @@ class Fused:
 
 
 def add_routers(model: nn.Module, fused: Fused) -> None:
-    """Does the same for routers of quantised experts."""
+    """Gives routers of quantised experts a ``forward`` of one launch, if they are known and pass their check."""
     for block in router_blocks(model):
         fused.routers += _installed(block, partial(weights_on_noise, block), fused)
 
@@ -53,8 +58,7 @@ def add_routers(model: nn.Module, fused: Fused) -> None:
 def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | None) -> Fused:
     """Gives every block that is known and passes its check a ``forward`` of fewer launches.
 
-    Norms are replaced and weights quantised before. kv_format: of the cache that attention gets; None for none, and
-    then attention stays.
+    Norms must be replaced and weights quantised before. kv_format: of the cache; None leaves attention as it is.
     """
     fused = Fused()
     for owner in model.modules():
@@ -64,7 +68,7 @@ def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | No
 
 
 def restore_blocks(model: nn.Module) -> None:
-    """Removes the blocks again; layers that were merged are what they were, bit for bit."""
+    """Removes the blocks. Merged layers become what they were, bit for bit."""
     for module in list(model.modules()):
         if isinstance(block := vars(module).get("forward"), Block):
             block.remove()
@@ -72,7 +76,7 @@ def restore_blocks(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Stack:
-    """A model's decoder layers."""
+    """The decoder layers of a model that are fused."""
 
     owner: Foreign
     kv_format: FormatOfLayers | None
@@ -126,14 +130,14 @@ class _Stack:
         return "a rotary embedding that is none of those that are known"
 
     def _layer_type(self, attention: Foreign) -> str | None:
-        """The name of a layer's rotary embedding, where a model has several."""
+        """Returns the name of a layer's rotary embedding in a model with several; else None."""
         own = getattr(attention, "layer_type", None)
         return own if own is not None and hasattr(self.owner.rotary_emb, f"{own}_inv_freq") else None
 
     # -- the check's inputs ------------------------------------------------------------------------------------------
 
     def _noise(self, tokens: int, seed: int = 0) -> torch.Tensor:
-        """Inputs of a block [2, tokens, hidden_size]."""
+        """Returns noise as a block's inputs, [2, tokens, hidden_size]."""
         weight = next(self.owner.parameters())
         generator = torch.Generator().manual_seed(seed)
         shape = (2, tokens, self.owner.config.hidden_size)
@@ -141,8 +145,10 @@ class _Stack:
         return noise.to(weight.device, weight.dtype)
 
     def _passes(self, attention: Foreign, run: Callable[..., Any]) -> list[torch.Tensor]:
-        """The results of a layer, or of its attention, for a first turn and for a step. The requests stand at the first
-        positions and at the last ones."""
+        """Returns the results of a layer, or of its attention, for a first turn and for a step.
+
+        One request is at the first positions, the other at the last ones.
+        """
         cache = None if self.kv_format is None else DecodeCache(self.kv_format, scales=self.scales)
         layer_type = self._layer_type(attention)
         taken = cache_argument(attention.forward)
@@ -160,9 +166,9 @@ class _Stack:
 
 
 def _installed(block: Block, results: Callable[[Any], list[torch.Tensor]], fused: Fused) -> bool:
-    """Puts a block in place if its results are those of the module's own ``forward``. Returns whether they are.
+    """Installs a block if its results are those of the module's own ``forward``. Returns whether it is installed.
 
-    results: of a ``forward``, on inputs that are the same each time.
+    results: computes the results of a ``forward`` on inputs that are the same at each call.
     """
     name = type(block.module).__name__
     try:

@@ -1,8 +1,8 @@
 """A model's decode step as a CUDA graph: recorded once, replayed by the same call of ``forward``.
 
 A step over a `DecodeCache` is static: it reads one token of each request and the cache's lengths, both on the device.
-What transformers does besides on the host, a few hundred launches, is recorded with it. The caller sees the same
-``forward``: same arguments, same outputs, which are its own to keep.
+transformers' other launches, a few hundred, are recorded with it. The caller's ``forward`` keeps its arguments and
+outputs; the caller owns the outputs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from cute_kernels.runtime.captures import graph_of
 _LOG = logging.getLogger(__name__)
 _PLAIN = (type(None), bool, int, float, str)
 _CACHE = object()
-"""Stands in recorded outputs for the caller's cache, which must not live as long as its memory's recordings."""
+"""Placeholder for the caller's cache in recorded outputs. Recordings live as long as the cache's memory, and must not
+keep the cache."""
 
 
 class Recorded(Protocol):
-    """A recorded function of no arguments. ``outputs`` is what it returned; a replay fills it again."""
+    """A recorded function without arguments. ``outputs`` is its result, which each replay overwrites."""
 
     outputs: object
 
@@ -47,24 +48,26 @@ class Recorded(Protocol):
 
 
 Record: TypeAlias = Callable[[Callable[[], Any], torch.device], Recorded]
-"""How a function is recorded, on a device."""
+"""A function that records another one on a device."""
 
 
 class CudaGraph:
-    """A function as a CUDA graph."""
+    """A function recorded as a CUDA graph."""
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
         self.graph, self.outputs = graph_of(function, device)
 
     def replay(self) -> None:
-        """Runs it."""
+        """Runs the recorded function."""
         self.graph.replay()
 
 
 @dataclass
 class Step:
-    """One recorded step: where its inputs are, the graph, and what makes the next step's inputs at its end. The last is
-    None where calls do not want it, or the outputs do not say the next inputs."""
+    """One recorded step: its inputs, the recording, and the end of the step that writes the next step's inputs.
+
+    ``following`` is None if calls do not need it, or if outputs do not give the next inputs.
+    """
 
     inputs: StepInputs
     recorded: Recorded
@@ -73,7 +76,7 @@ class Step:
 
 @dataclass
 class _Call:
-    """A call of `generate`: the steps that it begins ahead, if any, and the step that it replayed last."""
+    """A call of `generate`: the steps that it begins early, if it does, and the step that it replayed last."""
 
     lookahead: Lookahead | None
     last: _Replayed | None = None
@@ -81,13 +84,13 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """A step that was replayed, and its arguments: the next call of `generate` differs in its tensors' values alone.
+    """A step that was replayed, and its arguments. The next step of `generate` differs only in values of tensors.
 
     Attributes:
-        steps: where it is kept while it may be replayed, under ``key`` in the cache's recordings.
-        names: of the arguments, in order. others: those that are no tensors.
-        tensors: (name, shape, dtype, device) of the others but the mask.
-        has_mask: whether there is one.
+        steps: the recordings that hold the step while it may be replayed, under ``key`` in the cache's ``graphs``.
+        names: of the arguments, in order. others: arguments that are no tensors.
+        tensors: (name, shape, dtype, device) of the tensors except the mask.
+        has_mask: whether a mask is given.
     """
 
     step: Step
@@ -103,15 +106,17 @@ class _Replayed:
     def of(
         cls, step: Step, cache: DecodeCache, steps: Mapping[bool, Step | None], key: object, given: Mapping[str, Any]
     ) -> _Replayed:
-        """given: the call's arguments."""
+        """Makes the record of a replayed step. given: the call's arguments."""
         found = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name != "attention_mask"}
         others = tuple((name, x) for name, x in given.items() if name not in found and name != "attention_mask")
         tensors = tuple((name, x.shape, x.dtype, x.device) for name, x in found.items())
         return cls(step, cache, steps, key, tuple(given), others, tensors, given.get("attention_mask") is not None)
 
     def is_called(self, given: Mapping[str, Any], epoch: object) -> bool:
-        """Whether a call is the same step once more. Conditions of `StepReplay._is_step` that a call of `generate` does
-        not change are not checked again."""
+        """Returns whether a call is the same step once more.
+
+        Conditions of `StepReplay._is_step` that do not change within a call of `generate` are not checked again.
+        """
         columns = self.cache.columns
         if columns is None or columns.epoch is not epoch or columns.graphs.get(self.key) is not self.steps:
             return False
@@ -133,20 +138,21 @@ class _Replayed:
 
 
 _THREAD = threading.local()
-"""``calls``: by a `StepReplay`'s id, the call of `generate` that the thread is in. Two threads may share a model."""
+"""``calls``: by a `StepReplay`'s id, the call of `generate` that the thread is in. It is per thread, since two threads
+may share a model."""
 
 
 class StepReplay:
-    """The ``forward`` of a model, whose decode steps are replayed.
+    """A model's ``forward`` that replays decode steps.
 
     Args:
         forward: the model's own.
-        record: how a step is recorded; CUDA graphs, if none is given, and then nothing on a CPU.
+        record: records a step; None: CUDA graphs, and nothing is recorded on a CPU.
 
     Attributes:
-        reason: why steps are not recorded, once one could not be.
+        reason: why steps are no longer recorded, after one failed; else None.
         replays: steps that were replayed.
-        ahead: how many of them had been begun when they were asked for.
+        ahead: replayed steps that had begun before they were asked for.
     """
 
     def __init__(self, forward: Callable[..., Any], record: Record | None = None) -> None:
@@ -161,17 +167,19 @@ class StepReplay:
         functools.update_wrapper(self, forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepReplay:
-        """The replay of a copy of the model, which has recorded nothing."""
+        """Returns the replay of a copy of the model, which has recorded nothing."""
         memo[id(self)] = copied = StepReplay(deepcopy(self.forward, memo), self.record)
         return copied
 
     @contextmanager
     def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
-        """Compares once per call of `generate` what every step would compare: the model, and the mask's older columns,
-        which would wait for the device. `generate` changes neither; it appends a column of ones at every step.
+        """A context for one call of `generate`. The model and the mask's older columns are compared once, not at every
+        step.
 
-        cache: where it keeps the tokens. columns: how many there will be, if each is the likeliest one: steps are
-        begun before they are asked for then. 0: they are not.
+        Comparing the mask waits for the device. `generate` changes neither; it appends a column of ones at every step.
+
+        cache: the call's cache. columns: columns that the cache will hold, if every token is the likeliest one; steps
+        then begin before they are asked for. With 0 they do not.
         """
         self._look_at_model()
         before = self._call
@@ -192,8 +200,7 @@ class StepReplay:
         return vars(_THREAD).get("calls", {}).get(id(self))
 
     def _look_at_model(self) -> None:
-        """Notes whether the model has changed, which ends recordings: another weight, layer or hook makes another
-        state."""
+        """Starts a new epoch, which ends recordings, if the model has changed: a weight, a layer or a hook."""
         found = state_of(owner_of(self.forward))
         if found != self._state:
             self._state, self._epoch = found, object()
@@ -236,7 +243,7 @@ class StepReplay:
         return self._replay(step, cache, tensors, lookahead)
 
     def _is_step(self, columns: Columns | None, given: Mapping[str, Any]) -> bool:
-        """Whether a call is a decode step that can be recorded."""
+        """Returns whether a call is a decode step that can be recorded."""
         ids = given.get("input_ids")
         if self.reason is not None or columns is None or columns.static or not columns.count or not columns.is_certain:
             return False
@@ -257,8 +264,10 @@ class StepReplay:
     def _record(
         self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any], foresees: bool
     ) -> Step | None:
-        """Records a step; None if it cannot be recorded. foresees: whether it notes its inputs and makes the next
-        one's."""
+        """Records a step; None if it cannot be recorded.
+
+        foresees: whether the step copies its inputs to the host and writes the next step's inputs.
+        """
         columns.call_back()
         inputs = StepInputs(tensors)
         following = NextInputs(inputs) if foresees else None
@@ -330,9 +339,11 @@ def owner_of(method: Callable[..., Any]) -> Any:
 
 
 def state_of(model: nn.Module) -> Any:
-    """Returns what must not have changed when a recorded step is replayed: the layers, the addresses of their
-    weights, their modes and numbers of hooks. Buffers, such as a rotation's frequencies, must not have been written
-    either."""
+    """Returns the state of a model that must be unchanged when a recorded step is replayed.
+
+    It has the modules, their modes and numbers of hooks, and the addresses of their tensors. Buffers, such as a
+    rotation's frequencies, must not have been written either.
+    """
     return tuple(
         (
             id(module),
@@ -352,8 +363,10 @@ def _tensors_of(module: nn.Module) -> Iterable[torch.Tensor | None]:
 
 
 def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Returns (what decides a recording, tensors, other arguments) of a step's arguments without the mask; None for
-    arguments that a recording does not know."""
+    """Returns (key of a recording, tensors, other arguments) of a step's arguments without the mask.
+
+    Returns None for arguments that cannot be recorded.
+    """
     parts: list[Any] = []
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
@@ -375,12 +388,13 @@ def _split(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor], dict
 
 @functools.cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all steps that will be recorded: for each that products ran on cuBLAS keeps 34 MB."""
+    """Returns the stream on which all steps run before they are recorded. There is only one: cuBLAS keeps 34 MB for
+    each stream it has run on."""
     return torch.cuda.Stream(device)
 
 
 def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
-    """Runs a function once as it will be recorded, on a stream of its own, as recording wants it."""
+    """Runs a function once before it is recorded, on a stream of its own, as CUDA graphs need."""
     if device.type != "cuda":
         function()
         return
@@ -392,7 +406,7 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
 
 
 def _own(cache: DecodeCache, outputs: object, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copies of outputs that no replay overwrites, with the caller's cache in them."""
+    """Returns copies of outputs that no replay overwrites, with the caller's cache in them."""
 
     def own(value: object) -> object:
         return copied(value) if isinstance(value, torch.Tensor) else cache if value is _CACHE else value
@@ -401,7 +415,7 @@ def _own(cache: DecodeCache, outputs: object, copied: Callable[[torch.Tensor], t
 
 
 def _mapped(outputs: object, function: Callable[[Any], Any]) -> Any:
-    """A model's outputs with a function applied to each."""
+    """Returns a model's outputs with a function applied to each tensor and other value."""
     if isinstance(outputs, torch.Tensor) or outputs is _CACHE:  # before what takes longer to ask
         return function(outputs)
     if isinstance(outputs, ModelOutput):

@@ -28,8 +28,9 @@ class Prologue:
     """The operations on q and k before attention.
 
     Attributes:
-        options: `append_and_decode`'s, which does it.
-        rotate: q and k [batch, heads, columns, head_dim] by the model's own operators, for attention of another kind.
+        options: arguments of `append_and_decode`, which then performs the operations.
+        rotate: performs them on q and k [batch, heads, columns, head_dim] by the model's own operators, for other
+            attention.
     """
 
     options: dict[str, Any]
@@ -39,14 +40,14 @@ class Prologue:
 class CachedTokens:
     """One layer's cache as attention needs it, passed where transformers passes K and V.
 
-    The new tokens are not in the cache yet: attention appends them, since it knows the mask, and in the same launch
-    where it can. A layer that reads another one's keys gets the same handle again, whose tokens are appended then.
+    The new tokens are not in the cache yet. Attention appends them, since it knows the mask, in the same launch if it
+    can. A layer that reads another layer's keys gets that layer's handle, whose tokens are already appended.
 
     Attributes:
         layer: the rows, their formats and scales.
         columns: the state that all layers share.
         new_k, new_v: [batch, num_kv_heads, new columns, head_dim], before quantisation.
-        prologue: what the new keys and the queries want first, None for nothing.
+        prologue: the operations that new keys and queries need first; None if there are none.
     """
 
     def __init__(self, layer: DecodeCacheLayer, columns: Columns, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
@@ -65,8 +66,10 @@ class CachedTokens:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {why_not()}")
 
     def to(self, device: torch.device) -> CachedTokens:
-        """Returns the handle itself. Layers that read another one's keys ask for them on their own device, and all are
-        on one."""
+        """Returns the handle itself; ValueError for another device.
+
+        Layers that read another layer's keys move them to their own device; here all layers are on one device.
+        """
         if device != self.new_k.device:
             raise ValueError(f"device: got {device}, want the cache's {self.new_k.device}: a model on one device")
         return self
@@ -77,7 +80,7 @@ class CachedTokens:
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
-        """Calls `Columns.settle` for this handle's pass; the layer's rows are those that the pass sees then."""
+        """Calls `Columns.settle` for this handle's pass, and drops rows of the layer that the pass hides."""
         try:
             self.columns.settle(padding)
         except ValueError:
@@ -88,7 +91,8 @@ class CachedTokens:
         self.is_settled = True
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
-        """Returns the rotated queries, for any attention but `attend`; the new keys are rotated as well then."""
+        """Returns the rotated queries, for any attention but `attend`. The new keys are rotated in place of the old
+        ones."""
         if self.prologue is not None:
             query, self.new_k = self.prologue.rotate(query, self.new_k)
             self.prologue = None
@@ -106,8 +110,11 @@ class CachedTokens:
         self.is_appended = True
 
     def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Appends if need be, and attends to all tokens: `decode_attention`. query: [batch, num_q_heads, new columns,
-        head_dim], at most 16 columns, each of them a token. Returns [batch, new columns, num_q_heads, head_dim]."""
+        """Attends to all tokens, and appends the new ones first if they are not appended yet.
+
+        query: [batch, num_q_heads, new columns, head_dim] with at most 16 columns, all tokens. Returns [batch, new
+        columns, num_q_heads, head_dim].
+        """
         lens, operands = self.columns.seq_lens, self.layer.operands()
         k_cache, v_cache = operands.pop("k_cache"), operands.pop("v_cache")
         if self.is_appended:
@@ -127,8 +134,10 @@ class CachedTokens:
         return self.columns.is_whole and self.new <= MAX_Q_LEN
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns K and V [batch, num_kv_heads, columns, head_dim] of all columns: older ones dequantised, new ones
-        exact."""
+        """Returns K and V [batch, num_kv_heads, columns, head_dim] of all columns.
+
+        Older columns are dequantised; new ones are exact.
+        """
         if self.columns.static:
             raise NotStaticError("attention reads all keys as tensors, whose number changes")
         if self.new == self.columns.count:
@@ -146,8 +155,11 @@ class CachedTokens:
 
 
 def token_major(x: torch.Tensor) -> torch.Tensor:
-    """Returns [batch, heads, columns, head_dim] as [batch, columns, heads, head_dim] in an order that the kernels read:
-    heads together, columns at one distance. A copy is made only where it is not so."""
+    """Returns x [batch, heads, columns, head_dim] as [batch, columns, heads, head_dim], with strides that the kernels
+    read.
+
+    Heads must be adjacent and columns evenly spaced. x is copied only if they are not.
+    """
     x = x.transpose(1, 2)
     batch, columns, heads, head_dim = x.shape
     side_by_side = x.stride(3) == 1 and (heads == 1 or x.stride(2) == head_dim)
@@ -163,8 +175,11 @@ def _numbers(
     rows: torch.Tensor | None,
     undo: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Rows [batch, tokens, num_kv_heads, row] as numbers [batch, num_kv_heads, columns, head_dim] in ``like``'s dtype,
-    with a transform undone by ``undo``."""
+    """Dequantises rows [batch, tokens, num_kv_heads, row] to [batch, num_kv_heads, columns, head_dim] in ``like``'s
+    dtype.
+
+    ``undo`` undoes a transform.
+    """
     dtype = like.dtype if undo is None else torch.float32
     numbers = dequantize_kv(cache.contiguous(), kv_format=name, head_dim=like.shape[3], dtype=dtype, scale=scale)
     found = (numbers if undo is None else undo(numbers).to(like.dtype)).transpose(1, 2)
@@ -174,7 +189,7 @@ def _numbers(
 
 
 def why_not() -> str:
-    """The message for code that does not understand the handle: it names the calling module and its remedy."""
+    """Returns the message for code that does not understand the handle. It names the calling module and the remedy."""
     rule = f"a DecodeCache hands out packed rows, not K and V; only attn_implementation={ATTENTION_NAME!r} reads them"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):

@@ -1,5 +1,4 @@
-"""The inputs of a recorded step: where it reads them, and their values, which the host knows without waiting for the
-device."""
+"""The inputs of a recorded step: the tensors that the step reads, and copies of their values on the host."""
 
 from __future__ import annotations
 
@@ -8,21 +7,21 @@ from collections.abc import Mapping
 import torch
 
 _ALIGNED_BYTES = 256
-"""Of each input's place: as aligned as a tensor of its own."""
+"""Alignment of each input within its group, equal to that of a tensor of its own."""
 
 
 class StepInputs:
-    """Where a recorded step reads its inputs; those of one dtype lie together.
+    """The tensors from which a recorded step reads its inputs; inputs of one dtype share one tensor.
 
-    Inputs are compared on the host where that needs no kernel: a kernel that compares would wait for room beside the
-    step that runs. It takes few calls of torch: after `generate`'s own work each takes three times as long as in a
-    loop, and they are most of the host's work.
+    Inputs are compared on the host: a comparing kernel would wait for the running step to leave room. Few torch calls
+    are made, since they are most of the host's work. After `generate`'s own work each takes three times as long as in a
+    loop.
 
     Args:
-        given: the first step's, by the names of ``forward``'s arguments.
+        given: the first step's inputs, by the names of ``forward``'s arguments.
 
     Attributes:
-        tensors: where the step reads each of them.
+        tensors: the tensors that the step reads, by the same names.
     """
 
     def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -41,38 +40,39 @@ class StepInputs:
         self.place(given)
 
     def place(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copies these inputs to where the step reads them."""
+        """Copies inputs into the tensors that the step reads."""
         torch._foreach_copy_(self._read, [given[name] for name in self._names])
 
     def note(self) -> None:
-        """Starts copying the inputs' values to the host, which has them after `wait`."""
+        """Starts copying the inputs' values to the host; `wait` waits until they have arrived."""
         for group in self._groups:
             group.noted.copy_(group.memory, non_blocking=True)
         for moment, device in self._moments:
             moment.record(torch.cuda.current_stream(device))
 
     def wait(self, current: torch.cuda.Stream | None = None) -> None:
-        """Makes the current stream wait until the inputs are copied. The caller may pass that stream."""
+        """Makes the current stream, or ``current`` if the caller has it at hand, wait for the copies of `note`."""
         for moment, device in self._moments:
             moment.wait(torch.cuda.current_stream(device) if current is None else current)
 
     def are(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the inputs that were noted have these values. Waits for the current stream, as its copies do."""
+        """Returns whether the values of the last `note` equal these inputs. The copies to the host wait for the current
+        stream."""
         torch._foreach_copy_(self._all_asked, [given[name] for name in self._names])
         return all(torch.equal(group.all_asked, group.noted) for group in self._groups)
 
     def __del__(self) -> None:
-        """Waits for the last note: torch reuses the host's memory, and does not know of a replay that writes it."""
+        """Waits for the last `note`, because torch would reuse the host memory while a replay still writes it."""
         for moment, _ in getattr(self, "_moments", ()):
             if not torch.cuda.is_current_stream_capturing():
                 moment.synchronize()
 
     def asked(self, name: str) -> torch.Tensor:
-        """The latest value of ``are``, on the host."""
+        """Returns the value of an input in the latest call of `are`, on the host."""
         return self._asked[name]
 
     def noted(self, name: str) -> torch.Tensor:
-        """The value that was noted last, on the host."""
+        """Returns the value of an input in the latest `note`, on the host."""
         return self._noted[name]
 
 
@@ -80,8 +80,8 @@ class _Group:
     """Inputs of one dtype on one device.
 
     Attributes:
-        memory, noted, all_asked: all of them: on the device; on the host, as noted; and as asked for.
-        read, told, asked: each one's part of them.
+        memory, noted, all_asked: all inputs in one tensor: on the device, on the host by `note`, on the host by `are`.
+        read, told, asked: each input's view of these tensors.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write

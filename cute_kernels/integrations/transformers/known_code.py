@@ -1,6 +1,6 @@
-"""Recognises the code that a class of transformers runs: model files copy each other's classes, and a name says little.
+"""Recognition of the code that a transformers class runs. Model files copy each other's classes, so names say little.
 
-Two methods are the same if their instructions are, and those of the functions of their model files that they call.
+Two methods are the same if their instructions are equal, and so are those of the model-file functions that they call.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from cute_kernels.integrations.objects import Foreign
 
 _MODEL_FILES = "transformers.models."
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""What a forward pass calls its cache: since transformers 5.24, and before, which later releases still take."""
+"""Names of a forward pass's argument for its cache: since transformers 5.24, and before. Later releases still accept
+the older name."""
 _KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTION_FUNCTIONS = ("attention_interface", "eager_attention_forward")
-"""What model files call transformers' attention functions."""
+"""Names of transformers' attention functions in model files."""
 
 
 def model_class(file: str, name: str) -> type | None:
-    """A class of a model file. None in a release of transformers without such a class, or where somebody has replaced
-    the class or its forward."""
+    """Returns a class of a model file.
+
+    Returns None if this release of transformers has no such class, or if the class or its ``forward`` was replaced.
+    """
     home = f"{_MODEL_FILES}{file}.modeling_{file}"
     try:
         kind = getattr(importlib.import_module(home), name, None)
@@ -47,7 +50,7 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among a forward pass's arguments by name; None for none."""
+    """Returns the cache among a forward pass's arguments, given by name; None if there is none."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
@@ -58,11 +61,11 @@ def layers_without_keys(config: Foreign) -> str:
 
 @cache
 def computes_attention(kind: type) -> bool:
-    """Whether a class computes attention by its own operators and ignores ``attn_implementation``. Its forward
-    takes ``attention_mask``, one of its methods calls a softmax, and none calls transformers' attention functions.
+    """Returns whether a class computes attention by its own operators and ignores ``attn_implementation``.
 
-    Some model files have both kinds (GIT: the image encoder asks, the text's layers do not), and transformers then lets
-    the whole model choose. A class that is none of attention can be among them.
+    Such a class takes ``attention_mask``, calls a softmax, and does not call transformers' attention functions. Some
+    model files have both kinds (GIT's image encoder asks, its text layers do not), and the whole model may still
+    choose. A class that is no attention may be found, too.
     """
     if issubclass(kind, PreTrainedModel) or "attention_mask" not in _parameters(_method(kind, "forward")):
         return False
@@ -73,8 +76,8 @@ def computes_attention(kind: type) -> bool:
 
 @cache
 def passes_masks_on(kind: type) -> bool:
-    """Whether a class's forward only passes ``attention_mask`` on, unchanged, to submodules or to an attention
-    function."""
+    """Returns whether a class's forward only passes ``attention_mask`` on, unchanged, to submodules or attention
+    functions."""
     forward = _method(kind, "forward")
     if "attention_mask" not in _parameters(forward):
         return True
@@ -94,19 +97,22 @@ def passes_masks_on(kind: type) -> bool:
 
 @torch.compiler.assume_constant_result
 def supports_sdpa(config: type) -> bool:
-    """Whether all model classes that may ask for a mask with a configuration of this class support SDPA; unknown
-    classes count as if they do. torch.compile can ask while it traces: the answer is a constant."""
+    """Returns whether all model classes that may ask for a mask with this configuration class support SDPA.
+
+    Unknown classes count as supporting it. torch.compile can call this while it traces: the answer is a constant.
+    """
     return all(kind._supports_sdpa for kind in _models_asking_with(config))
 
 
 @torch.compiler.assume_constant_result
 def may_add_masks(config: type) -> bool:
-    """Whether a model that asks for a mask with a configuration of this class may add it to scores or change it.
+    """Returns whether a model that asks for a mask with this configuration class may add the mask to scores or change
+    it.
 
-    It may if the model does not support SDPA, and a class in its file, or in a file of a model that it can hold, does
-    more than `passes_masks_on`. It is True for a model whose parts may be of any kind.
+    It may if it does not support SDPA and some class fails `passes_masks_on`. The classes are those in its file, and in
+    files of models that it can hold. A model whose parts may be of any kind also may.
 
-    torch.compile can ask while it traces, when there is a configuration but no module: the answer is a constant.
+    torch.compile can call this while it traces, when no module is known: the answer is a constant.
     """
     asking = [kind for kind in _models_asking_with(config) if not kind._supports_sdpa]
     held = {part for kind in asking for part in _configs_below(kind.config_class)}
@@ -115,15 +121,17 @@ def may_add_masks(config: type) -> bool:
 
 
 def _models_asking_with(config: type) -> list[type[PreTrainedModel]]:
-    """The loaded model classes of a configuration class, and those of classes that hold one of it: some ask with their
-    text's configuration."""
+    """Returns the loaded model classes of a configuration class, and of classes that hold such a configuration.
+
+    Some models ask for masks with their text's configuration.
+    """
     found = _models_of(config)
     own = {kind.config_class for kind in found}
     return found + [kind for kind in _loaded_models() if own & _configs_below(kind.config_class)]
 
 
 def _models_of(config: type) -> list[type[PreTrainedModel]]:
-    """The loaded model classes of a configuration class, of its nearest base class if it has none of its own."""
+    """Returns the loaded model classes of a configuration class, or of its nearest base class that has any."""
     loaded = list(_loaded_models())
     for base in config.__mro__:
         if base is not PreTrainedConfig and (found := [kind for kind in loaded if kind.config_class is base]):
@@ -132,7 +140,7 @@ def _models_of(config: type) -> list[type[PreTrainedModel]]:
 
 
 def _loaded_models() -> Iterator[type[PreTrainedModel]]:
-    """All classes that a running model can have."""
+    """Yields all loaded model classes of transformers."""
     pending, found = [PreTrainedModel], set[type]()
     while pending:
         for kind in pending.pop().__subclasses__():
@@ -143,7 +151,7 @@ def _loaded_models() -> Iterator[type[PreTrainedModel]]:
 
 
 def _configs_below(config: object) -> set[type]:
-    """The configuration classes that one of this class holds, and those that they hold."""
+    """Returns the configuration classes that a configuration class holds, directly or not."""
     found, pending = set[type](), [config]
     while pending:
         held = set((getattr(pending.pop(), "sub_configs", None) or {}).values()) - found
@@ -153,14 +161,14 @@ def _configs_below(config: object) -> set[type]:
 
 
 def _beside(kind: type) -> Iterator[type]:
-    """The classes of parts that the file of a model class knows."""
+    """Yields the module classes, models excepted, in the file of a model class."""
     for part in list(vars(sys.modules[kind.__module__]).values()):
         if isinstance(part, type) and issubclass(part, torch.nn.Module) and not issubclass(part, PreTrainedModel):
             yield part
 
 
 def _is_part(called: ast.expr) -> bool:
-    """Whether a call goes to one of a module's parts, or to an attention function."""
+    """Returns whether a call goes to one of a module's parts, or to an attention function."""
     if isinstance(called, ast.Name):
         return called.id in _ATTENTION_FUNCTIONS
     return isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self"
@@ -172,8 +180,10 @@ def _parameters(function: object) -> tuple[str, ...]:
 
 
 def method_code(kind: type, names: Iterable[str] = ("forward",)) -> Any:
-    """Returns the code of all methods of a class, inherited ones included; decorators are looked
-    through. None if it has none of them."""
+    """Returns the code of a class's methods ``names``, inherited ones included; None if it has none of them.
+
+    Decorators are looked through.
+    """
     found = tuple(
         _code_of(inspect.unwrap(method)) for name in names if hasattr(method := _method(kind, name), "__code__")
     )

@@ -1,8 +1,8 @@
 """Caches of latents: models with multi-head latent attention (DeepSeek-V3), decoded by `mla_decode`.
 
-Such a model caches, of each token, a latent of 512 numbers and 64 rotated ones, and makes keys and values of all heads
-of them (``expand_kv``) before it attends. A step does not need those: the projection that makes keys is multiplied into
-the queries, the one that makes values into the result ("absorbed"). What is no such step expands, as the model does.
+For each token such a model caches a latent of 512 numbers and a rotated key of 64. Before it attends, it expands the
+latents to keys and values of all heads (``expand_kv``). A decode step needs no expansion: the keys' projection is
+multiplied into the queries, the values' into the result ("absorbed"). All other passes expand, as the model does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LATENT_FORMATS = ("mla_bf16", "mla_fp16", "mla_fp8")
 ROPE_DIM = 64
 MAX_HEADS = 128
 EXPANSION = ("deepseek_v3", "DeepseekV3Attention")
-"""The class whose ``expand_kv`` is known; models that have the same code have the same projections."""
+"""The class whose ``expand_kv`` is known. Models with the same code have the same projections."""
 
 
 class CachedLatents(CachedTokens):
@@ -35,7 +35,7 @@ class CachedLatents(CachedTokens):
 
     Attributes:
         new_k, new_v: [batch, 1, new columns, 512] latents, and [batch, 1, new columns, 64] rotated keys.
-        module: the attention that they are of, once it has asked for keys and values.
+        module: the attention that asked for keys and values; None before.
     """
 
     module: Any = None
@@ -75,7 +75,7 @@ class CachedLatents(CachedTokens):
         return values.view(heads, batch, new, -1).permute(1, 2, 0, 3)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [batch, heads, columns, their head_dim] of all columns: the model's own expansion."""
+        """Returns K and V [batch, heads, columns, head_dim of K or V] of all columns, by the model's own expansion."""
         if self.columns.static:
             raise NotStaticError("attention reads all keys as tensors, whose number changes")
         latents, k_rope = self.new_k, self.new_v
@@ -93,9 +93,9 @@ class CachedLatents(CachedTokens):
 
 
 class Expansion:
-    """An ``expand_kv`` that replaces an attention's own and passes on packed latents.
+    """An ``expand_kv`` that replaces an attention's own one and passes packed latents on.
 
-    For a quantised projection it keeps the weight in 16 bits, unpacked once for each state of the layer.
+    For a quantised projection it keeps the weight in 16 bits, unpacked again whenever the layer has changed.
     """
 
     def __init__(self, module: Any) -> None:
@@ -105,7 +105,7 @@ class Expansion:
         self.weight()
 
     def weight(self) -> torch.Tensor | None:
-        """The projection's weight [rows, 512]; None for a layer that is not known."""
+        """Returns the projection's weight [rows, 512]; None for a layer without a weight."""
         layer = self.module.kv_b_proj
         if not isinstance(layer, QuantizedLinear):
             return getattr(layer, "weight", None)
@@ -127,26 +127,26 @@ class Expansion:
 
 
 def replace_expansions(model: nn.Module) -> None:
-    """Lets a model's attention read caches of latents; `latents_refusal` must accept its latents."""
+    """Makes a model's attention read caches of latents. `latents_refusal` must accept them."""
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
             vars(module)["expand_kv"] = Expansion(module)
 
 
 def restore_expansions(model: nn.Module) -> None:
-    """Takes that away again."""
+    """Gives a model's attention its own ``expand_kv`` back."""
     for module in model.modules():
         if isinstance(vars(module).get("expand_kv"), Expansion):
             del module.expand_kv
 
 
 def caches_latents(module: nn.Module) -> bool:
-    """Whether an attention caches latents instead of keys and values."""
+    """Returns whether an attention caches latents instead of keys and values."""
     return hasattr(module, "expand_kv")
 
 
 def latents_refusal(module: Foreign) -> str | None:
-    """Returns why an attention's latents cannot be decoded by `mla_decode`, or None."""
+    """Returns why `mla_decode` cannot decode an attention's latents; None if it can."""
     known = model_class(*EXPANSION)
     if known is None or method_code(type(module), ("expand_kv",)) != method_code(known, ("expand_kv",)):
         return "expands its latents in a way that is not known"
@@ -159,15 +159,16 @@ def latents_refusal(module: Foreign) -> str | None:
 
 
 def is_absorbable(module: Foreign) -> bool:
-    """Whether keys and values are their projection of the latents and nothing else."""
+    """Returns whether keys and values are a linear projection of the latents, without bias or hooks."""
     layer = module.kv_b_proj
     return type(layer) in (nn.Linear, QuantizedLinear) and layer.bias is None and not has_hooks(layer)
 
 
 def up_projections(module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [heads, qk_nope_head_dim, 512] that makes keys of latents, [heads, 512, v_head_dim] that makes values.
+    """Returns the projections from latents to keys [heads, qk_nope_head_dim, 512] and to values [heads, 512,
+    v_head_dim].
 
-    Views of the projection's weight, as `Expansion` has it.
+    They are views of the weight that `Expansion` keeps.
     """
     expansion = module.expand_kv
     weight = expansion.weight().view(module.config.num_attention_heads, -1, V_DIM)

@@ -1,10 +1,11 @@
-"""Interprets attention masks. transformers describes a mask by a function of four indices, and each attention
-implementation makes of it what it reads.
+"""Attention masks. transformers describes a mask by a function of four indices; each attention implementation makes its
+own.
 
-This one makes SDPA's boolean mask, which is right for every function, and notes on the tensor what the kernels can take
-as an option instead: causal, or causal within a window. A model that changes the mask makes another tensor, without
-the note; the kernels are then not used. So a pattern that is not recognised costs time, never correctness.
-A model in which a layer adds masks to scores of its own, or changes them as if they were added, gets such a mask.
+This one makes SDPA's boolean mask, which is right for every function. A note on the tensor says which option of the
+kernels can replace it: causal, or causal within a window. A model that changes the mask makes a tensor without the
+note, and the kernels are not used. So an unrecognised pattern costs time, never correctness.
+
+If a layer of the model adds masks to its own scores, or changes them, the model gets an additive mask.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _recorded = threading.local()
 
 
 def recorded_columns() -> Columns | None:
-    """The columns of the cache whose decode step this thread is recording, None outside of it."""
+    """Returns the columns of the cache whose decode step this thread is recording; None otherwise."""
     return getattr(_recorded, "columns", None)
 
 
 @contextmanager
 def recording(columns: Columns) -> Iterator[None]:
-    """Within it, a decode step over these columns is recorded: no mask is made whose size changes."""
+    """Records a decode step over these columns within the context. Masks made in it have a constant size."""
     _recorded.columns = columns
     try:
         with columns.recording():
@@ -46,11 +47,13 @@ def recording(columns: Columns) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask in the kernels' terms. A query at position p sees keys p - window < j <= p, all up to p without window,
-    all whatsoever if not ``causal``. It sees no column that ``padding`` says is no token.
+    """A mask in the kernels' terms.
 
-    padding: bool [batch, columns], True where a column is a token; None where all are.
-    is_known: whether that is all that the mask says; if not, only the mask says what is seen.
+    A query at position p sees keys p - window < j <= p; without a window all keys up to p; if not ``causal`` all keys.
+    It never sees columns that ``padding`` excludes.
+
+    padding: bool [batch, columns], True where a column is a token; None if all are. is_known: whether the pattern is
+    all that the mask says; otherwise only the mask says what is seen.
     """
 
     window: int | None = None
@@ -63,11 +66,11 @@ EVERYTHING = Pattern(causal=False)
 
 
 def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
-    """Makes a mask as transformers asks each attention implementation for one; arguments as those of its `sdpa_mask`.
+    """Makes a mask when transformers asks for one; the arguments are those of its `sdpa_mask`.
 
-    Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads; or None
-    where SDPA needs no mask, causal or not as the attention module is. Where a layer of the model that asks reads masks
-    as eager attention does: what is added to scores, never None.
+    Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads. Returns
+    None if SDPA needs no mask and the attention module's ``is_causal`` says all. If a layer of the model reads masks as
+    eager attention does, returns the additive mask, never None.
     """
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)
@@ -95,12 +98,12 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 
 def _may_be_causal(options: dict[str, Any]) -> bool:
-    """Whether the absence of a mask stands for a causal one."""
+    """Returns whether None may stand for a causal mask."""
     return options.get("allow_is_causal_skip", True) and _q_len(options) > 1
 
 
 def _asking_module() -> torch.nn.Module | None:
-    """The module whose code asks for a mask; None where that is unknown, as while torch.compile traces it."""
+    """Returns the module whose code asks for a mask; None if it is unknown, as while torch.compile traces."""
     if torch.compiler.is_compiling():
         return None
     frame = sys._getframe(2)
@@ -110,8 +113,10 @@ def _asking_module() -> torch.nn.Module | None:
 
 
 def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
-    """Whether a module has attention whose ``is_causal`` is False, and none whose is True, as some decoders have:
-    without a mask it would see all keys. If it is unknown which module asks, a module without SDPA counts as one."""
+    """Returns whether all attention of a module that has ``is_causal`` has it False, as in some decoders.
+
+    Without a mask such a module would see all keys. If the module is unknown, one without SDPA counts as such a module.
+    """
     if asking is None:
         return not supports_sdpa(config)
     parts = asking.modules()
@@ -119,8 +124,10 @@ def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
 
 
 def _is_added(asking: torch.nn.Module, config: type) -> bool:
-    """Whether a part of a module reads masks as eager attention's: it adds them to scores of its own, or changes them.
-    A model that does not support SDPA, which takes boolean masks, may do so."""
+    """Returns whether a part of a module adds masks to its own scores, as eager attention does, or changes them.
+
+    Only a model that does not support SDPA may do so, since SDPA takes boolean masks.
+    """
     if asking._supports_sdpa if isinstance(asking, PreTrainedModel) else supports_sdpa(config):
         return False
     kinds = {type(part) for part in asking.modules() if not isinstance(part, PreTrainedModel)}
@@ -128,12 +135,12 @@ def _is_added(asking: torch.nn.Module, config: type) -> bool:
 
 
 def _as_read(mask: torch.Tensor, is_added: bool, options: dict[str, Any]) -> torch.Tensor:
-    """A boolean mask, or the additive one in its place, as the module reads it."""
+    """Returns a boolean mask as the module reads it: unchanged, or as an additive mask."""
     return additive(mask, options.get("dtype") or torch.float32) if is_added else mask
 
 
 def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.Tensor | None:
-    """The mask of `make_mask` for one new token, when all that depends on the step is read on the device."""
+    """Returns `make_mask`'s mask for one new token; all values that depend on the step are read on the device."""
     batch, capacity = columns.batch, columns.capacity
     device = columns.seq_lens.device
     pattern = _pattern_by(options.get("mask_function", causal_mask_function))
@@ -154,12 +161,12 @@ def _mask_of_recorded_step(columns: Columns, options: dict[str, Any]) -> torch.T
 
 
 def pattern_of(mask: torch.Tensor | None) -> Pattern | None:
-    """The pattern that can replace a mask; None for a mask without a note, which may say more."""
+    """Returns the pattern that can replace a mask; None for a mask without a note."""
     return None if mask is None else getattr(mask, _NOTE, None)
 
 
 def causal_mask(q_len: int, keys: int, device: torch.device) -> torch.Tensor:
-    """bool [1, 1, q_len, keys]: the last query sees all keys, each one before it one less."""
+    """Returns bool [1, 1, q_len, keys]: the last query sees all keys, each earlier query one key less."""
     return torch.ones(1, 1, q_len, keys, dtype=torch.bool, device=device).tril(keys - q_len)
 
 
@@ -168,14 +175,14 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 @overload
 def additive(mask: None, dtype: torch.dtype) -> None: ...
 def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A boolean mask as transformers' eager attention adds it to the scores; others as they are."""
+    """Returns a boolean mask as the numbers that eager attention adds to scores; other masks unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _pattern_by(function: Callable[..., Any]) -> Pattern | None:
-    """The pattern of transformers' own causal functions, None for any other function."""
+    """Returns the pattern of transformers' own causal functions; None for any other function."""
     if function is causal_mask_function:
         return Pattern()
     size = _parts(function)
@@ -183,7 +190,7 @@ def _pattern_by(function: Callable[..., Any]) -> Pattern | None:
 
 
 def _parts(function: Callable[..., Any]) -> int | None:
-    """The only whole number that a composed mask function holds, None if there is none or more than one."""
+    """Returns the only integer that a composed mask function holds; None if it holds none, or anything else."""
     found: list[Any] = []
     pending = [function]
     while pending:
@@ -195,7 +202,7 @@ def _parts(function: Callable[..., Any]) -> int | None:
 
 
 def _same(one: Foreign, other: Foreign) -> bool:
-    """Whether two values are equal, functions being equal when they share their code and what they close over."""
+    """Returns whether two values are equal. Functions are equal if their code and their closures are."""
     if not (hasattr(one, "__code__") and hasattr(other, "__code__")):
         if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) and len(one) == len(other):
             return all(_same(a, b) for a, b in zip(one, other, strict=True))
@@ -205,7 +212,7 @@ def _same(one: Foreign, other: Foreign) -> bool:
 
 
 def _is_aligned(options: dict[str, Any]) -> bool:
-    """Whether the mask's columns are tokens from the first one on, and the queries the last of them."""
+    """Returns whether the mask's columns start at the cache's first column, and the queries are the last columns."""
     if options.get("kv_offset"):
         return False
     if (positions := options.get("cache_position")) is not None:
@@ -215,6 +222,6 @@ def _is_aligned(options: dict[str, Any]) -> bool:
 
 
 def _q_len(options: dict[str, Any]) -> int:
-    """The number of queries. Older releases give their positions instead."""
+    """Returns the number of queries. Older releases pass their positions instead."""
     positions = options.get("cache_position")
     return options["q_length"] if positions is None else positions.shape[0]

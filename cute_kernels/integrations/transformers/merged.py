@@ -1,8 +1,8 @@
-"""Linear layers that read the same input, as one layer, in the memory of one.
+"""Linear layers that read the same input, merged into one layer without a second copy of their weights.
 
-`merge` joins layers and makes them views of the merged one, so both can be run and nothing is in memory twice.
-`interleave` makes of a gate and an up projection the weight that the "swiglu" epilogue reads, whose rows alternate. No
-layer can be a view of that; `PartOfPair` replaces them, and makes their tensors on request.
+`merge` joins layers and makes them views of the merged layer, so both can run. `interleave` makes the weight that the
+"swiglu" epilogue reads, with gate's and up's rows alternating. No layer can be a view of this weight: `PartOfPair`
+replaces the layers, and makes their tensors on request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N
 
 _TENSORS = (*TENSOR_NAMES, "bias", "activation_scale")
 _SHARED = ("perm", "input_scale", "activation_scale")
-"""Tensors of a layer over its inputs: layers that are merged have the same ones."""
+"""Tensors of a layer over its inputs; merged layers must have equal ones."""
 
 
 def merge(parts: Sequence[nn.Module]) -> nn.Module | None:
-    """Makes one layer with the outputs of ``parts`` joined, whose tensors those of the parts become views of.
+    """Makes one layer with the joined outputs of ``parts``; the parts' tensors become views of its tensors.
 
-    Returns None, with nothing changed, where that cannot be: other kinds of layers, or of formats that differ.
+    Returns None, with nothing changed, for layers of other kinds or of different formats.
     """
     if all(type(part) is nn.Linear for part in parts):
         return _merge_dense(parts)
@@ -35,7 +35,7 @@ def merge(parts: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def is_merged(merged: nn.Module, parts: Sequence[nn.Module]) -> bool:
-    """Whether the parts are still views of the merged layer: nothing was moved, loaded or replaced."""
+    """Returns whether the parts are still views of the merged layer, so none was moved, loaded or replaced."""
     name = "codes" if isinstance(merged, QuantizedLinear) else "weight"
     whole = _tensor(merged, name)
     place = 0 if whole is None else whole.data_ptr()
@@ -111,7 +111,7 @@ def _like(layer: QuantizedLinear, other: QuantizedLinear) -> QuantizedLinear:
 
 
 def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
-    """Whether two layers are of one format, and take their inputs the same way."""
+    """Returns whether two layers have one format and take their inputs the same way."""
     for name in ("weight_format", "in_features", "batch_invariant", "activations"):
         if getattr(one, name) != getattr(other, name):
             return False
@@ -130,11 +130,11 @@ def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
 
 
 def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) -> QuantizedLinear | None:
-    """Makes one layer [2 N, K] of a gate and an up projection, or of one layer with both, gate first: even rows are
-    gate's.
+    """Makes one layer [2 N, K] of a gate and an up projection, whose rows alternate; even rows are gate's.
 
-    order: int [N]; pair i is row order[i] of each, for a layer after that has its inputs in that order (act-order).
-    None where the layers are not quantised, or of formats that differ.
+    parts: gate and up, or one layer with both, gate first. order: int [N]; pair i has row order[i] of gate and of up,
+    for a following layer with its inputs in this order (act-order). Returns None for layers that are not quantised or
+    have different formats.
     """
     layers = [part for part in parts if type(part) is QuantizedLinear]
     if len(layers) < len(parts):
@@ -161,15 +161,15 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
 
 
 class PartOfPair(QuantizedLinear):
-    """A gate projection, an up projection, or both in one layer, whose rows are interleaved in a layer of both.
+    """A gate projection, an up projection, or both, whose rows lie in an interleaved layer (the pair).
 
-    It behaves as the layer that it replaces: in state dicts, for code that reads its tensors, which are made anew then,
-    and as a module. Only `forward` costs more, since it computes both. Loading needs `separate` first.
+    The module behaves as the layer that it replaces, in state dicts and calls. Its tensors are made at each read.
+    `forward` costs more, since it computes the whole pair. Loading needs `separate` first.
 
     Args:
         pair: as `interleave` makes it.
         halves: (0,) for gate, (1,) for up, (0, 1) for both, one after the other.
-        order: the one that `interleave` was given.
+        order: the argument of `interleave`.
     """
 
     def __init__(self, pair: QuantizedLinear, halves: tuple[int, ...], order: torch.Tensor | None = None) -> None:
@@ -186,13 +186,13 @@ class PartOfPair(QuantizedLinear):
         return self.pair[0](x).index_select(-1, self._rows(x.device))
 
     def _rows(self, device: torch.device) -> torch.Tensor:
-        """Rows of the pair's layer, in the order of the layer that it stands for."""
+        """Returns the rows of the pair's layer that belong to the replaced layer, in that layer's order."""
         pairs = torch.arange(self.shape[0] // len(self.halves), device=device)
         pairs = pairs if self.pairs is None else self.pairs.to(device)
         return torch.cat([2 * pairs + half for half in self.halves])
 
     def separate(self) -> QuantizedLinear:
-        """Makes the layer that it replaces, bit for bit."""
+        """Makes the replaced layer again, bit for bit."""
         (pair,) = self.pair
         rows = self._rows(pair.codes.device)
         packed = outputs_at(pair.weight, rows)

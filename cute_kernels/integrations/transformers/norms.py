@@ -1,7 +1,7 @@
 """RMS norms of transformers models in one launch each.
 
-A model file of transformers defines its norm itself, as seven or eight operators. Which norm it is says its code: only
-a ``forward`` that is, instruction for instruction, one of those known here is replaced.
+Each model file of transformers defines its own norm, as seven or eight operators. A norm is replaced only if its
+``forward`` equals, instruction for instruction, one of those known here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_COLUMNS = 16384
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replaces the ``forward`` of every known norm in bf16 or fp16 by the kernel's; returns their number."""
+    """Replaces the ``forward`` of every known norm in bf16 or fp16 by the kernel. Returns the number of such norms."""
     count = 0
     for module in model.modules():
         count += _is_replaced(module)
@@ -45,7 +45,7 @@ def replace_norms(model: nn.Module) -> int:
 
 
 def restore_norms(model: nn.Module) -> None:
-    """Restores the modules' own norms."""
+    """Gives the norms their own ``forward`` back."""
     for module in model.modules():
         if _is_replaced(module):
             del module.forward
@@ -70,7 +70,7 @@ _NOTE = "_cute_kernels_norm"
 
 
 class _Product(NamedTuple):
-    """The product of a norm by a weight. version: of the result."""
+    """The product of a norm by a weight. version: of the result's tensor."""
 
     weight: PackedWeight
     result: torch.Tensor
@@ -78,7 +78,7 @@ class _Product(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Rows whose norm has been multiplied by a weight already. weight: the product's weight."""
+    """Rows whose norm is already multiplied by a weight. weight: the product's weight. result: the product."""
 
     rows: NormedRows
     weight: PackedWeight
@@ -86,7 +86,7 @@ class Projected(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A norm that the next product applies. parts: those that the launch before stored; None if it stored none."""
+    """A norm that the next product applies. parts: the norm's parts that the previous launch stored, or None."""
 
     parts: DeferredParts | None
 
@@ -96,8 +96,10 @@ _Noted: TypeAlias = "torch.Tensor | _Left | _Product"
 
 @dataclass(frozen=True)
 class _Made:
-    """What the launch that made a sum also made, noted on the sum's tensor: its norm, what a deferred norm needs, or a
-    product of the norm."""
+    """A note on a sum's tensor about what the launch that made the sum also made.
+
+    result: the sum's norm by ``module``, the parts of a deferred norm, or a product of the norm. version: of the sum.
+    """
 
     module: nn.Module
     result: _Noted
@@ -105,7 +107,8 @@ class _Made:
 
 
 def _made_of(total: torch.Tensor, module: Foreign) -> _Noted | None:
-    """The note on a sum's norm by ``module``, if the sum has not changed."""
+    """Returns the noted result for a sum's norm by ``module``; None without a note, or if the sum has been written
+    since."""
     made = getattr(total, _NOTE, None)
     if made is None or made.module is not module or made.version != version_of(total):
         return None
@@ -113,50 +116,53 @@ def _made_of(total: torch.Tensor, module: Foreign) -> _Noted | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a norm is replaced, and no hook sees its inputs or results."""
+    """Returns whether a norm is replaced by the kernel, and no hook sees its inputs or results."""
     return _is_replaced(module) and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook sees, or changes, a module's inputs or results."""
+    """Returns whether a hook sees or changes a module's inputs or results."""
     return bool(module._forward_hooks or module._forward_pre_hooks or _HOOKS_OF_ALL or _PRE_HOOKS_OF_ALL)
 
 
 def terms_of(module: Foreign) -> tuple[torch.Tensor, float, float]:
-    """Returns (weight, epsilon, offset of the weight) of a norm that `is_plain`."""
+    """Returns (weight, epsilon, offset of the weight) of a norm for which `is_plain` holds."""
     _, eps, offset = module.forward.args
     return module.weight, eps, offset
 
 
 def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (norm of the sum, the sum) by a norm that `is_plain`."""
+    """Returns (norm of the sum, the sum) by a norm for which `is_plain` holds."""
     weight, eps, offset = terms_of(module)
     return rms_norm(x, weight, residual=residual, eps=eps, weight_offset=offset)
 
 
 def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """The sum, with a note of its norm, which ``module`` returns when it gets the unchanged sum."""
+    """Returns the sum, with its norm noted on it. ``module`` returns this norm if it gets the unchanged sum."""
     result, total = add_and_norm(x, residual, module)
     setattr(total, _NOTE, _Made(module, result, version_of(total)))
     return total
 
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
-    """The rows, with a note of the parts of their norm by ``module``: `deferred_norm_of` finds it."""
+    """Returns the rows, with the parts of their norm by ``module`` noted on them; `deferred_norm_of` reads the note."""
     setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 
 
 def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
-    """Returns the rows, marked with a weight's product of their norm by ``module``; `deferred_norm_of` reads the
-    mark."""
+    """Returns the rows, with the product of their norm by ``module`` noted on them; `deferred_norm_of` reads the
+    note."""
     setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
     return rows.rows
 
 
 def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Projected | None:
-    """Returns a sum and its norm by a plain ``module`` (`is_plain`), if the launch that made the sum deferred the
-    norm or computed its product. None for any other sum, or if the sum was written since."""
+    """Returns a sum with its deferred norm by ``module``, or with the norm's product; `is_plain` must hold for
+    ``module``.
+
+    Returns None if the launch that made the sum did neither, or if the sum was written since.
+    """
     made = _made_of(total, module)
     if made is None or isinstance(made, torch.Tensor):
         return None
@@ -167,8 +173,8 @@ def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Proje
 
 
 def _norm_of(module: nn.Module) -> tuple[str, float] | None:
-    """Returns (epsilon's attribute, what is added to the weight) of a norm that the kernel computes; None for all
-    else."""
+    """Returns (epsilon's attribute, offset of the weight) of a norm that the kernel computes; None for other
+    modules."""
     weight = getattr(module, "weight", None)
     if "forward" in vars(module) or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return None

@@ -1,8 +1,8 @@
-"""The blocks of transformers models that `fuse` knows, as data.
+"""The blocks of transformers models that `fuse` knows, as tables.
 
-Each row names a class of a model file. A module is what a row says if its ``forward`` is that class's, instruction for
-instruction (`known_code`), whatever the module is called: Llama's attention is Granite's, too. A model of another
-structure is not recognised, and stays as it is.
+Each row names a class of a model file. A module matches a row if its ``forward`` equals the class's, instruction for
+instruction (`known_code`), whatever its name: Granite's attention matches Llama's row. A model of another structure
+matches nothing, and stays as it is.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class KnownAttention(Known):
     """Projections of one input, norms of q and k, rotation by halves, attention, and ``o_proj``.
 
     Attributes:
-        projections: of q, k and v, or one of all three.
-        norms: q's and k's, over head_dim.
-        options: what attention is told: its argument, and the attribute of the module or else of its configuration.
+        projections: the names of q's, k's and v's, or of one for all three.
+        norms: the names of q's and k's, over head_dim.
+        options: (argument of attention, attribute of the module or else of its configuration).
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -42,7 +42,7 @@ class KnownAttention(Known):
 
 @dataclass(frozen=True)
 class KnownMlp(Known):
-    """down_proj(activation(gate) * up)."""
+    """A gated MLP: down_proj(activation(gate) * up)."""
 
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
@@ -50,12 +50,13 @@ class KnownMlp(Known):
 
 @dataclass(frozen=True)
 class KnownLayer(Known):
-    """x + attention(norm(x)), then the same with the MLP; ``self_attn`` and ``mlp``, each with its norms.
+    """A decoder layer: x + attention(norm(x)), then the same with the MLP. Its parts are ``self_attn`` and ``mlp``.
 
     Attributes:
-        before_mlp: the norm of the sum that the MLP reads.
-        after: norms of what attention and the MLP return, before it is added.
-        dropouts: of the same.
+        before: the name of the norm before attention.
+        before_mlp: the name of the norm before the MLP.
+        after: norms of attention's and the MLP's results, before these are added.
+        dropouts: dropouts of the same results.
     """
 
     before: str = "input_layernorm"
@@ -97,7 +98,7 @@ ROTARIES = (
     Known("gemma2", "Gemma2RotaryEmbedding"),
     Known("gemma3", "Gemma3RotaryEmbedding"),
 )
-"""Rotate by the positions that they are given, one number for each token."""
+"""Rotary embeddings that rotate by the given positions, one number for each token."""
 MODELS = (
     Known("llama", "LlamaModel"),
     Known("mistral", "MistralModel"),
@@ -113,14 +114,14 @@ MODELS = (
     Known("granite", "GraniteModel"),
     Known("deepseek_v3", "DeepseekV3Model"),
 )
-"""Run ``layers`` one after the other, each on what the one before returned, then ``norm``; and give each of them the
-position_ids that ``rotary_emb`` got."""
+"""Models that run ``layers`` one after the other, then ``norm``. Each layer gets the position_ids that ``rotary_emb``
+got."""
 
 AnyKnown = TypeVar("AnyKnown", bound=Known)
 
 
 def recognise(module: nn.Module, known: tuple[AnyKnown, ...]) -> AnyKnown | None:
-    """The row that a module is an instance of; None for a module of other code, or with a forward of its own."""
+    """Returns the row that a module matches; None for other code, or for a module with a forward of its own."""
     return None if "forward" in vars(module) else _codes(known).get(method_code(type(module)))
 
 

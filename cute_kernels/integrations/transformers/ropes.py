@@ -1,4 +1,4 @@
-"""A model's rotary embedding as a `Rope`, which kernels apply: only one whose frequencies are the model's own."""
+"""A model's rotary embedding as a `Rope`, which kernels apply. It is used only if its frequencies equal the model's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_kernels.kv_cache import LinearScaling, Llama3Scaling, Rope, YarnScalin
 from cute_kernels.kv_cache.rope import Scaling
 
 TOLERANCE = 1e-5
-"""Of frequencies: the model's are fp32, and so are the powers that they are."""
+"""Largest relative difference of frequencies. The model's are computed in fp32."""
 
 
 def _yarn(given: Mapping[str, Any]) -> Scaling:
@@ -33,16 +33,17 @@ _SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""By transformers' names. The others change with the length ("dynamic", "longrope"), or are not rotations by theta."""
+"""Scalings by transformers' names. Other kinds change with the length ("dynamic", "longrope"), or are no rotations by
+theta."""
 
 
 @dataclass(frozen=True)
 class ModelRope:
-    """A model's rotary embedding as it was found.
+    """A model's rotary embedding as it was recognised.
 
     Attributes:
-        rope: what it applies to the halves of a head.
-        rotary, name, frequencies, version: the module, and its buffer, by which one sees whether that is so still.
+        rope: the rotation of a head's halves.
+        rotary, name, frequencies, version: the module and its buffer, by which `is_current` detects changes.
     """
 
     rope: Rope
@@ -59,14 +60,14 @@ class ModelRope:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """A number that changes when a tensor is written; None for tensors of inference mode, which have none."""
+    """Returns a number that changes when a tensor is written; None for inference-mode tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def rope_of(rotary: nn.Module, layer_type: str | None = None) -> ModelRope | None:
-    """A rotary embedding of transformers as a `Rope`; None if a `Rope` cannot express it.
+    """Returns a rotary embedding of transformers as a `Rope`; None if a `Rope` cannot express it.
 
-    layer_type: for models that have an embedding for each, as Gemma 3 has.
+    layer_type: for models with one embedding per layer type, such as Gemma 3.
     """
     parameters = getattr(getattr(rotary, "config", None), "rope_parameters", None)
     prefix = "" if layer_type is None else f"{layer_type}_"

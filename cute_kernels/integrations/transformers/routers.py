@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts in one launch: the ``forward`` of those whose code `ROUTERS` has."""
+"""Routers of mixtures of experts in one launch, for routers whose ``forward`` has code of a class in `ROUTERS`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CHECKED_TOKENS = 16
 
 @dataclass(frozen=True)
 class KnownRouter(Known):
-    """A product with ``weight``, and ``bias`` if there is one; attributes of the module say the rest.
+    """A router: a product with ``weight``, and ``bias`` if there is one. The module's attributes have the settings.
 
     Attributes:
         scoring: as in `Routing`.
         renormalize: the attribute that says whether weights are divided by their sum; None: they are.
-        scale: the attribute with what weights are multiplied with.
-        groups: the attributes with the number of groups and of those that are kept.
-        correction: the buffer of what is added to scores.
-        function: the attribute with the module of the scoring, where the model's configuration names it.
+        scale: the attribute with the factor of the weights.
+        groups: the attributes with the number of groups and the number of groups that are kept.
+        correction: the buffer that is added to scores.
+        function: the attribute with the scoring module, if the model's configuration chooses it.
     """
 
     scoring: Scoring = "softmax"
@@ -41,11 +41,11 @@ class KnownRouter(Known):
     function: str | None = None
 
     def fits(self, router: Foreign) -> bool:
-        """Whether a module of this code has this scoring."""
+        """Returns whether a module of this code has this scoring."""
         return self.function is None or type(getattr(router, self.function)) is type(ACT2FN[self.scoring])
 
     def routing(self, router: Foreign) -> Routing:
-        """The routing that a module of this code computes."""
+        """Returns the routing that a module of this code computes."""
         return Routing(
             router.top_k,
             self.scoring,
@@ -77,12 +77,15 @@ ROUTERS = (
         function="score_fn",
     ),
 )
-"""Whose code is another one's is that one, whatever it is called: GLM-4.5's is DeepSeek V3's."""
+"""Routers by the class that defines their code. Other classes with equal code match, too: GLM-4.5's matches DeepSeek
+V3's."""
 
 
 class RouterBlock(Block):
-    """A router's ``forward`` that returns (None, weights fp32, ids int32). `QuantizedMoE` and `QuantizedRoutedExperts`
-    take them as they are. Nothing reads the logits that the module's own forward returns first."""
+    """A router's ``forward`` that returns (None, weights fp32, ids int32), as quantised experts take them.
+
+    None replaces the logits, which `QuantizedMoE` and `QuantizedRoutedExperts` do not read.
+    """
 
     compiles = True
 
@@ -101,7 +104,7 @@ class RouterBlock(Block):
 
 
 def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
-    """Blocks for all routers that are known, and whose results quantised experts take."""
+    """Yields blocks for all known routers of quantised experts."""
     for module in model.modules():
         children = dict(module.named_children())
         if isinstance(module, QuantizedMoE) or isinstance(children.get("experts"), QuantizedRoutedExperts):
@@ -112,8 +115,10 @@ def router_blocks(model: nn.Module) -> Iterator[RouterBlock]:
 
 
 def weights_on_noise(block: RouterBlock, forward: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Returns the weights of the experts that a router's ``forward`` chooses for random tokens. They are sorted,
-    since rounding may change the last expert."""
+    """Returns the weights of the experts that a router's ``forward`` chooses for random tokens.
+
+    They are sorted, since rounding may change the order or the last expert.
+    """
     weight = block.module.weight
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn((CHECKED_TOKENS, weight.shape[1]), generator=generator, device="cpu", dtype=torch.float32)

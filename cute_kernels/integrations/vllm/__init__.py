@@ -13,8 +13,8 @@ processes; a program may call it, too, before it makes an engine. One file repla
                 routers whose gate is in a model's own code, where graphs are fused; only where it is named
     fusion      gates, residual sums and norms around quantised layers, in the graphs that vLLM compiles
 
-`environment` has the switches, `versions` what each supported vLLM calls things. What cannot be served here is left
-to vLLM, and one line of its log says why.
+`environment` has the switches, `versions` the names in each supported vLLM. vLLM keeps whatever cannot be served here,
+and one line of its log says why.
 """
 
 from __future__ import annotations

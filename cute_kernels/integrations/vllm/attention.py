@@ -1,12 +1,12 @@
 """Attention of vLLM over quantised KV caches: decoding through `append_and_decode`, prompts through FlashAttention.
 
-The backend is registered as vLLM's CUSTOM one and asked first for the cache dtypes of `kv_formats`; for what it does
-not take, vLLM goes on to its own. A layer's step puts its new tokens into the cache, and has up to three parts:
+The backend is registered as vLLM's CUSTOM backend and asked first. It serves the cache dtypes of `kv_formats`; for
+others vLLM goes on to its own backends. A layer's step appends its new tokens to the cache, and has up to three parts:
 
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
     continued prompts   extend attention over the cache, all requests in one launch (chunked prefill, prefix hits);
-                        `attention_metadata.Way` has what serves those that it does not read
+                        `attention_metadata.Way` lists the ways for caches that it cannot read
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from cute_kernels.runtime.native import compiler_version
 
 
 class CuteKernelsAttentionBackend(Pages):
-    """The backend as vLLM queries it before it chooses one."""
+    """The attention backend, with the properties that vLLM queries before it chooses one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     forward_includes_kv_cache_update: bool = True
@@ -98,10 +98,10 @@ class CuteKernelsAttentionBackend(Pages):
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """The reasons against, vLLM's and this backend's own; the first time one line logs them.
+        """Returns the reasons against this backend, vLLM's and its own, and logs them once.
 
         Raises:
-            ValueError: the environment asks for a cache format that cannot be had, or not with this dtype.
+            ValueError: the environment asks for a cache format that is not supported, or not with this dtype.
         """
         reasons = super().validate_configuration(*arguments, **named)
         kv_cache_dtype: Any = named.get("kv_cache_dtype")
@@ -137,8 +137,10 @@ class CuteKernelsAttentionBackend(Pages):
 
 
 def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False) -> list[str]:
-    """The reasons against the backend in the engine's configuration. extends: whether extend attention reads caches.
-    slides: whether the layer has a window."""
+    """Returns the reasons against the backend in the engine's configuration.
+
+    extends: whether extend attention reads the caches. slides: whether the layer has a window.
+    """
     config = get_current_vllm_config_or_none()
     if config is None:
         return []
@@ -164,7 +166,8 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False)
 
 
 def _missing_kernels(formats: Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:
-    """The message about kernels that are in no bundle where they cannot be compiled; else nothing."""
+    """Returns the message about kernels that are in no bundle and cannot be compiled here, as a list of one; else
+    []."""
     config = get_current_vllm_config_or_none()
     if compiler_version() is not None or config is None or config.model_config is None:
         return []
@@ -196,29 +199,29 @@ def _missing_kernels(formats: Formats, kv_cache_dtype: str, named: dict[str, Any
 
 
 def _some_read_anothers_cache(config: Foreign) -> bool:
-    """Whether a model, or the one that drafts for it, has layers that read another layer's cache."""
+    """Returns whether a model, or its drafting model, has layers that read another layer's cache."""
     drafts = config.speculative_config is not None and config.speculative_config.use_gemma4_mtp()
     return drafts or bool(getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0))
 
 
 def _device() -> torch.device:
-    """Returns where layers of this process are."""
+    """Returns the device of this process's layers."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _kept(before: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:
-    """The tensor ``now``, in the memory of ``before`` if there is one: captured graphs read it there when weights are
-    loaded again."""
+    """Returns ``now``, copied into the memory of ``before`` if there is one. Captured graphs read this memory after a
+    reload."""
     return now if before is None else before.copy_(now)
 
 
 class CuteKernelsAttentionImpl(AttentionImpl):
-    """A layer's attention. Arguments as vLLM passes them to every implementation."""
+    """A layer's attention. Its arguments are those that vLLM passes to every implementation."""
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     takes_constants: ClassVar[bool] = True
-    """`kv_constants.give` gives it its layer's transform."""
+    """Tells `kv_constants.give` to set the layer's transform."""
 
     def __init__(
         self,
@@ -318,12 +321,13 @@ class _LayerCall:
 
     @property
     def continued(self) -> dict[Way, Callable[[Piece, torch.Tensor, torch.Tensor], None]]:
-        """Attends over the cache for requests whose new tokens are already in it: piece, queries, output."""
+        """Functions (piece, queries, output) that attend over the cache, by way. The requests' new tokens are already
+        cached."""
         return {Way.FLASH: self.extend, Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `decode_attention` and `append_and_decode` for every request."""
+        """The options of `decode_attention`, `append_and_decode` and `extend_attention` for every request."""
         impl = self.impl
         return {
             "kv_format": impl.formats.name,
@@ -410,7 +414,8 @@ class _LayerCall:
         output: torch.Tensor,
         keys: Piece | Context,
     ) -> attention_ranks.Partial:
-        """Computes FlashAttention. keys: whose tokens K and V are, one request after the other."""
+        """Computes FlashAttention into ``output``. keys: describes the tokens of key and value, one request after the
+        other."""
         impl = self.impl
         _, lse = fa_utils.flash_attn_varlen_func(
             q=query,
@@ -436,8 +441,8 @@ WIDE = torch.complex128  # 16 bytes, whatever they mean
 
 
 def gather(cache: torch.Tensor, context: Context) -> torch.Tensor:
-    """Gathers the rows [tokens, num_kv_heads, row] of a cache's tokens, 16 bytes at a time where they are whole 16
-    bytes."""
+    """Gathers the rows [tokens, num_kv_heads, row] of a cache's tokens, 16 bytes at a time if a token's rows allow
+    it."""
     _, _, heads, row = cache.shape
     if heads * row * cache.element_size() % WIDE.itemsize:
         return cache[context.pages, context.places]
@@ -449,7 +454,7 @@ def gather(cache: torch.Tensor, context: Context) -> torch.Tensor:
 
 
 def replace(interface: Interface) -> str:
-    """Registers the backend, puts it first, and has its pages counted in bytes; returns what was done."""
+    """Registers the backend, puts it first, and makes vLLM count its pages in bytes. Returns a line for the log."""
     custom = AttentionBackendEnum.CUSTOM
     path = f"{CuteKernelsAttentionBackend.__module__}.{CuteKernelsAttentionBackend.__qualname__}"
     if custom.is_overridden() and custom.get_path() != path:

@@ -1,7 +1,7 @@
-"""Replaces the functions by which vLLM chooses the attention backend and counts the bytes of its caches.
+"""Replacements of vLLM's functions that choose the attention backend and count the bytes of caches.
 
-vLLM remembers a choice by less than decides it. The environment may name another format for the next layer, or for the
-next engine of a process; a layer may have ALiBi slopes. Here it chooses anew where one of these has changed.
+vLLM caches a choice under fewer facts than decide it. The environment may name another format for the next layer, or
+for the next engine of a process, and a layer may have ALiBi slopes. If one of these has changed, vLLM chooses anew.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 def replace(interface: Interface) -> None:
-    """Puts the backend first, has vLLM choose anew, and has pages counted in bytes. Calling it again changes
-    nothing."""
+    """Puts the backend first, and makes vLLM choose anew and count pages in bytes. Calling it again changes nothing."""
     replace_once(*interface.backend_priorities, _asks_first)
     replace_once(*interface.backend_choice, _chooses_anew)
     for module, name in (interface.attention_layer, interface.mla_layer):
@@ -34,7 +33,7 @@ def replace(interface: Interface) -> None:
 
 
 def _asks_first(original: Callable[..., Any]) -> Any:
-    """Puts the backend before those that vLLM tries; MLA's are left alone."""
+    """Puts the backend before those that vLLM tries, except for MLA."""
 
     def priorities(use_mla: bool, *arguments: object, **named: object) -> list[Any]:
         found = original(use_mla, *arguments, **named)
@@ -73,9 +72,9 @@ def _notes_layer(original: Callable[..., Any]) -> Any:
 
 
 def _counts_bytes(original: Callable[..., Any]) -> Any:
-    """Makes layers that use this backend describe their caches as bytes, since vLLM knows no such dtype.
+    """Makes layers with this backend describe their caches as bytes, since vLLM does not know the formats.
 
-    Others are refused while the environment names a format: their caches would be in another one.
+    While the environment names a format, other layers are refused: their caches would have another format.
     """
 
     def get_kv_cache_spec(self: Foreign, vllm_config: Foreign) -> Any:

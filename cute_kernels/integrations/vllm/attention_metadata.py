@@ -1,5 +1,4 @@
-"""The metadata of a step of vLLM for attention: which requests decode, which begin, which continue; made once a
-step."""
+"""A step's attention metadata for vLLM, made once a step: which requests decode, which begin, which continue."""
 
 from __future__ import annotations
 
@@ -38,10 +37,10 @@ ROWS_TO_DEQUANTISE_FOR = 4096
 
 @dataclass(frozen=True)
 class Context:
-    """Where the tokens of some requests lie, new ones among them, one request after the other.
+    """The positions of some requests' tokens in the cache, new ones included, one request after the other.
 
-    pages, places: int64 [tokens], of each token its page and its place in it. starts: int32 [requests + 1]. longest:
-    tokens of a request.
+    pages, places: int64 [tokens], each token's page and its place in the page. starts: int32 [requests + 1]. longest:
+    the most tokens of a request.
     """
 
     pages: torch.Tensor
@@ -51,14 +50,17 @@ class Context:
 
 
 class Way(Enum):
-    """How a request's new tokens are served.
+    """How a request's new tokens are computed.
 
-    FLASH: they begin the prompt; FlashAttention on K and V as they are. Layers that read another layer's cache have
-        none of their own: theirs is EXTEND.
-    EXTEND: extend attention over the cache, the new tokens among it.
-    PARTS: decode attention, some tokens at a time, each time as a request of its own.
-    GATHER: the request's rows are dequantised for FlashAttention: for many new tokens over caches that extend attention
-        does not unpack, or registered formats that it has no reader for.
+    FLASH: FlashAttention on K and V as they are; the new tokens begin the prompt. Layers that read another layer's
+    cache have no K and V of their own, and use EXTEND instead.
+
+    EXTEND: extend attention over the cache, which includes the new tokens.
+
+    PARTS: decode attention on some tokens at a time, each part as a request of its own.
+
+    GATHER: FlashAttention on the request's dequantised rows. It serves many new tokens over caches that extend
+    attention does not unpack, and formats that it cannot read.
     """
 
     FLASH = "flash"
@@ -69,20 +71,19 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Caches:
-    """The facts that decide the way of a request besides its lengths; of all layers that share a step's metadata.
+    """The facts, besides lengths, that decide the way of a request. They hold for all layers that share the metadata.
 
     Attributes:
         num_heads, num_kv_heads: of queries, and of K and V.
         num_sms: of the GPU.
         extend: whether extend attention reads the caches.
-        unpacks: whether it makes rows of 16 bits of them, once for many queries.
-        key_rows: its kernel of few queries a request, where it has one for them; None else.
+        unpacks: whether extend attention unpacks them to 16 bits, once for many queries.
+        key_rows: extend attention's kernel for few queries of a request; None if there is none for these caches.
         shared: whether some layers read another layer's cache.
-        wide: whether heads have more columns than FlashAttention takes: every prompt is read from the cache then.
-        invariant: whether a token's result must not depend on the rest of the step. Every prompt is read from the
-            cache then, and decoding requests as well, however they are cut: by extend attention, whose rows know
-            nothing of each other.
-        apart: whether GPUs share out a request's tokens. Prompts that go on are extend attention's then.
+        wide: whether heads have more columns than FlashAttention takes. If so, every prompt is read from the cache.
+        invariant: whether a token's result must not depend on the rest of the step. If so, extend attention reads every
+            prompt and decode request from the cache: its rows are independent of each other.
+        apart: whether a request's tokens are split among GPUs. If so, extend attention computes continued prompts.
     """
 
     num_heads: int
@@ -98,29 +99,30 @@ class Caches:
 
     @property
     def flash(self) -> bool:
-        """Whether FlashAttention on K and V as they are may serve the first tokens of a prompt."""
+        """Whether FlashAttention on K and V as they are may compute the first tokens of a prompt."""
         return not (self.invariant or self.wide) and (self.extend or not self.shared)
 
     @property
     def gathers(self) -> bool:
-        """Whether many new tokens want dequantised rows and FlashAttention, where extend attention reads the caches."""
+        """Whether many new tokens use dequantised rows and FlashAttention although extend attention reads the
+        caches."""
         return not (self.unpacks or self.invariant or self.wide or self.apart)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring requests in a step that are served alike.
+    """Neighbouring requests of a step that are computed in one way.
 
     Attributes:
-        way: how.
-        requests, tokens: which of the step's.
-        starts: int32 [requests + 1], of their new tokens among the piece's.
-        longest: new tokens of a request.
-        q_len: of PARTS, new tokens of a part, of which each is a request of its own to decode attention.
-        seq_lens, block_table: of the requests; of PARTS of the parts; None where nobody asks for them. Where GPUs share
-            out tokens, seq_lens of EXTEND are those in this GPU's cache before the step.
-        max_seq_len: of FLASH and EXTEND, a bound on seq_lens; None if none is known on the host.
-        context: of GATHER.
+        way: how they are computed.
+        requests, tokens: slices of the step's requests and tokens.
+        starts: int32 [requests + 1], each request's first new token within the piece.
+        longest: the most new tokens of a request.
+        q_len: for PARTS, new tokens of a part; each part is a request of its own for decode attention.
+        seq_lens, block_table: of the requests, or of the parts for PARTS; None for GATHER. If tokens are split among
+            GPUs, EXTEND's seq_lens are those in this GPU's cache before the step.
+        max_seq_len: for FLASH and EXTEND, a bound on seq_lens; None if the host knows none.
+        context: for GATHER, the positions of all tokens.
     """
 
     way: Way
@@ -137,15 +139,15 @@ class Piece:
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """A step.
+    """A step's metadata.
 
     Attributes:
-        num_decodes, decode_len: the first requests decode, with as many new tokens each.
-        starts: int32 [requests + 1], of each request's new tokens among the step's.
-        seq_lens: int32 [requests], new tokens among them; where GPUs share out tokens, those in this GPU's cache.
+        num_decodes, decode_len: number of requests that decode, which come first, and new tokens of each.
+        starts: int32 [requests + 1], each request's first new token in the step.
+        seq_lens: int32 [requests], new tokens included; if tokens are split among GPUs, those in this GPU's cache.
         block_table: int32 [requests, pages].
         slot_mapping: int64 [tokens]: page * page size + place of each new token, -1 for none.
-        pieces: the other requests.
+        pieces: the other requests, in pieces.
     """
 
     num_decodes: int
@@ -161,8 +163,11 @@ class Metadata(AttentionMetadata):
         return self.num_decodes * self.decode_len
 
     def as_piece(self, way: Way) -> Metadata:
-        """The same step, captured as a piece: tokens go to the places of `slot_mapping`, those with -1 nowhere. No
-        kernel is asked for more queries of a request than it takes."""
+        """Returns the same step with its decode requests as a piece.
+
+        Its new tokens are then written by `slot_mapping`, those with -1 nowhere. No kernel gets more queries of a
+        request than it takes.
+        """
         decoding = Piece(
             way=way,
             requests=slice(0, self.num_decodes),
@@ -181,13 +186,13 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     supports_draft_decode_metadata_update: bool = True
-    """From 0.30 on vLLM captures all steps of a model that drafts in one graph if so."""
+    """With True, vLLM from 0.30 on captures all steps of a drafting model in one graph."""
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Refuses code that changes a step's metadata on the way here, as attention layers of a few models do.
+        """Refuses subclasses that change a step's metadata, which attention layers of a few models make.
 
         Raises:
-            NotImplementedError: always; it says how such a model is served by vLLM's own attention.
+            NotImplementedError: always; it says how to leave such a model's attention to vLLM.
         """
         raise NotImplementedError(
             f"{cls.__qualname__}: attention that changes a step's metadata is not supported; "
@@ -242,19 +247,21 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return metadata.as_piece(Way.PARTS) if decodes and self.by_slots else metadata
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
-        """Makes the metadata of a drafting step. At the end of the longest context vLLM gives a request the length 1
-        and no slot: its token must not go where a context of one token has it."""
+        """Makes the metadata of a drafting step.
+
+        At the end of the longest context, vLLM gives a request length 1 and no slot. Its token must not be written
+        where a context of one token has it, so decode requests then become a piece.
+        """
         metadata = super().build_for_drafting(common_attn_metadata, draft_index)
         bound = common_attn_metadata.seq_lens_cpu_upper_bound
         within = bound is not None and int(bound.max()) <= self.max_model_len
         return metadata.as_piece(Way.PARTS) if metadata.num_decodes and not within else metadata
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Updates a drafting step's metadata. They are views of vLLM's buffers, which already hold the next step's
-        numbers."""
+        """Does nothing: the metadata are views of vLLM's buffers, which already hold the next step's numbers."""
 
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
-        """The requests from ``first`` on, in pieces."""
+        """Yields the requests from ``first`` on, in pieces."""
         starts = common.query_start_loc_cpu.tolist()
         lengths = _lengths(common)
         begin = first
@@ -310,14 +317,15 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 def _note_sharing(layers: Mapping[str, Foreign]) -> None:
-    """Tells layers whose cache they read: for a drafting model vLLM may say so to the layer alone, once it is made."""
+    """Tells each layer's attention whose cache it reads. For a drafting model, vLLM may tell only the layer, after it
+    is made."""
     for layer in layers.values():
         if getattr(getattr(layer, "impl", None), "takes_constants", False):
             layer.impl.kv_sharing_target_layer_name = layer.kv_sharing_target_layer_name
 
 
 def most_queries(vllm_config: Foreign) -> int:
-    """The most new tokens of a decoding request: its last one and those that are drafted."""
+    """Returns the most new tokens of a decode request: its last token and the drafted ones."""
     speculation = vllm_config.speculative_config
     if speculation is None:
         return 1
@@ -325,7 +333,7 @@ def most_queries(vllm_config: Foreign) -> int:
 
 
 def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
-    """The decoding steps of an engine."""
+    """Returns the decode steps of an engine."""
     return Decodes(
         batches=attention_kernels.batches_up_to(vllm_config.scheduler_config.max_num_seqs),
         q_len=min(most_queries(vllm_config), MAX_Q_LEN),
@@ -338,14 +346,14 @@ def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
 
 
 def is_invariant() -> bool:
-    """Whether a token's result must not depend on the rest of the step."""
+    """Returns whether a token's result must not depend on the rest of the step."""
     from vllm import envs
 
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def caches_of(impls: list[Any], device: torch.device) -> Caches:
-    """The common facts of layers that share a step's metadata."""
+    """Returns the common facts of layers that share a step's metadata."""
     few = [attention_kernels.key_rows_of(impl) for impl in impls]
     return Caches(
         num_heads=max(impl.num_heads for impl in impls),
@@ -361,7 +369,7 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
 
 
 def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) -> Way:
-    """The way of a request with new tokens, by their number and by its length."""
+    """Returns the way of a request with new tokens, by their number and the request's length."""
     new = starts[request + 1] - starts[request]
     if lengths[request] == new and caches.flash:
         return Way.FLASH
@@ -373,13 +381,20 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 
 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
-    """Whether decode attention in parts serves some requests sooner than extend attention.
+    """Returns whether decode attention in parts is faster for some requests than extend attention.
 
-    It does if its number of parts times KV heads is below the number of SMs, or below extend attention's number of
-    work tiles: tiles, unlike parts, are not split. Over 8192 tokens in FP8, 32 and 8 heads, on an H100 (us, parts,
-    tiles): 1 x 64 new ones 35, 126; 32 x 16 217, 405; 4 x 128 212, 132; 32 x 64 826, 649. Keys as rows of products
-    make one read of few queries: on an H200 32 x 17 take 150 us so, over int4_g4 176, where 32 x 16 in parts take
-    374.
+    It is if parts times KV heads are at most the number of SMs, or at most extend attention's number of work tiles:
+    tiles, unlike parts, are not split. The table has times over 8192 tokens in FP8, 32 and 8 heads, on an H100.
+
+    | requests x new tokens | parts, us | tiles, us |
+    |---|---|---|
+    | 1 x 64 | 35 | 126 |
+    | 32 x 16 | 217 | 405 |
+    | 4 x 128 | 212 | 132 |
+    | 32 x 64 | 826 | 649 |
+
+    Kernels with keys as rows of MMAs read the cache once for few queries. On an H200, 32 x 17 new tokens take 150 us
+    (176 us over int4_g4), while 32 x 16 in parts take 374 us.
     """
     new, requests = starts[begin + 1] - starts[begin], end - begin
     if caches.invariant or caches.apart or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):
@@ -394,12 +409,13 @@ def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
 
 
 def part_of(new: int) -> int:
-    """The tokens of each part that so many new tokens are cut into for decode attention."""
+    """Returns the size of the equal parts into which ``new`` tokens are cut for decode attention."""
     return max(size for size in range(1, MAX_Q_LEN + 1) if new % size == 0)
 
 
 def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
-    """The piece of requests with as many new tokens each, for decode attention: parts are requests that end sooner."""
+    """Returns a piece of requests with equally many new tokens for decode attention. Each part is a request that ends
+    earlier."""
     q_len = part_of(piece.longest)
     chunks = piece.longest // q_len
     lengths, table = common.seq_lens[piece.requests], common.block_table_tensor[piece.requests]
@@ -411,8 +427,10 @@ def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
 
 
 def piece_end(starts: list[int], lengths: list[int], begin: int, end: int, caches: Caches) -> int:
-    """The end of a piece that begins with a request: before the first request of another algorithm, or at the limit
-    of tokens that are dequantised at a time."""
+    """Returns the end of a piece that begins with request ``begin``.
+
+    The piece ends before the first request of another way, or at the limit of tokens that are dequantised at a time.
+    """
     way, new, total = way_of(starts, lengths, begin, caches), starts[begin + 1] - starts[begin], lengths[begin]
     for request in range(begin + 1, end):
         other = starts[request + 1] - starts[request]
@@ -427,6 +445,6 @@ def piece_end(starts: list[int], lengths: list[int], begin: int, end: int, cache
 
 
 def _lengths(common: CommonAttentionMetadata) -> list[int]:
-    """Tokens of each request, new ones among them; exact for those that do not decode."""
+    """Returns the tokens of each request, new ones included; exact for requests that do not decode."""
     bound = common.seq_lens_cpu_upper_bound
     return (common.seq_lens.cpu() if bound is None else bound).tolist()

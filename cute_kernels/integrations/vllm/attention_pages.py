@@ -1,8 +1,9 @@
-"""Tells vLLM what a page of the attention backend holds, which is the one interface that differs in each release.
+"""The pages of the attention backend, as vLLM counts them; this interface differs between releases.
 
-Up to 0.26 a backend says a cache's shape, and a layer's specification counts the bytes; a format that vLLM does not
-know is told as a head of so many bytes. From 0.30 on the backend packs the specification itself (`customize_spec`), and
-caches come as views [pages, heads, tokens, content] of it. Here a page is one head whose tokens hold all heads' rows.
+Up to 0.26 a backend gives a cache's shape, and a layer's specification counts the bytes. A format that vLLM does not
+know is described as a head of as many bytes. From 0.30 on the backend fills in the specification itself
+(`customize_spec`), and caches come as views [pages, heads, tokens, content]. Here a page is one head whose tokens hold
+all heads' rows.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import kv_formats
 
 BACKENDS_PACK = hasattr(AttentionBackend, "customize_spec")
-"""Whether vLLM asks backends for what their pages hold (0.30 on)."""
+"""Whether vLLM asks backends for the bytes of their pages (from 0.30 on)."""
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-"""KV connectors that move pages whole, as the bytes that a layer's specification counts."""
+"""KV connectors that move whole pages, with the bytes that a layer's specification counts."""
 PREFERRED_BLOCK = 64  # tokens of a page, if the user names none: fewer, larger copies than vLLM's 16
 
 
@@ -41,8 +42,8 @@ class Pages(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Returns [num_blocks, page], in bytes of whatever dtype vLLM allocates; `kv_formats.views` sees K and V in
-        it."""
+        """Returns [num_blocks, page], a page in bytes whatever dtype vLLM allocates. `kv_formats.views` makes K and V
+        of it."""
         formats = kv_formats.formats_for(cache_dtype_str)
         if kv_formats.is_own(cache_dtype_str):  # then the "head size" is the bytes of K's row already (`counted`)
             head_size = head_dim_of_row(formats.k, head_size // formats.k.cache_dtype.itemsize)
@@ -54,7 +55,8 @@ class Pages(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Foreign) -> Any:
-        """A layer's specification with the bytes of its pages, in any layout: a page's bytes lie together in all."""
+        """Returns a layer's specification with the bytes of its pages. Every layout of vLLM keeps a page's bytes
+        together."""
         cache_dtype = _cache_dtype_of(spec)
         not_ours = kv_formats.is_own(cache_dtype) and not kv_formats.own_formats()  # --kv-cache-dtype-skip-layers
         if spec.state_content_bytes is not None or not_ours:
@@ -63,16 +65,17 @@ class Pages(AttentionBackend):
 
 
 def _packed(spec: Foreign, formats: engine_cache.Formats) -> Any:
-    """A layer's specification with the bytes of its pages, where vLLM asks for them."""
+    """Returns a layer's specification with the bytes of its pages, for a vLLM that asks for them."""
     content = spec.num_kv_heads * sum(engine_cache.row_bytes(formats, spec.head_size))
     return dataclasses.replace(cast(Any, spec), num_head_slots=1, state_content_bytes=content, dtype=torch.uint8)
 
 
 def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
-    """The reasons against formats by layer in an engine, and whether they hold. slides: whether a layer has a window.
+    """Returns for each reason against formats by layer in an engine whether it holds. slides: whether a layer has a
+    window.
 
-    Layers of one kind share a block table, and each has pages of its own bytes. Pages of layers of several kinds vLLM
-    makes as large as the largest.
+    Layers of one kind share a block table, and each layer's pages have their own size. With several kinds, vLLM makes
+    all pages as large as the largest.
     """
     layers = len(kv_formats.own_formats())
     if layers <= 1:
@@ -88,10 +91,10 @@ def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
 
 
 def reason_of_connector(config: Foreign) -> str | None:
-    """Returns why an engine's KV connector cannot move pages; None if it can, or there is none.
+    """Returns why an engine's KV connector cannot move pages; None if it can, or if there is none.
 
-    A page holds K's rows of all of its tokens and KV heads, then V's. A connector that cuts pages by heads or tokens,
-    or asks for K and V apart, would tear them; so would one that deals heads of several GPUs out anew.
+    A page holds K's rows of all of its tokens and KV heads, then V's. Connectors that split pages by heads or tokens,
+    or transfer K and V apart, do not work. Nor do connectors that redistribute heads among GPUs.
     """
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None:
@@ -104,14 +107,16 @@ def reason_of_connector(config: Foreign) -> str | None:
 
 
 def _cache_dtype_of(spec: Foreign) -> str:
-    """A name of `--kv-cache-dtype` that asks for pages such as a specification's."""
+    """Returns a name of `--kv-cache-dtype` whose pages match a specification."""
     same = (name for name in kv_formats.BY_DTYPE if get_kv_quant_mode(name) == spec.kv_quant_mode)
     return next(same, kv_formats.OWN[0])
 
 
 def counted(layer: Foreign, spec: Foreign) -> Any:
-    """A layer's specification; in formats that vLLM does not know with the bytes of its own rows, where it asks no
-    backend for head sizes."""
+    """Returns a layer's specification.
+
+    For formats unknown to vLLM it has the bytes of their rows, also where vLLM does not ask backends for them.
+    """
     if not kv_formats.is_own(layer.kv_cache_dtype):
         return spec
     if BACKENDS_PACK:

@@ -1,9 +1,10 @@
-"""Attention of vLLM where GPUs share out the tokens of a request (decode context parallelism, DCP).
+"""Attention of vLLM with a request's tokens split among GPUs (decode context parallelism, DCP).
 
-Every GPU has queries and new tokens of its own heads, and in its cache every n-th token of the heads that all of them
-read. Queries of all GPUs meet the tokens of each cache; partial results are merged by vLLM's own collectives.
-A new token belongs to one cache, so decoding reads the caches after it was appended. Prompts that go on
-read what was there before, and FlashAttention has their new tokens, of which each GPU has all.
+Every GPU has queries and new tokens of its own heads. Its cache has every n-th token of the heads that all GPUs read.
+Each cache's attention takes the queries of all GPUs; vLLM's own collectives merge the partial results.
+
+A new token belongs to one cache, so decoding reads the caches after the append. Continued prompts read the older tokens
+from the caches. FlashAttention computes their new tokens, all of which every GPU has.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from cute_kernels import decode_attention, extend_attention, merge_states
 from cute_kernels.integrations.objects import Foreign
 
 Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Attention over some keys [tokens, heads, head_size], and log-sum-exps fp32 [tokens, heads]."""
+"""The result of attention over some keys [tokens, heads, head_size], and its log-sum-exps fp32 [tokens, heads]."""
 
 
 def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: bool) -> dict[str, bool]:
-    """Returns what is not supported together with DCP, and whether it is so. extends, slides: as for the layer."""
+    """Returns for each property that DCP does not support whether the layer or engine has it.
+
+    extends: whether extend attention reads the caches. slides: whether the layer has a window.
+    """
     if config.parallel_config.decode_context_parallel_size == 1:
         return {}
     text = getattr(config.model_config, "hf_text_config", None)
@@ -40,7 +44,7 @@ def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: boo
 
 @dataclass(frozen=True)
 class Ranks:
-    """The GPUs that share out requests' tokens, of which this one is number ``rank``, ``interleave`` at a time."""
+    """The ``count`` GPUs that split requests' tokens, ``interleave`` tokens at a time; this GPU has number ``rank``."""
 
     count: int
     rank: int
@@ -48,14 +52,16 @@ class Ranks:
     merge: Callable[..., Partial]
 
     def own_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        """The number of the first ``lengths`` tokens of requests that are in this GPU's cache."""
+        """Returns how many of requests' first ``lengths`` tokens are in this GPU's cache."""
         from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
         return get_dcp_local_seq_lens(lengths, self.count, self.rank, self.interleave)
 
     def decode(self, call: Foreign, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Decodes requests of one new token each, which lies in one of the caches. call: the layer's part of the step;
-        query, out: [requests, heads, head_size]."""
+        """Decodes requests of one new token each, which is already in one of the caches.
+
+        call: the layer's step. query, out: [requests, heads, head_size].
+        """
         lengths, table = (x[: len(query)] for x in (call.metadata.seq_lens, call.metadata.block_table))
 
         def over_own(queries: torch.Tensor) -> Partial:
@@ -74,8 +80,10 @@ class Ranks:
         value: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attends over what the caches had before the step, and over the piece's own tokens, query, key, value and out
-        [tokens, heads, head_size]."""
+        """Attends over the tokens that the caches had before the step, and over the piece's own tokens.
+
+        query, key, value, out: [tokens, heads, head_size].
+        """
         options = {**call.options, "block_table": piece.block_table, "max_seq_len": piece.max_seq_len}
         options |= {"cu_seqlens_q": piece.starts, "causal": False, "return_lse": True}
 
@@ -86,8 +94,10 @@ class Ranks:
         out.copy_(merge_states(*self._attend(query, over_own), out, lse.contiguous())[0])
 
     def _attend(self, query: torch.Tensor, over_own: Callable[[torch.Tensor], Partial]) -> Partial:
-        """Attention over all GPUs' caches of this GPU's queries [tokens, heads, head_size]. over_own: over its own
-        cache, of the queries of all heads."""
+        """Returns attention of this GPU's queries [tokens, heads, head_size] over all GPUs' caches.
+
+        over_own: computes the queries of all heads over this GPU's cache.
+        """
         from vllm.distributed.parallel_state import get_dcp_group
 
         group = get_dcp_group()
@@ -95,7 +105,7 @@ class Ranks:
 
 
 def ranks_of(config: Foreign) -> Ranks | None:
-    """The GPUs that share out tokens in an engine; None if none do."""
+    """Returns the GPUs among which an engine splits tokens; None if it does not."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return None

@@ -1,4 +1,4 @@
-"""Finds what the plugin would replace in the installed vLLM, without importing it."""
+"""The check of what the plugin would replace in the installed vLLM, which is not imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLACED = {
 
 
 def examine() -> Finding:
-    """The findings of `python -m cute_kernels doctor` about vLLM."""
+    """Returns the findings of `python -m cute_kernels doctor` about vLLM."""
     version = versions.installed()
     if version is None:
         return Finding("vllm", OK, "not installed")

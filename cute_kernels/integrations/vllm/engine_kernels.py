@@ -1,7 +1,7 @@
-"""Lists the kernels that served models need: those that the wheel of compiled kernels holds besides the shipped ones.
+"""The kernels that served models need. The wheel of compiled kernels holds them besides the shipped ones.
 
-The tables below are data: models that people serve, by what decides their kernels. What another model asks for, and is
-not here, is named at its start (`prepare.why_not_ready`).
+The tables below list models that people serve, by the facts that decide their kernels. If another model needs kernels
+that are missing, its start names them (`prepare.why_not_ready`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ KV_FORMATS = (
     ("int4_g4", "int4_g4"),
     ("int8_token_head", "int4_g4"),
 )
-"""K's and V's: vLLM's 8-bit caches, and those that the pages recommend."""
+"""K's and V's formats: vLLM's 8-bit caches, and those that the documentation recommends."""
 COMMON = (KV_FORMATS[0], KV_FORMATS[-1])
-"""vLLM's FP8, and the cache that the pages recommend first."""
+"""vLLM's FP8 cache, and the cache that the documentation recommends first."""
 PAGE_SIZE = 64  # what the plug-in prefers
 DRAFTED = 3  # tokens at most: what fewer ask for, none among them, is a part of that
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A model's attention on one GPU. window: of its sliding layers; None without."""
+    """A model's attention on one GPU. window: of its sliding layers; None for layers without."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,7 +78,7 @@ WINDOWED = (
     *(Heads(16, 8, 256, window) for window in (1024, None)),  # Gemma 3 12B
     Heads(32, 8, 128, 4096),  # Mistral 7B v0.1
 )
-"""The same of models whose layers slide, or have sinks."""
+"""Attention of models whose layers have sliding windows or sinks."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,16 @@ CACHES = (
 
 @dataclass(frozen=True)
 class Layers:
-    """A model's linear layers [n, k]."""
+    """A model's linear layers. shapes: (n, k) of each."""
 
     shapes: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, hidden: int, middle: int, qkv: int, heads: int, ranks: int = 1) -> Layers:
-        """Makes the layers from their widths: of the model, of its MLP, of queries, keys and values together, of all
-        heads; a rank's."""
+        """Makes the layers of one of ``ranks`` GPUs from a whole model's widths.
+
+        hidden: of the model. middle: of its MLP. qkv: queries, keys and values together. heads: all query heads.
+        """
         return cls(
             (
                 (qkv // ranks, hidden),
@@ -136,15 +138,17 @@ WEIGHTS = (
     *((integers(4, 128, True), dtype) for dtype in ("bf16", "fp16")),  # AWQ
     (integers(4, 128), "fp16"),
 )
-"""Formats and dtypes of activations."""
+"""Formats of weights with dtypes of activations."""
 EXPERT_WEIGHTS = (integers(4, 128), integers(8, 128), integers(4, 128, True))
-"""Of experts, with bf16 activations."""
+"""Formats of experts' weights, with bf16 activations."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A model's experts on one GPU. middle: features between the two products; topk: experts of a token; weights: the
-    formats that checkpoints have."""
+    """A model's experts on one GPU.
+
+    middle: features between the two products. topk: experts of a token. weights: formats of its checkpoints.
+    """
 
     num_experts: int
     hidden: int
@@ -165,13 +169,13 @@ EXPERTS = (
 def kept_specs(
     arch: str, directory: Path, sources: str | None = None, make: Callable[[], list[KernelSpec]] | None = None
 ) -> list[KernelSpec]:
-    """The list of :func:`specs` from ``directory``, if it was made from the present sources.
+    """Returns the list of :func:`specs` kept in ``directory``, made anew if the sources have changed.
 
-    A list that others could have written is not read, as no kernel is (:mod:`cute_kernels.runtime.trust`). Where none
-    can be kept, a warning says so.
+    A list that others could have written is not read, as with kernels (:mod:`cute_kernels.runtime.trust`). If the list
+    cannot be kept, a warning says so.
 
     Args:
-        sources: a digest of what it is made from; None for that of what there is. make: what lists kernels; None for
+        sources: a digest of the list's sources; None for that of the present ones. make: makes the list; None for
             :func:`specs`.
     """
     path = directory / f"{KEPT}{sources or _digest_of_sources()}.json"
@@ -197,27 +201,27 @@ KEPT = "engine_kernels_"
 
 
 def _digest_of_sources() -> str:
-    """A digest of the Python that lists kernels."""
+    """Returns a digest of the Python sources that decide the list of kernels."""
     packages = [Path(str(package.__file__)).parent for package in (cute_kernels, layouts)]
     return hashlib.sha256(state_of(packages, (".py",)).digest.encode()).hexdigest()[:16]
 
 
 def specs() -> list[KernelSpec]:
-    """All of them; needs neither vLLM nor a GPU.
+    """Returns the kernels of all models in the tables; needs neither vLLM nor a GPU.
 
-    Some 70,000 schedules are chosen, one for each number of rows or requests of each shape.
+    It chooses some 70,000 schedules, one for each number of rows or requests of each shape.
     """
     return listed([*_attention(), *_linear(), *_experts()], workers.default_jobs())
 
 
 def listed(parts: Iterable[Part], jobs: int) -> list[KernelSpec]:
-    """The kernels of all parts, each once, listed by ``jobs`` processes."""
+    """Returns the kernels of all parts, each once, listed by ``jobs`` processes."""
     lists = [part() for part in parts] if jobs == 1 else workers.call_all(list(parts), jobs)
     return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
 Part = Callable[[], list[KernelSpec]]
-"""Lists the kernels of one shape."""
+"""A function that lists the kernels of one shape."""
 
 
 def _attention() -> Iterator[Part]:
@@ -228,7 +232,7 @@ def _attention() -> Iterator[Part]:
 
 
 def attention_specs(heads: Heads, caches: Caches, drafted: int, batches: tuple[int, ...] = DECODED) -> list[KernelSpec]:
-    """The kernels of a model's attention."""
+    """Returns the kernels of a model's attention, with up to ``drafted`` tokens in a decode step."""
     layer = attention_kernels.EngineLayer(
         formats=caches.formats,
         head_size=heads.head_size,
@@ -248,7 +252,7 @@ def _linear() -> Iterator[Part]:
 
 
 def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
-    """The kernels of a layer (a problem of one row)."""
+    """Returns the kernels of a linear layer, given as a problem of one row."""
     rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
     return list(dict.fromkeys(spec for m in rows for spec in prepare.specs_for(problem, m)))
 
@@ -264,7 +268,7 @@ def _experts_specs_of(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
 
 
 def experts_specs(experts: Experts, form: WeightFormat) -> list[KernelSpec]:
-    """The kernels of a layer of experts, with bf16 activations, on this machine's GPU."""
+    """Returns the kernels of a layer of experts, with bf16 activations, on this machine's GPU."""
     hidden, middle = experts.hidden, experts.middle
     gate_up = ExpertsForm(experts.num_experts, 2 * middle, hidden, hidden, form, torch.bfloat16, 0)
     down = ExpertsForm(experts.num_experts, hidden, middle, middle, form, torch.bfloat16, 0)

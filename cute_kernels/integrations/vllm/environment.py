@@ -3,8 +3,8 @@
 CUTE_KERNELS_VLLM            unset or "1": every seam of SEAMS; "0": none; else a list such as "linear,attention"
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names, or a file
                              (.json) of formats by layer
-CUTE_KERNELS_VLLM_CONSTANTS  the constants that `cute-kernels calibrate` has found for such a cache: a file
-CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": layers of float_linear keep activations so where vLLM rounds them to FP8
+CUTE_KERNELS_VLLM_CONSTANTS  a file of constants that `cute-kernels calibrate` has found for such a cache
+CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": float_linear's layers keep activations in 16 bits where vLLM rounds to FP8
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CONSTANTS = "CUTE_KERNELS_VLLM_CONSTANTS"
 ACTIVATIONS = "CUTE_KERNELS_VLLM_ACTIVATIONS"
 IN_16_BITS = "16bit"
 VLLMS_PLUGINS = "VLLM_PLUGINS"
-"""vLLM's own switch: the plug-ins that it loads, all if it is unset."""
+"""vLLM's environment variable with the plug-ins that it loads; all if it is unset."""
 PLUGIN = "cute_kernels"
-"""This package's entry point among them."""
+"""The name of this package's plug-in in vLLM's variable."""
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
-"""In the order in which they are replaced."""
+"""Seams that "1" asks for, in the order in which they are replaced."""
 BY_NAME = ("float_linear", "fused_routers")
-"""Seams that a list has to name: "1" does not ask for them."""
+"""Seams that only a list of names asks for; "1" does not."""
 
 
 def switch() -> str:
@@ -33,7 +33,7 @@ def switch() -> str:
 
 
 def wanted_seams() -> tuple[str, ...]:
-    """The seams that the environment asks for.
+    """Returns the seams that the environment asks for.
 
     Raises:
         ValueError: the switch names something that is no seam.
@@ -51,13 +51,13 @@ def wanted_seams() -> tuple[str, ...]:
 
 
 def is_loaded() -> bool:
-    """Whether vLLM loads the plug-in at all."""
+    """Returns whether vLLM loads the plug-in at all."""
     named = os.environ.get(VLLMS_PLUGINS)
     return named is None or PLUGIN in named.split(",")
 
 
 def wanted_kv_format() -> str | None:
-    """The cache format that the environment asks for, None for that of vLLM's own flag."""
+    """Returns the cache format that the environment asks for; None for that of vLLM's own flag."""
     return os.environ.get(KV_FORMAT, "").strip() or None
 
 
@@ -65,7 +65,7 @@ def check() -> None:
     """Refuses settings that would be ignored.
 
     Raises:
-        ValueError: a switch has a value that means nothing, or none of the seams looks at it.
+        ValueError: a switch has an unknown value, or none of the wanted seams reads it.
     """
     wanted_constants()
     keeps_activations()
@@ -75,10 +75,10 @@ def check() -> None:
 
 
 def wanted_constants() -> Path | None:
-    """The file of a cache's constants that the environment asks for.
+    """Returns the file of a cache's constants that the environment asks for; None if it asks for none.
 
     Raises:
-        ValueError: it asks for no cache that could have them.
+        ValueError: the environment does not ask for a cache format that could have constants.
     """
     text = os.environ.get(CONSTANTS, "").strip()
     if not text:
@@ -89,10 +89,10 @@ def wanted_constants() -> Path | None:
 
 
 def keeps_activations() -> bool:
-    """Whether activations stay in 16 bits where a checkpoint has vLLM round them to FP8.
+    """Returns whether activations stay in 16 bits where a checkpoint has vLLM round them to FP8.
 
     Raises:
-        ValueError: the switch has another value, or no seam looks at it.
+        ValueError: the switch has an unknown value, or no wanted seam reads it.
     """
     text = os.environ.get(ACTIVATIONS, "").strip()
     if text and (text != IN_16_BITS or not {"float_linear"} & {*wanted_seams()}):

@@ -1,10 +1,10 @@
-"""Linear layers of vLLM whose weights are FP8, MXFP4 or NVFP4: a seam that is asked for by name alone.
+"""Linear layers of vLLM with FP8, MXFP4 or NVFP4 weights: a seam that must be asked for by name.
 
-A method of vLLM's hands loaded weights to the kernel that it has chosen. Here they are packed instead, with the scale
-of each part of a fused layer, of which vLLM keeps the largest; then the method's kernel is this one.
+A method of vLLM gives loaded weights to its chosen kernel. Here the weights are packed instead, and the products of
+this module become the method's kernel. Each part of a fused layer keeps its own scale; vLLM keeps the largest.
 
-Activations stay in 16 bits. Where vLLM rounds them to FP8, as the checkpoint declares, the environment has to say so.
-Activations that are declared in FP4 vLLM leaves in 16 bits on Hopper, too.
+Activations stay in 16 bits. If vLLM rounds them to FP8, as the checkpoint declares, the environment must ask for 16
+bits. Activations declared in FP4 stay in 16 bits in vLLM on Hopper, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 class FloatProducts(Products):
-    """Replaces a kernel of vLLM's and keeps its ``config``. names: of the layer's codes and scales."""
+    """The products that replace a kernel of vLLM's, and keep its ``config``. names: of the layer's codes and scales."""
 
     def __init__(self, form: Form, names: Names, config: object) -> None:
         self.names, self.config = names, config
@@ -42,12 +42,12 @@ class FloatProducts(Products):
 
 
 def serve(kernel: str, key: str, method: Foreign, layer: Foreign) -> str | None:
-    """Packs a loaded layer and gives its method these products; or leaves all as it is, and says why.
+    """Packs a loaded layer and gives its method these products. Otherwise changes nothing and returns why.
 
     kernel, key: as in `Interface.float_linear`.
 
     Raises:
-        ValueError: the layer was served, and is loaded again with what cannot be.
+        ValueError: the layer was packed before, and is loaded again with weights that do not fit.
     """
     before = getattr(method, kernel)
     reason = _reason_of_engine(operator.attrgetter(key)(method) if key else None, method, layer)
@@ -78,14 +78,15 @@ def _reason_of_engine(key: Foreign | None, method: Foreign, layer: Foreign) -> s
 
 
 def _names_backend() -> bool:
-    """Whether the command line names kernels of linear layers."""
+    """Returns whether the command line names kernels of linear layers."""
     config = getattr(get_current_vllm_config_or_none(), "kernel_config", None)
     by_scheme = getattr(config, "linear_backend_per_quant", None) or {}
     return {getattr(config, "linear_backend", "auto"), *by_scheme.values()} != {"auto"}
 
 
 def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
-    """Packs a layer, unless kernels keep it from that; TypeError or ValueError if its weight does."""
+    """Packs a layer, or returns why its kernels are not ready. TypeError or ValueError says why its weight does not
+    fit."""
     names, tensors = engine_linear.float_tensors(layer)
     form = engine_linear.float_form(names, tensors, getattr(layer, "params_dtype", torch.get_default_dtype()))
     device = tensors[names.codes].device
@@ -110,7 +111,7 @@ def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
 
 
 def replace(interface: Interface) -> str:
-    """Makes vLLM's methods for such layers use these products; returns what was done."""
+    """Makes vLLM's methods for layers with floating codes use these products. Returns a line for the log."""
     for module, name, *how in interface.float_linear:
         made = functools.partial(packs_here, "FP8, MXFP4 or NVFP4 layers", functools.partial(serve, *how))
         replace_once(module, f"{name}.process_weights_after_loading", made)

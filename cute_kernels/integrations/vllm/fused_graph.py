@@ -1,15 +1,16 @@
-"""Rewrites a traced step of a model so that its small operations go into the products before them; torch alone.
+"""Rewriting of a model's traced step, which fuses small operations into products. It needs only torch.
 
     gate, up = product(x); y = silu(gate) * up         ->  y = product(x, activation="swiglu")
     s = product(x) + r; y = rms_norm(s)                ->  s = product(x, residual=r); y = norm(s)
     y = norm(s); z = product(y)                        ->  the product that makes s leaves the norm to that of z
     o, gate and up, down, the next layer's q, k and v  ->  one operator
 
-The first is found by what it computes, not by how it is written: what lies between a product and the one result that
-others use is run on noise, since the same source is traced otherwise by each version of torch. The second has one
-operator in vLLM. The third is for numbers of rows whose kernels can (`cute_kernels.gemm.deferred_ops`), which are
-known once the graph runs; the fourth for those that one launch serves (`cute_kernels.gemm.layer.operator`).
-Whatever is not found stays as it is: a norm without a product beside it, which Inductor fuses with what it has there.
+The first is found by its results, since each version of torch traces the same source differently: the operations
+between a product and the one result that others use are run on noise. The second is one operator in vLLM. The third and
+fourth depend on the number of rows, which is known only when the graph runs. `cute_kernels.gemm.deferred_ops` defers the
+norm if its kernels can; `cute_kernels.gemm.layer.operator` uses one launch if it can.
+
+Other operations stay as they are, such as a norm without a neighbouring product, which Inductor fuses.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class Sums:
 
     Attributes:
         add_norm: (x, residual, weight, eps, variance columns or None) -> (norm of the sum, the sum).
-        norm: (x, weight, eps, variance columns or None), of vLLM as well.
-        is_ready: whether this package's norm of rows of a number of columns, in a dtype, with a residual or without,
-            can be launched.
+        norm: (x, weight, eps, variance columns or None) -> the norm, also vLLM's.
+        is_ready: (columns, dtype, with a residual) -> whether this package's norm of such rows can be launched.
     """
 
     add_norm: Callable[..., Any]
@@ -57,8 +57,8 @@ class Sums:
 
 
 def fuse(graph: fx.Graph, sums: Sums | None) -> dict[str, int]:
-    """Rewrites a graph in place; returns how many operations of each kind were fused. sums: None if there is no such
-    operator."""
+    """Rewrites a graph in place. Returns the numbers of fused operations by kind. sums: None if vLLM has no such
+    operators."""
     gates = sum(_fuse_gate(node) for node in [node for node in graph.nodes if is_plain_product(node)])
     residuals = norms = 0
     if sums is not None:
@@ -77,7 +77,7 @@ def is_product(node: object) -> TypeGuard[fx.Node]:
 
 
 def is_plain_product(node: object) -> TypeGuard[fx.Node]:
-    """Whether a node is a product that nothing was fused into yet, with results of x's dtype."""
+    """Returns whether a node is a product in x's dtype into which nothing has been fused yet."""
     if not is_product(node) or node.args[RESIDUAL] is not None or node.args[ACTIVATION] is not None:
         return False
     return node.args[OUT_DTYPE] in DTYPES
@@ -105,7 +105,8 @@ def _fuse_gate(product: fx.Node) -> bool:
 
 
 def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
-    """Operations on a product's result alone, in order; only the last, with so many columns, is used by others."""
+    """Yields lists of operations, in order, that read only a product's result. Only the last, with ``columns`` columns,
+    is used by others."""
     inside: dict[fx.Node, None] = {product: None}
     node = product.next
     while node.op != "output" and len(inside) <= MAX_BETWEEN:
@@ -120,7 +121,7 @@ def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
 
 
 def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
-    """Whether operations make silu(even columns) * odd columns of a product's result, on noise."""
+    """Returns whether operations compute silu(even columns) * odd columns of a product's result, by a run on noise."""
     value, last = product.meta["val"], inside[-1].meta["val"]
     if last.dtype != value.dtype:
         return False
@@ -138,7 +139,7 @@ def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
 
 
 def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymInt) -> torch.Tensor:
-    """The last node's value. rows: the number of rows in the graph, which is NOISE_ROWS here."""
+    """Returns the last node's value. rows: the number of rows in the graph, for which NOISE_ROWS are used here."""
 
     def value_of(node: fx.Node) -> Any:
         if node in known:
@@ -158,7 +159,8 @@ def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymI
 
 
 def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
-    """Fuses a residual into a product, and a norm; returns whether each was fused."""
+    """Fuses a residual into the product that makes x, and replaces the norm of the sum. Returns whether each was
+    done."""
     x, residual, weight, eps, *rest = node.args
     if (
         any(rest)
@@ -201,8 +203,8 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
 
 
 def _is_beside_product(x: fx.Node, node: fx.Node) -> bool:
-    """Whether a product makes the norm's input, apart from operations on it alone (a sum over GPUs), or takes its
-    result."""
+    """Returns whether a product makes the norm's input, perhaps through unary operations (a sum over GPUs), or reads
+    its result."""
     while not is_product(x) and len(inputs := _tensors_of(x)) == 1:
         (x,) = inputs
     takes = (reader for item in node.users if item.args[1] == 0 for reader in _readers(item))
@@ -210,12 +212,12 @@ def _is_beside_product(x: fx.Node, node: fx.Node) -> bool:
 
 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operation takes; not numbers of rows."""
+    """Returns an operation's inputs that are tensors; numbers of rows are left out."""
     return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a node's rows, or views of them."""
+    """Yields the nodes that read a node's rows, or views of them."""
     for user in node.users:
         yield from _readers(user) if user.target in VIEWS else (user,)
 
@@ -224,8 +226,10 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _leave_norm(norm: fx.Node) -> bool:
-    """Defers the norm from the product that makes its rows to the one product that takes it, if both can. Returns
-    whether."""
+    """Defers a norm from the product that makes its rows to the one product that reads the norm.
+
+    Returns whether both products can defer it.
+    """
     product, weight, *others = norm.args
     bias, residual, kind, eps, offset = others
     if (bias, residual, kind, offset) != (None, None, "rms", 0.0) or not is_product(product):
@@ -276,7 +280,7 @@ def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two products with a norm between them: the nodes of GIVING and of TAKING, and the rows that the first makes."""
+    """Two products with a deferred norm between them: the nodes of GIVING and TAKING, and the first one's rows."""
 
     gives: fx.Node
     takes: fx.Node
@@ -284,7 +288,7 @@ class _Pair:
 
     @classmethod
     def of(cls, gives: fx.Node) -> _Pair | None:
-        """The pair around a norm; None where another node reads the deferred parts."""
+        """Returns the pair around a norm; None if another node reads the deferred parts."""
         items = {item.args[1]: item for item in gives.users if _is_item(item)}
         if set(items) != {0, 1, 2} or len(gives.users) != 3:
             return None
@@ -294,11 +298,11 @@ class _Pair:
         return cls(gives, takes, items[0])
 
     def weights(self) -> list[tuple[str, int, int]]:
-        """Returns (format, n, k) of both."""
+        """Returns (format, n, k) of both products."""
         return cast("list[tuple[str, int, int]]", [self.gives.args[6:9], self.takes.args[11:14]])
 
     def is_plain(self) -> bool:
-        """Whether both are codes and scales and nothing else, in bf16."""
+        """Returns whether both products have codes and scales in bf16, but no zero points or bias."""
         scales, zeros, bias = self.gives.args[2:5]
         norm, its_scales, its_zeros, its_bias = (self.takes.args[i] for i in (3, 8, 9, 10))
         if (zeros, bias, its_zeros, its_bias) != (None, None, None, None):
@@ -308,7 +312,8 @@ class _Pair:
 
 
 def _join_layer(node: fx.Node) -> bool:
-    """Joins the products between two attentions into one operator, if a product begins them. Returns whether."""
+    """Joins the products between two attentions into one operator, if ``node`` is the first of them. Returns whether it
+    did."""
     first = _Pair.of(node)
     if first is None or first.takes.args[-1] != "swiglu":
         return False
@@ -326,7 +331,7 @@ def _join_layer(node: fx.Node) -> bool:
 
 
 def _only_reader_of(node: fx.Node) -> fx.Node | None:
-    """The node that reads a node's rows as they are, if no other reads them."""
+    """Returns the node that reads a node's rows unchanged, if it is the only reader; else None."""
     while len(node.users) == 1:
         (user,) = node.users
         if user.target not in VIEWS:
@@ -357,7 +362,7 @@ def _replace_layer(first: _Pair, last: _Pair) -> bool:
 
 
 def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
-    """Whether a product gives rows in bf16 by an algorithm that may defer a norm."""
+    """Returns whether a product has bf16 results and an algorithm that may defer a norm."""
     args = product.args
     if product.kwargs or args[OUT_DTYPE] != torch.bfloat16 or (len(args) > INVARIANT and args[INVARIANT]):
         return False
@@ -365,13 +370,13 @@ def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
 
 
 def _only_product_of(node: fx.Node) -> fx.Node | None:
-    """The product whose unchanged x a node is, if no other reads the node."""
+    """Returns the product whose unchanged x is this node, if nothing else reads the node; else None."""
     reader = _only_reader_of(node)
     return reader if is_product(reader) else None
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
-    """The node that a chain of shape-keeping views, each with no other reader, begins with."""
+    """Returns the node at the beginning of a chain of shape-keeping views, each of which has a single reader."""
     while node.target in VIEWS and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1:
         before = node.args[0]
         if len(node.users) > 1 or before.meta["val"].shape != node.meta["val"].shape:
@@ -384,7 +389,7 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def _fits(x: Any, residual: Any, weight: Any) -> bool:
-    """Whether this package's kernels take rows, what is added to them and a norm's weight."""
+    """Returns whether this package's kernels take these rows, the residual and the norm's weight."""
     if not all(isinstance(node, fx.Node) for node in (x, residual, weight)):
         return False
     one, other, scale = (node.meta.get("val") for node in (x, residual, weight))
@@ -410,6 +415,6 @@ def item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
 
 
 def _erase(nodes: list[fx.Node]) -> None:
-    """Removes nodes that nothing uses any more, in their order; vLLM cleans up what only they used."""
+    """Removes nodes that are no longer used, given in graph order. vLLM removes nodes that only they used."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

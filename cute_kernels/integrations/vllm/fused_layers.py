@@ -1,7 +1,7 @@
-"""Which layers are made for the fusion of small operations into products (`fusion`), and the norms that it takes.
+"""The layers that take part in the fusion of small operations into products (`fusion`), and the norms of the fusion.
 
-The epilogue "swiglu" of a product wants interleaved rows of gate and up. A layer whose rows are put so sorts its
-results again after the product; the pass over the graph takes that away together with the gate.
+A product's "swiglu" epilogue reads gate's and up's rows alternating. A layer with such rows sorts its results after the
+product. The pass over the graph removes this sorting together with the gate.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from cute_kernels.runtime.spec import KernelSpec
 SpecT = TypeVar("SpecT", bound=KernelSpec)
 VLLM_COMPILE = 3  # CompilationMode.VLLM_COMPILE, the mode in which passes run
 GATED = "gate_up_proj"
-"""What models call the layer of gate and up together."""
+"""The name of the layer with gate and up in models."""
 LAST = "down_proj"
 """The last layer of an MLP, with the most inputs of a model's layers."""
 NORMED = ("qkv_proj", GATED)
-"""Layers whose input is a norm."""
+"""The names of layers whose input is a norm."""
 SILU = ("silu", "swish")
 
 
@@ -54,7 +54,7 @@ class Fused:
 
 
 def wanted() -> Fused:
-    """Returns the fusions that the engine's configuration asks for; call it while the model is made."""
+    """Returns the fusions that the engine's configuration asks for. It must be called while the model is made."""
     config = get_current_vllm_config_or_none()
     if config is None or not plugin.is_replaced("fusion") or envs.VLLM_BATCH_INVARIANT:
         return Fused()
@@ -67,7 +67,7 @@ def wanted() -> Fused:
 
 
 def is_gated(layer: object) -> bool:
-    """Whether a layer is gate and up together, without a bias."""
+    """Returns whether a layer has gate and up together, without a bias."""
     parts = getattr(layer, "output_partition_sizes", ())
     is_pair = len(parts) == 2 and parts[0] == parts[1]
     return is_pair and _name_of(layer) == GATED and getattr(layer, "bias", None) is None
@@ -78,19 +78,19 @@ def _name_of(layer: object) -> str:
 
 
 def ends_block(layer: object) -> bool:
-    """Whether a layer's results are added to the residual stream."""
+    """Returns whether a layer's results are added to the residual stream."""
     return type(layer).__name__ == "RowParallelLinear"
 
 
 def reads_norm(layer: object) -> bool:
-    """Whether a layer's input is a norm."""
+    """Returns whether a layer's input is a norm."""
     return _name_of(layer) in NORMED
 
 
 def side_of_norm(layer: object) -> DeferredKind | None:
-    """The side of a norm that a layer's product is on: GIVES before a norm, TAKES behind one.
+    """Returns the side of a norm on which a layer's product is: GIVES before a norm, TAKES after one.
 
-    None for neither, and for layers that GPUs share: their results are added up before they are normed.
+    Returns None for neither, and for layers split among GPUs: their results are summed before the norm.
     """
     if getattr(layer, "tp_size", 1) > 1:
         return None
@@ -100,12 +100,13 @@ def side_of_norm(layer: object) -> DeferredKind | None:
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:
-    """Sorts results [rows, 2 columns], in which gate and up alternate, as the model wants them: all of gate first."""
+    """Sorts results [rows, 2 columns] with gate and up alternating into the model's order: gate's columns, then
+    up's."""
     return out.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
 
 
 def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
-    """The norms that may follow a layer with so many output features."""
+    """Returns the norms that may follow a layer with ``columns`` output features."""
     if columns % VECTOR or columns > MAX_COLUMNS or dtype not in DTYPES:
         return []
     return [
@@ -115,8 +116,8 @@ def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
 
 
 def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
-    """Loads kernels that are compiled, or compiles them where there is a compiler. Returns those that are loaded
-    then."""
+    """Loads kernels that are compiled, and compiles others if a compiler is installed. Returns the kernels that were
+    loaded."""
     index = torch.cuda.current_device()
     arch, can_compile = arch_of(index), compiler_version() is not None
     there = [spec for spec in specs if can_compile or default_cache().has(spec, arch)]
@@ -126,9 +127,9 @@ def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
 
 @functools.cache
 def settle_norms(columns: int, dtype: torch.dtype) -> None:
-    """Loads the norms of rows with so many columns, with a residual and without: those compiled or in a bundle.
+    """Loads the norms of rows with ``columns`` columns, with a residual and without, if they are compiled or can be.
 
-    vLLM keeps its compiled graphs, and what they call depends on the norms that were there.
+    vLLM keeps compiled graphs, whose calls depend on the norms that were loaded.
     """
     _norms[columns, dtype] = frozenset(
         spec.config.has_residual for spec in _load_those_there(norm_specs(columns, dtype))
@@ -137,7 +138,7 @@ def settle_norms(columns: int, dtype: torch.dtype) -> None:
 
 
 def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
-    """Whether a norm of rows of a number of columns was compiled when the layers around it were loaded."""
+    """Returns whether a norm of rows with ``columns`` columns was loaded together with the layers around it."""
     return with_residual in _norms.get((columns, dtype), ())
 
 
@@ -146,8 +147,9 @@ _norms: dict[tuple[int, torch.dtype], frozenset[bool]] = {}
 
 @functools.cache
 def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKind) -> None:
-    """Loads the kernels of a layer's products on a side of a norm, or compiles them now. Where they are in no bundle
-    and cannot be compiled, and for numbers of rows that have none, the norm is a launch.
+    """Loads or compiles the kernels of a layer's products on one side of a norm.
+
+    The norm is a launch of its own for numbers of rows without a kernel, or if the kernel cannot be had here.
 
     problem: the layer, of one row. rows: numbers of rows that the engine runs.
     """
@@ -158,10 +160,10 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
 
 @functools.cache
 def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
-    """Loads the kernels of all products from one attention to the next, or compiles them now, as `make_ready`.
+    """Loads or compiles the kernel of all products from one attention to the next.
 
-    problem: the last layer of an MLP, of one row. A model whose o has more inputs than any layer asks for another
-    kernel, which is not there: it goes product by product.
+    problem: the last layer of an MLP, of one row. If a model's o projection has more inputs than any other layer, it
+    needs another kernel, which is not loaded; its products then run one by one.
     """
     n, k = problem.n, problem.k
     if not may_serve([(problem.format.key, n, k)]):
@@ -172,5 +174,5 @@ def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
 
 
 def ends_layer(layer: object) -> bool:
-    """Whether a layer is the last one before the next attention."""
+    """Returns whether a layer is the last one before the next attention."""
     return _name_of(layer) == LAST

@@ -1,9 +1,9 @@
-"""Rewrites a traced step of a model whose own code multiplies by a gate; torch alone.
+"""Rewriting of a model's traced step whose own code multiplies by a router's gate. It needs only torch.
 
     logits = x W^T + b; experts(rows, logits)  ->  ids, weights = route(x, W, b); experts(rows, weights, ids)
 
-The graph shows that nothing else reads the logits. The operator of experts passes both on to the layer's router, which
-hands them out as its choice (`routers`).
+The graph must show that nothing else reads the logits. The operator of experts passes weights and ids on to the layer's
+router, which returns them as its choice (`routers`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from cute_kernels.integrations.vllm.versions import Interface
 ROUTE = torch.ops.cute_kernels.route.default
 EXPERTS = ("vllm.moe_forward.default", "vllm.moe_forward_shared.default")
 ARGUMENTS = ("hidden_states", "router_logits", "shared_experts_input", "input_ids")
-"""Of the operators of experts, the first ones in their order."""
+"""The first arguments of the operators of experts, in order."""
 MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
 
 
 def replace(interface: Interface) -> str:
-    """Returns what is replaced: by the pass of `fusion`, which asks for it."""
+    """Returns a line for the log. The pass of `fusion` replaces the routers."""
     return "routers in graphs"
 
 
 def fuse(graph: fx.Graph, routings: Mapping[int, Routing]) -> int:
-    """Rewrites a graph in place; returns how many routers there were. routings: what all routers of the model compute
-    that have so many experts, and can be given their choice."""
+    """Rewrites a graph in place. Returns the number of rewritten routers.
+
+    routings: by number of experts, the routing of all routers of the model with so many experts, if their choice can be
+    given to them.
+    """
     return sum(_fuse(node, routings) for node in [node for node in graph.nodes if _is_experts(node)])
 
 
 def _is_experts(node: fx.Node) -> bool:
-    """Whether a node is the operator of a layer of experts, as it is or made free of side effects."""
+    """Returns whether a node is the operator of a layer of experts, as it is or wrapped to have no side effects."""
     return node.op == "call_function" and any(str(each) in EXPERTS for each in (node.target, *node.args[:1]))
 
 
@@ -72,7 +75,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _gate_of(logits: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """The (hidden states [T, K], weight [E, K], bias [E] or None) of logits; None if no kernel takes them."""
+    """Returns the (hidden states [T, K], weight [E, K], bias [E] or None) of logits; None if no kernel takes them."""
     if logits.target not in (MM, ADDMM) or logits.kwargs:
         return None
     *biases, x, turned = logits.args

@@ -1,10 +1,10 @@
-"""Small operations of a model go into the products before them, in the graphs that vLLM compiles.
+"""Fusion of a model's small operations into the products before them, in the graphs that vLLM compiles.
 
-vLLM traces a model and lets passes rewrite it before Inductor makes kernels of it. One more pass comes last:
-`fused_graph` puts SwiGLU and residual sums into this package's products, and makes norms its own, so that launches
-overlap, or take none. Without torch.compile nothing is fused.
+vLLM traces a model and lets passes rewrite it before Inductor makes kernels. This pass comes last. `fused_graph` fuses
+SwiGLU and residual sums into this package's products, and replaces norms, so that launches overlap or disappear.
+Without torch.compile nothing is fused.
 
-`fused_layers` says which layers are made for it.
+`fused_layers` says which layers take part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 class FusionPass(InductorPass):
-    """vLLM's interface of a pass. layers: those of the engine, by name."""
+    """The fusion as a pass of vLLM. layers: the engine's layers by name."""
 
     def __init__(self, layers: Mapping[str, object]) -> None:
         self.layers = layers
@@ -52,7 +52,7 @@ class FusionPass(InductorPass):
 
 @functools.cache
 def _sums() -> fused_graph.Sums | None:
-    """vLLM's operators of norms; None where it has none of these names."""
+    """Returns vLLM's operators of norms; None if it has none with these names."""
     operators = torch.ops.vllm_ir
     try:
         add_norm, norm = operators.fused_add_rms_norm.default, operators.rms_norm.default
@@ -65,7 +65,7 @@ def _sums() -> fused_graph.Sums | None:
 
 
 def replace(interface: Interface) -> str:
-    """Adds this pass as the last of vLLM's; returns what was done."""
+    """Appends this pass to vLLM's. Returns a line for the log."""
     module, name = interface.pass_manager
     replace_once(module, f"{name}.configure", _ends_with_fusion)
     return "gates, residual sums and norms are fused into quantised products in compiled graphs"

@@ -1,7 +1,8 @@
-"""A calibrated cache's transforms for an engine's layers: the file of `cute-kernels calibrate`, cut to a rank's heads.
+"""Transforms of a calibrated cache for an engine's layers, from the file of `cute-kernels calibrate`, cut to a rank's
+heads.
 
-vLLM makes a layer's attention without telling it which layer it is, so transforms come when the engine has made its
-caches: before kernels are prepared, and before anything is written.
+vLLM does not tell a layer's attention which layer it is. So transforms are set when the engine has made its caches,
+before kernels are prepared and before anything is written.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from cute_kernels.kv_cache.constants import CacheConstants
 
 
 def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -> None:
-    """Gives every layer of this package's attention its transform; does nothing without a file in the environment.
+    """Gives every layer of this package's attention its transform. Does nothing if the environment names no file.
 
     Args:
-        layers: the engine's by vLLM's names, which have the layer's number in them.
-        config: the engine's.
-        device: where the transforms' arrays go.
+        layers: the engine's layers by vLLM's names, which contain the layer's number.
+        config: the engine's configuration.
+        device: the device of the transforms' arrays.
 
     Raises:
-        FileNotFoundError, ConstantsError, ValueError: the file, or what it is of, does not fit the engine; the message
-            names the environment's variable or the file, and the layer.
+        FileNotFoundError, ConstantsError, ValueError: the file or its contents do not fit the engine; the message names
+            the environment's variable or the file, and the layer.
     """
     path = environment.wanted_constants()
     if path is None:
@@ -75,17 +76,17 @@ def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -
 
 
 def kept(transform: CacheTransform, device: torch.device) -> CacheTransform:
-    """Copies a transform to a device, where it stays while an engine sleeps."""
+    """Copies a transform to a device, outside of memory that a sleeping engine frees."""
     return prepare.outlasting(device, lambda: transform.to(device))
 
 
 def own_heads(transform: CacheTransform, num_kv_heads: int, rank: int, ranks: int) -> CacheTransform:
-    """A transform of a whole model's layer for the KV heads of one of its ranks.
+    """Returns a layer's transform cut to the KV heads of one rank.
 
-    As vLLM deals heads out: in runs, or one of them to several ranks where there are more ranks than heads.
+    Heads are distributed as in vLLM: consecutive heads to a rank, or one head to several ranks if there are more ranks.
 
     Raises:
-        ValueError: so many heads are not those of a rank.
+        ValueError: the numbers of heads and ranks do not fit the transform.
     """
     if not transform.arrays:
         return transform
@@ -101,7 +102,7 @@ def own_heads(transform: CacheTransform, num_kv_heads: int, rank: int, ranks: in
 
 
 def kinds(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> list[CacheTransform | None]:
-    """Transforms that represent all of a model's layers, as far as kernels differ by them; on the CPU."""
+    """Returns one transform, on the CPU, for each set of kernels that a model's layers need."""
     path = environment.wanted_constants()
     if path is None or not kv_formats.is_own(kv_cache_dtype):
         return [kv_formats.transform_for(kv_cache_dtype, num_kv_heads, head_size)]
@@ -116,8 +117,11 @@ def _read(path: Path) -> CacheConstants:
 
 
 def _check_served(transform: CacheTransform, head_size: int, soft_cap: float | None) -> None:
-    """Checks that kernels make the rotations, that attention undoes them in its own launch, and that extend attention
-    caps no scores of centred keys."""
+    """Raises ValueError for a transform that kernels do not support.
+
+    Kernels must have the rotations, and attention must undo V's in its own launch. Centred keys with a soft cap are not
+    supported by extend attention.
+    """
     if soft_cap is not None and transform.k_center is not None:
         raise ValueError(f"k_center: got one with a soft cap of {soft_cap}, want none (calibrate --no-center)")
     for name, width in (("k_rotation", transform.k_rotation), ("v_rotation", transform.v_rotation)):

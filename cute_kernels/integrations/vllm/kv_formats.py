@@ -1,4 +1,4 @@
-"""The formats for vLLM's cache dtypes, and how a layer's pages are viewed as caches of K and of V."""
+"""The formats of vLLM's cache dtypes, and the views of a layer's pages as caches of K and V."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ BY_DTYPE = {
     "fp8_per_token_head": "e4m3_token_head",
     "int4_per_token_head": "int4_g1",
 }
-"""vLLM's `--kv-cache-dtype` and the format that means the same, in rows of as many bytes."""
+"""This package's format for each of vLLM's `--kv-cache-dtype`, with rows of as many bytes."""
 ROTATED = ("int4_per_token_head",)
-"""Those whose rows vLLM multiplies with signs and a Hadamard matrix before it quantises them."""
+"""Dtypes whose rows vLLM multiplies with signs and a Hadamard matrix before it quantises them."""
 SIGNS_SEED = 0
 OWN = ("auto", "bfloat16", "float16")
-"""Dtypes of `--kv-cache-dtype` beside which the environment may name a format of this package."""
+"""Values of `--kv-cache-dtype` with which the environment may name a format of this package."""
 
 
 def served_dtypes() -> list[str]:
-    """The cache dtypes that are served in this process."""
+    """Returns the cache dtypes that are supported in this process."""
     return [*OWN, *BY_DTYPE] if environment.wanted_kv_format() else list(BY_DTYPE)
 
 
 def own_formats() -> tuple[Formats, ...]:
-    """The formats that the environment asks for: one for every layer, or those of each, of a file; () without.
+    """Returns the formats that the environment asks for: one for all layers, or a file's for each layer; () if it names
+    none.
 
     Raises:
-        OSError, ValueError: there is no such file, or no format of that name, or it wants what vLLM has no place for:
-            scales, or keys that wait.
+        OSError, ValueError: the file does not exist, or a format is unknown or needs something that vLLM does not
+            store: given scales, or keys that wait for their block to fill.
     """
     text = environment.wanted_kv_format()
     if text is None:
@@ -48,13 +49,14 @@ def own_formats() -> tuple[Formats, ...]:
 
 
 def described() -> str | None:
-    """Describes the cache that the environment asks for in a few words; None for nothing."""
+    """Returns the cache format that the environment asks for in a few words; None if it asks for none."""
     formats = own_formats()
     return f"{len(formats)} formats by layer" if len(formats) > 1 else next(map(str, formats), None)
 
 
 def of_layer() -> Formats | None:
-    """The formats of the layer that is being made; None where one format serves all layers, or the file has none."""
+    """Returns the formats of the layer that is being made; None if all layers have one format, or the file has none for
+    it."""
     formats, name = own_formats(), layer_made().name
     if len(formats) <= 1 or name is None:
         return None
@@ -65,10 +67,11 @@ def of_layer() -> Formats | None:
 
 
 def formats_for(kv_cache_dtype: str) -> Formats:
-    """The formats of a layer whose cache dtype vLLM calls ``kv_cache_dtype``; by layer of the one that is being made.
+    """Returns the formats of a layer with this cache dtype. Formats by layer are those of the layer that is being
+    made.
 
     Raises:
-        ValueError: there are formats by layer, and none for this one.
+        ValueError: there are formats by layer, but none for this layer.
     """
     if kv_cache_dtype in BY_DTYPE:
         form = format_of(BY_DTYPE[kv_cache_dtype])
@@ -84,16 +87,16 @@ def formats_for(kv_cache_dtype: str) -> Formats:
 
 
 def is_own(kv_cache_dtype: str) -> bool:
-    """Whether a layer's pages hold a format that vLLM knows nothing of: it counts their bytes."""
+    """Returns whether a layer's pages hold a format unknown to vLLM, so that their bytes must be counted here."""
     return kv_cache_dtype not in BY_DTYPE
 
 
 def check_dtype(kv_cache_dtype: str) -> None:
-    """Refuses a format of this package together with a dtype that names another one.
+    """Refuses a format of this package together with a quantised cache dtype of vLLM.
 
     Raises:
-        ValueError: the environment names a format, and the layer's dtype is quantised: by the command line, or by the
-            checkpoint's own scheme for its cache, which vLLM takes where the command line says "auto".
+        ValueError: the environment names a format, and the layer's dtype is quantised, by the command line or by the
+            checkpoint's own cache scheme. vLLM uses that scheme if the command line says "auto".
     """
     named = environment.wanted_kv_format()
     if named is not None and kv_cache_dtype in BY_DTYPE:
@@ -116,16 +119,19 @@ def reason_against_invariance(kv_cache_dtype: str) -> str | None:
 
 
 FASTER = ("fp8", "fp8_e4m3")
-"""Dtypes that FlashAttention-3 reads faster where no context may be split: of 8192 tokens, 32 and 8 heads, it takes
-90 and 181 us for 1 and 32 requests on an H200, extend attention 124 and 270."""
+"""Dtypes that FlashAttention-3 reads faster than extend attention if contexts may not be split.
+
+Over 8192 tokens, 32 and 8 heads, on an H200, it takes 90 and 181 us for 1 and 32 requests; extend attention takes 124
+and 270 us.
+"""
 ROTATED_SIZES = (64, 128)  # which attention turns back in its own launch
 
 
 def transform_for(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> CacheTransform | None:
-    """The transform of a layer's K and V before they are quantised, on the CPU; None for nothing.
+    """Returns the transform of a layer's K and V before they are quantised, on the CPU; None if there is none.
 
-    Signs keep a channel that all tokens have in common from becoming one large column. They are the same in every
-    process: caches that are handed over can be read.
+    Signs keep a channel that all tokens share from becoming one large column. They are the same in every process, so a
+    cache can be handed to another process.
     """
     if kv_cache_dtype not in ROTATED:
         return None
@@ -137,7 +143,7 @@ def transform_for(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> Cac
 
 
 def page_bytes(formats: Formats, head_size: int, block_size: int, num_kv_heads: int) -> int:
-    """Bytes of a page: K's rows [block_size, num_kv_heads, row], then V's."""
+    """Returns the bytes of a page: K's rows [block_size, num_kv_heads, row], then V's."""
     return block_size * num_kv_heads * sum(row_bytes(formats, head_size))
 
 
@@ -146,8 +152,8 @@ def views(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format.
 
-    kv_cache: [num_blocks, page] or [num_blocks, 1, block_size, content], as vLLM has a layer's pages; pages may lie
-        apart.
+    kv_cache: [num_blocks, page] or [num_blocks, 1, block_size, content], vLLM's pages of a layer; there may be gaps
+        between pages.
     """
     content = kv_cache.view(torch.uint8).view(kv_cache.shape[0], -1)
     rows = row_bytes(formats, head_size)

@@ -1,9 +1,9 @@
 """Weight-only linear layers of vLLM: AWQ, GPTQ and compressed-tensors checkpoints, 4 and 8 bits.
 
-vLLM asks a list of kernels, in turn, whether they can serve a layer. This one is put first; what it does not take goes
-on to vLLM's own. A layer is one registered operator, opaque to torch.compile.
+vLLM asks a list of kernels, in turn, whether they can run a layer. This kernel is put first; other layers go on to
+vLLM's own kernels. A layer is one registered operator, opaque to torch.compile.
 
-What is traced depends on a layer's configuration alone, never on the values of its weights: vLLM keeps compiled graphs
+The traced graph depends on a layer's configuration alone, never on its weights' values: vLLM keeps compiled graphs
 from one start to the next, and another checkpoint of the same configuration must fit them.
 """
 
@@ -38,11 +38,11 @@ WEIGHT_TYPES = {
     scalar_types.uint4: (4, True),
     scalar_types.uint8: (8, True),
 }
-"""What vLLM calls the weights: (bits, whether they have zero points)."""
+"""(bits, whether there are zero points) by vLLM's names of weight types."""
 
 
 def form_of(c: MPLinearLayerConfig) -> Form:
-    """The form of a layer; ValueError if it has none says why."""
+    """Returns the form of a layer; ValueError says why it has none."""
     if c.weight_type not in WEIGHT_TYPES or WEIGHT_TYPES[c.weight_type][1] != c.zero_points:
         wanted = "uint4b8 or uint8b128, or uint4 or uint8 with zero points"
         raise ValueError(f"weights of type {c.weight_type}, zero points {c.zero_points}; supported: {wanted}")
@@ -52,12 +52,12 @@ def form_of(c: MPLinearLayerConfig) -> Form:
 
 
 class Products:
-    """The products of a layer, and which operations around them are fused into them."""
+    """The products of a layer, and the operations around them that are fused into them."""
 
     is_interleaved = False  # until the layer is known
 
     def note(self, form: Form) -> None:
-        """Settles the form, while the layer is made or when it is loaded."""
+        """Sets the form, when the layer is made or loaded."""
         self.form = form
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.fused = fused_layers.wanted()
@@ -65,8 +65,10 @@ class Products:
         prepare.note(problem_of(form), prepare.engine_rows())
 
     def settled(self, layer: Foreign, weight: PackedWeight) -> PackedWeight:
-        """Settles which operations around a layer are fused into it, on which graphs that vLLM keeps depend. Returns
-        its weight, with alternating rows where they have to be."""
+        """Decides which operations around a layer are fused into it; graphs that vLLM keeps depend on it.
+
+        Returns the weight, with gate's and up's rows alternating if the fusion needs it.
+        """
         form = self.form
         self.is_interleaved = self.fused.gates and fused_layers.is_gated(layer)
         if self.is_interleaved:
@@ -87,7 +89,7 @@ class Products:
         return interleave_weights(gate, up)
 
     def multiply(self, x: torch.Tensor, tensors: LayerTensors, bias: torch.Tensor | None) -> torch.Tensor:
-        """The result [..., n] of x [..., k]."""
+        """Returns the result [..., n] of x [..., k]."""
         out = engine_linear.product(self.form, x, tensors, bias, self.batch_invariant)
         if self.is_interleaved:
             out = fused_layers.in_order(out)
@@ -95,7 +97,7 @@ class Products:
 
 
 class CuteKernelsLinearKernel(MPLinearKernel, Products):
-    """vLLM's interface of a linear layer with quantised weights and 16-bit activations."""
+    """The kernel as vLLM sees it: a linear layer with quantised weights and 16-bit activations."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -126,7 +128,7 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
             replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
 
     def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors of the packed weight, by the names of the parameters that they replace."""
+        """Returns the tensors of the packed weight, by the names of the parameters that they replace."""
         form = self.form
         weight = self.settled(layer, engine_linear.packed(form, *self._tensors(layer)))
         tensors = engine_linear.tensors_of(form, weight)
@@ -134,7 +136,7 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
         return {name: one for name, one in both if name is not None and one is not None}
 
     def _names(self) -> tuple[str | None, ...]:
-        """The parameters of codes, scales, zero points and order of inputs; None for those that it lacks."""
+        """Returns the names of the parameters of codes, scales, zero points and input order; None for missing ones."""
         return self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
 
     def _tensors(self, layer: torch.nn.Module) -> list[Any]:
@@ -145,7 +147,7 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
 
 
 def replace(interface: Interface) -> str:
-    """Puts the kernel before vLLM's own; returns what was done."""
+    """Puts the kernel before vLLM's own. Returns a line for the log."""
     module, name = interface.linear_kernels
     kernels = getattr(importlib.import_module(module), name)[PlatformEnum.CUDA]
     if CuteKernelsLinearKernel not in kernels:
@@ -158,7 +160,7 @@ def replace(interface: Interface) -> str:
 def _chooses_for_invariance(original: Callable[..., None]) -> Callable[..., None]:
     """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too, where vLLM 0.33 asks none.
 
-    It dequantises them in every step, and still does so with those that are not served here.
+    vLLM dequantises these layers in every step, and still does so for layers that are not supported here.
     """
 
     def create_weights(self: Foreign, layer: torch.nn.Module, *arguments: object, **named: object) -> None:
@@ -179,5 +181,5 @@ def _num_sms(device_index: int) -> int:
 
 
 def problem_of(form: Form) -> LinearProblem:
-    """The `LinearProblem` of a layer for one row of x, on the GPU of this process."""
+    """Returns the `LinearProblem` of a layer for one row of x, on the GPU of this process."""
     return form.problem(_num_sms(torch.cuda.current_device()), bool(envs.VLLM_BATCH_INVARIANT))

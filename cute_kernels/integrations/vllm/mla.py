@@ -1,8 +1,8 @@
 """Latent attention (MLA) of vLLM: decoding over whole contexts and chosen tokens, instead of its backends' kernels.
 
 vLLM's backends FLASHMLA, FLASH_ATTN_MLA and FLASHMLA_SPARSE keep everything else: prompts, the cache and its writing,
-metadata. What they make of a layer becomes a subclass whose decoding runs here, with as many heads as the GPU has:
-FlashMLA's kernels for chosen tokens want 64 or 128, and vLLM pads.
+metadata. Their implementation of a layer becomes a subclass with its own decoding, for as many heads as the GPU has.
+FlashMLA's kernels for chosen tokens need 64 or 128 heads, so vLLM pads.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 
 class Decoding:
-    """Decodes over whole contexts in 16 bits, in pages of 64 tokens, in place of a backend; FP8 is left to the
+    """Decoding over whole contexts in 16 bits, in pages of 64 tokens, in place of a backend's. FP8 stays with the
     backend."""
 
     serves_some: ClassVar[bool] = False
-    """Whether a layer of the backend is served, so that pages shall have 64 tokens."""
+    """Whether some layer of the backend decodes here, so that its pages should have 64 tokens."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
@@ -57,8 +57,11 @@ class Decoding:
         attn_metadata: Foreign,
         layer: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decodes q [tokens, heads, 576], or its latent and its RoPE columns. Returns [tokens, heads, 512], and with
-        contexts cut among GPUs the log-sum-exp of scores, fp32 [tokens, heads]."""
+        """Decodes q [tokens, heads, 576], or the tuple of its latent and RoPE columns.
+
+        Returns [tokens, heads, 512] and, if contexts are split among GPUs, the log-sum-exps of scores, fp32 [tokens,
+        heads].
+        """
         decode, requests = attn_metadata.decode, attn_metadata.num_decodes
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         q_len = queries.shape[0] // max(requests, 1)
@@ -81,10 +84,10 @@ class Decoding:
 
 
 class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
-    """Decodes over chosen tokens, of 656 bytes or in bf16, for any number of heads."""
+    """Decoding over chosen tokens, of 656 bytes or in bf16, for any number of heads."""
 
     gives_lse: ClassVar[bool] = True
-    """`Interface.mla_gives_lse` of the vLLM that is there, which reads the sums where contexts are cut alone."""
+    """`Interface.mla_gives_lse` of the installed vLLM, which reads the log-sum-exps only if contexts are split."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
@@ -98,7 +101,7 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
     def _fp8_flash_mla_kernel(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q: [batch, q_len, heads, 576]; topk_indices: int32 [batch, q_len, topk] slots, -1 for none."""
+        """Decodes q [batch, q_len, heads, 576]. topk_indices: int32 [batch, q_len, topk] slots, -1 for none."""
         if not self.serves:
             return super()._fp8_flash_mla_kernel(q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata)
         cache = kv_c_and_k_pe_cache.view(torch.uint8)
@@ -116,9 +119,10 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
         actual_num_heads: int | None = None,
         **given: torch.Tensor,
     ) -> Any:
-        """q: [tokens, heads, 576], of which actual_num_heads are (None: all); the cache, or a workspace of rows.
+        """Decodes the first actual_num_heads heads (None: all) of q [tokens, heads, 576].
 
-        given: where vLLM has room for the result, which it copies from wherever it is.
+        kv_c_and_k_pe_cache: the cache, or a workspace of rows. given: vLLM's tensor for the result, which is not used:
+        vLLM copies the returned tensor.
         """
         if not self.serves:
             more = () if actual_num_heads is None else (actual_num_heads,)
@@ -137,20 +141,22 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
 
 
 def _heads_of(impl: Foreign) -> int:
-    """Heads of a launch: with contexts cut among GPUs, those of all that share one."""
+    """Returns the heads of a launch; if contexts are split among GPUs, the heads of all of these GPUs."""
     return impl.num_heads * impl.dcp_world_size
 
 
 def _reason_of_pages() -> str | None:
-    """Returns why the pages that the command line asks for keep a layer with its backend. Without any, vLLM asks the
-    backend for its own once layers are made."""
+    """Returns why the page size on the command line keeps a layer with its backend; None if it does not.
+
+    If no size is given, vLLM asks the backend for one after the layers are made.
+    """
     caches = getattr(get_current_vllm_config_or_none(), "cache_config", None)
     block = caches.block_size if caches is not None and caches.user_specified_block_size else PAGE_SIZE
     return None if block % PAGE_SIZE == 0 else f"pages of {block} tokens; --block-size 64 is supported"
 
 
 def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
-    """Makes pages of a backend have 64 tokens where these kernels serve layers of it."""
+    """Makes a backend prefer pages of 64 tokens if some of its layers decode here."""
     original = backend.get_preferred_block_size
 
     def preferred(default: int) -> int:
@@ -162,7 +168,7 @@ def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
 def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | None:
     """Returns why a layer keeps its backend's kernels; None if it need not.
 
-    form: of its cache, None for one that is not read. cut: whether contexts may be cut among GPUs.
+    form: of its cache, None for an unsupported cache. cut: whether contexts may be split among GPUs.
     """
     if (left := prepare.why_left("mla")) is not None:
         return left
@@ -200,7 +206,7 @@ def _sparse_decodes(form: str, num_heads: int, topk: int) -> Decodes | None:
 
 @functools.cache
 def _make_ready(decodes: Decodes | None) -> str | None:
-    """Loads the kernels of a kind of layer, once. Returns why they are not ready."""
+    """Loads the kernels of a kind of layer, once. Returns why they are not ready; None if they are."""
     if decodes is None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -208,7 +214,7 @@ def _make_ready(decodes: Decodes | None) -> str | None:
 
 
 def _outcome(what: str, reason: str | None) -> bool:
-    """Whether a layer is served; logged once for all that are alike."""
+    """Returns whether a layer decodes here, and logs the outcome once for all equal layers."""
     if reason is None:
         note_served(what)
     say_once(f"{what} runs here" if reason is None else f"{what} is left to vLLM: {reason}")
@@ -219,7 +225,8 @@ def _outcome(what: str, reason: str | None) -> bool:
 
 
 def replace(interface: Interface) -> str:
-    """Replaces the implementations that vLLM's MLA backends return by those of this module; returns what was done."""
+    """Replaces the implementations that vLLM's MLA backends return by those of this module. Returns a line for the
+    log."""
     CuteKernelsSparseMlaImpl.gives_lse = interface.mla_gives_lse
     for module, name in interface.mla_backends:
         try:

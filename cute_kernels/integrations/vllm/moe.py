@@ -1,8 +1,8 @@
-"""Layers of experts of vLLM with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss's checkpoints.
+"""Expert layers of vLLM with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss checkpoints.
 
-Each of vLLM's methods for such layers ends in making a kernel out of two parts: one that hands tokens out and takes
-results back, and the experts. The method's parameters stay as they are; once they are loaded, they are packed, and the
-experts are these. What is not served keeps vLLM's experts, and one line says why.
+Each of vLLM's methods for expert layers makes a kernel of two parts: one dispatches tokens and collects results, the
+other is the experts. The method's parameters stay as they are. Once loaded they are packed, and the experts are
+replaced by those of this module. Unsupported layers keep vLLM's experts, and one log line says why.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Source:
     """How a method of vLLM stores its weights.
 
     Attributes:
-        words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2".
-        pack: what packs them, as [E, inputs, outputs].
-        form: (method) to how it stores codes; ValueError says why nothing here reads them.
+        words, scales, zeros: names of parameters; "{}" stands for "w13" or "w2".
+        pack: the function that packs parameters [E, inputs, outputs].
+        form: (method) -> how it stores codes; ValueError says why they cannot be read here.
         outputs_first: whether parameters are [E, outputs, inputs].
-        backends: vLLM's names of experts for which the method loads weights so.
-        dtype: of activations, where scales do not say it.
+        backends: vLLM's names of experts for which the method loads weights in this layout.
+        dtype: of activations, if it is not that of the scales.
     """
 
     words: str
@@ -60,7 +60,7 @@ class Source:
     dtype: torch.dtype | None = None
 
     def tensors(self, layer: Foreign, name: str, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Words, scales, and zero points or None, each [E, inputs, outputs]. name: "w13" or "w2"."""
+        """Returns words, scales, and zero points or None, each [E, inputs, outputs]. name: "w13" or "w2"."""
         texts = (self.words, self.scales, *((self.zeros,) if zero_point else ()))
         found = [getattr(layer, text.format(name)).data for text in texts]
         words, scales, *zeros = (x.transpose(1, 2) if self.outputs_first else x for x in found)
@@ -104,19 +104,22 @@ SOURCES = {
         dtype=torch.bfloat16,
     ),
 }
-"""By the name of the method's class."""
+"""Sources by the name of the method's class."""
 
 
 IN_TURN = "swigluoai"
-"""vLLM's name of gpt-oss's activation, whose gates and ups come in turn in checkpoints; of others gates come first."""
+"""vLLM's name of gpt-oss's activation. Its checkpoints have gate's and up's rows alternating; others have gate's rows
+first."""
 UNGATED = {"silu_no_mul": Silu(), "gelu_no_mul": Gelu(), "relu2_no_mul": Relu2()}
-"""Its names of activations of experts without a gate, Nemotron-H's among them."""
+"""Activations of experts without a gate, such as Nemotron-H's, by vLLM's names."""
 ACTIVATIONS = ("silu", IN_TURN, "swigluoai_uninterleave", *UNGATED)
 
 
 def activation_of(layer: Foreign) -> ActivationFunction | None:
-    """The activation that vLLM applies to a layer's gates and ups, or to its ups alone; None for one that no kernel
-    here computes."""
+    """Returns the activation that vLLM applies to a layer's gates and ups, or to its ups alone.
+
+    Returns None for an activation that no kernel here computes.
+    """
     limit, alpha, beta = (getattr(layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
     kind = layer.activation.value
     if kind == IN_TURN:  # whatever the layer says, vLLM's kernel has gpt-oss's numbers
@@ -131,12 +134,12 @@ def activation_of(layer: Foreign) -> ActivationFunction | None:
 
 
 def _gates_come_first(layer: Foreign) -> bool:
-    """Whether a layer's first weights and biases are all gates, then all ups, which kernels want in turn."""
+    """Returns whether a layer stores gate's rows before up's; kernels need them alternating."""
     return layer.activation.value not in (IN_TURN, *UNGATED)
 
 
 class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
-    """vLLM's interface of experts: both products, and the sum over a token's experts."""
+    """The experts as vLLM sees them: both products, and the sum over a token's experts."""
 
     def __init__(
         self,
@@ -262,7 +265,8 @@ BIASES = ("w13_bias", "w2_bias")
 
 
 def _biases(method: Foreign, layer: Foreign) -> list[str]:
-    """A layer's biases. From 0.30 on vLLM makes parameters for every GPTQ layer, and notes which were loaded."""
+    """Returns the names of a layer's biases. From 0.30 on every GPTQ layer has these parameters; vLLM notes which were
+    loaded."""
     there = [name for name in BIASES if getattr(layer, name, None) is not None]
     loaded = getattr(layer, "_loaded_expert_biases", there)
     return there if getattr(method.moe, "has_bias", False) else [name for name in there if name in loaded]
@@ -271,17 +275,18 @@ def _biases(method: Foreign, layer: Foreign) -> list[str]:
 def _asked(
     method: Foreign, gate_up: ExpertsForm, down: ExpertsForm, activation: ActivationFunction
 ) -> tuple[KernelSpec, ...]:
-    """The kernels of a layer's steps."""
+    """Returns the kernels of a layer's steps."""
     tokens, invariant = expert_kernels.tokens_of(prepare.engine_rows().all(), MAX_TOKENS), envs.VLLM_BATCH_INVARIANT
     return expert_kernels.specs(gate_up, down, method.moe.experts_per_token, tokens, bool(invariant), activation)
 
 
 def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
-    """Packs a layer's weights, and gives the method these experts; or leaves all as it is, and says what kernels lack.
+    """Packs a layer's weights and gives the method these experts. Otherwise changes nothing, and returns which kernels
+    are missing.
 
     Raises:
-        NotImplementedError: they would move to GPUs that cannot know the format of their scales.
-        ValueError: they are loaded again, and other kernels would serve them than captured graphs have.
+        NotImplementedError: with EPLB, experts would move to GPUs whose kernels do not support their scales.
+        ValueError: weights are loaded again, and need other kernels than those in captured graphs.
     """
     bits, group_size, zero_point, _ = source.form(method)
     packed = {}
@@ -335,10 +340,10 @@ def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
 
 
 def _kept(before: dict[str, PackedExperts], now: dict[str, PackedExperts]) -> dict[str, PackedExperts]:
-    """The tensor ``now``, in the memory of ``before``: captured graphs read experts there, and they are held once.
+    """Copies ``now`` into the memory of ``before`` and returns ``before``: captured graphs read experts there.
 
     Raises:
-        ValueError: they are of another form.
+        ValueError: ``now`` has another form.
     """
     old, new = ([experts.form for experts in each.values()] for each in (before, now))
     pairs = zip(old, new, strict=True)
@@ -356,7 +361,8 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _biases_of(method: Foreign, layer: Foreign, dtype: torch.dtype) -> Biases:
-    """Both products' biases as kernels take them, gates and ups in turn; None of layers without biases."""
+    """Returns both products' biases as kernels take them, gate's and up's alternating; None for layers without
+    biases."""
     if not _biases(method, layer):
         return None, None
     first, second = (getattr(layer, name).detach().to(dtype, copy=True).contiguous() for name in BIASES)
@@ -364,7 +370,7 @@ def _biases_of(method: Foreign, layer: Foreign, dtype: torch.dtype) -> Biases:
 
 
 def _kept_biases(before: Biases, now: Biases) -> Biases:
-    """``now``, where ``before`` lies, as in `_kept`."""
+    """Copies ``now`` into the memory of ``before`` and returns ``before``, as `_kept` does."""
     for old, new in zip(before, now, strict=True):
         if (old is None) != (new is None):
             raise ValueError("experts: got weights loaded again with other biases, want those of captured graphs")
@@ -383,7 +389,7 @@ def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
 
 
 def replace(interface: Interface) -> str:
-    """Makes vLLM's methods for such layers use these experts; returns what was done."""
+    """Makes vLLM's methods for expert layers use these experts. Returns a line for the log."""
     for module, name in interface.expert_methods:
         replace_experts(module, name, SOURCES[name])
     return "experts (AWQ, GPTQ, compressed-tensors, gpt-oss; 4 and 8 bits) run here"
@@ -392,8 +398,8 @@ def replace(interface: Interface) -> str:
 def replace_experts(module: str, name: str, source: Source) -> None:
     """Makes a method of vLLM build these experts for supported layers.
 
-    With EPLB vLLM moves experts between GPUs: it moves rows of the layer's parameters, of which these experts are
-    views, and its ids are already those of rows. Most of its own methods do not take part.
+    With EPLB, vLLM moves experts between GPUs: it moves rows of the layer's parameters, of which these experts are
+    views, and its ids already refer to rows. Most of vLLM's own methods do not support EPLB.
     """
     owner = getattr(importlib.import_module(module), name)
     takes_part = owner.supports_eplb.fget

@@ -1,4 +1,4 @@
-"""vLLM's entry point: it replaces the wanted seams, and logs that."""
+"""vLLM's entry point, which replaces the wanted seams and logs the outcome."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from cute_kernels.integrations.vllm.seams import logger, say_once
 from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 FINGERPRINT = "CUTE_KERNELS_VLLM_PLUGIN"
-"""Name under which vLLM's compile cache sees what is replaced: graphs with and without the plugin are kept apart."""
+"""Name under which vLLM's compile cache sees what is replaced, so that graphs with and without the plugin are kept
+apart."""
 CAPABILITY = 90
-"""Of the GPUs that are supported, as vLLM writes it."""
+"""Compute capability of supported GPUs, as vLLM writes it."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """The outcome of one seam. ``reason`` says why it is left to vLLM; None where it is replaced."""
+    """The outcome of one seam. ``reason`` says why the seam is left to vLLM; None if it is replaced."""
 
     seam: str
     what: str
@@ -33,28 +34,27 @@ _served: set[str] = set()
 
 
 def note_served(what: str) -> None:
-    """Notes which layers of a model these kernels serve: graphs that vLLM keeps depend on it.
+    """Notes which layers of a model run on these kernels, since graphs that vLLM keeps depend on it.
 
-    `register` decides which kernels are tried. Whether they support a layer also depends on the bundles that are
-    installed today.
+    `register` decides which kernels are tried. Whether they support a layer also depends on the installed bundles.
     """
     _served.add(what)
 
 
 def fingerprint() -> str:
-    """The version, the seams that are replaced, and what of this process's models is served."""
+    """Returns the version, the replaced seams, and a digest of the layers that run on these kernels in this process."""
     replaced = ",".join(sorted(filter(is_replaced, _outcomes)))
     return f"{__version__}:{replaced}:{hashlib.sha256(repr(sorted(_served)).encode()).hexdigest()[:16]}"
 
 
 def register() -> None:
-    """Replaces the seams that the environment asks for in the vLLM of this process. Calling it again adds seams that
-    the environment now asks for.
+    """Replaces the seams that the environment asks for in the vLLM of this process.
 
-    Beside a vLLM or on a GPU that is not supported it does nothing, and one line says so.
+    Another call adds seams that the environment asks for by then. With an unsupported vLLM or GPU it only logs one
+    line.
 
     Raises:
-        ValueError: a switch of `environment` has a value that means nothing.
+        ValueError: a switch of `environment` has an unknown value.
     """
     reason = _why_nothing()
     if reason is not None:
@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def _why_nothing() -> str | None:
-    """Returns why the vLLM of this process is left as it is; None if it is not."""
+    """Returns why the vLLM of this process stays unchanged; None if seams are to be replaced."""
     import vllm
 
     version = str(vllm.__version__)
@@ -91,19 +91,21 @@ def _why_nothing() -> str | None:
 
 
 def _platform() -> Foreign | None:
-    """vLLM's platform, if its GPUs are CUDA's. It asks the driver: CUDA is not initialised before processes fork."""
+    """Returns vLLM's platform if its GPUs are CUDA's. It asks the driver, so CUDA is not initialised before processes
+    fork."""
     from vllm.platforms import current_platform
 
     return current_platform if current_platform.is_cuda() else None
 
 
 def is_replaced(seam: str) -> bool:
-    """Whether a seam is replaced in this process, and the environment still asks for it: another engine's may not."""
+    """Returns whether a seam is replaced in this process, and the environment, which may have changed, still asks for
+    it."""
     return seam in _outcomes and _outcomes[seam].reason is None and seam in environment.wanted_seams()
 
 
 def outcomes() -> list[Replacement]:
-    """Returns what `register` did in this process."""
+    """Returns the outcomes of `register` in this process."""
     return list(_outcomes.values())
 
 
@@ -122,7 +124,7 @@ def _replace(seam: str) -> Replacement:
 
 
 def _mark_compile_cache() -> None:
-    """Makes what is replaced a factor of vLLM's compile cache, whose key knows the environment but no plugin."""
+    """Adds the replaced seams to the key of vLLM's compile cache, which depends on the environment but on no plugin."""
     from vllm import envs
 
     envs.environment_variables[FINGERPRINT] = fingerprint  # asked for when a graph is looked up: layers are there then

@@ -1,5 +1,4 @@
-"""The facts about the vLLM of this process that `ready` needs: its rows, its log, and whether a seam may serve its
-layers."""
+"""The facts that `ready` needs about this process's vLLM: its row counts, its log, and which seams are replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from cute_kernels.integrations.vllm.seams import logger
 __all__ = ["RowCounts", "index_of", "note", "outlasting", "specs_for"]
 
 WANTED = "wanted_by_vllm.json"
-"""In the directory of the kernel cache: kernels that were asked for, are in no bundle, and cannot be compiled here."""
+"""A file in the kernel cache's directory. It lists kernels that were requested, are in no bundle, and cannot be
+compiled here."""
 
 why_not_ready = functools.partial(ready.why_not_ready, file_name=WANTED)
 linear_reason = functools.partial(ready.linear_reason, file_name=WANTED)
@@ -24,7 +24,7 @@ make_ready = functools.partial(ready.make_ready, logger=logger, file_name=WANTED
 
 
 def engine_rows() -> RowCounts:
-    """Numbers of rows that the engine of this process runs."""
+    """Returns the row counts of this process's engine."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -35,14 +35,14 @@ def engine_rows() -> RowCounts:
 
 
 def engine_has(part: str, option: str) -> bool:
-    """Whether an option of a part of the configuration of this process's engine is on."""
+    """Returns whether an option is on in a part of the configuration of this process's engine."""
     from vllm.config import get_current_vllm_config_or_none
 
     return bool(getattr(getattr(get_current_vllm_config_or_none(), part, None), option, False))
 
 
 def layer_named(name: str | None) -> Foreign | None:
-    """The layer of this process's engine that vLLM's operators find by a name; None without one."""
+    """Returns the layer that vLLM's operators find by a name in this process's engine; None if there is none."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -50,5 +50,5 @@ def layer_named(name: str | None) -> Foreign | None:
 
 
 def why_left(seam: str) -> str | None:
-    """Returns why a seam serves no layer of the engine that is being made; None if it may."""
+    """Returns why a seam may not serve layers of the engine that is being made; None if it may."""
     return None if plugin.is_replaced(seam) else f"{environment.SWITCH}={environment.switch()}"

@@ -1,9 +1,9 @@
-"""Routers of vLLM's layers of experts: one launch from hidden states to each token's experts.
+"""Routers of vLLM's expert layers: one launch from hidden states to each token's experts.
 
-A runner of vLLM's multiplies by its gate, and hands the logits to its router. Where `cute_kernels.gemm.experts.route`
-computes what both do, hidden states take the place of logits up to there. What vLLM does with a token's experts
-afterwards stays as it is: it records them, maps them to places, and leaves padding out. Where a model's own code
-multiplies by the gate, its compiled graph calls `route` (`fused_routers`), and the router hands out what that chose.
+A runner of vLLM multiplies by its gate, and passes the logits to its router. If `cute_kernels.gemm.experts.route`
+computes both, the runner passes hidden states instead of logits. vLLM still processes the chosen experts: it records
+them, maps them to places, and masks padding. If a model's own code multiplies by the gate, its compiled graph calls
+`route` (`fused_routers`), and the router returns the graph's choice.
 """
 
 from __future__ import annotations
@@ -30,29 +30,33 @@ RUNNERS, GATES = ("MoERunner",), ("GateLinear", "ReplicatedLinear")
 ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter")
 IN_GRAPHS = "fused_routers"  # the seam of gates in a model's own code
 PADDING = "_get_padding_mask"
-"""vLLM's function of a number of tokens, beside routers that leave padding out: which rows are padding, or None."""
+"""vLLM's function in the modules of routers that mask padding: number of tokens -> which rows are padding, or None."""
 ANY_K = 8  # stands for the width of hidden states, which decides no kernel
 
 
 @dataclass(frozen=True)
 class Router:
-    """A gate and a router of vLLM's in one. gate: None where the model's own code multiplies by it. routing: what the
-    router computes."""
+    """A gate and a router of vLLM combined.
+
+    gate: None if the model's own code multiplies by it. routing: the routing that the router computes.
+    """
 
     gate: Foreign | None
     router: Foreign
     routing: Routing
 
     def call(self, hidden: torch.Tensor) -> RouteCall:
-        """The call for hidden states [T, K]."""
+        """Returns the call of `route` for hidden states [T, K]."""
         if self.gate is None:  # whichever it is: the graph knows it
             return RouteCall(hidden, hidden.new_empty((self.router.global_num_experts, hidden.shape[1])), self.routing)
         extra = self.gate.bias, getattr(self.router, "e_score_correction_bias", None)
         return RouteCall(hidden, self.gate.weight.data, self.routing, *(None if x is None else x.data for x in extra))
 
     def defer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Stands for the gate: gives few tokens' hidden states back. With more, two launches are needed in any case,
-        and vLLM's are as good."""
+        """Replaces the gate: returns the hidden states of few tokens unchanged, and the gate's logits of many.
+
+        More tokens need two launches in any case, and vLLM's are as good.
+        """
         return (hidden, None) if len(hidden) <= MAX_TOKENS or self.gate is None else self.gate.__call__(hidden)
 
     def choose(
@@ -63,10 +67,10 @@ class Router:
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stands for the router's choice. Returns (weights fp32, ids int32), each [T, top_k]; ids of padding are -1.
+        """Replaces the router's choice. Returns (weights fp32, ids int32), each [T, top_k]; ids of padding are -1.
 
-        router_logits: what the gate gave: hidden states, or logits, which go to vLLM; or a graph's choice, the weights,
-        with the ids as input_ids [T, top_k].
+        router_logits: hidden states from `defer`; or logits, for which vLLM's router runs; or weights chosen in the
+        graph, with the ids as input_ids [T, top_k].
         """
         if self.gate is None and input_ids is not None and input_ids.dim() == 2:
             ids, weights = input_ids, router_logits
@@ -84,8 +88,10 @@ class Router:
 
 
 def connect(layer: Foreign) -> None:
-    """Lets the gate and the router of a layer with experts of this package run here, and writes a line to the log; or
-    leaves both to vLLM, and the line says why. Where the layer was connected before, it decides anew."""
+    """Makes the gate and the router of a layer with this package's experts run here, or leaves both to vLLM.
+
+    A log line says which, and why. If the layer was connected before, the decision is made anew.
+    """
     runner = prepare.layer_named(getattr(layer, "layer_name", None))
     if runner is None:
         return
@@ -109,8 +115,10 @@ def connect(layer: Foreign) -> None:
 
 
 def routings_in_code(layers: Iterable[object]) -> dict[int, Routing]:
-    """Returns what the routers of layers compute whose gate is in a model's own code, by their number of experts. It
-    leaves out numbers whose routers are not alike, or one of whose cannot be given its choice. layers: an engine's."""
+    """Returns, by number of experts, the routing of routers whose gate is in a model's own code.
+
+    A number is left out if its routers differ, or if one of them cannot be given its choice. layers: an engine's.
+    """
     found: dict[int, set[Routing | None]] = {}
     for router in (each.router for each in layers if hasattr(each, "router") and getattr(each, "gate", 0) is None):
         choose = vars(router).get("_compute_routing")
@@ -157,7 +165,7 @@ def _wrong_with_gate(runner: Foreign) -> dict[str, object]:
 
 
 def _reason_against_call(runner: Foreign, device: torch.device) -> str | None:
-    """Returns why `route` does not compute what a gate and a router do, or not in a launch."""
+    """Returns why `route` cannot compute a gate and a router in one launch; None if it can."""
     try:
         made = router_of(runner)
         calls = [check_route(call) for call in _calls(made, runner.moe_config.in_dtype, device)]
@@ -178,10 +186,10 @@ def _reason_against_call(runner: Foreign, device: torch.device) -> str | None:
 
 
 def router_of(runner: Foreign) -> Router:
-    """A runner's gate and router in one.
+    """Returns a runner's gate and router combined.
 
     Raises:
-        TypeError, ValueError: the router does what no `Routing` says.
+        TypeError, ValueError: no `Routing` expresses what the router computes.
     """
     router = runner.router
     groups = getattr(router, "num_expert_group", 1), getattr(router, "topk_group", 1)
@@ -192,17 +200,17 @@ def router_of(runner: Foreign) -> Router:
 
 
 def _calls(router: Router, dtype: torch.dtype, device: torch.device) -> list[RouteCall]:
-    """A call for each kernel that steps need. dtype: of hidden states."""
+    """Returns a call for each kernel that steps need. dtype: of hidden states."""
     counts = (1, MAX_TOKENS, MAX_TOKENS + 1)  # graphs are for any number of tokens
     k, counts = (ANY_K, counts) if (gate := router.gate) is None else (gate.weight.shape[1], counts[:2])
     return [router.call(torch.empty(count, k, dtype=dtype, device=device)) for count in counts]
 
 
 def specs(calls: Iterable[RouteCall]) -> list[RouterSpec]:
-    """The kernels of calls."""
+    """Returns the kernels of calls."""
     return [RouterSpec(config_of(call, len(call.hidden) <= MAX_TOKENS)) for call in calls]
 
 
 def _is_vllms(thing: object, names: tuple[str, ...]) -> bool:
-    """Whether a thing is of one of vLLM's classes with these names, and not of a class made of it."""
+    """Returns whether an object's class is one of vLLM's with these names, and not a subclass."""
     return type(thing).__name__ in names and type(thing).__module__.startswith("vllm.")

@@ -1,4 +1,4 @@
-"""The common part of seams: how a function of vLLM's is replaced, and lines of its log that are written once."""
+"""Common parts of seams: the replacement of a vLLM function, and log lines that are written once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from cute_kernels.integrations.objects import Foreign
 
 logger = logging.getLogger("vllm.cute_kernels")  # a child of vLLM's, so that lines go where vLLM's go
 said: set[str] = set()
-"""Lines of `say_once`."""
+"""Lines that `say_once` has written."""
 
 
 def say_once(line: str, level: int = logging.INFO) -> None:
-    """Writes a line to vLLM's log, unless it stands there already."""
+    """Writes a line to vLLM's log, unless this process has written it already."""
     if line not in said:
         said.add(line)
         logger.log(level, "cute-kernels: %s", line)
 
 
 def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
-    """Puts ``made`` of a function of vLLM's in its place, unless it is there already. name: "function" or
-    "Class.method"."""
+    """Replaces a function of vLLM by ``made(function)``, unless it is replaced already.
+
+    name: "function" or "Class.method".
+    """
     *path, last = name.split(".")
     owner = functools.reduce(getattr, path, importlib.import_module(module))
     original = getattr(owner, last)
@@ -36,13 +38,16 @@ def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def refusal(wrong: Mapping[str, object]) -> str | None:
-    """Says in words which of the reasons hold, of each of which ``wrong`` says whether it does; None if none does."""
+    """Returns a message with the reasons that hold; None if none does.
+
+    wrong: for each reason, whether it holds.
+    """
     found = [what for what, is_so in wrong.items() if is_so]
     return f"{', '.join(found)} not supported" if found else None
 
 
 class Layer(NamedTuple):
-    """A layer of attention that vLLM makes. name: its own, or that of the layer whose cache it reads."""
+    """An attention layer that vLLM makes. name: the layer's own, or that of the layer whose cache it reads."""
 
     name: str | None = None
     has_alibi: bool = False
@@ -52,13 +57,13 @@ _layer = Layer()
 
 
 def layer_made() -> Layer:
-    """The layer that vLLM is making."""
+    """Returns the layer that vLLM is making."""
     return _layer
 
 
 @contextmanager
 def making(layer: Layer) -> Iterator[None]:
-    """Notes, within the block, which layer vLLM makes: vLLM itself does not tell the backend."""
+    """Notes, within the context, which layer vLLM is making, since vLLM does not tell the backend."""
     global _layer
     _layer = layer
     try:
@@ -68,8 +73,10 @@ def making(layer: Layer) -> Iterator[None]:
 
 
 def packs_here(what: str, serve: Callable[[Any, Any], str | None], original: Any) -> Any:
-    """A method's `process_weights_after_loading` with ``serve`` before it, which packs a loaded layer, or logs why vLLM
-    should."""
+    """Wraps a method's `process_weights_after_loading`: ``serve`` first tries to pack the loaded layer.
+
+    If ``serve`` returns a reason against it, vLLM's own method runs, and the log says why.
+    """
 
     def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
         reason = serve(self, layer)

@@ -1,6 +1,6 @@
-"""Which versions of vLLM are supported, and what they call things.
+"""The supported versions of vLLM, and the names of its classes and functions in each.
 
-vLLM moves its interfaces every second release, so a version that nobody tried is left alone, with a word.
+vLLM moves its interfaces every second release. An untested version is left alone, and the log says so.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Interface:
         tested: how this version is known to work, for people.
         linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
         linear_scheme: the module and class of compressed-tensors layers.
-        backend_priorities: the module and function that say which attention backends are tried first.
-        backend_choice: the module and function that chooses one, and keeps what it chose.
-        attention_layer, mla_layer: the module and class of attention layers, and of those of latent attention.
-        expert_methods: modules and classes of the methods of layers of experts.
+        backend_priorities: the module and function that order the attention backends.
+        backend_choice: the module and function that chooses a backend, and caches its choice.
+        attention_layer, mla_layer: the module and class of attention layers, and of latent attention layers.
+        expert_methods: modules and classes of the methods of expert layers.
         float_linear: for linear layers in FP8, MXFP4 and NVFP4: the module and the class of the method, the attribute
             that multiplies, and the attribute with the dtype that activations are rounded to ("" for none).
         mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
-        mla_gives_lse: whether the kernel of chosen tokens in bf16 returns (rows, their log-sum-exp), or rows alone.
-        pass_manager: the module and class that says which passes rewrite a traced model.
+        mla_gives_lse: whether the bf16 kernel of chosen tokens returns (rows, log-sum-exps) instead of rows alone.
+        pass_manager: the module and class that chooses the passes over a traced model.
     """
 
     tested: str
@@ -80,11 +80,11 @@ INTERFACES = {
     **{(0, minor): Interface("interface tests") for minor in (30, 31, 32)},
     (0, 33): Interface("Llama, Qwen3 and gpt-oss served on an H200, interface tests"),
 }
-"""By (major, minor)."""
+"""Interfaces by vLLM's (major, minor)."""
 
 
 def installed() -> str | None:
-    """The version of vLLM that is installed, without importing it; None if there is none."""
+    """Returns the version of vLLM that is installed, without importing it; None if there is none."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -98,5 +98,5 @@ def interface_of(version: str) -> Interface | None:
 
 
 def supported() -> str:
-    """The supported versions in words."""
+    """Returns the supported versions, separated by commas."""
     return ", ".join(f"{major}.{minor}" for major, minor in sorted(INTERFACES))
