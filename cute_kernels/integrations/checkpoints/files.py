@@ -115,7 +115,7 @@ class Filling:
     """A model whose layers are being read.
 
     Args:
-        model: as for `load_quantized_linears`; it is only read here; `fill` changes it once all layers are read.
+        model: as for `load_quantized_linears`. `fill` changes it, once all layers are read.
         entries, found: the checkpoint's tensors and its quantised layers.
 
     Attributes:

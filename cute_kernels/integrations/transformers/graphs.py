@@ -173,8 +173,7 @@ class StepReplay:
 
     @contextmanager
     def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
-        """A context for one call of `generate`. The model and the mask's older columns are compared once, not at every
-        step.
+        """Compares the model and the mask's older columns once for a call of `generate`, not at every step.
 
         Comparing the mask waits for the device. `generate` changes neither; it appends a column of ones at every step.
 

@@ -7,8 +7,8 @@
 
 The first is found by its results, since each version of torch traces the same source differently: the operations
 between a product and the one result that others use are run on noise. The second is one operator in vLLM. The third and
-fourth depend on the number of rows, which is known only when the graph runs. `cute_kernels.gemm.deferred_ops` defers the
-norm if its kernels can; `cute_kernels.gemm.layer.operator` uses one launch if it can.
+fourth depend on the number of rows, which is known only when the graph runs. `cute_kernels.gemm.deferred_ops` defers
+the norm if its kernels can; `cute_kernels.gemm.layer.operator` uses one launch if it can.
 
 Other operations stay as they are, such as a norm without a neighbouring product, which Inductor fuses.
 """
