@@ -1,9 +1,9 @@
-"""Weight-only quantised linear layers: INT4 and INT8 weights, bf16 and fp16 activations.
+"""Quantised linear layers: 4- and 8-bit weights, activations in bf16, fp16 or FP8.
 
 Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (what a layer means), `call` (a call and
-its checks), `ops` (where it goes), `plan` and `product` (how it is launched); `module` has the layer as an nn.Module.
-`choice` compares the kernels: `stream` for few rows, `wgmma` for tiles and limbs; `layer` has a layer in one launch.
-Checkpoints of other projects come in through `cute_kernels.integrations.checkpoints`.
+its checks), `ops` (the operator), `plan` and `product` (how a call is launched); `module` has the layer as an
+nn.Module. `choice` compares the kernels: `stream` for few rows, `wgmma` for tiles and limbs; `layer` has a layer in one
+launch. Checkpoints of other projects come in through `cute_kernels.integrations.checkpoints`.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def quantized_linear(
 ) -> torch.Tensor:
     """Computes activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
-    Accumulators are in fp32, bias, activation and residual too; the result is rounded once. Works under
-    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient: the
-    result never requires one.
+    Products are accumulated in fp32; bias, activation and residual are applied in fp32, too. The result is rounded
+    once. Works under ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no
+    gradient: the result never requires one.
 
     Args:
-        x: bf16 or fp16 [..., K], in the dtype of the weight's scales and on its device; any strides, any of the leading
-            sizes may be 0. The weight's `input_scale` and `perm` are applied to it first. Or the result of
-            `quantized_linear_norm`: x is then its normed rows.
+        x: bf16 or fp16 [..., K], in the weight's ``dtype`` and on its device; any strides, and any leading size may be
+            0. The weight's `input_scale` and `perm` are applied to it first. x may also be the result of
+            `quantized_linear_norm`, which stands for its normed rows.
         weight: [N, K], from `quantize_weight` or one of `PackedWeight.from_...`.
         bias: [N] in x's dtype.
         residual: added last, of the result's shape and dtype. It may be ``out``.
@@ -80,14 +80,12 @@ def quantized_linear(
             even rows make gate and its odd rows make up, so the result has N / 2 columns; or any of
             `cute_kernels.gemm.activations`.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
-        batch_invariant: True: the last bits of a row's result do not depend on the number of rows.
-            On CUDA, K is then cut into parts by the weight's shape and format and the number of SMs alone, which may
-            cost time. A result never depends on timing, with or without it.
+        batch_invariant: True: the last bits of a row's result do not depend on the number of rows. On CUDA the weight's
+            shape and format and the number of SMs alone then decide how K is cut, which may cost time. With or without
+            it, results do not depend on timing.
         out: contiguous, written and returned; not x's memory.
         norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight, ``norm_eps`` and
-            ``norm_offset`` (its ``weight_offset``). For one row it may be a part of the product's launch, where its
-            kernel has the row in registers (4-bit weights in groups of 128, a norm in x's dtype); squares are then
-            added up in another order than those of `rms_norm`. Else it is a launch before the product.
+            ``norm_offset`` (its ``weight_offset``). The norm is a launch before the product.
         activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`, with scales of their own
             (of each 128 inputs where the weight has 8-bit codes in groups), and the weight is not rounded. Weights are
             FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200 they gain time
@@ -133,8 +131,8 @@ def quantized_linear_norm(
     `quantized_linear` takes the result as its x; there may be several such products. No launch lies between the
     products where both kernels support it: bf16, up to 64 or 128 rows of most layers, N a multiple of 256, a norm in
     x's dtype. The first then also stores its rows times the norm's weight, and sums of their squares; the second
-    multiplies its accumulators by (mean square + eps)^-0.5. Otherwise `rms_norm` is launched before each. Both round
-    a normed row once, but at different steps: results differ in their last bits.
+    multiplies its accumulators by (mean square + eps)^-0.5. Otherwise `rms_norm` is launched before each product that
+    reads the rows. The two ways round a normed row once, but at different steps: results differ in their last bits.
 
     Args:
         x, weight, bias: as in `quantized_linear`.

@@ -1,4 +1,4 @@
-"""Applies a product's activation in every kernel: one object, made from what a configuration holds."""
+"""`Activate`, the device code by which every kernel applies a product's activation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MATH = FloatMath()
 
 
 class Activate:
-    """The activation of a configuration, or the standard one whose number a launch gives.
+    """The activation of a configuration, or the standard one whose number a launch gives as ``shape.activation``.
 
     ``shape`` has that number as ``activation``.
 
@@ -34,18 +34,18 @@ class Activate:
         self.by_feature = tuple(each for each in options if not each.gated)
 
     def is_none(self, shape) -> Boolean:
-        """Whether there is none."""
+        """Whether results have no activation."""
         return shape.activation == 0 if self.own is None else Boolean(False)
 
     def is_gated(self, shape) -> Boolean:
-        """Whether a result is made of two rows of the weight."""
+        """Whether one result is made of two rows of the weight, gate and up."""
         if self.own is None:
             (gated,) = self.gated
             return shape.activation == gated.number
         return Boolean(self.own.gated)
 
     def leaves_features(self, shape) -> Boolean:
-        """Whether there is a result for each row of the weight."""
+        """Whether there is one result for each row of the weight."""
         if self.own is None:
             (gated,) = self.gated
             return shape.activation != gated.number
@@ -61,7 +61,7 @@ class Activate:
 
     @cute.jit
     def features(self, shape, acc: RegisterTensor, first: int, count: int, option: int = 0):
-        """Applies an activation without gate to results [first : first + count]."""
+        """Applies an activation without gate, in place, to acc[first : first + count]."""
         if const_expr(option < len(self.by_feature)):
             if self._is(shape, self.by_feature[option]):
                 for i in cutlass.range_constexpr(first, first + count):
@@ -71,8 +71,8 @@ class Activate:
 
     @cute.jit
     def neighbours(self, shape, results: RegisterTensor, count: int):
-        """Applies the activation to ``count`` results of neighbouring rows; a gated one leaves half as many, the
-        first."""
+        """Applies the activation, in place, to ``count`` results of neighbouring rows of the weight. A gated activation
+        leaves its results in the first half."""
         if const_expr(len(self.gated) > 0):
             if self.is_gated(shape):
                 for i in cutlass.range_constexpr(count // 2):

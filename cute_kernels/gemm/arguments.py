@@ -1,26 +1,27 @@
 """The arguments that kernels of linear layers are launched with; they are listed nowhere else.
 
-Dense products (`STREAM`, `TILES` and what begins with them): x [m, k], k and the distance of rows multiples of 8, on 16
-bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of x's dtype and zeros uint8
-[num_tiles, groups, 64]; bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n for swiglu) of the kind
-``out_kind``; workspace fp32, every word EMPTY before and after.
+Dense products (`STREAM`, `TILES` and what begins with them) take x [m, k]; k and the distance of rows are multiples of
+8, and rows begin on 16 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of x's
+dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n
+for swiglu) of the kind ``out_kind``; workspace fp32, every word EMPTY before and after.
 
     k_blocks              padded K / the k block of the configuration
     activation, out_kind  numbers of :mod:`.activations` and :mod:`.out_kinds`
     num_slices, num_groups, max_parts
-                          of a stream: slices of K, groups of CTAs, all of which must fit on the GPU together, parts of
-                          a block; workspace [blocks, max_parts, m * block_rows]
-    whole                 tiles that are not cut, of CTAs that multicast activations together one
-    splits                parts of the others, of K, none of them empty, or of rows of x, 1 unless the configuration
-                          cuts tiles; of every tile, where its CTA has them one after the other; workspace [tiles that
-                          are cut, splits - 1, block_rows * tile_m]
-    num_ctas              that are launched
+                          of a stream: slices of K; groups of CTAs; parts of a block, at most. All CTAs must fit on the
+                          GPU together. workspace [blocks, max_parts, m * block_rows]
+    whole                 tiles that are not cut; tiles of CTAs that multicast activations together count as one
+    splits                parts of each other tile: parts of K, none of them empty, or of rows of x. 1 unless the
+                          configuration cuts tiles. A sequential reduction cuts every tile, and one CTA computes all of
+                          its parts. workspace [tiles that are cut, splits - 1, block_rows * tile_m]
+    num_ctas              how many CTAs are launched
     factors               of inputs that are scaled: [k], of x's dtype, on 16 bytes
 
-Rows of x made ready (`INPUT_ROWS`): out [m, k], k a multiple of 8; addresses on 16 bytes: x, rows of k elements,
-``stride`` elements apart, a multiple of 8; order int32 [k], which input of x each is; factors [k] of x's dtype, in x's
-order. Those that the configuration has no use for are not read. parts: CTAs of each row. end: address of the int32
-that says how many places of out have a row, or 0: all; rows int32 [m], the row of x at each place, or 0: each its own.
+`INPUT_ROWS` has the arguments of the kernel that prepares rows. out: [m, k], k a multiple of 8. Addresses are on 16
+bytes. x: rows of k elements, ``stride`` elements apart, a multiple of 8. order: int32 [k], the input of x that each
+input of out is. factors: [k] of x's dtype, in x's order. order and factors are read only if the configuration uses
+them. parts: CTAs of each row. end: address of an int32, how many places of out have a row, or 0: all. rows: int32 [m],
+the row of x at each place, or 0: each place's own number.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RESULT = ("activation", "out_kind")
 
 
 def matrix_arguments(addresses: tuple[str, ...], numbers: tuple[str, ...], matrix: str = "x") -> LaunchArguments:
-    """A matrix, then addresses, then numbers."""
+    """Returns launch arguments: a matrix, then addresses, then int32 numbers."""
     return joined(arguments("tensor", matrix), arguments("address", *addresses), arguments("int32", *numbers))
 
 
@@ -45,8 +46,8 @@ class CompiledAs:
     """How a configuration is compiled: its kernel class and its launch arguments.
 
     Attributes:
-        made_by: "module:name" of what makes the kernel of the configuration, imported where it is compiled.
-        arguments: what it is launched with: a row-major matrix of any size first.
+        made_by: "module:class" of the kernel, imported only where it is compiled.
+        arguments: the launch arguments; the first is a row-major matrix of any size.
         dtype: of the matrix, default the configuration's.
         divisibility: of the matrix's rows, in elements. assumed_align: of its start, in bytes.
     """
@@ -59,7 +60,8 @@ class CompiledAs:
 
 
 def code_of(config: object) -> tuple[str, ...]:
-    """The module of a configuration's reduction, by name; nothing imports it before it is compiled."""
+    """Returns "module:name" of the device code of a configuration's reduction. It is imported only where a kernel is
+    compiled."""
     reduction = getattr(config, "reduction", None)
     return () if reduction is None else (reduction.made_by,)
 
@@ -108,9 +110,12 @@ TAKES_NORM = joined(
     arguments("int32", "parts"),
     arguments("float32", "inverse_k", "eps"),
 )
-"""Of products around a deferred norm: weights bf16 [n], n a multiple of 256, on 16 bytes; out bf16 [m, n]; out fp32 [m,
-n / 64]; offset, added to weights. Or of the other side, squares: fp32 [m, parts], on 16 bytes; parts a multiple of 4;
-inverse_k: 1 / k."""
+"""The arguments of products around a deferred norm, in addition to those of `TILES`.
+
+`GIVES_NORM`, before the norm: norm, the norm's weight, bf16 [n], n a multiple of 256, on 16 bytes; scaled bf16 [m, n]
+and squares fp32 [m, n / 64], which are written; offset, added to the norm's weight. `TAKES_NORM`, after the norm:
+squares fp32 [m, parts], on 16 bytes, parts a multiple of 4; inverse_k, 1 / k; eps.
+"""
 
 
 INPUT_ROWS = joined(

@@ -1,4 +1,4 @@
-"""A call of a weight-only linear layer as one object: what decides its plan, and its checks."""
+"""`LinearCall`, a call of a quantised linear layer, with the key of its plan and its checks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def _wanted(call: LinearCall) -> Iterator[Wanted]:
 
 
 def rows_wanted(x: object, weight: Packed | WeightTensors, leading: str) -> Wanted:
-    """Returns what is wanted of x: rows of a weight's inputs in its dtype, where it is. leading: x's sizes before K."""
+    """Returns what is wanted of x: [leading, K] in the weight's dtype, on its device. leading: the sizes before K, as
+    messages name them."""
     dtype = weight.dtype
     if dtype not in SCALE_DTYPES:  # of a module whose dtype was changed
         raise TypeError(f"scales: got dtype {dtype}, want torch.bfloat16 or torch.float16")
@@ -110,7 +111,7 @@ def norm_wanted(norm: object, x: torch.Tensor, name: str = "norm") -> Wanted:
 
 
 def results_wanted(call: LinearCall, x: torch.Tensor) -> Iterator[Wanted]:
-    """Yields what is wanted of bias, residual and ``out`` beside checked rows x."""
+    """Yields what is wanted of bias, residual and ``out``, given checked rows x."""
     n = call.weight.shape[0]
     sizes = (*x.shape[:-1], out_features(n, call.activation))
     if call.out is not None:
@@ -122,13 +123,14 @@ def results_wanted(call: LinearCall, x: torch.Tensor) -> Iterator[Wanted]:
 
 
 def out_wanted(out: object, out_dtype: torch.dtype | None, sizes: tuple[int, ...], device: torch.device) -> Wanted:
-    """Returns what is wanted of a result's tensor that the caller gives."""
+    """Returns what is wanted of ``out``, the caller's tensor for the result."""
     dtypes = OUT_DTYPES if out_dtype is None else (out_dtype,)
     return Wanted("out", out, dtypes, sizes, device, contiguous=True)
 
 
 def check_activation(activation: object, n: int) -> None:
-    """Raises ValueError unless a weight of ``n`` rows can have the activation, and that its numbers."""
+    """Raises ValueError unless the activation fits a weight of ``n`` rows and the activation's own numbers are
+    valid."""
     found = activation_named(activation)
     if found is None:
         return
@@ -138,13 +140,13 @@ def check_activation(activation: object, n: int) -> None:
 
 
 def check_norm_numbers(eps: object, offset: object) -> None:
-    """Raises TypeError or ValueError unless they are a norm's numbers."""
+    """Raises TypeError or ValueError unless eps is a number of at least 0 and offset is a number."""
     check_number("norm_eps", eps, least=0)
     check_number("norm_offset", offset)
 
 
 def check_out_dtype(out_dtype: object) -> None:
-    """Raises TypeError unless a result can have the dtype; None stands for another argument's."""
+    """Raises TypeError unless out_dtype is a dtype that results can have, or None: the dtype of another argument."""
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {', '.join(map(str, OUT_DTYPES))}")
 

@@ -19,7 +19,7 @@ Schedule = StreamSchedule | TileSchedule
 
 
 def candidates(problem: LinearProblem) -> Iterator[Schedule]:
-    """Every schedule of any kernel that is right for a problem."""
+    """Yields every schedule, of any kernel, that supports a problem."""
     if problem.batch_invariant:
         yield from invariant.schedules(problem)
         return
@@ -31,7 +31,7 @@ def candidates(problem: LinearProblem) -> Iterator[Schedule]:
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem) -> Schedule:
-    """The schedule that is expected to be the fastest.
+    """Returns the schedule that is expected to be the fastest.
 
     Raises ValueError: K is too long for the shared memory of all SMs together.
     """
@@ -42,15 +42,15 @@ def chosen(problem: LinearProblem) -> Schedule:
 
 
 def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
-    """Whether the model of time is fitted for a schedule. With few rows it is fitted for the memory-bound kernel, for
-    tiles in limbs and for warpgroups that interleave k blocks."""
+    """Whether the model of time is fitted to measurements of such schedules. Up to `FEW_ROWS` rows it is fitted to the
+    memory-bound kernel, to tiles in int8 limbs and to intra-CTA split-K."""
     if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
         return True
     return schedule.config.limbs or schedule.config.k_warpgroups > 1
 
 
 def expected_us(problem: LinearProblem, schedule: Schedule) -> float:
-    """Microseconds that the models expect of a schedule, comparable among all of a problem."""
+    """Returns the expected microseconds of a schedule, comparable among all schedules of a problem."""
     if isinstance(schedule, StreamSchedule):
         return stream.estimate_us(problem, schedule) + stream.launch_us(problem)
     return (invariant if problem.batch_invariant else tiles).expected_us(problem, schedule)

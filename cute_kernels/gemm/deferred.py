@@ -63,8 +63,8 @@ class Side(NamedTuple):
 def deferred_product_of(
     m: int, side: Side, dtype: torch.dtype, device: int, kind: DeferredKind, activation: object = None
 ) -> Product | None:
-    """The product of ``m`` rows on one side of a deferred norm. None if no kernel does it, or if the kernel is not
-    compiled and the compiler may not be waited for."""
+    """Returns the product of ``m`` rows on one side of a deferred norm. None if no kernel supports it, or if the kernel
+    is not compiled and may not be compiled now."""
     if dtype != torch.bfloat16 or (side.n if kind == GIVES else side.k) % STEP_N or not is_supported(device):
         return None
     problem = problem_of(m, *side, dtype, device, activation=activation)
@@ -100,7 +100,7 @@ class GivingCall(NamedTuple):
 
 
 def give_apart(call: GivingCall) -> NormedRows:
-    """The rows by an ordinary product, of a checked call: the norm is left to the next product."""
+    """Computes a checked call's rows by an ordinary product. Their norm is launched before the next product."""
     rows = ops.linear(LinearCall(call.x, call.weight, call.bias, call.residual))
     return NormedRows(rows, call.norm, call.eps, call.offset)
 
@@ -195,8 +195,8 @@ def give(call: GivingCall) -> NormedRows:
 
 
 def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
-    """Whether no launch lies between a product of ``m`` rows with ``weight``, the norm of its rows, and their product
-    with ``following``: whether both kernels are on the sides of a deferred norm. May compile them."""
+    """Whether the norm between two products of ``m`` rows, with ``weight`` and then with ``following``, takes no
+    launch. Both products then have kernels for a deferred norm. May compile these kernels."""
     gives, takes = weight.form, following.form
     if not (weight.codes.is_cuda or GPU.takes_cpu) or takes.device_index != gives.device_index:
         return False
@@ -207,7 +207,7 @@ def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
 
 
 def no_launch_between(m: int, gives: Side, takes: Side, dtype: torch.dtype, device: int) -> bool:
-    """`leaves_norm` of weights [n, k] on a GPU; the second has its inputs in their own order and unscaled."""
+    """Whether `leaves_norm` holds for two weights [n, k] on a GPU, the second one without perm and input_scale."""
     if not m or takes.k != gives.n or deferred_product_of(m, takes, dtype, device, TAKES) is None:
         return False
     return deferred_product_of(m, gives, dtype, device, GIVES) is not None
@@ -223,7 +223,7 @@ def _takes(m: int, form: WeightForm, dtype: torch.dtype, index: int) -> bool:
 
 
 def take(call: LinearCall) -> torch.Tensor:
-    """`cute_kernels.quantized_linear` of `NormedRows`."""
+    """Computes `cute_kernels.quantized_linear` of `NormedRows`."""
     parts = call.x.deferred
     if parts is None or call.batch_invariant is not False or not is_direct(parts.scaled, call.weight.codes):
         return take_apart(call)
@@ -252,8 +252,8 @@ def check_taking(call: LinearCall) -> LinearCall:
 
 
 def _check_parts(rows: NormedRows) -> None:
-    """Raises TypeError or ValueError unless the parts of a deferred norm fit rows of this size, as products produce
-    them."""
+    """Raises TypeError or ValueError unless the parts of a deferred norm have the dtypes, shapes, device and alignment
+    that products give them."""
     k, parts = rows.rows.shape[-1], rows.deferred
     if parts is None:
         return

@@ -1,4 +1,4 @@
-"""Chooses which products are on a side of a deferred norm, and which of their kernels ship. Plain Python, no GPU."""
+"""Chooses the kernels of products before and after a deferred norm, and which of them ship. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
 
 
 def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> WgmmaConfig | None:
-    """The kernel of a schedule on one side of a deferred norm. None if it has none, or if its CTAs have several work
-    tiles: there is memory for the results of one, and for the factors of one tile of rows."""
+    """Returns a schedule's configuration on one side of a deferred norm; None if there is no such kernel.
+
+    Before the norm a CTA has memory for the results of one work tile, after it for the factors of one tile of rows.
+    Schedules that need more have no kernel.
+    """
     if not isinstance(schedule, TileSchedule):
         return None
     if schedule.num_work_tiles > schedule.num_ctas and (kind == GIVES or schedule.m_tiles > 1):
@@ -39,10 +42,12 @@ def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> Wgm
 def beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> StreamSchedule | TileSchedule:
-    """The schedule of a product on one side of a deferred norm, whose schedule without a norm is ``schedule``.
+    """Returns the schedule of a product on one side of a deferred norm. ``schedule``: the product's schedule without a
+    norm.
 
-    Where that has no kernel for the norm, it is the fastest schedule that has one, if it costs less time than a norm's
-    launch. This holds for products whose tiles have measured times.
+    The result is ``schedule`` if it has a kernel for the norm. Otherwise it is the fastest schedule that has one, if it
+    is slower by less than a norm's launch; else it is ``schedule`` all the same. Only problems with measured times
+    (`is_short`) look for another schedule.
     """
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule
@@ -57,14 +62,14 @@ def beside_a_norm(
 def config_beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> WgmmaConfig | None:
-    """The kernel of a product on one side of a deferred norm, whose schedule without a norm is ``schedule``; None if
-    there is none."""
+    """Returns the configuration of the schedule that `beside_a_norm` chooses, with its side of the norm; None if there
+    is none."""
     return deferred(beside_a_norm(problem, schedule, kind), kind)
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Configurations that bundles hold: for 4-bit weights in groups of 128, the layers and rows above. Others compile
-    on demand."""
+    """Returns the configurations that bundles hold: 4-bit weights in groups of 128, `SHIPPED_LAYERS` and
+    `SHIPPED_ROWS`. Others compile on demand."""
     found: dict[WgmmaConfig, None] = {}
     for kind, layers in SHIPPED_LAYERS.items():
         for (n, k), rows in product(layers, SHIPPED_ROWS):

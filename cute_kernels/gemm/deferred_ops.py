@@ -4,8 +4,8 @@
     y = weight_only_linear_of_normed(x, squares, rows, ...)   the product after it
 
 For some numbers of rows kernels leave the norm to the second product. x is then rows times the norm's weight, and
-squares are sums of theirs. For others x is the normed rows, and squares are of no meaning. Both operators are told of
-both products, so that they find the same answer.
+squares has sums of squares of rows. For other numbers x is the normed rows, and squares is not read. Both operators get
+both products' formats and shapes, so they decide alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> b
 
 
 def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
-    """Returns what a kernel leaves of a norm."""
+    """Computes, in torch, the parts of a deferred norm that a kernel of the first product stores."""
     values = rows.float()
     scaled = (values * norm.float()).to(rows.dtype)
     return DeferredParts(scaled, values.unflatten(1, (-1, SQUARES_N)).square().sum(-1))
@@ -44,7 +44,7 @@ def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
 def give_plain(
     x, codes, scales, zeros, bias, residual, format, n, k, norm, eps, taker_format, taker_n
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first operator, for `plain` tensors and without gradients."""
+    """Computes `giving` for `plain` tensors, without gradients."""
     form = weight_format(format)
     gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
     if not _left(residual, norm, gives, takes):
@@ -67,7 +67,7 @@ def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps,
 def take_plain(
     x, squares, rows, norm, eps, giver_format, giver_k, codes, scales, zeros, bias, format, n, k, activation
 ) -> torch.Tensor:
-    """The second operator, for `plain` tensors and without gradients."""
+    """Computes `taking` for `plain` tensors, without gradients."""
     form = weight_format(format)
     gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
     if not _left(rows, norm, gives, takes):
@@ -89,7 +89,7 @@ giving = Operator(
     cuda=of_plain(give_plain),
     meta=_give_meta,
 )
-"""(rows [M, n] of a product with a residual, what the product after their norm takes [M, n], fp32 [M, n / 64])."""
+"""The product before the norm: returns (rows [M, n], the next product's x [M, n], squares fp32 [M, n / 64])."""
 
 taking = Operator(
     "weight_only_linear_of_normed(Tensor x, Tensor squares, Tensor rows, Tensor norm, float eps, str giver_format, "
@@ -99,4 +99,4 @@ taking = Operator(
     cuda=of_plain(take_plain),
     meta=_take_meta,
 )
-"""The product of normed rows, [M, n] or half as many columns, of what ``giving`` returned."""
+"""The product after the norm, of what ``giving`` returned: [M, n], or [M, n / 2] of a gated activation."""

@@ -1,4 +1,4 @@
-"""What kernels of products are launched on: addresses, and scales as numbers."""
+"""The addresses that kernels of products are launched with, and loads of stored scales as fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cute_kernels.formats.weights.decoder import CodeDecoder
 
 @dataclass(frozen=True)
 class Operands:
-    """Addresses of a launch. bias, residual, zeros and workspace are 0 where there is none."""
+    """Addresses of a launch. bias, residual, zeros and workspace are 0 where the launch has none."""
 
     x: Int64  # [m, k] of the configuration's dtype
     codes: Int64
@@ -29,8 +29,8 @@ class Operands:
 
 
 def operands_of(kind: Any, given, **others) -> Any:
-    """The operands, of a ``kind`` of dataclass, from a launch's arguments, and from ``others`` that these do not
-    have."""
+    """Makes the operands, a dataclass ``kind``, from a launch's arguments ``given``. others: fields that ``given``
+    lacks."""
     if "x" not in others:
         others["x"] = ptx.address(given.x)
     names = (own.name for own in fields(kind) if own.name not in others)
@@ -38,7 +38,8 @@ def operands_of(kind: Any, given, **others) -> Any:
 
 
 def scale_number(config, decoder: CodeDecoder, word):
-    """The fp32 number of a stored scale, zero-extended, of a configuration's format."""
+    """Returns the fp32 number of a stored scale in the configuration's format. word: the scale's bits,
+    zero-extended."""
     if config.format.scale_bytes == 4:
         return word.bitcast(Float32)
     if config.format.power_scales:  # 2**-127 is subnormal: the bit below those of the exponent
@@ -48,8 +49,8 @@ def scale_number(config, decoder: CodeDecoder, word):
 
 
 def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
-    """Loads scales of the second level of rows ``row`` and ``row`` + 8 of a tile whose stored scales end at an
-    address."""
+    """Loads the second-level scales, fp32, of a tile's rows ``row`` and ``row`` + 8. end: the address where the tile's
+    stored scales end."""
     size, bits = form.scale_bytes, 8 * form.scale_bytes
     first = end - form.more_groups * form.group_scale_bytes + Int64(row) * size
     words = [Uint32(0), Uint32(0)]
@@ -62,8 +63,8 @@ def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
 
 @cute.jit
 def row_of(end, rows, place):
-    """Returns (the number of places with a row, this place's row). end, rows: addresses, as `.arguments` has them; 0:
-    every place has its own row."""
+    """Returns (how many places have a row, the number of this place's row of x). end, rows: addresses as in
+    `INPUT_ROWS`; with ``end`` 0 every place has a row, with ``rows`` 0 its own number."""
     count, row = place + 1, place
     if end != 0:
         count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])

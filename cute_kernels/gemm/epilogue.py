@@ -1,6 +1,7 @@
-"""Stores results of products from fp32 sums: biases, activation and residual of four neighbours of a row at a time.
+"""Stores results of products from fp32 sums, four neighbouring output features of a token at a time, with bias,
+activation and residual.
 
-Every kernel's epilogue ends here with outputs that its own fast paths do not store.
+Every kernel's epilogue uses it for outputs that its own fast paths do not support.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Target:
 
 
 class Results:
-    """Four neighbouring results of a token, of any dtype and alignment.
+    """The loads and stores of four neighbouring results of a token, of any output dtype and alignment.
 
     Args:
         dtype: of biases, "bf16" or "fp16".
@@ -41,15 +42,16 @@ class Results:
         self.dtype, self.activate = dtype, Activate(activation)
 
     def target(self, shape, token, row, bias):
-        """Returns where results of output features ``row`` and after are stored for a token. bias: the first one's
-        place."""
+        """Returns where a token's results of four output features from ``row`` on are stored. bias: the index of the
+        first one's bias."""
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return Target(row, place, cutlass.min(shape.n - row, VECTOR) >> halves, bias)
 
     @cute.jit
     def load_extras(self, operands, shape, target, extras):
-        """Loads bias and residual of four neighbouring results; zeros where there is none."""
+        """Loads the biases of four neighbouring results into extras[:4] and their residual into extras[4:]; zeros where
+        there is none."""
         extras.fill(0.0)
         if operands.bias != 0:
             for i in cutlass.range_constexpr(VECTOR):
@@ -76,7 +78,7 @@ class Results:
 
     @cute.jit
     def load_element(self, base, index, kind):
-        """Loads an element of a tensor that an earlier kernel, or this thread, may have written."""
+        """Loads an element, as fp32, of a tensor that an earlier kernel or this thread may have written."""
         result = Float32(0.0)
         if kind == FP32:
             result = ptx.load_relaxed_part(base + index * 4, 4).bitcast(Float32)

@@ -1,10 +1,13 @@
 """Products in FP8 that a caller asks for: activations in E4M3 by weights whose codes are E4M3 numbers.
 
-Few rows take as long as their weights, so FP8 would gain nothing: x is rounded to E4M3 and left in bf16, and a 16-bit
-product follows. Of more rows torch's own product computes those with one scale a row on both sides, and nothing but a
-bias to add (`torch._scaled_mm`: bf16 results, N and K multiples of 16). It takes codes row by row, which `row_codes`
-makes once of a weight while the GPU has room for the copy. All else is a launch that makes rows of E4M3, and our
-product (`cute_kernels.gemm.operands`).
+With few rows the weights' bytes decide the time, so FP8 MMAs would gain nothing. x is rounded to E4M3, stored in bf16,
+and multiplied by a 16-bit product.
+
+With more rows torch's own product (`torch._scaled_mm`) is used where x and W have one scale per row and only a bias is
+added. Its results are bf16, and N and K multiples of 16. It wants codes row by row: `row_codes` copies a weight's codes
+once, while the GPU has room for the copy.
+
+Otherwise one launch makes rows in E4M3, and a kernel of `cute_kernels.gemm.operands` multiplies them.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ FAST_ACCUMULATION = False  # of its sums in some 14 bits, which over long K err 
 class Fp8Call(NamedTuple):
     """A product with ``activations="fp8"``.
 
-    linear: the call without that argument. scale: of all of x, or None: x has scales of its own.
+    linear: the call without that argument. scale: the scale of all of x, or None: scales are computed from x.
     """
 
     linear: LinearCall
@@ -52,14 +55,14 @@ class Fp8Call(NamedTuple):
 
 
 def takes_row_codes(weight: PackedWeight | WeightTensors) -> bool:
-    """Whether torch's product may serve a weight."""
+    """Whether torch's product supports a weight."""
     form, shape = weight.format, weight.shape
     by_rows = form.codes_name == "e4m3" and not form.group_size and weight.dtype == torch.bfloat16
     return by_rows and not any(size % TORCH_MULTIPLE for size in shape)
 
 
 def row_codes(weight: PackedWeight) -> torch.Tensor:
-    """Codes of an FP8 weight row by row, float8_e4m3fn [N, K], as torch's product takes them: a second copy of them."""
+    """Copies an FP8 weight's codes row by row, float8_e4m3fn [N, K], as torch's product takes them."""
     n, k = weight.shape
     rows = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     tiles, blocks, _ = weight.codes.shape
@@ -70,17 +73,18 @@ def row_codes(weight: PackedWeight) -> torch.Tensor:
 
 
 _kept_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""`row_codes` by the codes of their weights."""
+"""`row_codes` of weights, by the tensor of each weight's codes; None where they may not be copied."""
 
 
 def has_room(size: int, device: torch.device) -> bool:
-    """Whether enough of a device's memory stays free beside a copy of so many bytes."""
+    """Whether half of a device's memory stays free after a copy of ``size`` bytes."""
     free, total = torch.cuda.mem_get_info(device)
     return free - size > total / MEMORY_KEPT
 
 
 def kept_row_codes(weight: PackedWeight | WeightTensors, may_copy: Callable[[], bool]) -> torch.Tensor | None:
-    """`row_codes` of a weight, made by the first product with its codes; None, and so from then on, if it may not."""
+    """Returns `row_codes` of a weight, made at the first call for its codes. None if ``may_copy`` refused at that
+    call."""
     if weight.codes not in _kept_rows:
         plain = PackedWeight(*weight[:5], check_values=False) if isinstance(weight, WeightTensors) else weight
         _kept_rows[weight.codes] = row_codes(plain) if may_copy() else None
@@ -106,7 +110,7 @@ def check(call: Fp8Call) -> Fp8Call:
 
 
 def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
-    """The plan of a checked call; None for one without rows."""
+    """Returns the plan of a checked call; None for a call without rows."""
     if call.linear.size[0] == 0:
         return None
     index = call.linear.x.get_device()
@@ -115,10 +119,11 @@ def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
 
 
 def has_few_rows(call: Fp8Call) -> bool:
-    """Whether a 16-bit product of rounded x is expected to be the fastest, and near enough.
+    """Whether a 16-bit product of rounded x is expected to be the fastest, and is exact enough.
 
-    It is not for fp16, which may not hold the numbers that codes stand for. It is not for a given scale with a weight
-    in groups: bf16 rounds both scales. Batch-invariant products may not depend on the number of rows, as it does.
+    It is not exact for fp16, which may not hold the numbers that codes stand for. Nor is it for a given scale and a
+    weight in groups: bf16 rounds both scales. Batch-invariant products never use it, since the choice depends on the
+    number of rows.
     """
     given, form = call.linear, call.linear.weight.format
     most = FEW_BLOCK_ROWS if form.bits == 8 and form.group_size else FEW_ROWS
@@ -127,7 +132,7 @@ def has_few_rows(call: Fp8Call) -> bool:
 
 
 def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call], torch.Tensor]:
-    """The plan of our kernels: one launch that rounds rows of x, and the product."""
+    """Returns the plan of our kernels: one launch that rounds rows of x, then the product."""
     given, (m, n, k) = call.linear, call.linear.size
     form, dtype = given.weight.format, given.x.dtype
     problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant, given.activation)
@@ -171,7 +176,7 @@ def by_torch(call: Fp8Call) -> bool:
 
 
 def _torch_plan(index: int) -> Plan[[Fp8Call], torch.Tensor]:
-    """The plan of torch's product, and of ours for weights whose codes are not kept twice."""
+    """Returns the plan of torch's product. Our product computes calls with weights whose codes may not be copied."""
     is_ours, own = is_supported(index), list[Plan[[Fp8Call], torch.Tensor]]()
 
     def launch(given: Fp8Call) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Makes packed weights of codes and scales as checkpoints store them: `pack_weight`, and `pack_experts` of all at once.
+"""Makes packed weights of codes and scales as checkpoints store them: `pack_weight`, and `pack_experts` for all
+experts.
 
 Nothing is quantised here: codes and scales keep their bytes, except scales of groups with codes that are NaN.
 """
@@ -35,7 +36,7 @@ def pack_weight(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs codes and scales that are given, as checkpoints store them.
+    """Packs given codes and scales, laid out as checkpoints store them.
 
     | format | codes | scales | second |
     |---|---|---|---|
@@ -48,11 +49,11 @@ def pack_weight(
 
     Args:
         format: a weight format, its name or its key; one without zero points.
-        codes: bytes, as uint8 or int8 or in torch's dtype of such numbers; of 4-bit codes two in a byte, the lower four
-            bits those of the even input.
-        scales: of groups [N, G] or of square blocks [ceil(N / group_size), G], with G = ceil(K / group_size); bytes as
-            uint8 or in torch's dtype, which is looked at, never converted. A scale of a block is stored once for each
-            of its rows. fp32 scales may come in bf16 or fp16. Without groups one number, [N] or [N, 1].
+        codes: bytes, as uint8, int8 or torch's dtype of the format. Two 4-bit codes share a byte; the even input has
+            the lower four bits.
+        scales: [N, G] of groups, or [ceil(N / group_size), G] of square blocks, with G = ceil(K / group_size). Without
+            groups: one number, [N] or [N, 1]. One-byte scales come as uint8 or in torch's dtype, and keep their bytes.
+            fp32 scales may come in bf16 or fp16. A block's scale is stored once for each of its rows.
         second: scales of the second level, which multiply: one for the tensor, or [N] or [N, 1].
         second_divides: whether the weight is divided by ``second``, as compressed-tensors has it. Its reciprocal is
             rounded to fp32 once.
@@ -103,11 +104,12 @@ def pack_experts(
     """Packs every expert of a layer as `pack_weight` does one weight.
 
     Args:
-        codes, scales: as there, with a dimension E in front. second: one for all, or [E, ..] of what is there.
-        format, second_divides, dtype, device: as there.
+        codes, scales: as in `pack_weight`, with a dimension E in front. second: one number for all experts, or [E,
+            ...]: each expert's own, as in `pack_weight`.
+        format, second_divides, dtype, device: as in `pack_weight`.
 
     Raises:
-        TypeError, ValueError: as there, or tensors have different numbers of experts.
+        TypeError, ValueError: as `pack_weight`, or tensors have different numbers of experts.
     """
     check_tensors(codes=codes, scales=scales)
     if codes.dim() != 3 or codes.shape[0] < 1:
@@ -133,7 +135,7 @@ def _bytes_of(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) 
 def _stored_scales(
     form: WeightFormat, scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns [N, G] as the format stores them for activations of ``dtype``."""
+    """Returns scales [N, G] as the format stores them for activations of ``dtype``."""
     (n, k), size = shape, form.group_size
     if form.scale_bytes == 1:
         scales = _bytes_of("scales", scales, form.given_scale_dtypes)
@@ -155,7 +157,7 @@ def _stored_scales(
 
 
 def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The scales, NaN where a code of a group is NaN, a block of rows at a time."""
+    """Returns the scales, NaN for each group in which a code is NaN. It unpacks a block of rows at a time."""
     if not form.nan_codes:
         return stored
     n, k = shape
@@ -171,7 +173,7 @@ def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: t
 def _second_level(
     form: WeightFormat, second: torch.Tensor | float | None, n: int, divides: bool
 ) -> torch.Tensor | None:
-    """Returns fp32 [N] of formats with scales of a second level."""
+    """Returns the second-level scales, fp32 [N]; None if the format has none."""
     if not form.row_scales:
         if second is not None:
             raise ValueError(f"second: got scales of a second level, want None in the format {spelling(form)}")

@@ -21,7 +21,7 @@ def dense_weight(
     shape: list[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """W [N, K] of a `PackedWeight`, as torch.compile takes it: `PackedWeight.dequantize`."""
+    """Computes `PackedWeight.dequantize`, W [N, K], as an operator that torch.compile traces."""
     n, k = shape
     weight = PackedWeight(
         codes, scales, zeros=zeros, perm=perm, format=weight_format(form), shape=(n, k), check_values=False
@@ -40,7 +40,7 @@ def differentiable(
     gradients: Callable[[torch.Tensor], Sequence[torch.Tensor | None]],
     *tensors: torch.Tensor,
 ) -> torch.Tensor:
-    """Makes forward(*tensors), called without grad mode, a function with a backward pass for the tensors.
+    """Computes forward(*tensors) without grad mode, and gives the result a backward pass for the tensors.
 
     gradients: maps the result's gradient to one for each tensor.
     """

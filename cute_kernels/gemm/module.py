@@ -1,4 +1,4 @@
-"""The layer as an nn.Module."""
+"""`QuantizedLinear`, the quantised linear layer as an nn.Module."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ class OfWeight(OfFormat, nn.Module):
         raise NotImplementedError
 
     def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
-        """The format and buffers for a state dict's tensors; TypeError or ValueError if they do not fit."""
+        """Returns the format and buffers for a state dict's tensors. Raises TypeError or ValueError if they do not
+        fit."""
         raise NotImplementedError
 
     def _needed(self) -> list[str]:
-        """The names that a state dict must hold besides a weight's tensors; without them what is there stays."""
+        """Returns the names that a state dict must hold besides the weight's tensors. The module's own tensors stay
+        where one is missing."""
         return []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -90,8 +92,8 @@ class OfWeight(OfFormat, nn.Module):
         self._take(form, tensors, copy=not local_metadata.get("assign_to_params_buffers", False))
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
-        """Takes on loaded tensors. With ``copy`` they go to the module's device, and into its own tensors where they
-        fit, so that captured graphs see them, whose kernels are those of the format."""
+        """Takes on loaded tensors. With ``copy`` they go to the module's device, into its own tensors where format,
+        shape and dtype fit: captured CUDA graphs then read the new values."""
         codes = tensors["codes"]
         assert codes is not None
         device = codes.device if self.codes.is_meta else self.codes.device
@@ -108,7 +110,7 @@ class OfWeight(OfFormat, nn.Module):
 
 
 def is_conv1d(module: object) -> bool:
-    """Whether it is a Conv1D of transformers: y = x W + bias with W [in_features, out_features]."""
+    """Whether a module is a Conv1D of transformers: y = x W + bias with W [in_features, out_features]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
@@ -117,21 +119,21 @@ class QuantizedLinear(OfWeight):
     """An nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
 
     Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "activation_scale".
-    Loading one changes the number of bits, group size and options to those of what is loaded; only N and K must be the
-    layer's. Tensors are copied, into existing ones where they fit. `load_state_dict` reports a weight that lacks a
-    tensor or does not fit, and the layer is then as it was. Saved "shifts" become floating zero points.
+    Loading a state dict changes the layer's weight format to the loaded one; only N and K must be the layer's. Tensors
+    are copied, into existing ones where they fit. `load_state_dict` reports a weight that lacks a tensor or does not
+    fit, and the layer is then as it was. Saved "shifts" become floating zero points.
 
     Args:
         weight: [out_features, in_features].
-        bias: [out_features], or None; kept in the dtype of the weight's scales.
+        bias: [out_features], or None; kept in the weight's ``dtype``, that of x.
         shifts: floating [out_features, groups of in_features], added to each group of W, or None. The layer's weight
             then has floating zero points in the dtype of its scales: `cute_kernels.formats.weights.shifted`.
 
     Attributes:
         batch_invariant: as in `cute_kernels.quantized_linear`; False, and may be set. A state dict does not have it.
         activations: as in `cute_kernels.quantized_linear`; None, and may be set to "fp8". A state dict does not have
-            it. On a GPU such a layer of FP8 codes by rows keeps them twice: as many bytes again, made by its first
-            call.
+            it. On a GPU a layer whose FP8 codes have one scale per row keeps a second copy of them. Its first call
+            makes the copy, if enough memory is free.
         activation_scale: with "fp8", the scale of all of x, fp32 of one element; None: x has scales of its own.
 
     Raises:
@@ -170,7 +172,7 @@ class QuantizedLinear(OfWeight):
         device: torch.device | str | None = None,
         format: WeightFormat | str | None = None,
     ) -> QuantizedLinear:
-        """Makes the layer of an nn.Linear and quantises its weight; other arguments and errors as for
+        """Makes the layer of ``linear`` and quantises its weight. Other arguments and errors are those of
         `quantize_weight`.
 
         ``linear`` is an nn.Linear or a transformers.pytorch_utils.Conv1D, GPT-2's Linear with a transposed weight.
@@ -197,7 +199,7 @@ class QuantizedLinear(OfWeight):
 
     @property
     def products(self) -> str:
-        """The number format of its products, as reports say it."""
+        """The number format of the layer's products, as reports name it."""
         return products_in(self._activations)
 
     @activations.setter
@@ -206,7 +208,7 @@ class QuantizedLinear(OfWeight):
         self._activations = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes [..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
+        """Computes [..., out_features] of x [..., in_features], in x's dtype, which must be the weight's."""
         if x.requires_grad and torch.is_grad_enabled():
             return differentiable(lambda x: QuantizedLinear.forward(self, x), self._gradients, x)
         tensors = self._buffers  # nn.Module takes a detour to them as attributes
@@ -240,7 +242,7 @@ class QuantizedLinear(OfWeight):
         fp8.forget_row_codes(self.codes)
 
     def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
-        """The gradient of x, by the weight in 16 bits, which is unpacked anew each time."""
+        """Computes the gradient of x from that of y. Each call dequantises the weight to y's dtype."""
         return (of_y @ self.dequantize(of_y.dtype),)
 
     def extra_repr(self) -> str:
@@ -254,7 +256,8 @@ class QuantizedLinear(OfWeight):
         )
 
     def fold(self, shifts: torch.Tensor | None) -> None:
-        """Makes shifts the weight's floating zero points. A state dict may hold them as a tensor of their own."""
+        """Makes shifts the weight's floating zero points; None changes nothing. Some state dicts hold shifts as a
+        tensor of their own."""
         if shifts is not None:
             self._set(with_shifts(self.weight, checked_shifts(shifts, self.weight)), self.bias)
 
@@ -300,23 +303,23 @@ class QuantizedLinear(OfWeight):
 
 
 def check_products(activations: object, layer: OfWeight) -> None:
-    """Raises ValueError unless products with a layer's weight may round x so."""
+    """Raises ValueError unless products with a layer's weight support these activations."""
     if check_activations(activations, None, layer.weight_format):
         whole_k(padded_shape(layer.shape, layer.weight_format.group_size)[1])
 
 
 def products_in(activations: Activations | None) -> str:
-    """The number format of layers' products, as reports say it."""
+    """Returns the number format of layers' products, as reports name it."""
     return "16-bit products" if activations is None else "FP8 products"
 
 
 def describe(form: WeightFormat) -> str:
-    """A weight's format as modules print it."""
+    """Returns a weight's format as modules print it."""
     return ", ".join(f"{name}={value}" for name, value in form.options.items())
 
 
 def checked_shifts(shifts: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """The shifts of a weight of integers; TypeError or ValueError if they do not fit it."""
+    """Returns the shifts of a weight of integers. Raises TypeError or ValueError if they do not fit the weight."""
     check_tensors(shifts=shifts)
     n, k = weight.shape
     wanted = [n, -(-k // (weight.group_size or k))]

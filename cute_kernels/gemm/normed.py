@@ -1,4 +1,4 @@
-"""Rows, and the RMSNorm of them that the next product reads."""
+"""`NormedRows`, rows together with the RMSNorm that the next product applies to them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RowNorm:
     def of(
         self, x: torch.Tensor, order: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The norm of x's rows by a launch of its own; rows are copied first where the launch cannot read them as they
-        lie.
+        """Computes the norm of x's rows by a launch of its own. Rows are copied first where the kernel does not support
+        their strides or alignment.
 
         order, input_scale: as in `cute_kernels.rms_norm`.
         """
@@ -42,7 +42,7 @@ class RowNorm:
 
 
 def _is_normable(x: torch.Tensor) -> bool:
-    """Whether the kernel of a norm takes rows as they lie: at one distance, each on 16 bytes."""
+    """Whether the norm's kernel reads rows without a copy: they have one stride, and each begins on 16 bytes."""
     if not x.numel():
         return True
     stride = row_stride(x)
@@ -55,7 +55,7 @@ def _is_normable(x: torch.Tensor) -> bool:
 @dataclass(frozen=True, eq=False)
 class DeferredParts:
     """The parts of a norm that the next product finishes. scaled: bf16 [M, n], rows times the norm's weight; squares:
-    fp32 [M, n / 64], sums of squares of 64 of a row each."""
+    fp32 [M, n / 64], each the sum of squares of 64 columns of a row."""
 
     scaled: torch.Tensor
     squares: torch.Tensor
@@ -63,8 +63,8 @@ class DeferredParts:
 
 @dataclass(frozen=True, eq=False)
 class NormedRows:
-    """Rows, and the RMSNorm of them that the next product reads: returned by `quantized_linear_norm`, taken by
-    `quantized_linear`.
+    """Rows, with the RMSNorm that the next product applies to them. `quantized_linear_norm` returns them, and
+    `quantized_linear` takes them as x.
 
     Attributes:
         rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; any strides, n a multiple of 8 up to
@@ -89,7 +89,8 @@ class NormedRows:
         check_rows(self.rows, self.norm, self.norm_eps, self.norm_offset)
 
     def normed(self) -> torch.Tensor:
-        """Computes the norm of the rows, [..., n] in their dtype, by `rms_norm`: for any other consumer."""
+        """Computes the normed rows, [..., n] in their dtype, by `rms_norm`, for consumers other than
+        `quantized_linear`."""
         return RowNorm(self.norm, self.norm_eps, self.norm_offset).of(self.rows)
 
 
@@ -108,7 +109,8 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
 def left_to_next(
     rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
 ) -> NormedRows:
-    """Rows of a checked call with the parts of their norm; not checked again, as every layer makes some."""
+    """Makes the `NormedRows` of a checked call, with the parts of their norm. Nothing is checked again, as every layer
+    makes some."""
     made = object.__new__(NormedRows)
     values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
     made.__dict__.update(values)

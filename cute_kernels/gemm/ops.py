@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 @torch.no_grad()
 def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Computes a checked call by a function of rows [m, k] that are ready, and of a weight's fields."""
+    """Computes a checked call by ``work``, a function of prepared rows [m, k] and of the weight's fields."""
     x, weight, residual = call.x, call.weight, call.residual
     n, k = weight.shape
     rows = x if call.norm is None else RowNorm(call.norm, call.eps, call.offset).of(x)
@@ -44,7 +44,7 @@ def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor
 
 
 def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """The tensor [..., columns] as a contiguous [rows, columns]; itself if it is one."""
+    """Returns a tensor [..., columns] as a contiguous [rows, columns]; the tensor itself if it is that already."""
     if tensor.dim() != 2:
         tensor = tensor.reshape(-1, columns)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -78,7 +78,7 @@ def _fields_on_cuda(
 
 
 def fields_on_meta(x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, *_, **__):
-    """Returns what products of these fields give, in 16 bits and in FP8."""
+    """Returns an empty result of a product with these fields, in 16 bits or in FP8."""
     return x.new_empty((x.shape[0], out_features(n, activation)), dtype=out_dtype)
 
 
@@ -92,17 +92,17 @@ operator = Operator(
 
 
 _checked: dict[tuple[Hashable, ...], None] = {}
-"""What decides whether tensors are those of a weight, of those that are: an engine's layers ask for it in each step."""
+"""Keys of the tensors that `weight_of` has checked. An engine's layers pass the same tensors in each step."""
 forgotten(_checked.clear)
 
 
 def weight_of(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
 ) -> WeightTensors:
-    """A weight of plain tensors, as operators take them.
+    """Makes a weight of plain tensors, as operators take them.
 
     Raises:
-        TypeError, ValueError: they are not those of one; the message names the field.
+        TypeError, ValueError: the tensors do not make a weight; the message names the field.
     """
     key = form.key, shape, identity(codes), identity(scales), None if zeros is None else identity(zeros)
     if key not in _checked:
@@ -112,7 +112,8 @@ def weight_of(
 
 
 def plain(tensor: T) -> T:
-    """A tensor that is no parameter, for which calls launch at once."""
+    """Returns the tensor, detached if it is a parameter or requires a gradient: calls of plain tensors launch
+    directly."""
     if tensor is None or (type(tensor) is torch.Tensor and not tensor.requires_grad):
         return tensor
     return tensor.detach()
@@ -122,7 +123,8 @@ SCALARS = frozenset({int, float, str})  # of operators' arguments that are no te
 
 
 def of_plain(work: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """Calls ``work`` with any tensors and other arguments, by position."""
+    """Returns a function that makes tensors `plain` and calls ``work`` without gradients. Its arguments are
+    positional."""
 
     def run(*given: Any) -> ResultT:
         with torch.no_grad():

@@ -1,3 +1,3 @@
-"""What a launch says the dtype of its output by: the argument ``out_kind`` of every product."""
+"""The numbers of output dtypes in launches: the argument ``out_kind`` of every product."""
 
 BF16, FP16, FP32 = range(3)

@@ -1,4 +1,4 @@
-"""The common part of packed weights: of a layer, and of experts."""
+"""The base classes of packed weights, of one layer or of all its experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class kept(Generic[T]):  # as functools.cached_property, which takes a lock up to Python 3.11
-    """A property that is computed once, of objects that do not change."""
+    """A property of immutable objects that is computed once."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self.make = make
@@ -33,8 +33,8 @@ class kept(Generic[T]):  # as functools.cached_property, which takes a lock up t
 
 
 class OfFormat:
-    """Properties that follow from a format and a shape, (N, K) without padding, of weights and of layers that hold
-    them."""
+    """The properties of weights, and of layers that hold them, that follow from their format and shape. The shape is
+    (N, K) without padding."""
 
     shape: tuple[int, int]
 
@@ -54,17 +54,18 @@ class OfFormat:
 
     @property
     def out_features(self) -> int:
-        """N: features of the result, rows (of each expert) without padding."""
+        """N: output features, rows of the weight (of each expert) without padding."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
-        """K: features of x, columns (of each expert) without padding."""
+        """K: features of x, columns of the weight (of each expert) without padding."""
         return self.shape[1]
 
 
 class Packed(OfFormat):
-    """Tensors of codes and scales of a format: a frozen dataclass with `check_values`.
+    """The tensors of weights in one format. Subclasses are frozen dataclasses whose constructors have an argument
+    `check_values`.
 
     Attributes:
         codes, scales: of the weights.
@@ -85,7 +86,7 @@ class Packed(OfFormat):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the activations that the weights take, which is that of the scales of integers."""
+        """The dtype of the activations that the weights take. Scales of integer formats have it, too."""
         return self.format.activation_dtype(self.scales.dtype)
 
     @property
@@ -99,7 +100,7 @@ class Packed(OfFormat):
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
-        """The same on another device; itself if it is there already.
+        """Returns the weights on another device. Tensors that are there already are not copied.
 
         Raises:
             TypeError, ValueError: there is no such device.

@@ -27,7 +27,7 @@ _TENSORS = ("codes", "scales", "zeros")
 
 
 class ExpertsForm(NamedTuple):
-    """The static properties of `PackedExperts`, all but their contents; device_index -1 on a CPU. activations: the
+    """The static properties of `PackedExperts`: all but their contents. device_index: -1 on a CPU. activations: the
     format that a call rounds x to for its products with them, "fp8" or None."""
 
     num_experts: int
@@ -42,7 +42,7 @@ class ExpertsForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedExperts(Packed):
-    """Weights [E, N, K] in 4- or 8-bit codes: those of `PackedWeight`, one after the other in each tensor.
+    """Weights [E, N, K] in 4- or 8-bit codes: each tensor holds those of E `PackedWeight`, one after the other.
 
     ``experts[e]`` is expert e as a `PackedWeight` that shares the memory. Act-order and input scales are not supported,
     as each expert would have its own.
@@ -89,7 +89,8 @@ class PackedExperts(Packed):
         return self.codes.shape[0]
 
     def __getitem__(self, expert: int) -> PackedWeight:
-        """An expert's weight, in the same memory; IndexError if it does not exist, TypeError for no int."""
+        """Returns an expert's weight, which shares the memory. Raises IndexError if there is no such expert, TypeError
+        unless ``expert`` is an int."""
         if not isinstance(expert, int) or isinstance(expert, bool):
             raise TypeError(f"expert: got {expert!r}, want an int")
         if not -len(self) <= expert < len(self):
@@ -113,7 +114,7 @@ class PackedExperts(Packed):
         return f"PackedExperts({sizes}, {self.dtype}{zeros}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns W [E, N, K] in ``dtype`` (default: that of the scales)."""
+        """Returns W [E, N, K] in ``dtype``, default the weights' own ``dtype``."""
         return torch.stack([weight.dequantize(dtype) for weight in self])
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:
@@ -127,7 +128,7 @@ class PackedExperts(Packed):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by name, and "format", int64 [6]: version, N, K, bits, group_size or 0, experts.
 
-        Of a format other than integers it is version 2, N, K, experts, and the bytes of its key.
+        For formats other than integers "format" is version 2, N, K, experts, and the bytes of the format's key.
         """
         return {**self._tensors(), "format": format_numbers(self.format, self.shape, len(self))}
 
@@ -147,14 +148,15 @@ class PackedExperts(Packed):
 
 
 def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
-    """Stacks the experts of a layer into one, copied: importers of checkpoints make them one after the other.
+    """Copies the experts of a layer into one `PackedExperts`. Importers of checkpoints make experts one after the
+    other.
 
     Args:
-        weights: of one shape, format, dtype and device. Symmetric ones among others with zero points get the symmetric
-            zero as theirs.
+        weights: of one shape, format, dtype and device. If some have zero points, the others get the symmetric zero as
+            zero points.
 
     Raises:
-        TypeError, ValueError: there is none, they differ in format, or one has perm or input_scale; the message says
+        TypeError, ValueError: there are none, they differ in format, or one has perm or input_scale; the message says
             which.
     """
     if not isinstance(weights, Sequence):
@@ -187,7 +189,7 @@ def quantize_experts(
             interleaved ones.
 
     Raises:
-        TypeError, ValueError: as `quantize_weight`, or w has no experts, or an odd number of rows to take in turn.
+        TypeError, ValueError: as `quantize_weight`, or w has no experts, or halves_in_turn is given with an odd N.
     """
     check_flag("halves_in_turn", halves_in_turn)
     check_tensors(w=w)
@@ -220,7 +222,7 @@ def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
 
 
 def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
-    """Stacks all experts, requested one at a time, so that no more than one of them is in memory twice."""
+    """Stacks ``count`` experts, which it requests one at a time: at most one of them is in memory twice."""
     first = expert(0)
     form = first.format
     codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))

@@ -27,7 +27,8 @@ TensorOf = Callable[[LinearCall], torch.Tensor]
 class Inputs(NamedTuple):
     """How a product gets x.
 
-    prepare: makes rows [m, k] that it takes, where x has none. scales: whether its own kernel applies the input scale.
+    prepare: makes the rows [m, k] that the product reads; None if it reads x itself. scales: whether the product's own
+    kernel applies the input scale.
     """
 
     product: Product
@@ -36,7 +37,7 @@ class Inputs(NamedTuple):
 
 
 def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
-    """The plan of a checked call; None for one without rows."""
+    """Returns the plan of a checked call; None for a call without rows."""
     x, residual, (m, n, k) = call.x, call.residual, call.size
     if m == 0:
         return None
@@ -49,7 +50,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     copies_residual = residual is not None and not residual.is_contiguous()
 
     def launch(call: LinearCall) -> torch.Tensor:
-        """Launches in one flat function, as each layer of each decoding step of a model waits for it."""
+        """Launches the product. It is one flat function, as every layer of every decode step waits for it."""
         x, weight, bias, residual, _, _, _, out = call[:8]
         if prepare is not None:
             x = prepare(call)
@@ -80,7 +81,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
 
 
 def without_rows(call: LinearCall) -> torch.Tensor:
-    """The result of a checked call without rows."""
+    """Returns the result of a checked call without rows: ``out``, or a new empty tensor."""
     if call.out is not None:
         return call.out
     return call.x.new_empty(call.result_shape, dtype=call.result_dtype)
@@ -107,7 +108,7 @@ def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
 
 
 def _may_scale(call: LinearCall) -> bool:
-    """Whether an input scale is all that x meets before the product, and both lie as a kernel takes them."""
+    """Whether x needs nothing but its input scale before the product, and both are aligned as a kernel wants them."""
     x, factors = call.x, call.weight.input_scale
     if factors is None or call.weight.perm is not None or call.norm is not None or factors.dtype != x.dtype:
         return False
@@ -115,7 +116,8 @@ def _may_scale(call: LinearCall) -> bool:
 
 
 def _normed_of(call: LinearCall) -> TensorOf:
-    """The launch that makes normed rows as the product takes them; it does a layer's order and input scale too."""
+    """Returns a function that makes the call's normed rows as the product takes them, with perm and input_scale
+    applied."""
     given = [tensor for tensor in (call.weight.perm, call.weight.input_scale) if tensor is not None]
     fits = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in given)
 
@@ -137,7 +139,8 @@ def ready(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor 
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [m, k] with rows of whole 16-byte pieces that start on 16 bytes: a copy if it is not so."""
+    """Returns x [m, k] if its rows are whole 16-byte pieces that start on 16 bytes; else a copy that is so, padded with
+    zeros."""
     missing = -x.shape[1] % (ALIGNMENT // x.element_size())
     if missing:
         return functional.pad(x, (0, missing))
@@ -145,12 +148,13 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether rows [..., k] are contiguous and whole 16-byte pieces that start on 16 bytes."""
+    """Whether rows [..., k] are whole 16-byte pieces and x starts on 16 bytes. Strides are not checked."""
     return not (x.shape[-1] * x.element_size() % ALIGNMENT or x.data_ptr() % ALIGNMENT)
 
 
 def _takes_apart(product: Product, x: torch.Tensor, stride: int | None) -> bool:
-    """Whether the kernel takes rows with gaps: at one distance, whole 16-byte pieces, none overlapping."""
+    """Whether the product's kernel reads rows of x with gaps between them. They must have one stride, of whole 16-byte
+    pieces, and not overlap."""
     if stride is None or stride < x.shape[-1] or stride * x.element_size() % ALIGNMENT:
         return False
     return isinstance(product.schedule, TileSchedule) and product.schedule.config.mainloop.rows_apart

@@ -19,7 +19,7 @@ class LinearProblem:
         m: rows of x, at least 1.
         n, k: of the weight, without padding.
         k_pad: K as packed.
-        format, dtype: as in :class:`StreamConfig`.
+        format, dtype: as in :class:`StreamConfig`. num_sms: SMs of the GPU.
         batch_invariant: whether a row's result must not depend on how many others there are.
         activation: of results, one that a kernel is compiled for; None for the standard ones.
     """
@@ -40,7 +40,7 @@ class LinearProblem:
 
 
 def weight_fields(problem: object) -> dict[str, Any]:
-    """A configuration's fields from a problem's weights, dense or of experts."""
+    """Returns a configuration's fields that follow from a problem's weights, dense or of experts."""
     return {name: getattr(problem, name) for name in ("format", "dtype")}
 
 
@@ -67,6 +67,7 @@ class GroupedProblem:
     activation: ActivationFunction | None = None
 
     def max_entries(self, capacity: int) -> int:
-        """The most entries of up to ``capacity`` rows, however rows are distributed among experts."""
+        """Returns the most entries, of up to ``capacity`` rows each, that any distribution of rows among experts
+        makes."""
         active = min(self.num_experts, self.places)
         return (self.places + active * (capacity - 1)) // capacity

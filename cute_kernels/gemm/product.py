@@ -28,20 +28,21 @@ from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 DENSE = ("codes", "scales", "zeros", "bias", "residual", "out")
-"""Addresses that the launch of any dense product takes beside x, by name."""
+"""Names of the addresses that the launch of any dense product takes besides x."""
 
 Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
-"""Makes the launcher of products that have numbers, given by name, in common. That takes x and addresses by name."""
+"""Makes a launcher from the numbers, by name, that its calls have in common. The launcher takes x and addresses by
+name."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product, dense or of experts, by any kernel: everything but a call's numbers and addresses.
+    """A product, dense or of experts, by any kernel: all of a launch but a call's numbers and addresses.
 
     Attributes:
-        schedule: what it was made of.
+        schedule: the schedule that it was made from.
         device_index: of the GPU.
-        bind: what it is launched by.
+        bind: makes its launcher.
     """
 
     schedule: Any
@@ -49,10 +50,10 @@ class Product:
     bind: Bind
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """The function that launches calls with these numbers in common, on the current stream of the current device.
+        """Returns the launcher of calls with these numbers in common, on the current stream of the current device.
 
-        activation: by name, or as such; one that is not standard is that of the problem. It takes x [m, k], on 16
-        bytes, k a multiple of 8, and addresses by name.
+        The launcher takes x [m, k], on 16 bytes, k a multiple of 8, and addresses by name. activation: a name or an
+        object; one that is not standard must be the problem's own.
         """
         return self.bind({"n": n, "activation": number_of(activation), "out_kind": OUT_KINDS[out_dtype], **added})
 
@@ -65,12 +66,12 @@ def of_kernel(
     device_index: int,
     num_words: int = 0,
 ) -> Bind:
-    """A product of one launch.
+    """Returns the `Bind` of a product of one launch.
 
     Args:
-        function: the compiled kernel. declared: what it is launched with. sizes: those numbers that the schedule says.
-        takes: addresses that a launch gives; the kernel may have no use for some.
-        num_words: of workspace.
+        function: the compiled kernel. declared: its launch arguments. sizes: the numbers that the schedule decides.
+        takes: names of the addresses that a launch gives; those that the kernel does not declare are ignored.
+        num_words: fp32 words of workspace; 0: the kernel needs none.
     """
     ignored = tuple(name for name in takes if name not in declared.names)
 
@@ -86,7 +87,7 @@ def of_kernel(
 
 
 def workspace(device_index: int, num_words: int) -> int:
-    """The address of a workspace for a launch on the current stream."""
+    """Returns the address of a workspace for a launch on the current stream."""
     return GPU.workspace(device_index, GPU.stream(device_index), num_words)
 
 
@@ -103,7 +104,7 @@ def problem_of(
     batch_invariant: bool = False,
     activation: object = None,
 ) -> LinearProblem:
-    """The problem of a product of ``m`` rows on a CUDA device. activation: by name, or as such."""
+    """Returns the problem of a product of ``m`` rows on a CUDA device. activation: a name or an object."""
     return LinearProblem(
         m=m,
         n=n,
@@ -120,7 +121,7 @@ def problem_of(
 @per_gpu
 @lru_cache(maxsize=4096)
 def product_of(problem: LinearProblem, device: int) -> Product:
-    """The product of a problem on a CUDA device.
+    """Returns the product of a problem on a CUDA device.
 
     Raises UnsupportedGPUError: the device is no Hopper.
     """
@@ -131,10 +132,10 @@ def product_of(problem: LinearProblem, device: int) -> Product:
 @per_gpu
 @lru_cache(maxsize=4096)
 def scaled_product_of(problem: LinearProblem, device: int) -> Product | None:
-    """The product of a kernel that multiplies inputs by factors, whose address it takes as ``factors``.
+    """Returns the product by a kernel that also multiplies inputs by factors; a launch gives their address ``factors``.
 
-    None if the kernel that would compute the product cannot, or is not compiled and the compiler may not be waited for:
-    a launch before it scales the rows then.
+    None if the product's kernel has no such variant, or if that is not compiled and may not be compiled now. A launch
+    before the product then scales the rows.
     """
     arch = arch_of(device)
     schedule = scaled_schedule(schedule_for(problem))
@@ -144,8 +145,11 @@ def scaled_product_of(problem: LinearProblem, device: int) -> Product | None:
 
 
 def scaled_schedule(schedule: StreamSchedule | TileSchedule) -> TileSchedule | None:
-    """The schedule of a kernel that scales inputs as it makes limbs. None if it cannot, or makes limbs in chunks: each
-    would wait for its own factors, which made 4096 x 14336 with one row 3 us slower than 14."""
+    """Returns the schedule of a kernel that scales inputs as it makes limbs. None if there is no such kernel, or if it
+    makes limbs in chunks.
+
+    Each chunk would wait for its own factors: one row of 4096 x 14336 took 17 us instead of 14.
+    """
     if not isinstance(schedule, TileSchedule):
         return None
     config = scaled(schedule.config)
@@ -155,7 +159,7 @@ def scaled_schedule(schedule: StreamSchedule | TileSchedule) -> TileSchedule | N
 
 
 def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> Product:
-    """A schedule's product of ``m`` rows."""
+    """Makes a schedule's product of ``m`` rows; loads or compiles its kernel."""
     function = load(GemmSpec(schedule.config), arch_of(device_index))
     if isinstance(schedule, TileSchedule):
         declared = SCALED_TILES if getattr(schedule.config.mainloop, "scaled", False) else TILES
@@ -167,7 +171,7 @@ def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: 
 def tile_product(
     function: Callable[..., Any], declared: LaunchArguments, schedule: TileSchedule, device_index: int
 ) -> Product:
-    """The product of a compiled kernel of tiles, with the sizes of its schedule."""
+    """Makes the product of a compiled kernel of tiles, with the sizes of its schedule."""
     words = schedule.workspace_words
     bind = of_kernel(function, declared, schedule.sizes, DENSE, device_index, words)
     return Product(schedule, device_index, bind)

@@ -1,6 +1,6 @@
-"""Makes packed weights: by round-to-nearest quantisation, or of codes that exist already.
+"""Makes packed weights, by round-to-nearest quantisation or from given codes.
 
-Both go through the weight by blocks of rows, so the unpacked part in memory is bounded whatever the weight.
+Both unpack a block of rows at a time, so the memory for unpacked rows is bounded whatever the weight's size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def quantize_weight(
     The range of a group always contains 0. Without a zero point the scale is the smallest that covers it with codes
     -8..7 (-128..127 for 8 bits); with one, 15 (255) steps span it and the zero point is the nearest code to 0. Scales
     are rounded up to ``dtype`` before the codes are computed, so the range still fits and |W - w| is at most half a
-    scale. Groups of zeros give exact zeros. Another ``format`` says itself how it rounds.
+    scale. Groups of zeros give exact zeros. Other formats round by their own rules.
 
     Args:
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
@@ -66,8 +66,8 @@ def quantize_weight(
             group_size and zero_point, which are then not given.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or a group wants a scale that there is none of (2**27 in
-            bf16, of integers); the message names it.
+        TypeError, ValueError: an argument is not as above, or the format cannot hold a group's scale (of integers,
+            2**27 and more in bf16); the message names it.
     """
     check_numbers(w=w)
     if not w.is_floating_point():
@@ -102,7 +102,7 @@ def chosen_format(
     """Returns the format that the arguments of `quantize_weight` select.
 
     Raises:
-        TypeError, ValueError: there is none, or they ask for two.
+        TypeError, ValueError: there is no such format, or the arguments ask for two.
     """
     check_options(bits, group_size, zero_point, dtype)
     if wanted is None:
@@ -114,10 +114,10 @@ def chosen_format(
 
 
 def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> WeightFormat:
-    """The format that is asked for, for activations of ``dtype`` if that is given.
+    """Returns a format that is given as it is, by name or by key. dtype: of activations that it must take, or None.
 
     Raises:
-        TypeError, ValueError: there is none, or it does not take such activations.
+        TypeError, ValueError: there is no such format, or it does not take such activations.
     """
     if not isinstance(wanted, (WeightFormat, str)):
         raise TypeError(f"format: got {type(wanted).__name__}, want a WeightFormat, its name or its key")
@@ -130,7 +130,7 @@ def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> Weigh
 
 
 def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the activations that a weight of ``dtype`` is quantised for unless another is given."""
+    """Returns the dtype of activations that a weight of ``dtype`` is quantised for, unless another is given."""
     if DTYPES.get(dtype) in chosen.dtypes:
         return dtype
     return next(found for found, name in DTYPES.items() if name in chosen.dtypes)
@@ -147,8 +147,8 @@ def check_options(bits: object, group_size: object, zero_point: object, dtype: o
 def _choose_scales(
     w: torch.Tensor, chosen: WeightFormat, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales [N, groups] for activations of ``dtype``, and uint8 zero points of the same shape or None; a block of rows
-    at a time."""
+    """Returns scales [N, groups] for activations of ``dtype``, and uint8 zero points of the same shape or None. It
+    reads a block of rows at a time."""
     n, k = w.shape
     found = []
     for first, last in row_blocks(-(-n // TILE_N), k, w.device):
@@ -161,8 +161,8 @@ def _choose_scales(
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns fp32 [rows, groups, length] of [rows, K]; a short last group is filled with zeros, which no range
-    minds."""
+    """Returns fp32 [rows, groups, length] of [rows, K]; a short last group is filled with zeros, which the range of
+    every group contains."""
     w = w.float()
     missing = -w.shape[1] % length
     return (pad(w, (0, missing)) if missing else w).unflatten(1, (-1, length))
@@ -181,17 +181,18 @@ def pack_codes(
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs given codes into a weight; importers of checkpoints end here.
+    """Packs given codes of integers into a weight; importers of checkpoints call it.
 
     Args:
         codes_of: (start, stop) -> unsigned codes of rows start to stop, uint8 [stop - start, K] below 2**bits, inputs
             in their own order. Called once for each block of rows, start a multiple of 64.
-        scales: bf16, below 2**27, or fp16 [N, G], G the groups of K, the last maybe a short one.
+        scales: bf16 (below 2**27) or fp16 [N, G], with G groups of K; the last group may be short.
         zeros: uint8 [N, G] below 2**bits, or None; kept only if some zero is not the symmetric one.
         bits, group_size, shape, perm, input_scale: as in `PackedWeight`; group i has the packed positions from
             i * group_size on.
-        shifts: floating [N, G] of W = (code - m) * scale + shift, m the symmetric zero, instead of zeros: floating zero
-            points. Rounded to the dtype of the scales. One of a row is kept in groups of 256 inputs.
+        shifts: floating [N, G], instead of zeros: W = (code - m) * scale + shift, with m the symmetric zero. The weight
+            has floating zero points, rounded to the dtype of the scales. With one scale per row they are stored in
+            groups of 256 inputs.
         device: where the result is put, default that of the scales.
 
     Raises:
@@ -220,7 +221,8 @@ def pack(
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs codes of any format, with zeros exactly where it has some; all constructors of weights end here."""
+    """Packs codes of any format; all functions that make weights end here. zeros: given exactly where the format has
+    some."""
     n, k = shape
     bits, group_size = chosen.bits, chosen.group_size or None
     groups = -(-k // group_size) if group_size else 1
@@ -255,8 +257,8 @@ def pack(
 
 
 def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
-    """Adds a shift for each group of inputs to W: a weight of integers with floating zero points. shifts: floating [N,
-    G]."""
+    """Adds a shift for each group of inputs to W, which then has floating zero points. weight: of integers. shifts:
+    floating [N, G]."""
     n, k = weight.shape
     groups, where = shifts.shape[1], weight.device
     scales = scales_of(weight, slice(groups))[:n]
@@ -276,11 +278,11 @@ def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
 def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     """Makes one weight [2 N, K] with gate's rows in even and up's in odd places, as the activation "swiglu" takes them.
 
-    For checkpoints that have the two apart. Codes are moved, never changed.
+    It is for checkpoints that store gate and up separately. Codes are moved, never changed.
 
     Raises:
         TypeError: one of them is no PackedWeight.
-        ValueError: the two differ in shape, format but for zero points, dtype, device, perm or input_scale.
+        ValueError: the two differ in shape, format (zero points aside), dtype, device, perm or input_scale.
     """
     for name, weight in (("gate", gate), ("up", up)):
         if not isinstance(weight, PackedWeight):
@@ -320,9 +322,12 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
 
 def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
-    """Returns (name, the weight's, the first one's) of what two weights differ in that are to be made one: shape, the
-    format's options, dtype, device. Integers with zero points go with those that have none, and a format with one that
-    includes it."""
+    """Yields (name, the weight's value, the first one's) for each difference that keeps two weights from being made
+    one.
+
+    It compares shape, the format's options, dtype and device. Integers with zero points fit those without, and a format
+    fits one that includes it.
+    """
     options = weight.format.options.keys()
     for name in ("shape", *(options if options == first.format.options.keys() else ("format",)), "dtype", "device"):
         theirs, ours = getattr(weight, name), getattr(first, name)
@@ -336,14 +341,14 @@ def wider(first: WeightFormat, other: WeightFormat) -> WeightFormat:
 
 
 def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
-    """Zero points of integers shaped as ``like``; the symmetric one where a weight has none."""
+    """Returns the zero points of a weight of integers; if it has none, symmetric ones, shaped as ``like``."""
     if weight.zeros is not None:
         return weight.zeros
     return torch.full_like(like, symmetric_zero(weight.bits), dtype=torch.uint8)
 
 
 def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None, more: int = 0) -> torch.Tensor:
-    """Returns [N_pad / 64, G + more, 64] of [N, groups + more], new rows and groups 0."""
+    """Returns values [N, groups + more] as tiles [N_pad / 64, G + more, 64]; rows and groups of padding are 0."""
     n_pad, groups = padded_shape(shape, group_size)[0], num_groups(shape, group_size)
     own = values.shape[1] - more
     values = torch.cat((pad(values[:, :own], (0, groups - own)), values[:, own:]), dim=1)
@@ -353,7 +358,8 @@ def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None,
 def _pad_codes(
     zeros: torch.Tensor | None, first: int, last: int, k_pad: int, pad_code: int, device: torch.device
 ) -> torch.Tensor:
-    """Codes of tiles ``first`` to ``last`` that all stand for 0, if the format has a 0: uint8 [rows, K_pad]."""
+    """Returns codes uint8 [rows, K_pad] for tiles ``first`` to ``last``. They all stand for 0, if the format has a
+    0."""
     rows = (last - first) * TILE_N
     if zeros is None:
         return torch.full((rows, k_pad), pad_code, dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ from cute_kernels.gemm.weight import TILE_N, PackedWeight, row_blocks
 
 
 def prepare_input(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns x [..., K], multiplied by input_scale (rounded to x's dtype) and put into the packed order."""
+    """Returns x [..., K] times input_scale, rounded to x's dtype, in the packed order."""
     if input_scale is not None:
         x = x * input_scale
     return x if perm is None else x.index_select(-1, perm)
@@ -35,8 +35,8 @@ def linear_reference(
 
     Args:
         x: [..., K]; weight: [N, K]; bias: [N]; residual: [..., N], or [..., N / 2] of a gated activation.
-        batch_invariant: whether each row is computed by itself. A product's order of sums goes by how many rows it has,
-            and a function's last bits by where vector instructions end.
+        batch_invariant: whether each row is computed by itself. Otherwise torch's order of sums depends on the number
+            of rows, and an activation's last bits on a row's place in memory.
     """
     computed = _row_by_row if batch_invariant else _at_once
     inputs = prepare_input(x, None, weight.input_scale).to(compute_dtype)
@@ -60,6 +60,6 @@ def _at_once(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 
 
 def _row_by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Applies function(x) to rows [..., n], each in memory of its own, as libraries take alignment into account."""
+    """Applies function(x) to rows [..., n], each in memory of its own, as the last bits depend on alignment."""
     rows = [function(row.clone()) for row in x.reshape(-1, 1, x.shape[-1])]
     return torch.cat(rows).view(*x.shape[:-1], -1) if rows else function(x)

@@ -1,8 +1,9 @@
-"""Products of a server: kernels are made ready before its first step, and a step may have any number of rows.
+"""Schedules of a server's products: kernels are made ready before its first step, and a step may have any number of
+rows.
 
-Which kernel is the fastest depends on the number of rows. A server says here for which numbers it made kernels ready.
-Products of numbers in between take the one of these kernels that is expected to be the fastest. So no step waits for a
-compiler, or fails where there is none.
+Which kernel is the fastest depends on the number of rows. A server notes here for which numbers of rows it made kernels
+ready. For numbers in between a product takes one of these kernels: the one that is expected to be the fastest. So no
+step waits for a compiler, or fails where there is none.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _ready: dict[LinearProblem, tuple[int, ...]] = {}
 def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
     """Notes that kernels of a product are ready for some numbers of rows, besides those of earlier calls.
 
-    problem: of one row. Plans that were made before stay: their kernels are ready.
+    problem: the product with one row. Plans that were made before stay, as their kernels are ready.
     """
     _ready[problem] = tuple(sorted({*_ready.get(problem, ()), *rows}))
 
 
 def is_noted(problem: LinearProblem) -> bool:
-    """Whether kernels of a product have been compiled or loaded for a list of row counts."""
+    """Whether `note_ready` was called for a product, with whatever numbers of rows."""
     return replace(problem, m=1) in _ready
 
 
@@ -54,12 +55,13 @@ def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
 
 
 def forget_ready() -> None:
-    """Forgets these row counts, so each number of rows has its own kernel again."""
+    """Forgets what `note_ready` noted: each number of rows has its own kernel again."""
     _ready.clear()
 
 
 def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
-    """The schedule of a product; where the product was noted, one of the kernels that are ready."""
+    """Returns the schedule of a product. Where the product was noted for this many rows or more, its kernel is one of
+    those that are ready."""
     one = replace(problem, m=1)
     rows = _ready.get(one, ())
     if problem.m in rows or not rows or problem.m > rows[-1]:
@@ -76,18 +78,19 @@ def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
 
 @lru_cache(maxsize=256)
 def _configs(one: LinearProblem, rows: tuple[int, ...]) -> tuple[tuple[Config, int], ...]:
-    """The configurations of some numbers of rows, each with the largest of these."""
+    """Returns the configurations chosen for some numbers of rows, each with the largest number that it was chosen
+    for."""
     return tuple({chosen(replace(one, m=m)).config: m for m in rows}.items())
 
 
 def takes_any_rows(config: Config) -> bool:
-    """Whether a configuration takes more rows than those that it was chosen for, as independent tiles do."""
+    """Whether a configuration supports more rows than it was chosen for: its tiles are independent."""
     return isinstance(config, WgmmaConfig) and config.cluster == 1 and isinstance(config.mainloop, RegisterWgmma)
 
 
 def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | TileSchedule | None:
-    """The best schedule of a configuration for a product of no more rows than those that it was chosen for. None if the
-    configuration has no schedule for so few rows."""
+    """Returns the fastest schedule of a configuration for a product with at most as many rows as it was chosen for.
+    None if it has no schedule for so few rows."""
     if isinstance(config, StreamConfig):
         cuts = few.schedules(problem, config)
         return min(cuts, key=lambda one: few.estimate_us(problem, one), default=None)

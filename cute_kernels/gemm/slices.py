@@ -1,8 +1,11 @@
-"""Parts of packed weights that begin anywhere, for tensor parallelism whose shares are no whole tiles or groups; and
-weights with permuted rows, for a next layer that has its inputs in act-order.
+"""Slices of packed weights that begin at any row or input, and weights with permuted rows.
 
-`PackedWeight.shard_n` and `shard_k` cut between tiles and groups and copy bytes. These unpack and pack again, a block
-of rows at a time; codes, scales and zero points keep their values, so a part is exactly that part of the weight.
+Slices are for tensor parallelism whose shares are no whole tiles or groups. Permuted rows are for a next layer in
+act-order.
+
+`PackedWeight.shard_n` and `shard_k` cut between tiles and groups and copy bytes. The functions here unpack and pack
+again, a block of rows at a time. Codes, scales and zero points keep their values, so a slice is exactly that part of
+the weight.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
 
     Args:
         weight: `PackedWeight`.
-        order: int32 or int64 [N], each of 0 to N - 1 once, on any device; a layer's bias is wanted in the same order.
+        order: int32 or int64 [N], each of 0 to N - 1 once, on any device; permute the layer's bias in the same way.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
@@ -69,7 +72,8 @@ def outputs_at(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
 
 
 def _selected(weight: PackedWeight, rows: slice | torch.Tensor, codes_of: CodesOf) -> PackedWeight:
-    """Some rows of a weight, with all columns of their codes, padding included."""
+    """Returns the weight's rows ``rows``. codes_of: the codes of the selected rows first to last, padded inputs
+    included."""
     k = weight.shape[1]
     groups = -(-k // weight.group_size) if weight.group_size else 1
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
@@ -121,14 +125,14 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
 
 
 def _has_groups(form: WeightFormat, size: int) -> bool:
-    """Whether there is a format with groups of so many inputs."""
+    """Whether a format has a variant with groups of ``size`` inputs."""
     with contextlib.suppress(ValueError):
         return bool(form.with_group_size(size))
     return False
 
 
 def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int, int]:
-    """The weight's shape; TypeError or ValueError unless there is such a part."""
+    """Returns the weight's shape. Raises TypeError or ValueError unless 0 <= start < stop <= its size along ``dim``."""
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want PackedWeight or PackedExperts")
     check_count("start", start, 0, weight.shape[dim] - 1)
@@ -137,6 +141,6 @@ def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int
 
 
 def _rows(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
-    """Codes uint8 [last - first, K_pad] of rows first to last."""
+    """Returns codes uint8 [last - first, K_pad] of rows first to last."""
     tile = first // TILE_N
     return weight.unpack_tiles(tile, -(-last // TILE_N))[first - tile * TILE_N : last - tile * TILE_N]

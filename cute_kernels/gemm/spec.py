@@ -18,8 +18,8 @@ from cute_kernels.runtime.spec import KernelSpec
 class GemmSpec(KernelSpec):
     """One kernel of weight-only products, or of a step before them.
 
-    It takes the arguments of `kernel`: x as a torch tensor, then addresses and numbers. It runs on torch's current
-    stream.
+    The compiled kernel takes the arguments that `kernel` declares: a torch tensor, then addresses and numbers. It runs
+    on torch's current stream.
     """
 
     config: (

@@ -46,18 +46,18 @@ GPU_BLOCK_ELEMENTS = 1 << 24  # on a GPU, where a block is some 50 launches: 2M 
 
 @lru_cache(maxsize=1024)
 def _unpacking(n: int, k: int, bits: int) -> Transform:
-    """The transform that puts codes of a weight [n, k] in order; computing it takes longer than applying it to a small
-    weight."""
+    """Returns the transform from packed codes of a weight [n, k] to rows. It is cached, as computing it takes longer
+    than applying it to a small weight."""
     return hopper.transform(n, k, bits).inverse()
 
 
 def symmetric_zero(bits: int) -> int:
-    """The code for 0 in a weight without zero points: 8 or 128."""
+    """Returns the code for 0 in a weight of integers without zero points: 8 of 4 bits, 128 of 8 bits."""
     return 1 << (bits - 1)
 
 
 def _share_of_groups(tensor: torch.Tensor, rank: int, world_size: int, more: int) -> torch.Tensor:
-    """A rank's groups of [tiles, G + more, 64], and all that lies after them."""
+    """Returns a rank's share of the groups of a tensor [tiles, G + more, 64], and all of the last ``more``."""
     groups = tensor.shape[1] - more
     own = tensor[:, :groups].chunk(world_size, dim=1)[rank]
     return torch.cat((own, tensor[:, groups:]), dim=1) if more else own.contiguous()
@@ -70,19 +70,20 @@ def padded_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, i
 
 
 def scales_of(weight: PackedWeight, groups: slice | torch.Tensor) -> torch.Tensor:
-    """Stored scales [N_pad, ..] of some groups of a weight, and those of a second level after them."""
+    """Returns stored scales [N_pad, ...] of some groups of a weight, with the second-level scales after them."""
     scales, more = rows_of(weight.scales), weight.format.more_groups
     own = scales[:, : scales.shape[1] - more][:, groups]
     return torch.cat((own, scales[:, scales.shape[1] - more :]), dim=1) if more else own
 
 
 def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
-    """Groups along the padded K; 1 without groups."""
+    """Returns the number of groups along the padded K; 1 without groups."""
     return padded_shape(shape, group_size)[1] // group_size if group_size else 1
 
 
 def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Ranges of N tiles that cover ``num_tiles``, each of about as many weights of ``k`` a row as suit the device."""
+    """Yields ranges (first, last) of N tiles that cover ``num_tiles``. Each has about as many weights, ``k`` a row, as
+    suit the device."""
     usual = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
     step = max(1, blocks.elements(usual) // (TILE_N * k))
     for first in range(0, num_tiles, step):
@@ -90,9 +91,9 @@ def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[i
 
 
 class WeightForm(NamedTuple):
-    """The static properties of a `PackedWeight`, all but its contents.
+    """The static properties of a `PackedWeight`: all but its contents.
 
-    perm, input_scale: bytes of each past a multiple of 16, None for none. device_index: -1 on a CPU.
+    perm, input_scale: the tensor's address modulo 16, or None if there is no such tensor. device_index: -1 on a CPU.
     """
 
     format: WeightFormat
@@ -114,7 +115,7 @@ class WeightForm(NamedTuple):
 
 
 class WeightTensors(NamedTuple):
-    """The fields of a `PackedWeight`, without checks. A layer makes one of its tensors in each call."""
+    """The fields of a `PackedWeight`, without checks. In each call a layer makes an object of its own tensors."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -126,7 +127,8 @@ class WeightTensors(NamedTuple):
 
     @property
     def form(self) -> WeightForm:
-        """The form of a `PackedWeight`. It is made in place by `tuple.__new__`, as layers wait for it."""
+        """The form that a `PackedWeight` of these tensors has. `tuple.__new__` makes it fast, as layers wait for it in
+        each call."""
         perm, scale, at = self.perm, self.input_scale, self.codes.get_device()
         past = None if perm is None else perm.data_ptr() % ALIGNMENT
         scale_past = None if scale is None else scale.data_ptr() % ALIGNMENT
@@ -143,8 +145,8 @@ class WeightTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight(Packed):
-    """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes of a format; of integers
-    W[n, k] = (code - zero) * scale.
+    """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes of a format. For integers W[n, k] = (code -
+    zero) * scale.
 
     One set of tensors serves every kernel of the family. N and K are padded to N_pad and K_pad (`padded_shape`); G is
     the number of groups along K_pad. A weight's number is exact in fp32, and rounded once.
@@ -152,14 +154,16 @@ class PackedWeight(Packed):
     Args:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
             is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
-        scales: [N_pad / 64, G, 64], an N tile's scales of consecutive groups lie together: of integers bf16, below
-            2**27, or fp16, which is the dtype of the activations; of other formats `WeightFormat.scale_dtype`.
-        zeros: uint8 [N_pad / 64, G, 64] of a format with zero points, 0 to 16 of 4-bit codes; else None: the zero of
-            integers is code 8 or 128.
+        scales: [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Scales of integers are bf16
+            (below 2**27) or fp16, as the activations; other formats have `WeightFormat.scale_dtype`. Scales of a second
+            level follow as more groups.
+        zeros: uint8 [N_pad / 64, G, 64] for a format with zero points (0 to 16 with 4-bit codes), else None. Integers
+            without zero points have zero at code 8 or 128.
         format: `cute_kernels.formats.weights.integers(bits, group_size, zero_points)`, or another one.
         shape: (N, K), without padding.
         perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
-        input_scale: [K] in the dtype of the scales, or None: what inputs are multiplied with first (AWQ's pre-scale).
+        input_scale: [K] in the dtype of the activations, or None: what inputs are multiplied with first (AWQ's
+            pre-scale).
         check_values: whether the values of scales, zeros and perm are checked, which waits for a GPU. False for
             tensors of a weight that was checked before. Values are never checked for tensors without data (meta,
             fake), nor while torch.compile traces or a CUDA graph is captured.
@@ -248,7 +252,8 @@ class PackedWeight(Packed):
     # -- values ------------------------------------------------------------------------------------------------------
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns W [N, K] in ``dtype`` (default: that of the scales), inputs in their own order: perm is undone.
+        """Returns W [N, K] in ``dtype``, default the weight's own ``dtype``, with inputs in their own order: perm is
+        undone.
 
         `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time passes
         through fp32.
@@ -265,7 +270,7 @@ class PackedWeight(Packed):
         return out
 
     def dequantize_tiles(self, first: int, last: int) -> torch.Tensor:
-        """Returns rows 64 * first to 64 * last of W as exact fp32 products [rows, K], without the rows that pad N."""
+        """Returns rows 64 * first to 64 * last of W as exact fp32 numbers [rows, K], without the rows that pad N."""
         codes = self.unpack_tiles(first, last)
         zeros = None if self.zeros is None else rows_of(self.zeros[first:last])
         scales, of_rows = without_row_scales(self.format, rows_of(self.scales[first:last]))
@@ -348,8 +353,8 @@ class PackedWeight(Packed):
         """Returns the tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size or
         0.
 
-        Of a format other than integers "format" is version 2, N, K, and the bytes of its key. What safetensors or
-        `torch.save` keep of a weight; `from_state_dict` is the inverse.
+        For formats other than integers "format" is version 2, N, K, and the bytes of the format's key. safetensors and
+        `torch.save` can store these tensors; `from_state_dict` is the inverse.
         """
         return {**self._tensors(), "format": format_numbers(self.format, self.shape)}
 
@@ -368,7 +373,10 @@ class PackedWeight(Packed):
 def checked_state(
     tensors: dict[str, torch.Tensor], names: Collection[str], more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """Checks the "format" of a state dict against the names of its tensors; returns the result of `format_of_numbers`.
+    """Checks the names of a state dict's tensors and returns (format, shape, further numbers), as `format_of_numbers`
+    does.
+
+    names: tensors that may be there, besides "format". more: how many further numbers "format" has.
 
     Raises:
         TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
@@ -387,12 +395,13 @@ def checked_state(
 
 
 def rows_of(tiled: torch.Tensor) -> torch.Tensor:
-    """Scales or zeros [64 * tiles, G] of their tiles [tiles, G, 64]."""
+    """Returns scales or zeros by rows, [64 * tiles, G], from tiles [tiles, G, 64]."""
     return tiled.transpose(1, 2).flatten(0, 1)
 
 
 def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: int) -> torch.Tensor:
-    """The int64 numbers that describe a weight in a state dict. more: numbers after the format."""
+    """Returns the int64 numbers that describe a weight in a state dict. more: further numbers, such as that of
+    experts."""
     own = weight_format.numbers
     key = *more, *weight_format.key.encode()
     numbers = (FORMAT_VERSION, *shape, *own, *more) if own else (KEY_VERSION, *shape, *key)
@@ -461,12 +470,12 @@ SizeT = TypeVar("SizeT")
 
 
 def per_row(group_size: SizeT) -> SizeT | None:
-    """None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
+    """Returns None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
     return None if isinstance(group_size, int) and group_size == -1 else group_size
 
 
 def check_start(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless a tensor on a GPU starts at an address that kernels copy from."""
+    """Raises ValueError if a tensor on a GPU does not start on 16 bytes, as kernels' copies want it."""
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return
     if tensor.is_cuda or GPU.takes_cpu:
@@ -481,7 +490,8 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def fitted(weight_format: WeightFormat, scales: torch.Tensor) -> WeightFormat:
-    """Returns the format of the same bytes that takes stored scales, where these can be read."""
+    """Returns the variant of a format that fits stored scales, and has the same bytes. It is the format itself where
+    scales cannot be read."""
     return weight_format.fitting(scales) if has_values(scales) else weight_format
 
 

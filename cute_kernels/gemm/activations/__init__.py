@@ -1,8 +1,8 @@
 """Activations of products: one class for each, with its formula in torch and on the device.
 
-Kernels choose among the standard ones by a number of the launch. Any other is a value of the configuration, which makes
-a kernel of its own. Adding one takes one file that registers its class. It then works in every product, dense or of
-experts, and in their references. All kernels apply activations by `cute_kernels.gemm.activate`.
+Kernels choose among the standard ones by a number of the launch. Any other activation is part of the configuration, so
+it has kernels of its own. A new activation takes one file that registers its class. It then works in every product,
+dense or of experts, and in the references. All kernels apply activations by `cute_kernels.gemm.activate`.
 """
 
 from __future__ import annotations

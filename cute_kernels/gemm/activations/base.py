@@ -28,14 +28,14 @@ _BY_NAME: dict[str, ActivationFunction] = {}  # those that were made, which torc
 class ActivationFunction(ABC):
     """The function that a product applies to its fp32 sums, biases included: to each feature, or to a gate and an up.
 
-    Subclasses are frozen dataclasses whose fields are numbers with usual values; equal ones are one activation, and one
-    kernel.
+    Subclasses are frozen dataclasses whose fields are numbers with default values. Equal objects are one activation,
+    and share kernels.
 
     Attributes:
         kind: a C identifier, by which the class is registered.
-        gated: whether it makes one result of two rows of the weight, gate and up interleaved.
-        number: of a standard activation, its launch argument; 0: the activation is part of a configuration, with a
-            kernel of its own.
+        gated: whether one result is made of two rows of the weight, gate and up interleaved.
+        number: the launch argument of a standard activation; 0: the activation is part of a configuration, with kernels
+            of its own.
         name: the name in operators and messages: the kind, and numbers in parentheses where there are some.
     """
 
@@ -56,20 +56,22 @@ class ActivationFunction(ABC):
         _BY_NAME.setdefault(self.name, self)
 
     def wanted_numbers(self) -> str:
-        """Says what its numbers have to be, or "" if they are right."""
+        """Returns what the activation's numbers have to be, or "" if they are valid."""
         finite = all(math.isfinite(getattr(self, field.name)) for field in fields(self))
         return "" if finite else "finite numbers"
 
     @abstractmethod
     def reference(self, *values: torch.Tensor) -> torch.Tensor:
-        """Computes it in torch, in the dtype of the values: x, or gate and up."""
+        """Computes the activation in torch, in the dtype of the values: x, or gate and up."""
 
     @abstractmethod
     def device(self, math: FloatMath, *values: Float32) -> Float32:
-        """Computes one thread's x, or gate and up, with ``math`` alone: its file needs no compiler."""
+        """Computes the activation on the device, of a thread's x, or gate and up. It uses ``math`` alone: its file
+        imports no compiler."""
 
     def of_rows(self, y: torch.Tensor) -> torch.Tensor:
-        """Computes the reference for y [..., N]: [..., N / 2] if even columns are gates and odd ones ups."""
+        """Computes the reference for y [..., N]. A gated activation returns [..., N / 2]: even columns of y are gates,
+        odd ones ups."""
         return self.reference(y[..., ::2], y[..., 1::2]) if self.gated else self.reference(y)
 
 
@@ -88,7 +90,7 @@ def register(kind: KindT) -> KindT:
 
 
 def registered_names() -> tuple[str, ...]:
-    """Returns the names of all activations, with usual numbers, the standard ones first."""
+    """Returns the names of all activations, with their default numbers, the standard ones first."""
     kinds = sorted(_KINDS.values(), key=lambda kind: (not kind.number, kind.number))
     return tuple(kind().name for kind in kinds)
 
@@ -112,7 +114,7 @@ def experts_activation(given: object, others: str = "") -> ActivationFunction:
 
 
 def _parsed(name: str) -> ActivationFunction | None:
-    """The activation of a name that another process made; None if there is none."""
+    """Returns the activation of a name that another process made; None if no activation has such a name."""
     found = _NAME.match(name)
     kind: Callable[..., ActivationFunction] | None = _KINDS.get(found.group(1)) if found else None
     try:
@@ -134,13 +136,14 @@ def number_of(given: object) -> int:
 
 
 def config_of(given: object) -> ActivationFunction | None:
-    """Returns what a configuration holds of an activation; None if a launch's argument chooses it by a number."""
+    """Returns the activation that a configuration holds. None for none, and for standard ones: a launch chooses these
+    by number."""
     found = activation_named(given)
     return None if found is None or found.number else found
 
 
 def symbol_of(own: ActivationFunction | None) -> str:
-    """The activation's part of a kernel's name."""
+    """Returns the activation's part of a kernel's name."""
     return "" if own is None else f"_{own.name.translate(_IN_SYMBOLS)}"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class ClampedSwiglu(ActivationFunction):
-    """gate * sigmoid(alpha * gate) * (up + shift), gate at most the limit, up between minus and plus the limit.
+    """gate * sigmoid(alpha * gate) * (up + shift), with gate clamped from above and up clamped on both sides.
 
     | model | alpha | limit | shift |
     |---|---|---|---|

@@ -48,12 +48,12 @@ class Gelu(ActivationFunction):
         return functional.gelu(values[0])
 
     def device(self, math: FloatMath, *values: Float32) -> Float32:
-        """Computes max(x, 0) - |x| P(|x|), P(m) the normal distribution's tail beyond m: nothing cancels where x is
-        negative.
+        """Computes max(x, 0) - |x| P(|x|), where P(m) is the normal distribution's tail beyond m. Nothing cancels for
+        negative x.
 
-        log2 P is as smooth as a parabola, so a polynomial and one exp2 have P. The result is off by at most 2.7e-7, and
-        by 3.6e-7 of x; 1 + erf in fp32 is by 1.2e-6. 10 instructions with one slow function, where erfc as exp(-z z)
-        times a polynomial of 1 / (1 + 0.3276 z) takes 14 with two.
+        log2 P is nearly a parabola, so a polynomial and one exp2 compute P. The error is at most 2.7e-7, and at most
+        3.6e-7 of x; with 1 + erf in fp32 it is 1.2e-6. It takes 10 instructions, one of which is slow. erfc as
+        exp(-z**2) times a polynomial of 1 / (1 + 0.3276 z) takes 14, two of which are slow.
         """
         (x,) = values
         magnitude = math.min_or_nan(math.absolute(x), GELU_END)  # infinity times 0 is NaN, and NaN stays
@@ -82,4 +82,5 @@ class Swiglu(ActivationFunction):
 
 
 STANDARD: tuple[ActivationFunction, ...] = (Silu(), Gelu(), Swiglu())
-"""In the order of their numbers. A kernel names them here, so its key has their formulas."""
+"""The standard activations, in the order of their numbers. Kernels refer to this tuple, so their keys cover the
+formulas."""

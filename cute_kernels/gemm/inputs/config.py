@@ -16,11 +16,11 @@ ROOMS = (8192, 32768, 98304)  # inputs of a row that shared memory may hold
 
 @dataclass(frozen=True)
 class InputRowsConfig:
-    """One compiled variant.
+    """One compiled variant of the kernel that prepares rows of x.
 
     Attributes:
         dtype: of x, "bf16" or "fp16".
-        room: inputs of the longest row, one of `ROOMS`, where they are wanted in another order; else 0.
+        room: where the order of inputs changes, the most inputs of a row, one of `ROOMS`; else 0.
         scaled: whether each input has a factor.
     """
 
@@ -30,7 +30,7 @@ class InputRowsConfig:
     num_threads: ClassVar[int] = THREADS
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns the kernel class and the launch arguments."""
         return CompiledAs("cute_kernels.gemm.inputs.kernel:InputRowsKernel", INPUT_ROWS)
 
     @property
@@ -43,15 +43,15 @@ class InputRowsConfig:
 
 
 def room_for(k: int) -> int | None:
-    """The least of `ROOMS` that holds a row of k inputs; None if none does."""
+    """Returns the least of `ROOMS` that holds a row of k inputs; None if none does."""
     return next((room for room in ROOMS if k <= room), None)
 
 
 def parts_of(m: int, k: int, num_sms: int, room: int = 0) -> int:
-    """The number of CTAs of a row, each with at least a vector a thread.
+    """Returns the number of CTAs for each row: without ``room`` enough for one vector a thread.
 
-    A part of all rows is made before the next part, so rows that are gathered several times are read from L2. CTAs that
-    load all of a row, as with ``room``, are one or two for each SM.
+    CTAs make one part of all rows before the next part, so rows that are gathered several times are read from L2. With
+    ``room`` each CTA loads all of its row: there are no more CTAs for a row than keep all of them to two an SM.
     """
     most = -(-k // (VECTOR * THREADS))
     return max(1, min(2 * num_sms // m, most)) if room else most

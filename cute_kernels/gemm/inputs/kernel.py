@@ -1,8 +1,8 @@
 """Gathers, scales and permutes rows of x on the GPU.
 
 A CTA makes a part of a row. Where the order changes, it first loads all of the row into shared memory, which is fast at
-scattered inputs of two bytes. Order and factors are the weight's: a thread loads its first ones before it waits for the
-launch before (programmatic dependent launch).
+scattered inputs of two bytes. Order and factors belong to the weight. So a thread loads its first ones before it waits
+for the previous launch (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOW_HALVES = 0x5410
 
 
 class InputRowsKernel:
-    """One compiled variant; :class:`InputRowsConfig` says which."""
+    """The kernel that prepares rows of x, in the variant of its :class:`InputRowsConfig`."""
 
     def __init__(self, config: InputRowsConfig):
         self.config = config
@@ -70,7 +70,8 @@ class InputRowsKernel:
 
     @cute.jit
     def make(self, row_of_x, row_of_out, inputs, scales, order, factors, first, last, vectors, thread):
-        """Makes vectors ``first`` to ``last`` of a row. inputs, scales: what `ask` has loaded for the first of them."""
+        """Makes vectors ``first`` to ``last`` of a row. inputs, scales: what `ask` has loaded for the thread's first
+        vector."""
         config, room = self.config, Int32(0)
         if const_expr(config.room):
             room = cutlass.utils.SmemAllocator().allocate(2 * config.room, byte_alignment=16).toint()
@@ -87,7 +88,7 @@ class InputRowsKernel:
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
-        """Loads a vector's order and factors; after the row's end, those of the last one."""
+        """Loads a vector's order and factors; after the row's end, those of the row's last vector."""
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:
             at = order + Int64(vector) * (4 * VECTOR)
@@ -104,7 +105,7 @@ class InputRowsKernel:
                     scales[i] = word
 
     def load(self, room, row, inputs, vector) -> list[Any]:
-        """A vector of the row, packed pairs."""
+        """Returns a vector of the row as words, each a pair of elements."""
         if not self.config.room:
             return ptx.load_global_words(row + Int64(vector) * 16, 0, WORDS, constant=False)
         halves = [ptx.load_shared_part(room + Int32(place) * 2, 0, 2) for place in inputs]
@@ -115,7 +116,7 @@ class InputRowsKernel:
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]
 
     def scale(self, words, scales) -> list[Any]:
-        """Multiplies each element by its factor, rounded as a product in x's dtype is."""
+        """Multiplies each element by its factor, and rounds the product to x's dtype."""
         factors = self.pairs(scales) if self.config.room else scales[:WORDS]
         low, high = self.halves
         return [

@@ -25,11 +25,11 @@ ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class InputRows:
-    """The launch that makes the rows that a product takes, kept for calls that differ in contents and addresses alone.
+    """A launch that prepares rows for a product, kept for calls that differ in contents and addresses alone.
 
     Attributes:
-        send: the compiled kernel, its tensors by name.
-        new: [m, k], what it writes.
+        send: launches the compiled kernel; it takes ``out`` and addresses by name.
+        new: shape and dtype of the rows [m, k] that it writes.
     """
 
     send: Callable[..., Any]
@@ -43,8 +43,8 @@ class InputRows:
         end: int = 0,
         numbers: int = 0,
     ) -> torch.Tensor:
-        """Makes x [..., k] contiguous rows [m, k], each input times its scale, in the order of perm. end, numbers: of
-        rows that are gathered, ``end`` and ``rows`` of `INPUT_ROWS`."""
+        """Returns x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm. end, numbers:
+        for rows that are gathered, the addresses ``end`` and ``rows`` of `INPUT_ROWS`."""
         rows = GPU.empty(*self.new)
         self.send(
             out=rows,
@@ -60,9 +60,12 @@ class InputRows:
 def input_rows(
     x: torch.Tensor, stride: int | None, perm: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
 ) -> InputRows | None:
-    """Returns the launch that makes rows of a checked x on a GPU, which lie ``stride`` elements apart. None where torch
-    has to do it: rows that are not whole, aligned pieces of 16 bytes at one distance, or longer than shared memory, and
-    other GPUs."""
+    """Returns the launch that prepares the rows of a checked x on a GPU, ``stride`` elements apart. None where torch
+    has to prepare them.
+
+    torch does so if rows are not whole, aligned pieces of 16 bytes at one distance, if they are to be permuted and
+    exceed shared memory, and on other GPUs.
+    """
     k, index, room = x.shape[-1], x.get_device(), 0 if perm is None else room_for(x.shape[-1])
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]
     aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
@@ -76,7 +79,7 @@ def input_rows(
 def rows_of(
     size: tuple[int, int], stride: int, dtype: torch.dtype, room: int = 0, scaled: bool = False, *, index: int
 ) -> InputRows:
-    """Returns the launch that makes rows of ``size`` [m, k] from rows at such a distance. room, scaled: as of
+    """Returns the launch that makes rows of ``size`` [m, k] from rows ``stride`` elements apart. room, scaled: as in
     `InputRowsConfig`."""
     fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index), room)}
     spec = GemmSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
@@ -84,10 +87,10 @@ def rows_of(
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [m, k] of 16 bits on a GPU, its rows one after the other: a copy if they are not.
+    """Returns 16-bit x [m, k] on a GPU if its rows are contiguous, else a contiguous copy.
 
-    torch's copy lets the next launch begin when it has ended; our own (programmatic dependent launch) lets it begin
-    earlier.
+    The next launch waits for the end of a copy by torch. It can begin during a copy by our own kernel (programmatic
+    dependent launch).
     """
     if x.is_contiguous():
         return x

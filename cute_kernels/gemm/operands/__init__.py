@@ -1,1 +1,1 @@
-"""Operands of MMAs besides 16-bit numbers: what each means and how it is made."""
+"""Operands of MMAs other than 16-bit numbers: what each means and how it is made."""

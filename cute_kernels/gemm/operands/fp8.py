@@ -1,8 +1,9 @@
 """FP8 operands: activations in E4M3 with fp32 scales, and the weights whose codes are E4M3 numbers exactly.
 
 A product is the sum over K of codes of x times codes of W, times both scales, in fp32. Nothing but x is rounded: codes
-of E4M3, E2M1 and signed 4-bit integers are E4M3 numbers. Scales of x are those of a row, or of a row and 128 inputs
-where the weight has groups; or one given number (a checkpoint's static scale), beyond which x saturates.
+of E4M3, E2M1 and signed 4-bit integers are E4M3 numbers. x has one scale per row, or one per 128 inputs of a row where
+the weight has 8-bit codes in groups. A caller may instead give one scale for all of x (a checkpoint's static scale); x
+saturates at 448 times it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ def quantize_activations(
 
     A scale is a group's largest magnitude / 448, rounded up to four significant bits: so codes times scales are bf16
     numbers. Codes are rounded to nearest, ties to even, and saturate at 448. A group of zeros has codes 0 and a small
-    scale. One with infinities or NaN has a scale that is NaN, and so gives products that are NaN. A given scale leaves
+    scale. A group with infinities or NaN has a scale that is NaN, so its products are NaN. A given scale leaves
     infinities at 448 and NaN as they are.
 
     Args:
         x: bf16, fp16 or fp32 [..., K].
-        group_size: consecutive inputs of a row that share a scale, 128; the last ones may be fewer. 0: all of K.
+        group_size: 128: so many consecutive inputs of a row share a scale; the last group may be shorter. 0: all of K
+            share one scale.
         scale: fp32 of one element, positive: the scale of all of x, in place of those of groups.
 
     Returns:
@@ -58,7 +60,7 @@ def quantize_activations(
 
 
 def check_scale(scale: torch.Tensor, device: torch.device, name: str = "activation_scale") -> None:
-    """Raises TypeError or ValueError unless it is the scale of all of x: one positive fp32 number where x is."""
+    """Raises TypeError or ValueError unless ``scale`` is one positive finite fp32 number on x's device."""
     check_tensors(**{name: scale})
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise ValueError(f"{name}: got {scale.dtype} {list(scale.shape)}, want torch.float32 of one element")
@@ -69,7 +71,7 @@ def check_scale(scale: torch.Tensor, device: torch.device, name: str = "activati
 
 @torch.no_grad()
 def _quantized(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of `quantize_activations`."""
+    """Computes `quantize_activations` in torch."""
     wide = x.float()
     if scale is not None:
         of_rows = scale.reshape(()).expand(*x.shape[:-1], 1)
@@ -119,7 +121,7 @@ def dequantize_activations(codes: torch.Tensor, scales: torch.Tensor, group_size
 
 
 def fp8_rows(x: torch.Tensor, form: WeightFormat, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows of x in fp32, rounded to E4M3 as products with weights of a format round them."""
+    """Returns rows of x in fp32, rounded to E4M3 as for products with weights of format ``form``."""
     group = x_group(form)
     return dequantize_activations(*_quantized(x, group, scale), group)
 
@@ -135,9 +137,10 @@ def fp8_reference(
     out_dtype: torch.dtype,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """The `linear_reference` of x [m, K] in E4M3 and of a weight that is not rounded.
+    """Computes `linear_reference` with x [m, K] rounded to E4M3, and a weight that is not rounded.
 
-    x comes as the weight takes it: in its order, times its input scale. scale: of all of x, or None.
+    x comes prepared: in the weight's packed order, times its input scale. scale: the scale of all of x, or None: x has
+    scales of its own.
     """
     return linear_reference(
         fp8_rows(x, weight.format, scale), weight, bias, residual=residual, activation=activation, out_dtype=out_dtype,

@@ -30,16 +30,21 @@ ROWS_THREADS = 256
 SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
-"""Of FP8 products: x [m, padded k] of bytes, two of them an element, in the order of `.rows`; x_scales fp32
-[k blocks, x_scale_pitch], on 16 bytes, a multiple of 4 and long enough for a whole last tile and 4 more."""
+"""The arguments of FP8 products. x: [m, padded k] bytes in the order that `.rows` makes, two of them an element.
+x_scales: fp32 [k blocks, x_scale_pitch], on 16 bytes. x_scale_pitch: a multiple of 4, with room for a whole last tile
+and 4 more scales."""
 ROWS = matrix_arguments(
     ("end", "rows", "given", "out", "scales"),
     ("places", "out_pieces", "groups", "scale_groups", "group_stride", "place_stride"),
 )
-"""Of rows of x in E4M3 or in limbs: x [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes; end: address of the
-int32 that says how many places have a row, or 0: all; rows int32 [places], or 0: each place's own number; given:
-address of the scale of all of x; out [places, out_pieces] of 8 inputs each, zeros after k; groups: of 128 inputs of
-out; scales fp32, of the first scale_groups of them, group_stride and place_stride apart."""
+"""The arguments of the kernel that makes rows of x in E4M3 or in limbs.
+
+x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. end: address of an int32, how many places have a row, or
+0: all. rows: int32 [places], the row of x at each place, or 0: each place's own number. given: address of the scale of
+all of x. out: [places, out_pieces], pieces of 8 inputs each, zeros after k. groups: how many groups of 128 inputs out
+has. scales: fp32; each place stores those of its first scale_groups groups. group_stride, place_stride: scales from a
+group, or a place, to the next.
+"""
 
 
 def fp8_problem(form: WeightFormat) -> str | None:
@@ -52,7 +57,7 @@ def fp8_problem(form: WeightFormat) -> str | None:
 
 
 def check_activations(activations: object, scale: object, form: WeightFormat) -> bool:
-    """Whether products are in FP8. Raises ValueError if the format does not support these activations."""
+    """Returns whether products are in FP8. Raises ValueError if the format does not support these activations."""
     if activations is None:
         if scale is not None:
             raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")
@@ -67,18 +72,18 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
 
 
 def x_group(form: WeightFormat) -> int:
-    """The inputs of a row of x that share a scale, for weights of a format; 0 for all of K.
+    """Returns how many inputs of a row of x share a scale, for weights of a format; 0 for all of K.
 
-    Only 8-bit codes in groups have them, as DeepSeek's checkpoints were calibrated with such scales. With one scale a
-    row a sum takes one instruction instead of two.
+    x has groups only for weights with 8-bit codes in groups: DeepSeek's checkpoints were calibrated with such scales.
+    With one scale per row, one instruction instead of two adds a sum.
     """
     return X_GROUP if form.group_size and form.bits == 8 else 0
 
 
 def whole_k(k_pad: int) -> int:
-    """Inputs of all k blocks, of which the last may be half of a weight's own.
+    """Returns K rounded up to whole k blocks. The weight's padded K may end in half a k block.
 
-    Raises ValueError: the weight has less than a k block.
+    Raises ValueError: the weight has less than one k block.
     """
     if k_pad < X_GROUP:
         wanted = f"None (16-bit products), or at least {X_GROUP}"
@@ -87,19 +92,19 @@ def whole_k(k_pad: int) -> int:
 
 
 def groups_apart(form: WeightFormat) -> int:
-    """Returns how many groups of a k block have sums that are scaled apart."""
+    """Returns how many groups of a k block have sums of their own, each scaled separately."""
     decoder = form.e4m3_decoder()
     return 1 if decoder is None or decoder.folds or not form.group_size else max(X_GROUP // form.group_size, 1)
 
 
 @dataclass(frozen=True)
 class Fp8Wgmma(Mainloop):
-    """The mainloop of wgmma of E4M3 with decoded weights in registers; sums of a group's MMAs are added in fp32:
+    """The mainloop of E4M3 wgmma with decoded weights in registers. The sums of each group are promoted to fp32: see
     `.fp8_mainloop`.
 
     Attributes:
         half_last: whether K ends in half a k block. The last k block then begins half a block earlier, and x has zeros
-            for the inputs that the one before has as well: `.fp8_tail`.
+            for the inputs that the k block before has as well: `.fp8_tail`.
     """
 
     half_last: bool = False
@@ -119,12 +124,13 @@ class Fp8Wgmma(Mainloop):
         return config.block_k // X_GROUP  # rows of 128 bytes
 
     def is_ping_pong(self, config: WgmmaConfig) -> bool:
-        """Whether two warpgroups alternate: where a k block is one group's, of more rows than a thread has registers
-        for twice."""
+        """Whether two warpgroups alternate. They do if a k block has one group, and tile_m is so large that a thread
+        has no registers for sums of two groups."""
         return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes; none where a row has one."""
+        """Returns the bytes of x's fp32 scales in a stage, with room to begin on a multiple of 16 bytes. 0 where x has
+        one scale per row."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT) if x_group(config.format) else 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -138,12 +144,12 @@ class Fp8Wgmma(Mainloop):
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """The kernel that makes rows of x in E4M3, or in limbs.
+    """The configuration of the kernel that makes rows of x in E4M3 or in limbs.
 
     Attributes:
         dtype: of x, "bf16" or "fp16".
-        scales: of what, `BY_GROUP`, `BY_ROW` or `GIVEN`.
-        makes: `FOR_PRODUCTS`, `PLAIN`, `ROUNDED` or `LIMBS`, which have a scale for each group.
+        scales: what has a scale: `BY_GROUP`, `BY_ROW` or `GIVEN`.
+        makes: what is made of rows: `FOR_PRODUCTS`, `PLAIN`, `ROUNDED` or `LIMBS`; limbs have a scale for each group.
         half_last: whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.
     """
 
@@ -154,7 +160,7 @@ class RowsConfig:
     num_threads: ClassVar[int] = ROWS_THREADS
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns the kernel class and the launch arguments."""
         return CompiledAs("cute_kernels.gemm.operands.rows:RowsKernel", ROWS)
 
     @property

@@ -1,4 +1,4 @@
-"""Launches the kernel that makes rows of x in E4M3 or in limbs, for products, and for callers of FP8 rows."""
+"""Launches the kernel that makes rows of x in E4M3 or in limbs, for products and for `quantize_activations`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
 
 
 def pitch_of(places: int, most_tile_m: int) -> int:
-    """Scales from a group to the next: those of a tile begin on 16 bytes, whatever rows it has."""
+    """Returns how many scales lie from one group to the next: a tile may load its scales from a multiple of 16 bytes
+    on, whatever its first row is."""
     return -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + most_tile_m + X_SCALE_ALIGNMENT
 
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """The launch that makes rows, kept for calls that differ in contents and addresses alone.
+    """A launch that makes rows and their scales, kept for calls that differ in contents and addresses alone.
 
     Attributes:
-        send: the compiled kernel.
-        new_codes, new_scales: what it writes.
+        send: launches the compiled kernel.
+        new_codes, new_scales: shapes and dtypes of what it writes.
     """
 
     send: Callable[..., Any]
@@ -72,7 +73,7 @@ class ScaledRows:
 
 
 def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
-    """Returns the numbers that a scale covers, in the terms of `RowsConfig`."""
+    """Returns what has a scale, as in `RowsConfig`: `GIVEN`, `BY_GROUP` or `BY_ROW`."""
     return GIVEN if scale is not None else BY_GROUP if group_size else BY_ROW
 
 
@@ -81,8 +82,11 @@ def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
 def rows_for_products(
     places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int, makes: str = FOR_PRODUCTS
 ) -> ScaledRows:
-    """The launch that makes rows of x for products, in FP8 or in `LIMBS`. What is made comes as elements of ``dtype``,
-    of two bytes, [places, 64 or 128 * k blocks], scales as [k blocks, pitch]."""
+    """Returns the launch that makes rows of x for products, in FP8 or in `LIMBS`.
+
+    It writes 2-byte elements of ``dtype``: [places, 64 * k blocks] in FP8, [places, 128 * k blocks] in limbs. Scales
+    are fp32 [k blocks, pitch].
+    """
     groups, half_last = whole_k(k_pad) // X_GROUP, bool(k_pad % X_GROUP)
     pitch = pitch_of(places, MOST_TILE_M)
     sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
@@ -93,8 +97,11 @@ def rows_for_products(
 
 
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> ScaledRows | None:
-    """The launch of `quantize_activations` for x on a GPU. None where torch has to do it: fp32, rows that are not
-    whole, aligned pieces of 16 bytes without gaps, other GPUs, and a kernel that is neither compiled nor can be."""
+    """Returns the launch of `quantize_activations` for x on a GPU. None where torch has to compute it.
+
+    torch does so for fp32, for rows that are not whole, aligned pieces of 16 bytes without gaps, on other GPUs, and if
+    the kernel is not compiled and there is no compiler.
+    """
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return None
@@ -109,7 +116,8 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
 def rows_in_order(config: RowsConfig, places: int, k: int, index: int) -> ScaledRows:
-    """The launch that makes rows [places, k] in their own order, k a multiple of 8; scales [places, their number]."""
+    """Returns the launch that makes rows [places, k] in x's own order, k a multiple of 8. Scales are fp32 [places,
+    groups], or [places, 1] without groups."""
     kind = torch.bfloat16 if config.makes == ROUNDED else torch.float8_e4m3fn
     groups = -(-k // X_GROUP)
     count = groups if config.scales == BY_GROUP else 1

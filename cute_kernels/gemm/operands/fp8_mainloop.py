@@ -1,12 +1,12 @@
-"""MMAs of E4M3 with decoded W in registers, x in E4M3 in shared memory, and sums at two levels.
+"""The FP8 mainloop: E4M3 MMAs with decoded W in registers, x in shared memory, and sums at two levels.
 
-The tensor cores add products of E4M3 with some 14 bits. So the sums of a group of inputs, 128 at most, begin at zero.
-They are added in fp32, times the weight's scale, and once a k block times the scale of x's row: an instruction for
-each, which overlaps with another warpgroup's MMAs. Scales that hold for all of K are applied to the fp32 sums at the
-end.
+The tensor cores add products of E4M3 with some 14 bits. So the sums of each group, of 128 inputs at most, begin at
+zero. They are multiplied by the weight's scale and added up in fp32. Once a k block, the total is multiplied by the
+scale of x's row. Each step takes one instruction a sum, which overlaps with another warpgroup's MMAs. Scales that hold
+for all of K are applied to the fp32 sums at the end.
 
-Promoting sums of 128 inputs to fp32 is known from DeepGEMM, decoding a codebook of four bits by a byte permutation from
-FlashInfer's and CUTLASS's mixed products.
+DeepGEMM promotes sums of 128 inputs to fp32, too. FlashInfer's and CUTLASS's mixed products also decode a 4-bit
+codebook by a byte permutation.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ BARRIER = 9  # the first of two named barriers, one a warpgroup, after those of 
 
 @dataclass(frozen=True)
 class Group:
-    """Products that have a scale in common: of a tile, MMAs ``first`` to ``end`` of its k block.
+    """The MMAs ``first`` to ``end`` of a tile's k block, whose products share a scale.
 
-    scales: of the thread's two rows; none where they hold for all of K.
-    tables: of each MMA, what its codes are looked up in; none where all codes have the same.
-    is_last: of its tile's groups of the k block.
+    scales: of the thread's two rows; empty where scales hold for all of K. tables: for each MMA, the table in which its
+    codes are looked up; empty where all codes have the same table. is_last: whether no other group of the tile's k
+    block follows.
     """
 
     tile: int
@@ -55,8 +55,8 @@ class Group:
 
 @dataclass(frozen=True)
 class KBlock:
-    """A thread's part of a stage: words of codes, [tile][chunk][word], the descriptor of x, and scales of rows of
-    x, loaded from a row on."""
+    """A thread's part of a stage: words of codes, [tile][chunk][word], the descriptor of x, and the function that loads
+    scales of x from a given row on."""
 
     words: Sequence[Sequence[Sequence[Any]]]
     x: Uint32
@@ -64,7 +64,7 @@ class KBlock:
 
 
 class PingPong:
-    """Two consumer warpgroups alternate: while one's MMAs run the other adds its sums.
+    """The order of two consumer warpgroups that alternate: while one's MMAs run, the other adds its sums.
 
     Without an order both wait for the same stage. Their MMAs then end at the same time, and the tensor cores idle
     while both wait. Each warpgroup has a named barrier, at which it waits for the other one's arrival.
@@ -76,7 +76,7 @@ class PingPong:
 
     @cute.jit
     def begin(self, warp):
-        """The first warpgroup multiplies first."""
+        """Lets the first warpgroup multiply first: the second one arrives at its barrier."""
         if const_expr(self.active):
             if warp >= WARPGROUP_WARPS:
                 self.arrive(warp)
@@ -85,8 +85,8 @@ class PingPong:
         """Waits for the other warpgroup's arrival.
 
         Args:
-            nothing: a run-time 0, computed from all that MMAs begin with. ptxas moves what is not in it after the
-                barrier, where the tensor cores would wait for it.
+            nothing: a run-time 0, computed from all operands of the next MMAs. ptxas would move the decoding of other
+                operands behind the barrier, where the tensor cores would wait for it.
         """
         own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
         cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
@@ -104,7 +104,8 @@ class PingPong:
 
 
 class Fp8Mainloop(StageByStage):
-    """One mainloop policy: see `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop`.
+    """The mainloop policy of FP8 products; `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop` describes the
+    methods.
 
     x_scale_shift: as in `LimbReader`; None where tiles begin at any multiple of 8 rows.
     """
@@ -137,7 +138,7 @@ class Fp8Mainloop(StageByStage):
         return here, last
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
-        """Adds a k block's products."""
+        """Adds a k block's products to ``acc``."""
         words, x = self.reader.load_codes(memory, stage, place), self.reader.descriptor(memory, stage)
         k_block = KBlock(words, x, partial(self.load_x_scales, memory, stage, x_place, tile_m))
         groups = self.groups(memory, stage, place)
@@ -147,7 +148,8 @@ class Fp8Mainloop(StageByStage):
             self.multiply_groups(acc, k_block, groups, tile_m)
 
     def multiply_groups(self, acc, k_block: KBlock, groups: Sequence[Group], tile_m: int):
-        """Multiplies group by group: while one's MMAs run the next one is decoded, and its MMAs are issued."""
+        """Multiplies a k block group by group. While one group's MMAs run, the next group is decoded and its MMAs are
+        issued."""
         before: Sequence[Any] = []
         following = self.start(self.operands(k_block.words, groups[0]), k_block.x, groups[0], tile_m)
         for group, after in pairwise([*groups, None]):
@@ -158,7 +160,7 @@ class Fp8Mainloop(StageByStage):
             before = self.add(acc, k_block, group, wgmma.wait_for(started, 1 if after else 0), before)
 
     def multiply_slices(self, acc, k_block: KBlock, groups: Sequence[Group], place, tile_m: int):
-        """Multiplies slices of rows of x, alternating with the other warpgroup."""
+        """Multiplies a k block by `SLICE_M` rows of x at a time, alternating with the other warpgroup."""
         for group in groups:
             operands = self.operands(k_block.words, group)
             for first in range(0, tile_m, SLICE_M):
@@ -170,11 +172,12 @@ class Fp8Mainloop(StageByStage):
                 self.add(acc, k_block, group, wgmma.wait_for(started, 0), [], first)
 
     def load_x_scales(self, memory, stage, x_place, tile_m: int, first: int) -> list[Any]:
-        """Loads the scales of some rows of x, two of every eight; all at once would not fit in the registers."""
+        """Loads a thread's scales of up to `PIECE_M` rows of x, two of every eight. Those of all rows would not fit in
+        registers."""
         return self.reader.load_x_scales(memory, stage, x_place + 4 * first, min(PIECE_M, tile_m - first))
 
     def groups(self, memory, stage, place) -> list[Group]:
-        """The parts of a k block that have scales of their own."""
+        """Returns the groups of a k block, tile by tile."""
         count, steps, found = groups_apart(self.config.format), X_GROUP // MMA_K, []
         for tile in range(self.config.n_tiles):
             if self.decoder.folds:
@@ -189,7 +192,7 @@ class Fp8Mainloop(StageByStage):
         return found
 
     def operands(self, words, group: Group) -> list[Any]:
-        """The A operands of a group: four registers for each of its MMAs."""
+        """Decodes the A operands of a group: four registers for each of its MMAs."""
         decoder, found = self.stages.decoder, []
         for step in range(group.first * MMA_K // STEP_K, group.end * MMA_K // STEP_K):
             chunk, first = words[group.tile][step // decoder.steps], step % decoder.steps * decoder.words_per_step
@@ -198,8 +201,8 @@ class Fp8Mainloop(StageByStage):
         return found
 
     def start(self, operands, x, group: Group, rows: int) -> list[Any]:
-        """Issues the MMAs of a group, the last one as a commit group of its own where warpgroups alternate. Returns a
-        thread's sums of it."""
+        """Issues the MMAs of a group and returns the thread's sums. Where warpgroups alternate, the last MMA is a
+        commit group of its own."""
         ready, sums = wgmma.fence(operands), []
         for number, step in enumerate(range(group.first, group.end)):
             if self.ping_pong.active and step == group.end - 1:
@@ -210,11 +213,11 @@ class Fp8Mainloop(StageByStage):
         return sums
 
     def add(self, acc, k_block: KBlock, group: Group, sums, before: Sequence[Any], first_row: int = 0) -> list[Any]:
-        """Scales the sums of a group and some rows of x, and adds ``before``, the total of the k block's earlier
+        """Scales the sums of a group for some rows of x, and adds ``before``, the total of the k block's earlier
         groups. Returns the new total.
 
-        After the k block's last group the total, times the scales of x, goes into the accumulators; returns [] then.
-        Where a row of x has one scale each group's sums go there at once."""
+        After the k block's last group it adds the total, times the scales of x, to the accumulators and returns [].
+        Where x has one scale per row, it adds each group's sums to the accumulators at once and returns []."""
         first, scales = group.tile * (self.config.tile_m // 2) + first_row // 2, group.scales
         if self.by_row:
             for i, value in enumerate(sums):
@@ -245,7 +248,7 @@ class Fp8Mainloop(StageByStage):
             self.channel.scale(acc, [value * unit for value in sums] if unit != 1 else sums, channel)
 
     def scale_rows(self, acc, shape, work_tile, place) -> None:
-        """Multiplies by the scales of rows of x."""
+        """Multiplies the accumulators by the scales of rows of x."""
         first, _ = self.places.rows_of(shape, work_tile)
         address = shape.x_scales + Int64(first + place.lane % 4 * 2) * 4
         tile_acc = self.config.tile_m // 2

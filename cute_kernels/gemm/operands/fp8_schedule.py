@@ -31,8 +31,8 @@ WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as thos
 
 
 def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Every schedule that is right for a problem. K of batch-invariant products is whole: its parts would go by the
-    number of rows."""
+    """Yields every schedule that supports a problem. K of batch-invariant products is not cut, as the number of parts
+    would depend on that of rows."""
     mainloop = Fp8Wgmma(half_last=problem.k_pad % X_GROUP > 0)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
     several = groups_apart(problem.format) > 1
@@ -51,7 +51,7 @@ def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 @lru_cache(maxsize=4096)
 def fp8_schedule(problem: LinearProblem) -> TileSchedule:
-    """The schedule that is expected to be the fastest.
+    """Returns the schedule that is expected to be the fastest.
 
     Raises ValueError: K, with padding, is less than a k block.
     """
@@ -59,14 +59,14 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
-    """Issue slots of an SM's scheduler for a k block of a tile of which ``tile_m`` rows are computed."""
+    """Returns the issue slots that a k block of a tile with ``tile_m`` rows takes of an SM's warp scheduler."""
     adds = (groups_apart(config.format) + (x_group(config.format) > 0)) * tile_m / 2
     decoder = config.format.e4m3_decoder()
     return config.block_tiles * ((decoder.slots if decoder else 0) + adds) + config.warpgroups * K_BLOCK_SLOTS
 
 
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Clocks of a k block of a CTA's tile: the longest of instructions, memory and loads from L2."""
+    """Returns the clocks of a k block of a CTA's tile: the longest of instructions, memory and loads from L2."""
     config = schedule.config
     tensor, slots = config.block_tiles * 2 * config.tile_m, issue_slots(config, config.tile_m)
     side_by_side = min(schedule.m_tiles, M_TILE_BAND)
@@ -76,7 +76,7 @@ def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Expected microseconds: rounds of whole tiles, then of those that are cut along K."""
+    """Returns the expected microseconds: rounds of whole tiles, then rounds of parts of tiles that are cut."""
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
     k_block = k_block_clocks(problem, schedule)
     clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + WORK_TILE_CLOCKS)

@@ -1,8 +1,8 @@
-"""FP8 products of K that ends in half a k block, such as 2880 inputs: 22 k blocks of 128, and 64 inputs.
+"""Loads for FP8 products whose K ends in half a k block, such as 2880 inputs: 22 k blocks of 128, and 64 inputs.
 
-The last k block has the last 128 inputs, 64 of which the one before has, too. There x has zeros (`.rows`), and the
-weights add nothing: a NaN among them makes all results of its row NaN anyway. So the mainloop knows of no tail, nothing
-is read after a row's end, and weights keep the padding of 16-bit products.
+The last k block has the last 128 inputs. The k block before has 64 of them, too; for these x has zeros (`.rows`), so
+they add nothing twice. A NaN among their weights makes all results of its row NaN anyway. So the mainloop needs no code
+for the tail, nothing is read after a row's end, and weights keep the padding of 16-bit products.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cute_kernels.gemm.wgmma.loads import WeightLoads, product
 
 
 class TailWeightLoads(WeightLoads):
-    """Loads codes and scales of k blocks that are counted by halves: a tile has one less than ``shape.k_blocks``
-    twice."""
+    """The loads of codes and scales where K ends in half a k block: a tile has 2 * ``shape.k_blocks`` - 1 halves of k
+    blocks."""
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
         """Starts loading a k block of a block: of each tile a run of codes, and one of scales."""

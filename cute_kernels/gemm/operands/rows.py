@@ -1,8 +1,8 @@
 """Makes rows of x in E4M3, or in limbs, on the GPU, in the order of their places, with fp32 scales.
 
-A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs alternate, for
-which two lanes exchange a word: so they are in the order of a thread's codes of a weight (`E4m3Decoder`). With a scale
-for each row a CTA reads all of the row first, and reads it again from cache.
+A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs are
+interleaved, in the order of a thread's codes of a weight (`E4m3Decoder`); two lanes exchange a word for this. With one
+scale per row, a CTA first reads all of the row to find the scale, then reads it again from cache.
 
 For 16-bit products of few rows the numbers that codes stand for are made instead, in x's own order. For products of
 bytes (`cute_kernels.gemm.wgmma.limbs`) limbs are made, see `cute_kernels.gemm.wgmma.limb_rows`.
@@ -44,7 +44,7 @@ SCALE = 1.0 / 16  # keeps reciprocals of all numbers that count in range
 
 
 class RowCodes:
-    """Makes codes of a lane's 8 inputs of a row, wherever they are stored."""
+    """The device code that makes E4M3 codes of a lane's 8 inputs of a row."""
 
     piece_bytes = 8  # of a lane
 
@@ -52,11 +52,11 @@ class RowCodes:
         self.config, self.inputs = config, RowLimbs(config.dtype)
 
     def target(self, piece, lane) -> Any:
-        """The piece of a row that a lane's result is."""
+        """Returns the number of the piece of a row that a lane stores."""
         return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """Returns (the factor of inputs, bits of the scale) from the bits of the largest one."""
+        """Returns (the factor of inputs, bits of the scale) from the bits of the largest magnitude."""
         most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
         finite = largest < INFINITY
         scale = Uint32(numbers.bits(numbers.multiply(most, Float32(1 / MOST))))
@@ -65,11 +65,11 @@ class RowCodes:
         return Float32(factor), Uint32(cutlass.select_(finite, scale, Uint32(0x7FFFFFFF)))
 
     def given_scale(self, bits) -> tuple[Any, Any]:
-        """The same of a given scale."""
+        """Returns (the factor of inputs, bits of the scale) of a given scale."""
         return self.over(bits.bitcast(Float32)), bits
 
     def over(self, by) -> Any:
-        """1 / by, rounded to nearest: Newton's steps from the special-function unit's reciprocal."""
+        """Returns 1 / by, rounded to nearest, by Newton's steps from the special-function unit's reciprocal."""
         by = numbers.multiply(by, Float32(SCALE))
         minus = numbers.multiply(by, Float32(-1.0))
         over = ptx.reciprocal(by)
@@ -78,7 +78,7 @@ class RowCodes:
         return ptx.fma(ptx.fma(minus, found, Float32(SCALE)), over, found)
 
     def codes(self, words, factor, scale, lane) -> list[Any]:
-        """A lane's eight bytes."""
+        """Returns a lane's 8 codes, as two words."""
         values = [numbers.multiply(half, factor) for word in words for half in self.inputs.to_floats(word)]
         pairs = [numbers.pack_e4m3x2(values[i], values[i + 1]) for i in range(0, 8, 2)]
         own = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x5410)) for i in (0, 2)]
@@ -91,7 +91,7 @@ class RowCodes:
 
 
 class RowValues(RowCodes):
-    """Makes the numbers in bf16 that codes and scales stand for."""
+    """The device code that makes the bf16 numbers that codes and scales stand for."""
 
     piece_bytes = 16
 
@@ -104,7 +104,8 @@ class RowValues(RowCodes):
 
 
 class LimbCodes(RowCodes):
-    """Makes limbs: of each 128 inputs first the high ones, by even lanes, then the low ones."""
+    """The device code that makes int8 limbs. Of each 128 inputs the high limbs come first, stored by even lanes, then
+    the low ones."""
 
     piece_bytes = 16
 
@@ -123,13 +124,14 @@ MAKERS = {ROUNDED: RowValues, LIMBS: LimbCodes}
 
 
 class RowsKernel:
-    """One compiled variant; :class:`RowsConfig` says which."""
+    """The kernel that makes rows of x in E4M3 or in limbs, in the variant of its :class:`RowsConfig`."""
 
     def __init__(self, config: RowsConfig):
         self.config, self.codes = config, MAKERS.get(config.makes, RowCodes)(config)
 
     def launch(self, given, stream):
-        """Launches over places and, but for scales of rows, groups of 128 inputs; ``given`` has `ROWS`."""
+        """Launches CTAs for places and, unless rows have one scale each, for groups of 128 inputs. ``given`` has the
+        arguments `ROWS`."""
         row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
         parts = 1 if self.config.scales == BY_ROW else cute.ceil_div(given.groups, GROUPS_AT_ONCE)
         addresses = ptx.address(given.x), given.end, given.rows, given.given, given.out, given.scales
@@ -182,8 +184,8 @@ class RowsKernel:
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
     def source(self, piece, group, groups, row_pieces):
-        """The piece of a row that a lane makes codes of. It is after the row's end, so zeros, in the first half of a
-        last group that begins early."""
+        """Returns the number of the piece of x that a lane reads. In the first half of a last group that begins early,
+        it is a piece after the row's end: zeros."""
         if not self.config.half_last:
             return piece
         early = cutlass.select_(piece % GROUP_LANES < HALF_LANES, row_pieces, piece - HALF_LANES)
@@ -197,7 +199,7 @@ class RowsKernel:
 
     @cute.jit
     def of_row(self, x, row, row_pieces, groups, first, lane, thread):
-        """`RowCodes.scales_of` of a whole row, the same in every thread of the CTA."""
+        """Returns `RowCodes.scales_of` of a whole row, the same in every thread of the CTA."""
         largest = Int32(0)
         for begin in cutlass.range(0, groups, IN_FLIGHT * GROUPS_AT_ONCE, unroll=1):
             pieces = [(begin + i * GROUPS_AT_ONCE + first) * GROUP_LANES + lane for i in range(IN_FLIGHT)]
