@@ -51,7 +51,8 @@ def parts_of(m: int, k: int, num_sms: int, room: int = 0) -> int:
     """Returns the number of CTAs for each row: without ``room`` enough for one vector a thread.
 
     CTAs make one part of all rows before the next part, so rows that are gathered several times are read from L2. With
-    ``room`` each CTA loads all of its row: there are no more CTAs for a row than keep all of them to two an SM.
+    ``room`` each CTA loads all of its row: a row has more than one CTA only as long as all rows' CTAs are at most two
+    for each SM.
     """
     most = -(-k // (VECTOR * THREADS))
     return max(1, min(2 * num_sms // m, most)) if room else most

@@ -14,8 +14,8 @@ and numbers:
 x: bf16 [1, k], the first product's row; each other product's row is the result of the one before. residual: bf16
 [n], added to the first product, or 0.
 
-exchange: `EXCHANGE_WORDS` words that no other launch uses, EMPTY at first: see :mod:`.exchange`. num_ctas: how many
-are launched. eps, offset: the norms' numbers.
+exchange: `EXCHANGE_WORDS` words that no concurrent launch uses, EMPTY before the first launch: see :mod:`.exchange`.
+num_ctas: how many CTAs are launched. eps, offset: the norms' numbers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Computes the products of a layer from one attention to the next. One launch does it where there is a kernel for them;
-else `quantized_linear_norm` and `quantized_linear` do."""
+"""Computes the products of a layer from one attention to the next.
+
+One launch computes them where there is a kernel for all of them, else `quantized_linear_norm` and `quantized_linear`
+do.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class LayerRows(NamedTuple):
 
 
 def layer(call: LayerCall) -> LayerRows:
-    """`cute_kernels.quantized_layer`."""
+    """Computes `cute_kernels.quantized_layer`."""
     check_weights(call)
     return _layer(call) if is_direct(call.x, call.o.codes) else layer_apart(check_layer(call))
 
@@ -87,8 +90,8 @@ forgotten(_refused.clear)
 
 
 def is_one_launch(call: LayerCall) -> bool:
-    """Whether one launch computes a call, for callers who would otherwise do without `layer`. False for a call that
-    `layer` would refuse. May compile the kernel."""
+    """Whether one launch computes a call. Callers ask if they use `layer` for its one launch alone. False for a call
+    that `layer` would refuse. May compile the kernel."""
     if not is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
         return False
     key = _key(call)
@@ -106,7 +109,7 @@ def is_one_launch(call: LayerCall) -> bool:
 
 
 def layer_apart(call: LayerCall) -> LayerRows:
-    """Product by product."""
+    """Computes a checked call product by product."""
     norms = call.eps, call.offset
     middle = give(GivingCall(call.x, call.o, None, call.residual, call.norm, *norms, call.gate_up))
     gated = take(LinearCall(middle, call.gate_up, activation="swiglu"))
@@ -116,7 +119,7 @@ def layer_apart(call: LayerCall) -> LayerRows:
 
 
 def check_weights(call: LayerCall) -> None:
-    """Raises TypeError unless weights are weights."""
+    """Raises TypeError unless every weight is a `PackedWeight`, or its tensors."""
     for name, weight in zip(("o", "gate_up", "down", "qkv"), call.weights, strict=False):
         if not isinstance(weight, Weight):
             raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
@@ -139,7 +142,7 @@ def check_layer(call: LayerCall) -> LayerCall:
 
 
 def check_beside(name: str, weight: Weight, o: Weight) -> None:
-    """Raises TypeError or ValueError unless a weight is on o's device, for rows of its dtype."""
+    """Raises TypeError or ValueError unless a weight is on o's device and takes rows of o's dtype."""
     if weight.codes.device != o.codes.device:
         raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
     if weight.dtype != o.dtype:
@@ -150,8 +153,8 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 
 
 def configs_for(most_k: int) -> list[LayerProductsConfig]:
-    """Returns the configurations for rows of up to ``most_k`` inputs, the best one first. The configuration in bundles
-    supports more inputs."""
+    """Returns the configurations for rows of up to ``most_k`` inputs, the best one first. If ``most_k`` is below
+    `SHIPPED_K`, the second one is that of bundles, which supports more inputs."""
     found = (config_for(room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
     return [config for config in found if config is not None]
 
@@ -159,8 +162,8 @@ def configs_for(most_k: int) -> list[LayerProductsConfig]:
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """The best kernel for rows of up to ``most_k`` inputs that is compiled or may be compiled; None if there is
-    none."""
+    """Returns the best kernel for rows of up to ``most_k`` inputs that is compiled or may be compiled now; None if
+    there is none."""
     if not is_supported(device):
         return None
     arch, can_compile = arch_of(device), compiler_version() is not None
@@ -171,8 +174,8 @@ def kernel_of(most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[.
 
 
 def serves_rows(rows: int) -> bool:
-    """Whether one launch is used for a number of rows, in layers that it supports: for one. With two to four it would
-    take longer than four launches."""
+    """Whether one launch is used for a number of rows, in layers that it supports. It is used for one row; with two to
+    four rows it would take longer than four launches."""
     return rows == 1
 
 
@@ -208,15 +211,15 @@ def _plan(call: LayerCall) -> Plan[[LayerCall], LayerRows]:
 
 
 def exchange_words(device_index: int) -> int:
-    """The address of words by which CTAs of a launch on the current stream exchange results.
+    """Returns the address of the words by which CTAs of a launch on the current stream exchange results.
 
-    Raises UnsettledError where a capture has none.
+    Raises UnsettledError: a CUDA graph is captured, and no such words were filled before.
     """
     return GPU.counters(device_index, GPU.stream(device_index), EXCHANGE_WORDS)
 
 
 def results_of(call: LayerCall) -> int:
-    """Words for the results of a row that CTAs wait for."""
+    """Returns how many results of a row, in bf16, CTAs wait for; two of them share a word."""
     hidden = call.o.shape[0]
     return hidden + call.down.shape[1] + (0 if call.qkv is None else hidden)
 
@@ -224,7 +227,7 @@ def results_of(call: LayerCall) -> int:
 def make_plan(
     call: LayerCall, config: LayerProductsConfig, function: Callable[..., Any], num_ctas: int
 ) -> Plan[[LayerCall], LayerRows]:
-    """The plan of a compiled kernel for calls like one, with at most so many CTAs."""
+    """Returns the plan of a compiled kernel for calls like ``call``, with at most ``num_ctas`` CTAs."""
     hidden, heads = call.o.shape
     assert results_of(call) <= 2 * SET_WORDS, "a set has no room for so many results"
     dtype, leading = call.x.dtype, call.x.shape[:-1]

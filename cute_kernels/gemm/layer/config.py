@@ -32,15 +32,15 @@ FORMAT = integers(4, GROUP)  # of all weights
 
 @dataclass(frozen=True)
 class LayerProductsConfig:
-    """One compiled variant, of one row of x.
+    """One compiled variant of `LayerProductsKernel`, for one row of x.
 
     Attributes:
         groups: how many groups of 128 inputs there is room for, as limbs.
-        num_stages: stages of the pipeline of weights, as many for each of the warps that multiply.
-        activation: between gate and up and down; None: SwiGLU.
+        num_stages: stages of the pipeline of weights; each consumer warp has equally many of them.
+        activation: the gated activation of gate and up; None: SwiGLU.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
-        window: stages that are asked for at a time. Answers of memory come in order: with more, results of other CTAs
-            wait behind weights that no one needs yet.
+        window: stages that are in flight at a time. Memory answers in order: with more, loads of other CTAs' results
+            would wait behind weights that are not needed yet.
         wide_window: the same where no CTA waits for another.
         draw_ahead: how many stages the first loader warp has still to load when it draws the next work tile.
     """
@@ -70,7 +70,7 @@ class LayerProductsConfig:
         return self.fixed_bytes + self.num_stages * (STAGE_BYTES + 16)
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns the kernel class and the launch arguments."""
         return CompiledAs("cute_kernels.gemm.layer.kernel:LayerProductsKernel", LAYER_PRODUCTS)
 
     @property
@@ -80,15 +80,15 @@ class LayerProductsConfig:
         return f"layer_products_{self.dtype}_m1_g{self.groups}_r{self.num_stages}_{warps}{own}"
 
     def can_implement(self) -> str | None:
-        """None, or why not."""
+        """Returns why this configuration cannot be compiled, or None."""
         if self.num_stages < self.wide_window or self.num_stages % self.consumer_warps:
             return f"{self.num_stages} stages are not as many for each of {self.consumer_warps} warps, two at least"
         return self.limits.refuses(self.num_threads, self.shared_bytes)
 
 
 def config_for(most_k: int) -> LayerProductsConfig | None:
-    """The configuration for rows of up to ``most_k`` inputs, with as many pipeline stages as there is room for. None
-    if they would be too few."""
+    """Returns the configuration for rows of up to ``most_k`` inputs, with as many pipeline stages as shared memory has
+    room for. None if they would be too few."""
     empty = LayerProductsConfig(-(-most_k // GROUP), 0)
     room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
     config = replace(empty, num_stages=max(room, 0) // empty.consumer_warps * empty.consumer_warps)

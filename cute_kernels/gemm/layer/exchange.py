@@ -1,11 +1,11 @@
 """Exchanges results between CTAs: a result is there when its word is no longer EMPTY.
 
-A counter of stored work tiles would need a fence before it. The fence waits for answers of memory, after all weights
-that are in flight: 4 us. A result that is visible needs none, as a pair of bf16 is one word.
+A counter of stored work tiles would need a fence before each increment. The fence would wait for memory, behind all
+weights that are in flight: 4 us. Words that announce themselves need no fence; a word is a pair of bf16 results.
 
-There are two sets of words, used by launches in turn. A launch resets to EMPTY the words of the other set, which the
-launch before it used, and which has ended by then. Before the sets lie the number of work tiles drawn, the CTAs that
-have left, which set is next, and how many words of the other one were used.
+There are two sets of words, used by launches in turn. A launch resets the words of the other set to EMPTY: the launch
+before it used them, and has ended by then. Before the sets lie the number of work tiles drawn, the number of CTAs that
+have left, the set that the launch before used, and how many of its words.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ TICKETS, LEFT, TURN, SETS = 0, 128, 256, 384  # bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """The sets of a launch.
+    """The two sets of words, as one launch sees them.
 
-    turn: 0 or 1, which set this launch uses. used: words of the other one that are not EMPTY. address: of the own set.
+    turn: 0 or 1, the set that this launch uses. used: words of the other set that are not EMPTY. address, other: of
+    this launch's set, and of the other set.
     """
 
     turn: Int32
@@ -39,7 +40,7 @@ class Exchange:
 
 
 def exchange_of(sizes: Sizes) -> Exchange:
-    """The exchange of a launch, once the launch before has ended."""
+    """Returns the exchange of a launch. It may be called once the launch before has ended."""
     word, used = (Int32(one) for one in ptx.load_relaxed(sizes.exchange + TURN, 2))
     turn = (word + 1) & 1
     first = sizes.exchange + SETS
@@ -48,13 +49,13 @@ def exchange_of(sizes: Sizes) -> Exchange:
 
 
 def draw(sizes: Sizes):
-    """Draws the number of the CTA's next work tile, at least num_tiles where there are no more; one lane."""
+    """Draws the number of the CTA's next work tile; num_tiles or more if no tile is left. One lane calls it."""
     return ptx.atomic_add(sizes.exchange + TICKETS, Int32(1)) + 1
 
 
 @cute.jit
 def empty_other(sizes: Sizes, exchange: Exchange, lane):
-    """Resets the other set to EMPTY, with a warp of every CTA."""
+    """Resets the other set to EMPTY. One warp of every CTA calls it."""
     first = Int32(cute.arch.block_idx()[0]) * 32 + lane
     for i in cutlass.range(first, exchange.used // 4, sizes.num_ctas * 32, unroll=1):
         reset(exchange.other + Int64(i) * 16)
@@ -62,8 +63,8 @@ def empty_other(sizes: Sizes, exchange: Exchange, lane):
 
 @cute.jit
 def leave(sizes: Sizes, exchange: Exchange):
-    """Counts the CTA as gone when it has stored all its tiles; one lane. The last one resets the counters for the next
-    launch."""
+    """Counts the CTA as gone when it has stored all its tiles; one lane calls it. The last CTA resets this counter, and
+    notes its set for the next launch."""
     left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
     if left == sizes.num_ctas - 1:
         reset(sizes.exchange + LEFT, 1)
@@ -72,8 +73,11 @@ def leave(sizes: Sizes, exchange: Exchange):
 
 @cute.jit
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
-    """Loads a lane's vectors of four words into ``words`` once all lanes of a warp find theirs published. They lie
-    ``places`` bytes after each of some addresses. All loads are issued at once."""
+    """Loads a lane's vectors of four words into ``words``, once those of all lanes of the warp are published.
+
+    A vector lies at each of ``places``, in bytes, after each address. there: which addresses the lane needs. All loads
+    are issued at once.
+    """
     sources = [
         Published(address, offset=place, wanted=wanted)
         for address, wanted in zip(addresses, there, strict=True)

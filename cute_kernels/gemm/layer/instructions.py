@@ -1,4 +1,4 @@
-"""PTX instructions that only these launches use."""
+"""PTX instructions that only launches of a layer's products use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from cute_kernels.device.instruction import Asm, effect, pure
 def multiply_bytes(sums: Sequence[Int32], a: Sequence[Uint32], b: Sequence[Uint32]) -> Asm[list[Int32]]:
     """D = A B + C of signed bytes for one warp, exact in int32: A 16 x 32, B 32 x 8, C and D 16 x 8.
 
-    Of lane (g, t) A register 0 is row g, columns 4t to 4t + 3, 1 is eight rows below, 2 and 3 are as these, 16 columns
-    on; B registers are column g, rows 4t to 4t + 3, and 16 rows on; sums are rows g and g + 8, columns 2t and 2t + 1.
+    In lane (g, t), A register 0 is row g, columns 4t to 4t + 3, and register 1 is 8 rows below. Registers 2 and 3 are
+    16 columns to the right of these. B register 0 is column g, rows 4t to 4t + 3, and register 1 is 16 rows below. Sums
+    are rows g and g + 8, columns 2t and 2t + 1.
     """
     registers = "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7}"
     return Asm(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {registers};", count=4)
@@ -46,9 +47,9 @@ def fence() -> Asm[None]:
 
 @effect
 def copy_elected(destination: Int32, source: Int64, num_bytes: Int32 | int, barrier: Int32) -> Asm[None]:
-    """Copies as `ptx.bulk_copy_to_shared` does, by one lane of a converged warp whose operands are all the same.
+    """Copies as `ptx.bulk_copy_to_shared` does, by one lane of a converged warp. All lanes have the same operands.
 
-    In a branch of one lane the compiler would ask each time which lanes have which addresses.
+    In a branch of one lane the compiler would add code that asks which lanes have which addresses.
     """
     copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     return Asm(f"{{ .reg .pred p; elect.sync _|p, 0xffffffff; @p {copy} }}")

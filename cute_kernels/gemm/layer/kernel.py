@@ -1,10 +1,12 @@
-"""Products that follow one another, in one launch of persistent CTAs: weights never stop coming.
+"""One launch of persistent CTAs for products that follow one another: weights are loaded without a pause between
+products.
 
 Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill pipeline stages with their weights.
-They wait for nothing but room. Consumer warps (:mod:`.multiply`) wait for all work tiles of the product before theirs,
-make limbs of its results, and catch up. A store warp (:mod:`.store`) adds up, stores and tells all CTAs.
+They wait for free stages, never for results of other CTAs. Consumer warps (:mod:`.multiply`) wait for all results of
+the product before theirs, make limbs of them, and multiply. A store warp (:mod:`.store`) adds up their accumulators,
+and stores results where all CTAs find them.
 
-docs/design/layer_products.md has the account, docs/design/forward_progress.md why every launch ends.
+docs/design/layer_products.md describes the design, docs/design/forward_progress.md why every launch ends.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from cute_kernels.gemm.layer.store import Storer
 
 
 class LayerProductsKernel:
-    """One compiled variant; :class:`LayerProductsConfig` says which.
+    """The kernel of a layer's products, in the variant of its :class:`LayerProductsConfig`.
 
     | role | warps | waits | arrives |
     |---|---|---|---|

@@ -36,7 +36,7 @@ class Loader:
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
-        """Loads all work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
+        """Loads the weights of all work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
         base, slot, running, drawn = Int32(0), memory.tiles.consumer_state(), Int32(1), Int32(drawn)
         while running != 0:
             if rank == 0:
@@ -58,9 +58,9 @@ class Loader:
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
-        """Ends the CTA's draws. Every CTA draws one number of the last product or after it, and the one that draws the
-        last number resets the counter to EMPTY. Then, and not before, the next launch may begin, whose CTAs draw at
-        once."""
+        """Ends the CTA's draws. The last number that each CTA draws is that of a tile of the last product, or higher.
+        The CTA with the highest of these numbers resets the counter to EMPTY. Only then may the next launch begin,
+        since its CTAs draw at once."""
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             reset(sizes.exchange + TICKETS, 1)
         instructions.fence()
@@ -105,10 +105,10 @@ class Loader:
 
     @cute.jit
     def following(self, sizes: Sizes, tile):
-        """The number of the CTA's next work tile; one lane.
+        """Returns the number of the CTA's next work tile; one lane calls it.
 
-        Tiles of the last product are waited for by no CTA. They are distributed evenly: as many to each CTA, or one
-        more.
+        No CTA waits for tiles of the last product. So these are not drawn one by one but distributed evenly: each CTA
+        has equally many, or one more.
         """
         number = tile + sizes.num_ctas
         if tile < sizes.waited_for:
@@ -116,13 +116,13 @@ class Loader:
         return number
 
     def window_of(self, sizes: Sizes, tile):
-        """Stages that are loaded at a time. The window is wider in the middle of the second product, except for each
-        CTA's first work tile, which waits for rows, and its last, which others wait for."""
+        """Returns how many stages are in flight at a time. The window is wider in the middle of the second product,
+        except for each CTA's first work tile, which waits for rows, and its last, which others wait for."""
         middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 
     def copy_stage(self, memory: LayerMemory, here, codes, scales, j) -> None:
-        """Asks for a stage."""
+        """Issues the copies of a stage; all lanes of the warp call it."""
         address, target = memory.weights.full_address(here), memory.stages + here.stage * STAGE_BYTES
         code_tiles, groups = STAGE_K // CODE_TILE_K, STAGE_K // GROUP
         first = codes + Int64(j) * (code_tiles * CODE_TILE_BYTES)
@@ -135,6 +135,6 @@ class Loader:
 
 
 def uniform(address: Int64) -> Int64:
-    """An address marked for the compiler as the same in all lanes."""
+    """Returns an address, marked for the compiler as the same in all lanes."""
     low, high = (cute.arch.shuffle_sync(Int32(part), 0) for part in (address, address >> 32))
     return (Int64(high) << 32) | Int64(Uint32(low))

@@ -35,8 +35,8 @@ class Product:
     """One of a launch's products; run-time numbers. Absent addresses are 0.
 
     begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them. adds: whether
-    the first product's results are added. place: bytes from the beginning of a set to its results, where others wait
-    for them; rows: to its rows.
+    the first product's results are added. place: bytes from the beginning of an exchange's set to the product's
+    results, where CTAs wait for them. rows: to the results of the product before, its row of x.
     """
 
     codes: Int64
@@ -54,8 +54,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a launch. ends: the number after each product's last work tile. waited_for: work tiles that others
-    wait for, all but the last product's; used: words of their results. x, residual: the first product's."""
+    """The sizes of a launch. first_end to num_tiles: the number after each product's last work tile. waited_for: work
+    tiles whose results other CTAs wait for, all but the last product's. used: words of these results. x, residual: the
+    first product's."""
 
     first_end: Int32
     second_end: Int32
@@ -92,7 +93,7 @@ class LayerMemory:
     results: Pipeline  # sums of a work tile, from consumer warps to the store warp
 
     def product(self, number) -> Product:
-        """The numbers of a product."""
+        """Loads the numbers of a product from the table."""
         at = self.table + number * PRODUCT_BYTES
         codes, scales = instructions.load_shared_longs(at, 0)
         norm, out = instructions.load_shared_longs(at, 16)
@@ -101,7 +102,7 @@ class LayerMemory:
 
 
 def allocate(config: LayerProductsConfig) -> LayerMemory:
-    """Shared memory of a configuration."""
+    """Allocates the shared memory of a configuration."""
     smem = cutlass.utils.SmemAllocator()
 
     def room(size: int) -> Any:
@@ -128,14 +129,14 @@ def allocate(config: LayerProductsConfig) -> LayerMemory:
 
 
 def init_barriers(memory: LayerMemory) -> None:
-    """One thread initialises all barriers."""
+    """Initialises all barriers; one thread calls it."""
     for pipeline in (memory.weights, memory.tiles, memory.results):
         pipeline.init()
     fence_init()
 
 
 def write_table(memory: LayerMemory, products) -> None:
-    """One thread writes the table in which every warp finds a product's numbers."""
+    """Writes the table in which every warp finds a product's numbers; one thread calls it."""
     for i, each in enumerate(products):
         at = Int32(memory.table)
         begin = PRODUCT_BYTES * i
@@ -149,7 +150,7 @@ def write_table(memory: LayerMemory, products) -> None:
 
 @cute.jit
 def receive(memory: LayerMemory, slot, lane):
-    """Receives the number of the CTA's next work tile; every warp. slot: state of `LayerMemory.tiles`."""
+    """Receives the number of the CTA's next work tile; every warp calls it. slot: state of `LayerMemory.tiles`."""
     memory.tiles.consumer_wait(slot)
     tile = Int32(ptx.load_shared(memory.slots + slot.stage * 4, 0))
     cute.arch.sync_warp()
@@ -159,20 +160,20 @@ def receive(memory: LayerMemory, slot, lane):
 
 
 def tiles_of(n):
-    """Work tiles of a product of n features."""
+    """Returns how many work tiles a product of n features has."""
     return n // TILE_N
 
 
 def turn(warp, base, warps: int):
-    """The first stage of a work tile that a warp has, if the tile's first stage is the ``base``-th: each warp has every
-    ``warps``-th."""
+    """Returns the first of a work tile's stages that a warp has. base: the number of the tile's first stage among all
+    stages, of which each warp has every ``warps``-th."""
     return (warp + warps - base % warps) % warps
 
 
 @cute.jit
 def ask_early(sizes: Sizes, product: Product):
-    """Prefetches a CTA's part of a product's first weights into L2; one lane. Weights cannot be stale, so this may be
-    done before the launch before has ended."""
+    """Prefetches a CTA's part of a product's first weights into L2; one lane calls it. Weights cannot be stale, so the
+    previous launch need not have ended."""
     codes = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
     for first, num_bytes in ((product.codes, codes), (product.scales, codes // (STAGE_CODES // STAGE_SCALES))):
         part = (num_bytes // sizes.num_ctas + LINE_BYTES - 1) & -LINE_BYTES

@@ -1,9 +1,9 @@
-"""Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by MMAs of bytes.
+"""Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by int8 MMAs.
 
 A warp's products are exact in int32 for each 128 inputs; scales are applied on the way to fp32 accumulators. A stage's
-memory always belongs to the same warp, so its parity is never ambiguous. Which stages of a work tile a warp has depends
-on the one that the tile begins with. Accumulators belong to a rank that does not: their sum is the same whichever CTA
-has the tile.
+memory always belongs to the same warp, so its parity is never ambiguous. Which of a work tile's stages a warp has
+depends on the number of the tile's first stage. Accumulators are therefore published by rank, the warp's first stage
+within the tile. Their sum is then the same whichever CTA has the tile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Multiplier:
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, warp, lane):
-        """All work tiles of the CTA."""
+        """Multiplies all work tiles of the CTA."""
         weights, results = memory.weights, memory.results
         base, slot, running = Int32(0), memory.tiles.consumer_state(), Int32(1)
         before, part = Int32(-1), results.producer_state()
@@ -81,7 +81,8 @@ class Multiplier:
                 part = results.next(part)
 
     def multiply_stage(self, acc, memory: LayerMemory, stage, j, masks, lane) -> None:
-        """Adds a stage's products. Two columns of an MMA are the limbs; others repeat the low one."""
+        """Adds a stage's products to ``acc``. Of an MMA's columns the first is the high limb of x; the others are all
+        the low one, and only two are used."""
         place = memory.stages + stage * STAGE_BYTES
         codes = place + lane * 16
         scales = place + STAGE_CODES + lane // 4 * 2
@@ -121,7 +122,7 @@ class Multiplier:
                 acc[index] = ptx.fma(exact * of_row[i], of_features[i, fragment, k], acc[index])
 
     def operands(self, first, second, masks) -> list:
-        """Bytes of two steps' codes, less 8 and times 16: the A operand of an MMA."""
+        """Returns the A operand of an MMA: bytes of two steps' codes, each (code - 8) * 16."""
         return [byte for word in (first, second) for byte in NibbleBytes().fragment(word, masks)]
 
     @cute.jit

@@ -2,7 +2,7 @@
 
     rows, qkv = layer_products(x, residual, ...)
 
-Numbers of rows that one launch serves are that launch. Others are the products one after the other.
+One launch computes the numbers of rows that it supports. For others the products are launched one after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def may_serve(weights: list[tuple[str, int, int]]) -> bool:
 
 
 def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
-    """Whether the kernel may be loaded: not where a server has noted the product, which would wait for the compiler."""
+    """Whether the kernel may be loaded for a number of rows. If a server has noted the product, the kernel must be
+    compiled already: no step waits for the compiler."""
     if not serves_rows(rows):
         return False
     if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):
@@ -75,4 +76,5 @@ layer_products = Operator(
     cuda=_apply,
     meta=_meta,
 )
-"""(rows [M, hidden] after a layer, qkv [M, projected] of the next one) of x [M, heads]; weights of `config.FORMAT`."""
+"""The operator: returns (rows [M, hidden] after a layer, qkv [M, projected] of the next one) from x [M, heads]. All
+weights are in `config.FORMAT`."""

@@ -1,4 +1,5 @@
-"""Makes limbs of a product's row where MMAs read them, once a CTA, by its consumer warps.
+"""Makes int8 limbs of a product's row in shared memory, in the order of MMA operands. The consumer warps of every CTA
+do so once for each product.
 
 Eight lanes take 128 inputs; their limbs are those of `cute_kernels.gemm.wgmma.limb_rows`. In memory a group of 128
 inputs is [two halves][column][4 lanes][4 steps of 16 inputs] words: a lane's B operands of four steps are 16 bytes. A
@@ -32,7 +33,7 @@ CONSUMER_BARRIER = 1
 
 
 class Row:
-    """The row of x as the consumer warps make limbs of it."""
+    """The code by which consumer warps make limbs of a product's row."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
@@ -40,7 +41,8 @@ class Row:
 
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
-        """Makes limbs of a product's row as it arrives. No warp still reads those of the product before."""
+        """Makes limbs of a product's row as it arrives. All consumer warps meet before, when none reads the previous
+        product's limbs any more, and after."""
         self.meet()
         total = product.k // GROUP
         for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
@@ -54,9 +56,9 @@ class Row:
 
     @cute.jit
     def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
-        """Makes some groups of each of several passes, from the ``first`` on; all are loaded at once.
+        """Makes limbs of a warp's groups in `PASSES` passes, from group ``first`` on; all are loaded at once.
 
-        After the last group lanes make it once more.
+        Lanes whose group would lie after the last one make the last one again.
         """
         total = product.k // GROUP
         there = [first + i * self.pass_groups < total for i in range(PASSES)]
@@ -107,8 +109,8 @@ class Row:
         return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
 
     def split(self, words) -> tuple[Any, list[Any]]:
-        """Returns (bits of the unit of a code's byte times a limb, words of a lane's high limbs, then of its low
-        ones)."""
+        """Returns (bits of the fp32 scale of products of codes' bytes and limbs, words of the lane's high limbs, then
+        of its low ones)."""
         rows, limbs = self.limbs, self.limbs.limb_rows
         packed = lanes.over_lanes(rows.greater, lanes.in_pairs(rows.greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in limbs.to_floats(packed & Uint32(MAGNITUDES))]

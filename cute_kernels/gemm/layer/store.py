@@ -27,7 +27,7 @@ class Storer:
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, lane):
-        """All work tiles of the CTA."""
+        """Stores the results of all work tiles of the CTA."""
         slot, running, before = memory.tiles.consumer_state(), Int32(1), Int32(-1)
         part = memory.results.consumer_state()
         factor = Float32(1.0)
@@ -71,7 +71,7 @@ class Storer:
 
     @cute.jit
     def make_factor(self, sizes: Sizes, memory: LayerMemory, product: Product, lane):
-        """Makes the row's factor that completes a deferred norm."""
+        """Returns the row's factor that completes a deferred norm; 1 without a norm."""
         factor = Float32(1.0)
         if product.norm != 0:
             total = Float32(0.0)
@@ -91,7 +91,8 @@ class Storer:
 
     @cute.jit
     def store(self, value, product: Product, exchange: Exchange, waited_for, feature, lane):
-        """Stores a work tile's results, two of a lane's and its neighbours' at a time, where they are read."""
+        """Stores a work tile's results as pairs in bf16: to the exchange if CTAs wait for them, to the product's output
+        if it has one."""
         other = cute.arch.shuffle_sync_bfly(value, 1)
         gated = self.activate.of_pair(value, other)  # in even lanes: gate and up are in turn
         third = cute.arch.shuffle_sync_bfly(gated, 2)

@@ -76,7 +76,7 @@ class PingPong:
 
     @cute.jit
     def begin(self, warp):
-        """Lets the first warpgroup multiply first: the second one arrives at its barrier."""
+        """Lets the first warpgroup multiply first: the second one arrives at the first one's barrier."""
         if const_expr(self.active):
             if warp >= WARPGROUP_WARPS:
                 self.arrive(warp)

@@ -45,7 +45,7 @@ class Activations(ABC):
 
     @abstractmethod
     def kernel(self) -> CompiledAs:
-        """The kernel that a configuration with them is compiled as."""
+        """Returns the kernel class and the launch arguments of a configuration with these activations."""
 
     @abstractmethod
     def stage_warps(self, config: StreamConfig[Any]) -> int:
@@ -53,12 +53,13 @@ class Activations(ABC):
 
     @abstractmethod
     def problem(self, config: StreamConfig[Any]) -> str | None:
-        """Returns why a configuration cannot load its activations so, or None."""
+        """Returns why a configuration cannot load its activations in this way, or None."""
 
 
 @dataclass(frozen=True)
 class Slices(Activations):
-    """The slice of K of all rows, loaded by a warp of its own with the first weights that are multiplied with it."""
+    """Activations that come as a slice of K of all rows. A warp of its own loads each part with the first weights that
+    are multiplied with it."""
 
     producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
     alignment: ClassVar[int] = ALIGNMENT
@@ -68,7 +69,7 @@ class Slices(Activations):
         return STREAM_KERNEL
 
     def stage_warps(self, config: StreamConfig[Any]) -> int:
-        """All that multiply."""
+        """All consumer warps release a stage."""
         return config.consumer_warps
 
     def problem(self, config: StreamConfig[Any]) -> str | None:
@@ -77,7 +78,7 @@ class Slices(Activations):
 
 @dataclass(frozen=True)
 class StreamStore:
-    """Results are stored through staging buffers, by warps of their own: `.epilogue`.
+    """The store of results: epilogue warps read them from staging buffers, see `.epilogue`.
 
     Attributes:
         epilogue_warps: how many warps add up, store and combine results.
@@ -94,7 +95,7 @@ ActivationsT = TypeVar("ActivationsT", bound=Activations)
 
 @dataclass(frozen=True)
 class StreamConfig(Generic[ActivationsT]):
-    """One compiled variant.
+    """One compiled variant of `StreamKernel`.
 
     A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *k blocks* of ``block_k`` inputs;
     a stage of its pipeline holds a *chunk* of up to ``chunk_k_blocks`` k blocks of a block. ``4 * k_warps`` warps
@@ -108,7 +109,7 @@ class StreamConfig(Generic[ActivationsT]):
         block_k: inputs of a k block: a multiple of the group size that divides the padded K.
         chunk_k_blocks: k blocks of a stage.
         num_stages: pipeline stages; nearly all of them are in flight.
-        store: how results leave.
+        store: how results are stored.
         activations: how x reaches shared memory.
     """
 
@@ -173,7 +174,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def k_block_bytes(self) -> int:
-        """Codes of a k block of one tile's rows."""
+        """Bytes of the codes of one tile's k block."""
         return self.k_block_tiles * TILE_BYTES
 
     @property
@@ -182,7 +183,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def more_scale_bytes(self) -> int:
-        """Scales of a second level of a tile's rows."""
+        """Bytes of a tile's second-level scales."""
         return self.format.more_groups * self.format.group_scale_bytes
 
     @property
@@ -219,12 +220,12 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def slice_bytes(self) -> int:
-        """Results of the warps that take the same k blocks."""
+        """Bytes of the staged results of the warps that take the same k blocks."""
         return self.tile_m * self.staging_pitch
 
     @property
     def buffer_bytes(self) -> int:
-        """One staging buffer."""
+        """Bytes of one staging buffer."""
         return self.k_warps * self.slice_bytes
 
     @property
@@ -251,7 +252,7 @@ class StreamConfig(Generic[ActivationsT]):
         return f"linear_{weight}_{shape}_{state}{ends}"
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns the kernel class and the launch arguments."""
         return self.activations.kernel()
 
     def can_implement(self) -> str | None:

@@ -1,14 +1,15 @@
-"""Turns the consumer warps' accumulators into the output: adds them in shared memory, combines splits through memory,
-stores.
+"""The epilogue of the memory-bound kernel: adds up the consumer warps' accumulators in shared memory, combines parts of
+K through global memory, and stores the output.
 
-Warps of their own do this beside the stream. A block of which a CTA has all of K is stored at once. Otherwise every
-CTA stores its partial result to the workspace, and those of the last group that has a part of the block, the
-*combiners*, each wait for one share of its outputs from all, add them up in a fixed order, and store.
+Epilogue warps do this concurrently with the stream of weights. A block of which a CTA has all of K is stored at once.
+Otherwise every CTA publishes its partial result in the workspace. The CTAs of the last group with a part of the block,
+the *combiners*, share out its outputs. Each waits for all partial results of its share, adds them up in a fixed order,
+and stores the outputs.
 
-Partial results announce themselves (`cute_kernels.device.exchange`). A CTA stores its part of a block before it waits
-for another's; what it waits for comes from its group or from groups before it, of blocks that those take first. So no
-two wait for each other, if the CTAs of a group run together: they are neighbours in the grid, whose CTAs start in
-order.
+A partial result has arrived when its words are no longer EMPTY (`cute_kernels.device.exchange`). A CTA publishes its
+own part of a block before it waits for others. It waits for CTAs of its own group, and of groups before it, which
+compute this block first. So no two CTAs wait for each other as long as the CTAs of a group run at the same time. They
+do: they are neighbours in the grid, whose CTAs start in order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COMBINE_BATCH = 4  # partial results that a thread loads at a time
 
 
 class StreamEpilogue:
-    """The epilogue warps' role."""
+    """The code of the epilogue warps."""
 
     def __init__(self, config: StreamConfig):
         self.config = config
@@ -38,7 +39,7 @@ class StreamEpilogue:
 
     @cute.jit
     def run(self, operands, memory, work, tid, lane):
-        """All of a CTA's segments."""
+        """Reduces and stores all of a CTA's segments."""
         shape = work.shape
         # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
         lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
@@ -63,7 +64,7 @@ class StreamEpilogue:
                         self.release(memory, memory.results.consumer_state_of(index - lag), lane)
 
     def buffer(self, index):
-        """Staging buffer of a segment."""
+        """Returns the number of a segment's staging buffer."""
         return index % NUM_BUFFERS
 
     def wait_staged(self, memory, index):
@@ -82,7 +83,8 @@ class StreamEpilogue:
 
     @cute.jit
     def store_partials(self, operands, memory, work, segment, index, part, held, tid):
-        """Publishes a CTA's part of a block for the CTAs that finish it; its own share it may hold back."""
+        """Publishes a CTA's part of a block for the CTAs that finish it. If ``held``, its own share stays in the
+        staging buffer."""
         first, end = self.share(work, segment)
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
         part_vectors = work.shape.m * self.row_vectors
@@ -92,12 +94,12 @@ class StreamEpilogue:
                 publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
-        """Returns (parts of a block up to those of this group, the number of this CTA's)."""
+        """Returns (how many parts of a block there are up to this group's last, the number of this CTA's part)."""
         before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
         return before + work.shape.num_slices, before + work.slice_index
 
     def partials_of(self, operands, work, segment):
-        """Address of the first part of a block."""
+        """Returns the address of a block's first part in the workspace."""
         part_bytes = work.shape.m * self.row_vectors * VECTOR_BYTES
         return operands.workspace + Int64(segment.block * work.shape.max_parts) * part_bytes
 
@@ -109,7 +111,7 @@ class StreamEpilogue:
             memory.results.consumer_release(here)
 
     def staged_sum(self, source, vector):
-        """Four results of the block, added up over the warps that took different k blocks."""
+        """Returns four neighbouring results of a block, added up over the warps that took different k blocks."""
         config = self.config
         address = source + vector // self.row_vectors * config.staging_pitch + vector % self.row_vectors * 16
         slices = [ptx.load_shared_vector(address, i * config.slice_bytes, VECTOR) for i in range(config.k_warps)]
@@ -120,7 +122,8 @@ class StreamEpilogue:
 
     @cute.jit
     def finish(self, operands, memory, work, segment, index, held, tid):
-        """Adds up all parts of this CTA's share of a block, in their order and its own last; stores the outputs."""
+        """Adds up all parts of this CTA's share of a block and stores the outputs. Parts are added in order, a held one
+        last."""
         first, end = self.share(work, segment)
         parts, part = self.parts_of(work, segment)
         own = cutlass.select_(held, part, Int32(-1))
@@ -165,6 +168,6 @@ class StreamEpilogue:
         return self.target_in(work.shape, segment.block, vector // self.row_vectors, vector, 0)
 
     def target_in(self, shape, block, token, vector, first_bias):
-        """Returns the target for row ``token`` of the output. first_bias: where the first output feature's bias is."""
+        """Returns the target for row ``token`` of the output. first_bias: the index of output feature 0's bias."""
         row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
         return self.results.target(shape, token, row, first_bias + row)

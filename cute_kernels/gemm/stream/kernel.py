@@ -1,14 +1,17 @@
-"""Memory-bound weight-only GEMM, one launch: out^T = W X^T with codes streamed once, at the rate of the memory.
+"""Memory-bound weight-only GEMM in one launch: out^T = W X^T, with codes streamed once, at the rate of the memory.
 
-Shape of the work: K is cut into slices, one for each CTA of a group, and the blocks of output features into as many
-equal ranges of k blocks as there are groups (stream-K, Osama et al. 2023, with fixed cuts), see :mod:`.schedule`. One
-thread of a persistent CTA keeps a pipeline of bulk copies full; the consumer warps wait for a stage, decode the 16
-bytes of each thread into the A operand of mma.m16n8k16 (`decoder`), and meet the activations of their slice of K,
-which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 accumulators
-of a group. What a block sums up to goes through a staging buffer to warps of its own (:mod:`.epilogue`), so that
-neither adding up nor storing holds up the stream. There is no CTA barrier after the first one.
+The work is cut twice, see :mod:`.schedule`. K is cut into slices, one for each CTA of a group. The k blocks of all
+blocks of output features are cut into as many equal ranges as there are groups (stream-K, Osama et al. 2023, with fixed
+cuts).
 
-The tensor cores are used as on sm_80: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an A operand.
+One thread of a persistent CTA keeps a pipeline of bulk copies full. The consumer warps wait for a stage, decode 16
+bytes of each thread into the A operand of mma.m16n8k16 (`decoder`), and multiply with the activations of their slice of
+K. These are loaded with the first weights that need them, and stay in shared memory. Scales are applied to the fp32
+accumulators of a group. Results of a block go through a staging buffer to the epilogue warps (:mod:`.epilogue`), so
+that neither reduction nor stores hold up the stream. There is no CTA barrier after the first one.
+
+The tensor cores are used as on sm_80, by mma.sync: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an
+A operand.
 """
 
 from __future__ import annotations
@@ -51,18 +54,18 @@ class StreamLane:
 
 
 class SliceLoads:
-    """Loads the slice of K of all rows of x, with the first weights that are multiplied with it; it stays for all
-    blocks."""
+    """The loads of x: a CTA's slice of K of all rows, each part with the first weights that are multiplied with it. The
+    slice stays in shared memory for all blocks."""
 
     def __init__(self, config: StreamConfig):
         self.config = config
 
     @cute.jit
     def copy(self, operands, memory, work, lane):
-        """Loads the slice of all tokens, a lane for each, with the first weights that are multiplied with it.
+        """Loads the slice of all tokens, a lane for each token, part by part with the first weights that need it.
 
-        Loaded at once, all of it would wait behind, or hold up, a pipeline full of weights. This warp takes part in
-        every stage, even where it has nothing to load. Otherwise it could be a round of the pipeline ahead, and take
+        Loaded all at once, the slice would wait behind a pipeline full of weights, or hold it up. This warp takes part
+        in every stage, even where it has nothing to load. Otherwise it could be a round of the pipeline ahead, and take
         one parity for another.
         """
         config, pipeline = self.config, memory.pipeline
@@ -107,7 +110,7 @@ class StreamRoles:
 
     @cute.jit
     def take(self, operands, memory, work, warp, lane):
-        """Runs what each warp does for the rest of the launch."""
+        """Runs a warp's role until the end of the launch."""
         config = self.config
         if warp < config.consumer_warps:
             self.multiply(operands, memory, work, warp, lane)
@@ -121,7 +124,7 @@ class StreamRoles:
 
     @cute.jit
     def copy_weights(self, operands, memory, work, lane):
-        """Keeps the pipeline full, one lane."""
+        """Keeps the pipeline full of weights; one lane issues all copies."""
         config, pipeline = self.config, memory.pipeline
         here = pipeline.producer_state()
         if lane == 0:
@@ -134,8 +137,8 @@ class StreamRoles:
                     here = pipeline.next(here)
 
     def copy_chunk(self, operands, memory, work, segment, k_block, count, here):
-        """Starts loading ``count`` k blocks of a block: of each tile one run of codes, one of scales, one of zero
-        points."""
+        """Starts loading ``count`` k blocks of a block. Each tile takes one copy of codes, one of scales and one of
+        zero points."""
         config = self.config
         address = memory.pipeline.producer_expect(here, count * config.k_block_stage_bytes)
         target = memory.stages + here.stage * config.stage_bytes
@@ -237,7 +240,7 @@ class StreamRoles:
 
     def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
         """Loads (scales, offsets) of the thread's two rows in a group of a k block. Scales are None if the decoder
-        scales, or if they are applied at the end."""
+        applies them, or if they hold for all of K and are applied at the end."""
         config, decoder = self.config, self.decoder
         if not config.group_size:
             return None, channel[tile][1]
@@ -257,12 +260,13 @@ class StreamRoles:
         return scales, decoder.row_numbers(None, zeros)
 
     def load_scale(self, address, offset: int):
-        """A scale in shared memory, fp32."""
+        """Loads a scale from shared memory, as fp32."""
         word = ptx.load_shared_part(address, offset, self.config.format.scale_bytes)
         return scale_number(self.config, self.decoder, word)
 
     def load_channel(self, operands, work, segment, place: StreamLane):
-        """Loads (scales, offsets) [tile] of the thread's two rows where they hold for all of K; else nothing."""
+        """Loads (scales, offsets) of the thread's two rows that hold for all of K, for each tile. The list is empty if
+        there are none."""
         config, decoder, size = self.config, self.decoder, self.config.format.scale_bytes
         channel = []
         if not config.group_size:
@@ -284,7 +288,7 @@ class StreamRoles:
         return channel
 
     def add_group(self, acc, tile: int, chains, scales):
-        """Adds a group's products times its scales; without scales as they are."""
+        """Adds a group's products, times its scales if there are any, to ``acc``."""
         for chain in chains:
             for i in range(4):
                 at = 4 * tile + i
@@ -292,7 +296,7 @@ class StreamRoles:
 
 
 def stage_acc(config: StreamConfig, acc, memory, buffer, place: StreamLane, channel):
-    """Stores a warp's results where the epilogue finds them: token by token, the block's rows contiguous."""
+    """Stores a warp's results in a staging buffer: token by token, with the block's output features contiguous."""
     base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
     base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
     for tile in range(config.n_tiles):
@@ -304,27 +308,28 @@ def stage_acc(config: StreamConfig, acc, memory, buffer, place: StreamLane, chan
 
 
 class StreamKernel:
-    """One compiled variant of products that stream weights; :class:`StreamConfig` says which.
+    """The kernel of products that stream weights, in the variant of its :class:`StreamConfig`.
 
     | role | warps | waits | arrives |
     |---|---|---|---|
     | consumers | 4 * k_warps | stage full | stage empty, one lane a warp |
     | | | staging buffer empty | staging buffer full, one lane a warp |
     | loads of weights | 1 | stage empty: all consumer warps | stage full, with the bytes of its copies |
-    | loads of activations | 1 | the same, after the launch before | the same, with bytes that may be 0 |
+    | loads of activations | 1 | stage empty: all consumer warps | stage full, with bytes that may be 0 |
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
     | | | parts of other CTAs, by polling | |
 
-    Pipelines: ``num_stages`` stages of weights and of the activations that meet them first, with 2 arrivals to fill
-    and one of each consumer warp to empty; `NUM_BUFFERS` staging buffers of results.
+    Pipelines: ``num_stages`` stages of weights and of the activations that meet them first, with 2 arrivals to fill and
+    one of each consumer warp to empty. `NUM_BUFFERS` staging buffers of results, with one arrival of each consumer warp
+    to fill and of each epilogue warp to empty.
     """
 
     def __init__(self, config: StreamConfig):
         self.config, self.roles = config, StreamRoles(config)
 
     def launch(self, given, stream):
-        """Launches over (slices of K, groups), all of which must fit on the GPU together. ``given`` has the arguments
-        `STREAM` of :mod:`cute_kernels.gemm.arguments`."""
+        """Launches a CTA for each slice of K of each group; all of them must fit on the GPU together. ``given`` has the
+        arguments `STREAM` of :mod:`cute_kernels.gemm.arguments`."""
         self.kernel(operands_of(Operands, given), self.sizes(given)).launch(
             grid=(given.num_slices, given.num_groups, 1),
             block=(self.config.num_threads, 1, 1),

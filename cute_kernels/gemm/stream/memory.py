@@ -29,8 +29,8 @@ class StreamMemory:
 
 
 def allocate(config: StreamConfig, x_pitch, x_slot_bytes) -> StreamMemory:
-    """Shared memory of a CTA. x_pitch: bytes from a row of activations to the next; x_slot_bytes: of a set of
-    activations."""
+    """Allocates the shared memory of a CTA. x_pitch: bytes from a row of activations to the next. x_slot_bytes: bytes
+    of one set of activations."""
     smem = cutlass.utils.SmemAllocator()
     stages = smem.allocate(config.stages_bytes, byte_alignment=128)
     x = smem.allocate(config.x_bytes, byte_alignment=config.activations.alignment)
@@ -50,7 +50,7 @@ def allocate(config: StreamConfig, x_pitch, x_slot_bytes) -> StreamMemory:
 
 
 def init_barriers(memory: StreamMemory) -> None:
-    """One thread initialises all barriers, before any other uses them."""
+    """Initialises all barriers. One thread calls it, before any other uses them."""
     memory.pipeline.init()
     memory.results.init()
     fence_init()

@@ -45,7 +45,7 @@ class StreamSchedule:
         num_tiles: tiles of 64 output features.
         k_blocks: of the padded K.
         num_slices: parts of K, one for each CTA of a group.
-        num_groups: parts of the blocks' k blocks.
+        num_groups: groups of CTAs, which divide the k blocks of all blocks among them.
     """
 
     config: StreamConfig
@@ -83,7 +83,7 @@ class StreamSchedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch that it decides, by name."""
+        """The numbers of a launch that the schedule decides, by name."""
         names = ("num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts")
         return {name: getattr(self, name) for name in names}
 
@@ -97,7 +97,7 @@ class StreamSchedule:
 
 @lru_cache(maxsize=4096)
 def make_schedule(problem: LinearProblem) -> StreamSchedule:
-    """The fastest schedule by the model.
+    """Returns the fastest schedule by the model.
 
     Raises ValueError if K is too long for the shared memory of all SMs together.
     """
@@ -111,7 +111,7 @@ def make_schedule(problem: LinearProblem) -> StreamSchedule:
 
 
 def schedules(problem: LinearProblem, config: StreamConfig) -> Iterator[StreamSchedule]:
-    """Returns all cuts of K for which the activations fit."""
+    """Yields a schedule for each number of slices of K whose activations fit in shared memory."""
     k_blocks = problem.k_pad // config.block_k
     for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
         slice_k_blocks = -(-k_blocks // num_slices)
@@ -124,19 +124,19 @@ def schedules(problem: LinearProblem, config: StreamConfig) -> Iterator[StreamSc
 
 
 def x_bytes_of(problem: LinearProblem, slice_k: int) -> int:
-    """Bytes of shared memory that the activations of a slice take."""
+    """Returns the bytes of shared memory that the activations of a slice take."""
     return problem.m * (2 * slice_k + X_PAD)
 
 
 def launch_us(problem: LinearProblem) -> float:
-    """Microseconds of a launch that `estimate_us` leaves out."""
+    """Returns the microseconds of a launch that `estimate_us` leaves out."""
     form = problem.format
     more = form.bits == 4 and (form.has_zeros or 0 < form.group_size < 128)
     return LAUNCH_US + (MORE_TO_DECODE_US if more else 0.0)
 
 
 def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
-    """Microseconds that the model expects, without the launch itself."""
+    """Returns the microseconds that the model expects, without the launch itself."""
     config = schedule.config
     k_block_bytes = config.k_block_stage_bytes
     ctas = schedule.num_slices * schedule.num_groups
@@ -157,7 +157,8 @@ def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
 
 
 def candidate_configs(problem: LinearProblem) -> list[StreamConfig]:
-    """The configurations worth considering: one for each amount of shared memory that the activations may take."""
+    """Returns the configurations worth considering: one for each amount of shared memory that the activations may
+    take."""
     base = base_config(problem)
     # Three warps for the k blocks of a chunk keep pace with the memory better, where their longer stages leave a
     # pipeline.
@@ -168,13 +169,13 @@ def candidate_configs(problem: LinearProblem) -> list[StreamConfig]:
 
 
 def in_flight(config: StreamConfig) -> int:
-    """Bytes of codes that are in flight while a stage is consumed."""
+    """Returns the bytes of codes that are in flight while a stage is consumed."""
     return (config.num_stages - 1) * config.chunk_k_blocks * config.n_tiles * config.k_block_bytes
 
 
 def base_config(problem: LinearProblem) -> StreamConfig:
-    """The fields that follow from the format. Two tiles of a warp share what ldmatrix reads, and are twice as much work
-    between two waits."""
+    """Returns a configuration with the fields that follow from the problem. With two tiles a warp uses twice what
+    ldmatrix reads, and has twice as much work between two waits."""
     block_k = 256 if problem.format.group_size == 256 else 128
     return StreamConfig(
         **weight_fields(problem),
@@ -185,14 +186,16 @@ def base_config(problem: LinearProblem) -> StreamConfig:
 
 
 def most_x_bytes(base: StreamConfig) -> int:
-    """The most bytes of activations beside the shortest pipeline that has IN_FLIGHT_BYTES in flight, in whole KB."""
+    """Returns the most bytes of activations, in whole KiB, that leave room for a pipeline with IN_FLIGHT_BYTES in
+    flight."""
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
     return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
 
 
 def with_stages(base: StreamConfig, x_bytes: int) -> StreamConfig:
-    """The configuration with room for activations, and as many stages of about STAGE_BYTES as fit."""
+    """Returns the configuration with ``x_bytes`` of room for activations, and as many stages of about STAGE_BYTES as
+    fit, MAX_STAGES at most."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
     chunk_k_blocks = chunk // base.k_warps * base.k_warps
     config = changed(base, chunk_k_blocks=chunk_k_blocks, num_stages=2, x_bytes=x_bytes)
@@ -201,8 +204,9 @@ def with_stages(base: StreamConfig, x_bytes: int) -> StreamConfig:
 
 
 def shipped_configs() -> list[StreamConfig]:
-    """Configurations that ship, for 1 and 8 rows of x: every format in bf16 and the most common ones in fp16. The most
-    common one of all is there for layers of more features, too."""
+    """Returns the configurations that ship, for 1 and 8 rows of x: integers in bf16 with `SHIPPED_GROUP_SIZES` or no
+    groups, and in fp16 with groups of 128 or none. bf16 in groups of 128 without zero points also ships for layers of
+    more features."""
     configs: dict[StreamConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, *SHIPPED_GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):

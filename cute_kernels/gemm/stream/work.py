@@ -34,7 +34,7 @@ class StreamSizes:
         return first, self.base + cutlass.select_(group < self.rest, Int32(1), Int32(0))
 
     def block_of(self, k_block):
-        """The block of a k block, counted over all blocks of a slice."""
+        """Returns the block of a k block, which is counted over all blocks of a slice."""
         return Int32((Int64(k_block) * self.slice_reciprocal) >> RECIPROCAL_BITS)
 
 
@@ -85,7 +85,7 @@ class Work:
         return Segment(block, begin, cutlass.min(stop, self.own_k_blocks), stop == self.shape.slice_k_blocks)
 
     def first_group(self, block):
-        """The first of the groups that share a block of this one."""
+        """Returns the first of the groups that share one of this group's blocks."""
         shape = self.shape
         start = block * shape.slice_k_blocks
         longer = shape.rest * (shape.base + 1)
@@ -94,7 +94,8 @@ class Work:
         return cutlass.select_(start < self.first, before, self.group)
 
     def tile(self, segment, index: int, n_tiles: int):
-        """The ``index``-th tile of a segment's block; the last block takes the last of an odd number twice."""
+        """Returns the ``index``-th tile of a segment's block. If the number of tiles is odd, the last block takes the
+        last tile twice."""
         return cutlass.min(segment.block * n_tiles + index, self.shape.num_tiles - 1)
 
     # -- places ---------------------------------------------------------------------------------------------------
@@ -108,7 +109,8 @@ class Work:
         """Returns (first byte in the slice, bytes) of a token's activations that k blocks [k block, end) of a segment
         need and earlier ones did not load.
 
-        The first segment loads those of its k blocks, the second one the rest of the slice: any further ones are whole.
+        The first segment loads the activations of its k blocks, the second one those of the rest of the slice. Further
+        segments find all of them loaded.
         """
         seen = cutlass.select_(index == 1, self.segment(0).end, Int32(0))
         first = cutlass.max(k_block, seen) * k_block_bytes
@@ -117,5 +119,5 @@ class Work:
         return first, cutlass.select_(index < 2, cutlass.max(stop - first, 0), Int32(0))
 
     def k_block_of_tile(self, tile, k_block):
-        """A slice's k block among all k blocks of all tiles."""
+        """Returns the number of a slice's k block among the k blocks of all tiles."""
         return Int64(tile) * self.shape.k_blocks + (self.first_k_block + k_block)
