@@ -1,12 +1,12 @@
-"""Parts of K of a tile of few rows, published to the CTA of a cluster that adds them up.
+"""The DSMEM reduction of tiles of few rows: partials are published to the CTA of a cluster that adds them up.
 
-The CTAs of a cluster have equal parts of K of one block of output features, and divide its tiles of 64 features among
-them. A warpgroup with the accumulators of a tile that another CTA stores writes them into that CTA's shared memory,
-each vector counted as bytes on a barrier there. So a part travels once; through the workspace it would be stored to L2
-and polled for. The barriers hold for one tile: a CTA of a cluster has one.
+The CTAs of a cluster compute equal parts of K of one block of output features, and divide its tiles of 64 features
+among them. If another CTA stores a tile, a warpgroup writes its accumulators into that CTA's shared memory. A barrier
+there counts their bytes. So a partial travels once; through the workspace it would be stored to L2 and polled for. Each
+barrier is used once, since a CTA of a cluster has one work tile.
 
-Where warpgroups take k blocks in turn, their accumulators are added first, through the CTA's own memory. One part of a
-CTA is sent then, as 16 bytes of a thread at a time take some hundred clocks for each 4 KB.
+If warpgroups interleave k blocks, their accumulators are first added up through their CTA's own memory. Then the CTA
+sends a single partial: sending 16 bytes a thread takes some hundred clocks for each 4 KB.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Partials:
         return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:
-        """The CTA that stores a tile.
+        """Returns the CTA that stores a tile.
 
-        Of more than two CTAs the last one has the first tile. So the parts of K of a block of one tile are added in
-        the same order as parts in memory: the last, then the first, the second and so on.
+        With more than two CTAs, the last one stores the first tile. So a block of one tile adds its parts of K in the
+        same order as parts in memory: the last, then the first, the second and so on.
         """
         owner = tile % self.config.cluster
         return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
 
     def vectors(self, acc, i: int) -> list[list[Any]]:
-        """A thread's accumulators of the ``i``-th tile of its warpgroup, four at a time."""
+        """Returns a thread's accumulators of the ``i``-th tile of its warpgroup, in vectors of four."""
         count = self.config.tile_m // 2
         return [[acc[i * count + j + k] for k in range(VECTOR_WORDS)] for j in range(0, count, VECTOR_WORDS)]
 
@@ -80,7 +80,7 @@ class Partials:
 
     @cute.jit
     def load(self, memory, store, tile, acc, i: int):
-        """Adds the parts of the other CTAs to those of a tile, in their order, once all have arrived."""
+        """Waits until all other CTAs' partials of a tile have arrived, then adds them in their order."""
         Barrier(memory.partial_barriers + tile // self.config.cluster).wait()
         for number in cutlass.range_constexpr(self.config.cluster - 1):
             self.add(acc, i, self.partial_address(memory, store, tile, number))
@@ -94,8 +94,11 @@ class InterleavedReduction:
 
     @cute.jit
     def reduce(self, memory, store, rank, k_rank, acc, first_tile):
-        """Adds up the accumulators of all warpgroups of a tile. The first warpgroup adds up the CTA's own tiles, which
-        it stores. The last one adds up the others: it has the last k block, so no partial is published twice."""
+        """Adds up the accumulators of all warpgroups of a tile.
+
+        The first warpgroup adds up the tiles that the CTA stores. The last one adds up the other tiles: it has the last
+        k block, so no partial is published twice.
+        """
         config = self.config
         for i in cutlass.range_constexpr(config.n_tiles):
             tile = first_tile + i
@@ -111,7 +114,7 @@ class InterleavedReduction:
                     self.partials.add(acc, i, self.local_partial_address(memory, store, tile, number))
 
     def reducing_k_rank(self, tile, rank) -> Any:
-        """Rank of the warpgroup that adds up the accumulators of a tile."""
+        """Returns the rank of the warpgroup that adds up the accumulators of a tile."""
         return cutlass.select_(self.partials.owner(tile) == rank, Int32(0), Int32(self.config.k_warpgroups - 1))
 
     def local_partial_address(self, memory, store, tile, number) -> Any:
@@ -137,7 +140,7 @@ class ClusterReduction(StoringReduction):
         self.interleaved = InterleavedReduction(config, self.partials)
 
     def begin(self) -> None:
-        """Waits until all CTAs of the cluster have their barriers, before anything is published."""
+        """Waits until all CTAs of the cluster have initialised their barriers, before anything is published."""
         cute.arch.cluster_wait()
 
     @cute.jit
@@ -151,7 +154,8 @@ class ClusterReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Adds up the parts of the CTA's warpgroups, publishes tiles that others store, loads and stores its own."""
+        """Adds up the partials of the CTA's warpgroups and publishes the tiles that other CTAs store. Then loads the
+        partials of its own tiles and stores them."""
         config, rank = self.config, work_tile.split
         if const_expr(config.k_warpgroups > 1):
             self.interleaved.reduce(memory, store, rank, k_rank, acc, first_tile)

@@ -34,24 +34,24 @@ M = TypeVar("M", bound=Mainloop, covariant=True)
 
 @dataclass(frozen=True)
 class WgmmaConfig(Generic[M]):
-    """One compiled variant.
+    """The compile-time choices of one compiled kernel.
 
     A CTA computes tiles of ``block_rows`` output features by ``tile_m`` rows of x, one after the other. A stage of its
     pipeline holds the codes, scales and activations of a *k block* of ``block_k`` inputs.
 
     Attributes:
-        format: of the weight.
-        dtype: of activations, "bf16" or "fp16".
+        format: the weight's format.
+        dtype: that of activations, "bf16" or "fp16".
         tile_m: rows of x of a tile, the N of the MMAs.
-        row_parts: equal parts of those rows. Each comes in TMA tiles of its own; parts after the last row that there
-            is are neither brought nor multiplied.
-        n_tiles: tiles of 64 output features of a warpgroup, which multiplies them with the same activations.
-        warpgroups: how many multiply; each has ``n_tiles`` of its own.
+        row_parts: equal parts of ``tile_m``, with TMA tiles of their own. Parts without rows are neither loaded nor
+            multiplied.
+        n_tiles: tiles of 64 output features that a warpgroup multiplies with the same activations.
+        warpgroups: number of consumer warpgroups, each with ``n_tiles`` tiles.
         block_k: inputs of a k block.
         num_stages: pipeline stages.
         multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its
             share of the activations into the shared memory of all of them. 1: each CTA loads its own.
-        mainloop, reduction, store: what the kernel is made of, values of `.mainloops` and `.results`.
+        mainloop, reduction, store: the kernel's policies, values of `.mainloops` and `.results`.
     """
 
     format: WeightFormat
@@ -74,7 +74,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def weight_name(self) -> str:
-        """The weight and the dtype, in kernels' names."""
+        """The part of a kernel's name that stands for the weight's format and the dtype."""
         return self.format.symbol_name(self.dtype)
 
     @property
@@ -87,17 +87,17 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def limbs(self) -> bool:
-        """Whether products are of int8 limbs."""
+        """Whether x is multiplied as int8 limbs."""
         return self.mainloop.limbs
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster that have parts of K of one tile."""
+        """Number of CTAs of a cluster that compute parts of K of one tile."""
         return self.reduction.cluster
 
     @property
     def k_warpgroups(self) -> int:
-        """Warpgroups that interleave the k blocks of one tile."""
+        """Number of warpgroups of a CTA that interleave the k blocks of one tile."""
         return self.reduction.k_warpgroups
 
     @property
@@ -122,13 +122,12 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def cluster_size(self) -> int:
-        """CTAs of a cluster, for whatever purpose."""
+        """Number of CTAs of a cluster, whether they share parts of K or multicast activations."""
         return self.cluster * self.multicast
 
     @property
     def one_m_tile(self) -> bool:
-        """Whether a dense product has one tile of rows only: rows that are reduced in the cluster, or that are in
-        limbs."""
+        """Whether all rows of a dense product must fit into one tile, as for DSMEM reductions and limbs."""
         return self.reduction.dsmem or self.limbs
 
     @property
@@ -143,7 +142,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def limits(self) -> Limits:
-        """The limits of the architectures that its mainloop is written for."""
+        """The limits of the architecture that its mainloop is written for."""
         return self.mainloop.limits
 
     @property
@@ -167,7 +166,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def combine_batch(self) -> int:
-        """Vectors of another part of K that a thread loads at a time. They are all in one batch, with nothing else."""
+        """Vectors that a thread loads at a time from another part of K: the most that divide its vectors evenly."""
         return gcd(MOST_COMBINED, self.thread_vectors)
 
     @property
@@ -177,7 +176,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of the accumulators of a tile of 64 output features, for a part of K in fp32."""
+        """Bytes of a partial: the fp32 accumulators of a tile of 64 output features."""
         return 4 * TILE_N * self.tile_m
 
     @property
@@ -190,7 +189,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def k_block_groups(self) -> int:
-        """Groups that a k block has a part of; 0 where scales are per output feature."""
+        """Number of groups that a k block overlaps; 0 for scales per output feature."""
         return -(-self.block_k // self.group_size) if self.group_size else 0
 
     @property
@@ -200,24 +199,24 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def loop_parts(self) -> tuple[int, ...]:
-        """The numbers of parts that have a loop of their own; other numbers run the loop of the next larger one."""
+        """The numbers of row parts that have a loop of their own; other numbers run the loop of the next larger one."""
         parts = range(1, self.row_parts + 1)
         if self.row_parts <= MOST_LOOPS:
             return tuple(parts)
         return tuple(count for count in parts if count % 2 == 0 or count > self.row_parts - 2)
 
     def loop_m(self, present: int) -> int:
-        """Rows of x that are multiplied where ``present`` parts have rows."""
+        """Returns how many rows of x the loop for ``present`` row parts multiplies."""
         return self.part_m * next(count for count in self.loop_parts if count >= present)
 
     @property
     def tma_tile_bytes(self) -> int:
-        """A tile's activations of `TMA_TILE_K` inputs."""
+        """Bytes of a tile's activations for `TMA_TILE_K` inputs."""
         return 2 * TMA_TILE_K * self.tile_m
 
     @property
     def x_stage_bytes(self) -> int:
-        """Activations of a stage."""
+        """Bytes of a stage for activations."""
         return self.mainloop.x_stage_bytes(self)
 
     @property
@@ -248,7 +247,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def chunk_m(self) -> int:
-        """Tokens that a warpgroup stores at a time, at most."""
+        """The most tokens that a warpgroup stores at a time."""
         return min(self.store.chunk, self.own_m)
 
     @property
@@ -259,27 +258,27 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def staging_pitch(self) -> int:
-        """Bytes from a token to the next of the staging buffer, in fp32."""
+        """Bytes from one token to the next in the fp32 staging buffer."""
         return (TILE_N + STAGING_PAD) * 4
 
     @property
     def staging_bytes(self) -> int:
-        """Staging buffer of a warpgroup."""
+        """Bytes of a warpgroup's staging buffer."""
         return self.chunk_m * self.staging_pitch
 
     @property
     def acc_bytes(self) -> int:
-        """A tile's accumulators in fp32."""
+        """Bytes of a tile's fp32 accumulators."""
         return 4 * self.block_rows * self.tile_m
 
     @property
     def share_bytes(self) -> int:
-        """Bytes of a warpgroup's accumulators of the tokens that a CTA stores."""
+        """Bytes of a warpgroup's accumulators for the tokens that one CTA stores."""
         return self.acc_bytes // (self.warpgroups * self.cluster)
 
     @property
     def stage_warps(self) -> int:
-        """Warps that release a stage."""
+        """Number of warps that release a stage."""
         return self.consumer_warps // self.k_warpgroups * self.multicast
 
     @property
@@ -302,7 +301,7 @@ class WgmmaConfig(Generic[M]):
         return sum(region.size for region in self.regions) + self.num_barriers * BARRIER_BYTES
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns how the configuration's kernel is compiled."""
         return self.store.kernel() or self.mainloop.kernel()
 
     @property

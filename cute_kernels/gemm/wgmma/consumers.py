@@ -39,7 +39,7 @@ class Consumers:
         self.channel = Channel(config, stages, places)
 
     def lane(self, shape, warp, lane) -> Lane:
-        """A thread's offsets."""
+        """Returns a thread's offsets within a stage."""
         return self.stages.lane(shape, warp, lane, self.mainloop.masks)
 
     @cute.jit
@@ -80,11 +80,11 @@ class Consumers:
 
     @cute.jit
     def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, releases, present, count: int):
-        """Adds the products of a work tile of which ``present`` parts have rows, at least ``count``.
+        """Multiplies a work tile of which ``present`` row parts, at least ``count``, have rows.
 
-        MMAs are as wide as the parts that have rows: a loop for each number of them, or for most, in the same
-        registers. Columns of parts that were not loaded are never stored. state and result: as of
-        `RegisterMainloop.multiply`.
+        MMAs are only as wide as the parts that have rows. So each number of parts, or most numbers, have a loop of
+        their own, all in the same registers. Columns of parts that were not loaded are never stored. state and result:
+        as in `RegisterMainloop.multiply`.
         """
         here, last = state
         tile_m = count * self.config.part_m
@@ -105,6 +105,7 @@ class Consumers:
 
 
 def in_loop_of(config: WgmmaConfig, present, count: int):
-    """Whether ``present`` parts, too many for any loop of fewer, are multiplied by the loop of ``count``."""
+    """Returns whether ``present`` parts, too many for any smaller loop, are multiplied by the loop of ``count``
+    parts."""
     every = len(config.loop_parts) == config.row_parts
     return present == count if every else present <= count

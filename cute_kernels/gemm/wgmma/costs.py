@@ -1,10 +1,10 @@
-"""The time of the policies of a kernel of tiles: a cost model for each mainloop and its stores.
+"""Cost models of tile kernels: the clocks of each mainloop, and of storing its results.
 
-A reduction makes the clocks of a launch of them: `Reduction.launch_clocks` of `.results`.
+`Reduction.launch_clocks` in `.results` computes the clocks of a whole launch from them.
 
 A k block takes as long as the slowest of four: the tensor cores, decoding, loading weights at the memory's rate, and
 TMA filling in rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
-docs/design/weight_only_linear.md). They are kept apart from `.mainloops` and `.results`, since they change when a GPU
+docs/design/weight_only_linear.md). The models lie apart from `.mainloops` and `.results`, since they change when a GPU
 is measured and compiled kernels do not. Plain Python, no GPU.
 """
 
@@ -34,61 +34,63 @@ MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its firs
 
 
 class MainloopCost(Protocol):
-    """Clocks of a mainloop and its store, of which a reduction makes those of a launch.
+    """The cost model of a mainloop and its store; a reduction computes a launch's clocks from it.
 
     Attributes:
-        dsmem, dsmem_row: clocks of a reduction by DSMEM in a cluster of two; for each row of a part and each further
-            CTA.
+        dsmem: clocks of a DSMEM reduction in a cluster of two.
+        dsmem_row: additional clocks for each row of a tile and each CTA beyond two.
     """
 
     dsmem: float
     dsmem_row: float
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Clocks of a launch beyond `START_CLOCKS`."""
+        """Returns the clocks that a launch's start takes beyond `START_CLOCKS`."""
         ...
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Clocks of a k block of a CTA's tile, the mean over tiles of rows."""
+        """Returns the clocks of a k block of a CTA's tile, averaged over tiles of rows."""
         ...
 
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Clocks of the results of a whole tile, while nothing is multiplied."""
+        """Returns the clocks of storing a whole tile's results, during which no MMAs run."""
         ...
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
-        """Clocks by which reductions reckon theirs."""
+        """Returns the rates from which reductions compute their own clocks."""
         ...
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """The additional time of tiles that are all cut, and whose parts are added in memory; nothing else counts
-        it."""
+        """Returns the additional microseconds of a launch whose tiles are all cut, with parts added in memory. No other
+        function counts this time."""
         ...
 
 
 def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
-    """Parts of a tile's rows that a problem of one tile has."""
+    """Returns how many of a tile's row parts have rows, if the problem has one tile of rows."""
     return -(-problem.m // config.part_m)
 
 
 def bytes_per_clock(schedule: TileSchedule) -> float:
-    """The rate at which a CTA's weights come, in bytes per clock."""
+    """Returns the rate at which a CTA's weights are loaded, in bytes per clock."""
     return min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
 
 
 class TileRates(NamedTuple):
-    """Clocks of decoded tiles, for each k16 step of a tile of 64 features unless something else is said.
+    """Clocks of decoded tiles, per k16 step of a tile of 64 features unless stated otherwise.
 
     Attributes:
-        decode, row: to decode, however few rows there are; more for each row.
-        mma, mma_row: of MMAs beyond the half clock that tensor cores take for each row; more for each row.
-        k_block: more for each k block that is decoded.
-        work_tile, work_tile_acc: to store a work tile's results; more for each accumulator of a thread.
-        combine, combine_part: to exchange parts of K through the workspace, and each other part of each accumulator of
-            a thread.
-        join, join_acc: the same of a cluster that exchanges rows.
-        all_cut_us: as in `MainloopCost`.
-        in_flight_gain: what two groups of MMAs in flight gain of a k block's time, without clusters.
+        decode, row: clocks of decoding, however few rows there are; additional clocks per row.
+        mma, mma_row: clocks of MMAs beyond the tensor cores' half clock per row; additional clocks per row.
+        k_block: additional clocks per decoded k block.
+        work_tile, work_tile_acc: clocks of storing a work tile's results; additional clocks per accumulator of a
+            thread.
+        combine, combine_part: clocks of exchanging parts of K through the workspace; additional clocks per other part
+            and accumulator of a thread.
+        join, join_acc: clocks of exchanging rows in a cluster; additional clocks per other CTA and accumulator of a
+            thread.
+        all_cut_us: microseconds, as in `MainloopCost`.
+        in_flight_gain: fraction of a k block's time that two groups of MMAs in flight save, outside clusters.
     """
 
     decode: float
@@ -173,7 +175,7 @@ class DecodedCost:
         return k_block + max(filling - k_block, 0) / together
 
     def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """The factor of a k block's time for the overlap of its MMAs with decoding."""
+        """Returns the factor by which a k block's time changes, as its MMAs overlap with decoding."""
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -181,7 +183,7 @@ class DecodedCost:
         return 1 - self.rates_of(problem, config).in_flight_gain if gains else 1.0
 
     def decode_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Clocks of decoding, for each k16 step of a tile, however few rows there are."""
+        """Returns the clocks of decoding per k16 step of a tile, however few rows there are."""
         rates = self.rates_of(problem, config)
         decode = rates.decode + (self.row_scale if rates is self.interleaved and not config.group_size else 0)
         if config.format.has_zeros:
@@ -191,7 +193,7 @@ class DecodedCost:
         return decode * config.format.decode_cost
 
     def zero_clocks(self, config: WgmmaConfig) -> float:
-        """Clocks of zero points, for each k16 step of a tile."""
+        """Returns the clocks that zero points add per k16 step of a tile."""
         if not config.scales_codes:
             return self.zero
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -235,7 +237,7 @@ class ResidentCost:
         return 0.0  # they meet in the cluster
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Clocks of a k block of a tile, which has all rows."""
+        """Returns the clocks of a k block of a tile; a tile has all rows of x."""
         config = schedule.config
         loading = config.weight_stage_bytes / bytes_per_clock(schedule)
         decoding = config.format.limb_clocks * config.block_tiles
@@ -245,7 +247,7 @@ class ResidentCost:
         return 0.0
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
-        """Nothing: parts are reduced in the cluster, which takes no longer than storing them."""
+        """Returns zero rates: parts are reduced in the cluster, which takes no longer than storing them."""
         return NO_RATES
 
 

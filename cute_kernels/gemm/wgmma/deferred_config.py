@@ -5,7 +5,7 @@ y = (h w r) W^T, where h are rows, w the norm's weight and r = (mean(h^2) + eps)
 with the product: y = r ((h w) W^T). So the product that makes h also writes h w and sums of squares of h, and the next
 one multiplies its accumulators by r. No launch lies between them.
 
-Tiles and mainloop stay what they are without a norm: the norm is the store of a configuration.
+Tiles and mainloop are those of a product without a norm; the norm is the configuration's store policy.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class DeferredNorm(StagedStore):
     """The store of products on one side of a deferred norm. Each CTA has one work tile.
 
     Attributes:
-        kind: `GIVES` or `TAKES`.
+        kind: `GIVES` for the product before the norm, `TAKES` for the one after it.
     """
 
     reductions: ClassVar[dict[type, tuple[type, ...]]] = {
         RegisterWgmma: (WholeK, WorkspaceSplitK, RowExchange, Dsmem, InterleavedDsmem),
         ResidentLimbs: (Dsmem, InterleavedDsmem),
     }
-    """By the mainloop, those that it goes with."""
+    """The reductions that a norm can be deferred with, by type of mainloop."""
 
     kind: DeferredKind = GIVES
 
@@ -76,19 +76,20 @@ class DeferredNorm(StagedStore):
         return CompiledAs("cute_kernels.gemm.wgmma.deferred_kernel:deferred_kernel", arguments)
 
     def row_lanes(self, config: WgmmaConfig[Any]) -> int:
-        """Threads that add up a row's sums of squares."""
+        """Returns how many threads add up a row's sums of squares."""
         return 2 * ROW_LANES if config.limbs else ROW_LANES
 
     def rows_at_once(self, config: WgmmaConfig[Any]) -> int:
-        """Rows whose sums are added up at a time."""
+        """Returns how many rows' sums of squares are added up at a time."""
         return WARPGROUP_THREADS // self.row_lanes(config) if config.limbs else SUMMED_ROWS
 
     def most_inputs(self, config: WgmmaConfig[Any]) -> int | None:
-        """The most inputs of rows in limbs, whose sums are loaded all at once; None for any number."""
+        """Returns the most inputs that a consuming product in limbs supports, as it loads a row's sums all at once;
+        None for any number."""
         return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
 
     def stored_tiles(self, config: WgmmaConfig[Any]) -> int:
-        """Tiles of 64 features that a warpgroup stores, at most."""
+        """Returns the most tiles of 64 features that a warpgroup stores."""
         return -(-config.n_tiles // (config.cluster if config.reduction.dsmem else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:
@@ -96,13 +97,15 @@ class DeferredNorm(StagedStore):
         return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 
     def extra_bytes(self, config: WgmmaConfig[Any]) -> int:
-        """Bytes of that memory: the norm's weights of each tile that is stored, or a factor for each row."""
+        """Returns the bytes of a warpgroup's additional memory: the norm's weights of each stored tile, or a factor for
+        each row and an mbarrier."""
         if self.kind == GIVES:
             return self.stored_tiles(config) * ROW_BYTES
         return self.factor_bytes(config) + BARRIER_BYTES
 
     def factor_bytes(self, config: WgmmaConfig[Any]) -> int:
-        """Bytes of the factors of whole rounds of rows. An mbarrier lies after those that all warpgroups share."""
+        """Returns the bytes of the rows' factors, in whole rounds of `rows_at_once` rows. If all warpgroups share the
+        factors, an mbarrier lies after them."""
         at_once = self.rows_at_once(config)
         return FACTOR_BYTES * (-(-config.own_m // at_once) * at_once)
 
@@ -137,5 +140,5 @@ def norm_of(config: WgmmaConfig[Any]) -> DeferredNorm:
 
 
 def with_norm(config: WgmmaConfig[Any], kind: DeferredKind) -> WgmmaConfig[Any]:
-    """The configuration of the same tiles on one side of a deferred norm."""
+    """Returns a configuration of the same tiles whose store is one side of a deferred norm."""
     return replace(config, store=DeferredNorm(config.store.chunk, config.store.activation, kind))

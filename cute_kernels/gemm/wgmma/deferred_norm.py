@@ -1,13 +1,13 @@
 """Stores of products around a deferred RMSNorm; `.deferred_config` explains it.
 
-`GivingStore` produces a norm's parts. A tile's sums with the residual lie in the staging buffer, rounded. The eight
-lanes that store a row's 64 features read them again. They store them times the norm's weight to a second output, and
-their sum of squares to a third, in which each tile of 64 features has a place of its own in each row. So no CTA adds to
-what others wrote, and sums are the same each time.
+`GivingStore` produces a norm's parts. A tile's results, with the residual and rounded, lie in the staging buffer. The
+eight lanes that store a row's 64 features read them again. They store the results times the norm's weight to a second
+output, and the sum of their squares to a third. The third output has one element for each row and tile of 64 features.
+So no CTA adds to what others wrote, and sums are the same each time.
 
-`TakingStore` consumes them. The two spare producer warps add up the rows' sums while the others multiply. As the first
-work of a warpgroup this took 1 to 2 us, for which the tensor cores waited. Where CTAs make limbs of x, sums are loaded
-before x. The factor of each row stays in shared memory until the accumulators are complete.
+`TakingStore` consumes the parts. The two spare producer warps add up each row's sums of squares while the consumer
+warps multiply. When a consumer warpgroup did this first, the tensor cores waited 1 to 2 us. If CTAs make limbs of x,
+they load the sums before x. The factor of each row stays in shared memory until the accumulators are complete.
 """
 
 from __future__ import annotations
@@ -53,8 +53,14 @@ class GivingOperands(Operands):
 
 
 class Piece(NamedTuple):
-    """Eight neighbouring results of a thread: whether they exist, where they belong (bytes), themselves, and themselves
-    times the norm's weights. Also the sum of their row's 64 squares, and where it belongs."""
+    """Eight neighbouring results of a thread, and the sum of their row's 64 squares.
+
+    Attributes:
+        there: whether the results exist.
+        place, sum_place: offsets in bytes of the results and of the sum in their outputs.
+        words, scaled: the results; the results times the norm's weights.
+        total: the sum of squares.
+    """
 
     there: Boolean
     place: Int64
@@ -75,7 +81,8 @@ class TakingOperands(Operands):
 
 
 class GivingStore:
-    """The store policy of a warpgroup whose results, with a residual, are normed next: see `.epilogue.TileEpilogue`.
+    """The store policy of a warpgroup whose results, after a residual is added, are normed next: see
+    `.epilogue.TileEpilogue`.
 
     Results are in bf16 with a residual, without an activation; addresses of residual and outputs are multiples of 16
     bytes.
@@ -88,15 +95,15 @@ class GivingStore:
         self.plain, self.residuals = TileEpilogue(config), ResidualChunks(config)
 
     def weights_of(self, store: Store, ordinal: int) -> Any:
-        """Shared memory of the norm's weights of the ``ordinal``-th tile that is stored."""
+        """Returns the shared memory of the norm's weights of the ``ordinal``-th tile that is stored."""
         return store.staging + (self.extra_offset + ordinal * ROW_BYTES)
 
     def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
-        """Asks for nothing: its norm is of rows that it makes."""
+        """Loads nothing: the norm is of rows that this product computes."""
         return []
 
     def keep_asked(self, operands: GivingOperands, store: Store, asked: list[list[Any]]) -> None:
-        """Keeps nothing."""
+        """Stores nothing, as `ask` loads nothing."""
 
     def prepare(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
         """Starts loading a tile's norm weights and residual. Their memory is unused: a CTA has one work tile."""
@@ -135,12 +142,12 @@ class GivingStore:
                     ptx.store_global(operands.squares + piece.sum_place, [piece.total])
 
     def factors_of(self, operands: GivingOperands, store: Store, ordinal: int) -> list[Any]:
-        """The factors of a thread's 8 features."""
+        """Returns the norm's weights of a thread's 8 features, with the offset added."""
         address = self.weights_of(store, ordinal) + store.tid % ROW_VECTORS * VECTOR_BYTES
         return [weight + operands.offset for weight in self.to_floats(ptx.load_shared_vector(Int32(address), 0, 4))]
 
     def piece(self, shape, store: Store, corner: Corner, factors, ordinal: int, chunk: int, i: int) -> Piece:
-        """The ``i``-th 8 results of a chunk that a thread stores. All lanes of a row have its sum."""
+        """Returns the ``i``-th 8 results of a chunk that a thread stores. All lanes of a row get the row's sum."""
         done, tile_m = self.tiles.chunks[chunk]
         buffer, vector = self.residuals.buffer(store, ordinal, chunk), store.tid % ROW_VECTORS
         token = store.tid // ROW_VECTORS + i * TOKENS_AT_ONCE
@@ -179,30 +186,30 @@ class TakingStore:
         self.row_lanes, self.rows_at_once = norm.row_lanes(config), norm.rows_at_once(config)
 
     def factors_of(self, store: Store) -> Any:
-        """Shared memory of the factors of the rows that the CTA stores. All its warpgroups share them, except in
-        limbs."""
+        """Returns the shared memory of the factors of the rows that the CTA stores. All its warpgroups share the
+        factors; with limbs each warpgroup has its own."""
         first = 0 if self.tiles.limbs else store.warpgroup * self.tiles.staging_bytes
         return store.staging - first + self.extra_offset
 
     def barrier_of(self, factors) -> Barrier:
-        """The barrier on which the warps that make factors arrive. ``factors``: their address."""
+        """Returns the barrier on which the warps that make factors arrive. ``factors``: their address."""
         place = Int32(factors + self.factor_bytes)
         pointer = cute.make_ptr(cutlass.Int64, place, cute.AddressSpace.smem, assumed_align=8)
         return Barrier(pointer, FACTOR_WARPS * WARP_THREADS)
 
     def init_barrier(self, memory) -> None:
-        """One thread initialises the barrier, before the barriers' fence."""
+        """Initialises the barrier in one thread, before the barriers' fence."""
         factors = memory.staging + self.extra_offset
         self.barrier_of(factors).init()
 
     def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Asks for the residual, before the products."""
+        """Starts loading the residual, before the products."""
         self.plain.prepare(operands, shape, store, corner, ordinal)
 
     @cute.jit
     def make_factors(self, operands: TakingOperands, factors, tid, token, end):
-        """Adds up the sums of some rows at a time, from x's row ``token`` on; `FACTOR_WARPS` warps. Those of rows that
-        do not exist are 0."""
+        """Computes the factors of rows of x from ``token`` on, some rows at a time; `FACTOR_WARPS` warps run it. Sums
+        of rows that do not exist are 0."""
         vectors, at_once = operands.parts // SQUARES_VECTOR, self.rows_at_once
         rows = range(0, at_once, FACTOR_WARPS * WARP_THREADS // self.row_lanes)
         own, lane = tid // self.row_lanes, tid % self.row_lanes
@@ -217,7 +224,8 @@ class TakingStore:
                 self.keep(operands, factors + (base + rows[i] + own) * FACTOR_BYTES, sums[i])
 
     def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
-        """Starts loading a thread's sums of the first rows, of rows in limbs; `keep_asked` makes factors of them."""
+        """Starts loading a thread's sums of squares of the first rows, if x is in limbs; `keep_asked` makes factors of
+        them."""
         own, lane = tid // self.row_lanes, tid % self.row_lanes
         return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 
@@ -229,12 +237,12 @@ class TakingStore:
 
     @property
     def first_rows(self) -> range:
-        """The first of the rows that are added up at a time."""
+        """The first row of each round of rows that are added up at a time."""
         return range(0, self.tiles.own_m, self.rows_at_once)
 
     def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
-        """Loads words of a row's sums, strided over the lanes; zeros after the row's last word and for a missing
-        row."""
+        """Loads words of a row's sums, strided over the lanes. Words after the row's last one, and those of a missing
+        row, are 0."""
         start = operands.squares + Int64(row) * operands.parts * FACTOR_BYTES
         words = []
         for i in range(IN_FLIGHT):
@@ -269,7 +277,7 @@ class TakingStore:
         self.plain.run(operands, shape, store, corner, acc, first, ordinal)
 
     def scale(self, store: Store, acc, first: int) -> None:
-        """Multiplies accumulators by the factors of their rows: two of each eight are a thread's."""
+        """Multiplies a thread's accumulators by the factors of their rows; of every eight rows a thread has two."""
         address = Int32(self.factors_of(store) + store.lane % 4 * (2 * FACTOR_BYTES))
         for block in range(self.tiles.own_m // 8):
             pair = ptx.load_shared_vector(address, block * (8 * FACTOR_BYTES), 2)

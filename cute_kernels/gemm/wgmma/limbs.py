@@ -1,15 +1,15 @@
-"""K blocks of a tile of few rows by MMAs of bytes: x in two limbs of 8 bits, accumulators in int32, exact.
+"""The mainloop of int8 limbs for few rows: x is two 8-bit limbs, and accumulators in int32 are exact.
 
-16 times a 4-bit code's number is a signed byte, which a format's `ByteDecoder` makes: of integers by three instructions
-for 8 codes, where bf16 takes 11. Scales take no instruction here; they are applied to the accumulators of a group. x is
-in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base 256
+16 times a 4-bit code's number is a signed byte, which a format's `ByteDecoder` makes. For integers it takes three
+instructions for 8 codes; bf16 takes 11. Decoding applies no scales: the accumulators of a group are scaled instead. x
+is in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base 256
 (`.limb_rows`). All tokens' high limbs and then all low ones are the columns of one operand. So a code is decoded once
-and multiplied by both: twice the columns at twice the rate of bf16. 256 times the sum of high limbs plus that of low
-limbs is the exact sum of the group's products.
+and multiplied by both: twice the columns at twice the rate of bf16. 256 times the sum over high limbs plus the sum over
+low limbs is the exact sum of a group's products.
 
-The k order of an operand is free if both operands have the same. A thread's nibbles of a k16 step, in the blob of
-`layouts.weights.hopper`, are those of its row g in the lower halves of their bytes, of row g + 8 in the upper ones, for
-inputs 2t, 2t + 8, 2t + 1, 2t + 9. So x alternates between the first and the second eight of 16 inputs.
+Operands may have any order of k if both have the same one. In the blob of `layouts.weights.hopper`, a thread's bytes of
+a k16 step are inputs 2t, 2t + 8, 2t + 1, 2t + 9. Their lower halves are codes of row g, their upper halves codes of row
+g + 8. So x alternates between the first and the second eight of 16 inputs.
 
 Scaling integer products of weights in groups on the way from one accumulator to another is known from DeepGEMM and
 QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
@@ -47,16 +47,17 @@ Zeros = tuple[list[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """A k block of a tile: codes and limbs that are multiplied by MMAs one after the other.
+    """One k block of a tile: the codes and limbs that one sequence of MMAs multiplies.
 
     Attributes:
-        tile: whose accumulators its products are added to.
+        tile: the tile whose accumulators the products are added to.
         words: codes of a thread, [chunk][word].
-        scales: of its two rows, group by group.
-        x_scales: of its tokens.
+        scales: scales of the thread's two rows, group by group.
+        x_scales: scales of the thread's tokens.
         x: the descriptor of the limbs.
-        zeros: of its two rows and its tokens, see `LimbReader.load_zeros`; None where weights have none.
-        shifts: the same of floating zero points.
+        zeros: (zero points of the thread's two rows, sums of its tokens' inputs), see `LimbReader.load_zeros`; None
+            without zero points.
+        shifts: the same for floating zero points, see `LimbReader.load_shifts`; None without shifts.
     """
 
     tile: int
@@ -72,11 +73,11 @@ class LimbProducts:
     """The products of a k block of codes and limbs, wherever they lie.
 
     Args:
-        tiles: how many tiles of 64 output features are multiplied by the same limbs.
-        tile_m: rows of x that there is room for in the accumulators, [tile][tokens / 2] of a thread.
-        word_steps: k16 steps whose codes of a thread are a word.
-        bytes_of: makes bytes of codes.
-        groups: how many groups of a k block have their own scales, and therefore their own accumulators.
+        tiles: number of tiles of 64 output features that are multiplied by the same limbs.
+        tile_m: rows of x that the accumulators have room for; a thread's are [tile][tokens / 2].
+        word_steps: number of k16 steps whose codes are in one word of a thread.
+        bytes_of: function that decodes codes to bytes.
+        groups: number of groups in a k block; each has its own scales and accumulators.
     """
 
     def __init__(self, tiles: int, tile_m: int, word_steps: int, bytes_of: ByteDecoder, groups: int = 1):
@@ -95,16 +96,19 @@ class LimbProducts:
         zeros: list[Zeros] | None = None,
         shifts: list[Zeros] | None = None,
     ) -> None:
-        """Adds a k block's products. They are of words [tile][chunk][word], scales [tile][row], and of x_scales [token]
-        and the descriptor x, which all tiles share. zeros, shifts: [tile] as of `Part`."""
+        """Adds the products of a k block of all tiles to ``acc``.
+
+        words: [tile][chunk][word]; scales: [tile][row]; zeros, shifts: [tile], as in `Part`. All tiles share x_scales,
+        [token], and the descriptor x.
+        """
         none = [None] * self.tiles
         of_tiles = zip(words, scales, zeros or none, shifts or none, strict=True)
         parts = [Part(i, word, scale, x_scales, x, *more) for i, (word, scale, *more) in enumerate(of_tiles)]
         self.multiply_parts(acc, parts, masks, tile_m)
 
     def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
-        """Adds products of several tiles or k blocks. While accumulators of one are scaled the next one's MMAs run, if
-        there is room."""
+        """Adds the products of several tiles or k blocks to ``acc``. While the accumulators of one part are scaled, the
+        MMAs of the next part run, if there is room."""
         started = self.start(self.operands(parts[0].words, masks), parts[0].x, tile_m)
         for part, after in pairwise([*parts, None]):
             assert part is not None
@@ -120,7 +124,7 @@ class LimbProducts:
                 started = following if ahead else self.start(following, after.x, tile_m)
 
     def operands(self, words, masks) -> list[Any]:
-        """The A operands of a tile's k block: two registers for each k16 step."""
+        """Returns the A operands of a tile's k block: two registers for each k16 step."""
         steps = self.word_steps
         return [
             register
@@ -129,7 +133,8 @@ class LimbProducts:
         ]
 
     def start(self, operands, x, tile_m: int) -> list[Any]:
-        """Issues the MMAs of a tile's k block: [group][limb][tokens / 2] accumulators of high and of low limbs."""
+        """Issues the MMAs of a tile's k block. Returns their accumulators, [group][limb][tokens / 2], high limbs
+        first."""
         ready = wgmma.fence(operands)
         found: list[Any] = []
         dots: list[Any] = []
@@ -142,7 +147,8 @@ class LimbProducts:
         return found
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
-        """The exact products of a tile's groups, from both limbs' accumulators, less the zero points' products."""
+        """Returns the exact products of a tile's groups, joined from both limbs' accumulators, less the zero points'
+        products."""
         count = len(dots) // (2 * self.groups)
         firsts = [2 * count * group for group in range(self.groups)]
         products = [dots[first + i] * LIMB_BASE + dots[first + count + i] for first in firsts for i in range(count)]
@@ -152,7 +158,7 @@ class LimbProducts:
         return [one + points[i // 2 % 2] * sums[i // 4 * 2 + i % 2] for i, one in enumerate(products)]
 
     def add(self, acc, tile: int, products, scales, x_scales) -> None:
-        """Adds the products of a tile's groups, scaled, to its accumulators."""
+        """Scales the products of a tile's groups and adds them to its accumulators."""
         first = tile * (self.tile_m // 2)
         if self.groups > 1:
             for i, value in enumerate(self.sum_groups(products, scales)):
@@ -163,14 +169,15 @@ class LimbProducts:
             acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
 
     def add_shifts(self, acc, tile: int, shifts, sums, x_scales) -> None:
-        """Adds shifts of a tile's two rows times sums of the inputs of its tokens."""
+        """Adds the shift of each of the thread's two rows times the sum of each token's inputs to a tile's
+        accumulators."""
         inputs = [numbers.to_float(one * CODE_UNIT) * scale for one, scale in zip(sums, x_scales, strict=True)]
         for i in range(2 * len(inputs)):
             at = tile * (self.tile_m // 2) + i
             acc[at] = ptx.fma(inputs[i // 4 * 2 + i % 2], shifts[i // 2 % 2], acc[at])
 
     def sum_groups(self, products, scales) -> list[Any]:
-        """Adds up the products of all groups of a k block, each times the scale of its row."""
+        """Returns the sum of the products of all groups of a k block, each times the scale of its row."""
         count, sums = len(products) // self.groups, []
         for i in range(count):
             of_groups = [numbers.to_float(products[group * count + i]) for group in range(self.groups)]
@@ -182,18 +189,19 @@ class LimbProducts:
 
 
 def limb_products(config: WgmmaConfig, stages: StageReader) -> LimbProducts:
-    """The products of a configuration of tiles."""
+    """Returns the `LimbProducts` of a configuration."""
     bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
     return LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, bytes_of, config.k_block_groups)
 
 
 class LimbReader:
-    """Reads a stage, or resident k blocks, for consumer warps whose x is in limbs.
+    """A reader of stages, or of resident k blocks, for consumer warps whose x is in limbs.
 
     Args:
-        x_scale_shift: of a work tile, how many scales of x lie between the last multiple of 16 bytes and its first one;
-            None where there are none.
-        in_pairs: whether a thread's two scales of eight rows are one load: a tile's first row is a multiple of eight.
+        x_scale_shift: function of a work tile: the number of x's scales between the last multiple of 16 bytes and the
+            tile's first scale. None if it is always 0.
+        in_pairs: whether a thread loads its two scales of eight rows at once; a tile's first row is then a multiple of
+            eight.
     """
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None, *, in_pairs: bool):
@@ -206,7 +214,7 @@ class LimbReader:
         return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
-        """Loads a stage's codes and scales of the thread's rows, [tile], and the scales of its rows of x."""
+        """Loads (codes [tile], scales [tile] of the thread's rows of W, scales of its rows of x) of a stage."""
         words = self.load_codes(memory, stage, place)
         scales = [self.load_scales(memory, stage, place, i) for i in range(self.config.n_tiles)]
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
@@ -235,8 +243,8 @@ class LimbReader:
         ]
 
     def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """Loads, for each tile, (the zero points' offsets of the thread's two rows from 8, times 16; the sums of its
-        rows of x). None where weights have no zero points."""
+        """Loads, for each tile, (offsets of the thread's two zero points from 8, times 16; sums of its rows of x).
+        Returns None if weights have no zero points."""
         config = self.config
         if not config.format.has_zeros:
             return None
@@ -254,16 +262,16 @@ class LimbReader:
         return [Int32(word) for pair in pairs for word in pair]
 
     def load_shifts(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """Loads [tile] (shifts of the thread's two rows, the sums of its rows of x); None where weights have no
-        shifts."""
+        """Loads, for each tile, (shifts of the thread's two rows, sums of its rows of x). Returns None if weights have
+        no shifts."""
         if not self.has_shifts:
             return None
         sums = self.load_sums(memory, x_place, tile_m)
         return [(self.load_halves(memory, stage, place, i, upper=1), sums) for i in range(self.config.n_tiles)]
 
     def load_halves(self, memory, stage, place, tile: int, upper: int) -> list[Any]:
-        """Loads scales of the thread's two rows of a tile, fp32, or shifts, which are the upper halves of stored
-        scales."""
+        """Loads one half of each stored scale of the thread's two rows of a tile, as fp32. The lower halves are scales,
+        the ``upper`` ones shifts."""
         row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
@@ -271,11 +279,11 @@ class LimbReader:
         return [self.stages.to_float(ptx.load_shared_part(address, each, size // 2)) for each in places]
 
     def x_scale_place(self, work_tile):
-        """Bytes from a stage's scales of x to that of the thread's first row."""
+        """Returns the offset in bytes from a stage's scales of x to the scale of the thread's first row."""
         return (self.x_scale_shift(work_tile) + cute.arch.lane_idx() % 4 * 2) * 4
 
     def load_x_scales(self, memory, stage, x_place, tile_m: int) -> list[Any]:
-        """Loads scales of the thread's rows of x, two of every eight."""
+        """Loads the scales of the thread's rows of x: two of every eight rows."""
         address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
         if self.in_pairs:
             pairs = [ptx.load_shared_vector(address, 4 * 8 * block, 2) for block in range(tile_m // 8)]
@@ -292,7 +300,7 @@ def no_shift(work_tile):
 
 
 class StageByStage:
-    """A mainloop that decodes a k block, multiplies it and waits for it, for rows of x that have scales."""
+    """The common part of mainloops that decode a k block, multiply it and wait for it; rows of x have scales."""
 
     stages: StageReader
     reader: LimbReader
@@ -318,7 +326,7 @@ class StageByStage:
 
 
 class LimbMainloop(StageByStage):
-    """MMAs of int8 limbs, stage by stage: decodes a k block, multiplies it, waits for it."""
+    """The mainloop of int8 limbs from pipeline stages: it decodes a k block, multiplies it and waits for it."""
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
         self.config, self.stages = config, stages
@@ -335,4 +343,4 @@ class LimbMainloop(StageByStage):
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
 
     def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
-        """Does nothing: accumulators are finished and scaled."""
+        """Does nothing: `multiply` leaves accumulators finished and scaled."""

@@ -1,8 +1,8 @@
-"""How parts of K are added up, and which CTA stores the result: four values of the reduction policy.
+"""Reduction policies: how parts of K are added up, and which CTA stores the result.
 
-The other one, through the shared memory of a cluster tile by tile, is in `.cluster_reduction`. All have `begin`, before
-the first work tile, `prepare`, before a work tile's products, `finish`, for its accumulators, and `end`, after the
-last one.
+The reduction tile by tile through a cluster's shared memory is in `.cluster_reduction`, that of work ranges in
+`.ranges`. Each policy has `begin`, before the first work tile, `prepare`, before a work tile's products, and `finish`,
+for its accumulators.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its
 
 
 class TileReduction(Protocol):
-    """Reduces the accumulators of a work tile in a consumer warpgroup.
+    """The reduction of a work tile's accumulators in a consumer warpgroup.
 
-    first_tile: of the warpgroup, among the block's. k_rank: of the warpgroup, among those that interleave k blocks.
-    prepares: whether `prepare` loads anything. Reductions of dense products have ``rounds``, a `DenseRounds`: how tiles
-    are distributed to CTAs.
+    first_tile: the warpgroup's first tile in the block. k_rank: the warpgroup's number among those that interleave k
+    blocks. prepares: whether `prepare` loads anything. Reductions of dense products have ``rounds``, a `DenseRounds`,
+    which says how tiles are distributed to CTAs.
     """
 
     @property
@@ -63,11 +63,12 @@ class StoringReduction:
         self.prepares = epilogue.dense
 
     def begin(self) -> None:
-        """Begins nothing."""
+        """Does nothing: most reductions have nothing to set up."""
 
 
 class WorkspaceReduction(StoringReduction):
-    """Reduces no parts of K, or parts in global memory: the CTA of the last part adds up the others' and stores."""
+    """The reduction through global memory: the CTA with the last part of K adds up the others' partials and stores.
+    Work tiles with all of K are stored at once."""
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
@@ -91,9 +92,10 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def combine(self, operands, store: Store, work_tile, acc):
-        """Stores the accumulators of a part of K of a tile, or adds the others' to those of the last part.
+        """Publishes the accumulators of a part of K, or adds the other parts to those of the last one.
 
-        Every thread stores its own accumulators and loads the same thread's, so they lie in the order of the registers.
+        Every thread stores its own accumulators and loads those of the same thread in other CTAs, so they lie in the
+        order of the registers.
         """
         if work_tile.splits > 1:
             partial_bytes = 4 * self.config.block_rows * self.config.tile_m
@@ -110,7 +112,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def add_part(self, place, acc, first: int):
-        """Adds some vectors of another part to the accumulators, once they have arrived, and resets them to EMPTY."""
+        """Adds some vectors of another part to the accumulators, from vector ``first`` on, once they have arrived. Then
+        resets them to EMPTY."""
         add_published(acc, 4 * first, place, self.config.combine_batch, first * VECTOR_STRIDE)
 
 
@@ -122,8 +125,8 @@ def publish_acc(acc, place, count: int) -> None:
 
 @cute.jit
 def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr, offset: cutlass.Constexpr):
-    """Adds ``count`` vectors that `publish_acc` has stored, from ``offset`` bytes on, to accumulators[first:], and
-    resets them to EMPTY."""
+    """Adds ``count`` vectors that `publish_acc` has stored, from ``offset`` bytes on, to acc[first:]. Then resets them
+    to EMPTY."""
     words = cute.make_rmem_tensor(4 * count, Uint32)
     offsets = [offset + i * VECTOR_STRIDE for i in range(count)]
     Poll([Published(place, offset=offset) for offset in offsets]).load(words)
@@ -134,19 +137,19 @@ def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr
 
 
 class SequentialReduction(StoringReduction):
-    """Adds up parts of K that a CTA has one after the other, in a second set of accumulators.
+    """The reduction of parts of K that one CTA computes one after the other, in a second set of accumulators.
 
-    The order is that in which `WorkspaceReduction` adds them: the last one, then the first, the second and so on.
+    It adds them in the order of `WorkspaceReduction`: the last one, then the first, the second and so on.
     """
 
     def begin(self) -> None:
-        """Makes the second set."""
+        """Makes the second set of accumulators."""
         self.sums = cute.make_rmem_tensor(self.config.thread_acc, Float32)
         self.sums.fill(0.0)
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Prepares the store of the tile, before its last part."""
+        """Prepares the store of the tile, before the part of K that is computed last."""
         if work_tile.split == work_tile.splits - 1:
             for i in cutlass.range_constexpr(self.config.n_tiles):
                 corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
@@ -166,10 +169,10 @@ class SequentialReduction(StoringReduction):
 
 
 class RowReduction(StoringReduction):
-    """Reduces parts of K in the shared memory of a cluster, whole tiles: each CTA stores its share of the rows of x."""
+    """The reduction of whole tiles through a cluster's shared memory: each CTA stores its share of the rows of x."""
 
     def corner(self, shape, work_tile, first_tile) -> Corner:
-        """The corner of the CTA's share of the rows of x."""
+        """Returns the corner of the CTA's share of the rows of x in the output."""
         token = work_tile.split * self.config.own_m
         return corner_of(self.config, self.places, shape, work_tile, first_tile, token)
 
@@ -185,11 +188,11 @@ class RowReduction(StoringReduction):
 
     @cute.jit
     def join(self, store: Store, state, rank, acc):
-        """Makes accumulators[: own_tokens / 2] those of all of K, of the ``rank``-th share of the tile's tokens.
+        """Makes acc[: own_tokens / 2] the sums over all of K, for the ``rank``-th share of the tile's tokens.
 
-        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs. So a
-        sum is added up by one CTA, in an order that does not depend on which CTA was first. ``state``: the memory of
-        the activations, which are not needed any more. The caller waits for the cluster before it ends, as others read
+        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs. So one
+        CTA adds up a sum, in an order that does not depend on which CTA was first. ``state``: the address of the
+        activations, which are no longer needed. The caller waits for the cluster before it ends, since other CTAs read
         until then.
         """
         config = self.config
@@ -218,14 +221,14 @@ class RowReduction(StoringReduction):
             ptx.store_shared(place, share * self.config.share_bytes + i * VECTOR_STRIDE, vector)
 
     def keep_share(self, acc, rank):
-        """Moves the CTA's own share to the front."""
+        """Moves the CTA's own share to the front of the accumulators."""
         own = self.config.own_m // 2
         for share in range(1, self.config.cluster):
             for i in range(own):
                 acc[i] = cutlass.select_(rank == share, acc[share * own + i], acc[i])
 
     def load_shares(self, place, acc, rank):
-        """Adds what the other CTAs have stored of the CTA's own share."""
+        """Adds the other CTAs' partials of this CTA's share."""
         if self.config.cluster > 2:
             self.load_in_order(place, acc, rank)
             return

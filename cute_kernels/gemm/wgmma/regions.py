@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 
 class Region(NamedTuple):
-    """Bytes of shared memory under a name of `memory.TileMemory`; an empty region has no address."""
+    """A region of shared memory, named after its field of `memory.TileMemory`; size and alignment are in bytes.
+
+    A region of no bytes has address 0.
+    """
 
     name: str
     size: int
@@ -17,12 +20,12 @@ class Region(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers one after the other, the first under a name of `memory.TileMemory`.
+    """Consecutive mbarriers; the first one's address is the field ``name`` of `memory.TileMemory`.
 
     Attributes:
-        count: how many.
-        arrivals: how many a phase waits for; 0 where the barriers' owner initialises them.
-        expected_bytes: the bytes that the first phase waits for besides.
+        count: number of barriers.
+        arrivals: arrivals that a phase waits for; 0 if the barriers' owner initialises them.
+        expected_bytes: bytes that the first phase waits for in addition.
     """
 
     name: str

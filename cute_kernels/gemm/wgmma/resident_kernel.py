@@ -36,19 +36,19 @@ START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
 
 class RowStore(TileStore, Protocol):
-    """A store that loads numbers of its rows."""
+    """A store that loads numbers for its rows, such as a norm's sums of squares."""
 
     def ask(self, operands, tid, end) -> list[list[Any]]:
-        """Starts loading a thread's numbers, of the rows before ``end``."""
+        """Starts loading a thread's numbers for rows before ``end``, and returns their registers."""
         ...
 
     def keep_asked(self, operands, store, asked) -> None:
-        """Stores in shared memory what was loaded."""
+        """Moves loaded numbers to shared memory."""
         ...
 
 
 class ResidentKernel:
-    """One compiled variant; `.config.ResidentConfig` says which.
+    """The kernel of few rows with resident limbs, as one `.config.ResidentConfig` compiles it.
 
     | role | warps | waits | arrives |
     |---|---|---|---|
@@ -56,9 +56,9 @@ class ResidentKernel:
     | consumers | 4 a warpgroup | x, where TMA brings it | x: each warp, with its share of the bytes |
     | | | stage full | stage empty, one lane a warp |
 
-    Partials of the cluster's tiles have barriers as of `WgmmaKernel`.
+    Partials of a cluster's tiles have the same barriers as in `WgmmaKernel`.
 
-    store: in place of `TileEpilogue`; it asks for what else it needs while x is on its way (:mod:`.deferred_norm`).
+    store: replaces `TileEpilogue`. It starts its own loads while x is being loaded (:mod:`.deferred_norm`).
     """
 
     def __init__(self, config: ResidentConfig, store: RowStore | None = None, operands: type[Operands] = Operands):
@@ -123,8 +123,8 @@ class ResidentKernel:
             )
 
     def ask(self, operands, shape, memory, warp, lane) -> tuple[Store | None, Any]:
-        """Returns a consumer thread's position among those that store a tile, and starts the store's loads,
-        concurrently with x."""
+        """Starts the store's loads while x is being loaded. Returns (the thread's position in its store, the loads'
+        registers), or Nones without a store."""
         if self.store is None:
             return None, None
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
@@ -133,6 +133,6 @@ class ResidentKernel:
         return store, self.store.ask(operands, store.tid, shape.m)
 
     def keep(self, operands, store: Store | None, asked) -> None:
-        """Stores what `ask` loaded where the store finds it."""
+        """Moves what `ask` loaded to the shared memory where the store reads it."""
         if self.store is not None:
             self.store.keep_asked(operands, store, asked)

@@ -1,8 +1,8 @@
-"""K blocks of a tile of few rows whose limbs its CTA makes itself, and keeps.
+"""The mainloop of resident limbs: a CTA makes the limbs of its few rows of x itself, and keeps them.
 
-Limbs lie k block by k block, so a k block's are found by its number, where staged ones are found by the stage. If there
-is room, all x that a CTA needs is made before the first work tile. If not, one half of the room has a chunk of K while
-the other is filled with the next; meanwhile the pipeline holds the weights of several k blocks.
+A k block of resident limbs is found by its number, a staged one by its stage. If there is room, a CTA makes the limbs
+of all x that it needs before its first work tile. If not, one half of the room holds a chunk of K while the other half
+is filled with the next chunk. Meanwhile the pipeline holds the weights of several k blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
 
 
 def at(memory, index, tile_m: int):
-    """The memory as k blocks read it, for the ``index``-th resident one."""
+    """Returns the memory with the addresses of limbs, scales and sums moved to the ``index``-th resident k block."""
     index = cute.arch.make_warp_uniform(index)
     found = replace(
         memory,
@@ -43,8 +43,8 @@ class ResidentMainloop:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies as `RegisterMainloop.multiply` does. The first of ``state`` is the weights' pipeline. Of
-        the second only the phase counts: the parity of `x_barrier` at which the next part of x has come.
+        """Multiplies as `RegisterMainloop.multiply` does. ``state[0]`` is that of the weights' pipeline. Of
+        ``state[1]`` only the phase counts: the parity of `x_barrier` once the next part of x has arrived.
 
         If not all of x fits, the buffer is halved. One half holds a chunk of K while the other is filled with the next:
         the producer warp goes on meanwhile, and consumers catch up. Chunk -1 multiplies nothing; it fills the first
@@ -75,7 +75,8 @@ class ResidentMainloop:
 
     @cute.jit
     def multiply_chunk(self, acc, memory, work_tile, start, place, here, releases, tile_m: int):
-        """Decodes each k block of a chunk, multiplies it, waits for it. Returns the state after it.
+        """Decodes and multiplies each k block of a chunk, and waits for its MMAs. Returns the pipeline's state after
+        the chunk.
 
         start: the k block whose limbs are the first resident ones.
         """
@@ -97,4 +98,4 @@ class ResidentMainloop:
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros, shifts)
 
     def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
-        """Does nothing: accumulators are finished and scaled."""
+        """Does nothing: `multiply` leaves accumulators finished and scaled."""

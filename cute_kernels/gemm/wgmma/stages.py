@@ -14,9 +14,10 @@ Config = TypeVar("Config", bound=WgmmaConfig)
 
 
 def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_BYTES) -> Config:
-    """The configuration with as many stages as there is room for, the same number for each turn.
+    """Returns the configuration with as many pipeline stages as fit into shared memory, equally many for each of its
+    `k_warpgroups`.
 
-    most: stages; spare: bytes of shared memory that are left for alignment.
+    most: the most stages; spare: bytes of shared memory that are left for alignment.
     """
     least = replace(config, num_stages=2 * config.k_warpgroups)
     room = (config.limits.shared_bytes - spare - least.smem_bytes) // (least.stage_bytes + 2 * BARRIER_BYTES)

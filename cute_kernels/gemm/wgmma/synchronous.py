@@ -1,9 +1,9 @@
-"""K blocks of a tile of few rows by mma.sync: a warp's own MMAs, which wait for no other warp.
+"""The mainloop of mma.sync for few rows: each warp runs its own MMAs and waits for no other warp.
 
-Fragments and accumulators of a warpgroup's MMAs are those of four warps of m16n8k16, 16 rows of W each, so all else of
-the kernel stays as it is. Scales are applied to the accumulators of a group in fp32 instead of to each weight, which
-saves a sixth of a code's instructions. Activations are read from the swizzled TMA tiles by ldmatrix, once for all tiles
-of a warp.
+Fragments and accumulators of a warpgroup are those of four warps' m16n8k16 MMAs, 16 rows of W each, so the rest of the
+kernel stays the same. Scales are applied to the accumulators of a group in fp32 instead of to each weight, which saves
+a sixth of a code's instructions. Activations are read from the swizzled TMA tiles by ldmatrix, once for all tiles of a
+warp.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class SynchronousMainloop:
         return here, last
 
     def rows(self, lane) -> list[Any]:
-        """Returns [step of a TMA tile] bytes from a TMA tile to what a lane asks ldmatrix for: tokens, then halves of
-        16 inputs.
+        """Returns, for each step of a TMA tile, the offset in bytes of the row that a lane passes to ldmatrix.
 
-        Matrices: tokens 0 to 7 of the first and of the second 8 inputs, then the same of tokens 8 to 15.
+        The four matrices are tokens 0 to 7 with the first and the second 8 inputs, then tokens 8 to 15 with the same
+        inputs.
         """
         token, half = lane // 16 * 8 + lane % 8, lane // 8 % 2
         return [
