@@ -166,7 +166,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def combine_batch(self) -> int:
-        """Vectors that a thread loads at a time from another part of K: the most that divide its vectors evenly."""
+        """Vectors of another part of K that a thread loads at a time; their number makes every batch full."""
         return gcd(MOST_COMBINED, self.thread_vectors)
 
     @property

@@ -19,7 +19,7 @@ from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel
 
 
 class FactorWarps:
-    """Make the factors of rows: `.kernel.SpareWarps`."""
+    """The spare warps of a product that consumes a norm: they make the factors of rows. See `.kernel.SpareWarps`."""
 
     def __init__(self, config: WgmmaConfig[Any], store: TakingStore):
         self.tiles, self.store, self.registers = config, store, FACTOR_REGISTERS[config.warpgroups]
@@ -43,7 +43,7 @@ class FactorWarps:
             self.store.barrier_of(factors).arrive()
 
     def stores(self, work_tile) -> Boolean:
-        """Whether the CTA stores a tile of a block."""
+        """Returns whether the CTA stores a tile of a block."""
         if not self.tiles.reduction.dsmem:
             return Boolean(True)
         partials, found = Partials(self.tiles), Boolean(False)
@@ -53,7 +53,8 @@ class FactorWarps:
 
 
 def deferred_kernel(config: WgmmaConfig[Any]) -> WgmmaKernel | ResidentKernel:
-    """The kernel of a configuration with a `DeferredNorm`: of tiles, or of few rows whose limbs each CTA makes."""
+    """Returns the kernel of a configuration with a `DeferredNorm`: of tiles, or of few rows whose limbs each CTA
+    makes."""
     gives = norm_of(config).kind == GIVES
     operands, store = (GivingOperands, GivingStore(config)) if gives else (TakingOperands, TakingStore(config))
     if config.limbs:

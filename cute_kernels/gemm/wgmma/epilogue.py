@@ -1,7 +1,7 @@
-"""Turns a warpgroup's accumulators into the output: transposed through shared memory, a few tokens at a time.
+"""The store of a warpgroup's accumulators to the output, transposed through shared memory, a few tokens at a time.
 
-Accumulators have output features along the rows of the MMA, the output has them side by side. Each warpgroup stores its
-own tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
+Accumulators have output features along the rows of the MMA; in the output the features of a token are contiguous. Each
+warpgroup stores its own tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TileEpilogue:
     """The store policy of a consumer warpgroup.
 
     Args:
-        dense: whether the product is dense: results may have a residual, and activations of one feature each. Experts
-            have neither; should they, `store_any` serves them.
+        dense: whether the product is dense: only then is there fast code for residuals and fp32 results. Results of
+            experts normally need neither; `store_any` stores those that do.
     """
 
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
@@ -56,23 +56,24 @@ class TileEpilogue:
 
     @cute.jit
     def prepare(self, operands, shape, store: Store, corner: Corner, ordinal: int):
-        """Asks for the residual of the ``ordinal``-th tile that is to be stored, before a work tile's products."""
+        """Starts loading the residual of the ``ordinal``-th tile that is to be stored, before a work tile's
+        products."""
         if const_expr(self.dense and self.residuals.is_early(ordinal, 0)):
             if self.adds_chunks(operands, shape):
                 self.wait(store)
                 self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def adds_chunks(self, operands, shape):
-        """Whether the residual is added in 16 bits, 16 bytes at a time; `store_any` handles any other."""
+        """Returns whether the residual is added in 16 bits, 16 bytes at a time; `store_any` handles any other."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & self.activate.is_none(shape) & (shape.n % PACKED_VECTOR == 0)
         return plain & (operands.residual != 0) & ((operands.residual | operands.out) % 16 == 0)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2].
+        """Stores the tile of acc[first : first + tokens / 2].
 
-        ordinal: of the tile, among those of its work tile that the warpgroup stores, as `prepare` was told.
+        ordinal: the tile's number among those that the warpgroup stores of its work tile, as in `prepare`.
         """
         if const_expr(self.dense):
             if self.adds_chunks(operands, shape):
@@ -107,16 +108,17 @@ class TileEpilogue:
                 self.store_any(operands, shape, store, corner, acc, first, chunk)
 
     def wait(self, store: Store):
-        """Waits, with all threads of the warpgroup, until each has read what is staged, or staged its own."""
+        """Waits for all threads of the warpgroup: until they have read what is staged, or have staged their own
+        results."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def is_by_feature(self, shape):
-        """Whether there is a result for each feature, activated in registers."""
+        """Returns whether there is a result for each feature, activated in registers."""
         return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
-        """Whether results leave in fp32, one for each feature, without a residual. Results of experts, and of three
-        warpgroups along K, which would spill, are stored otherwise."""
+        """Returns whether results leave in fp32, one for each feature, without a residual. Results of experts are
+        stored otherwise. So are those of three warpgroups along K, which would spill."""
         floats = (shape.out_kind == FP32) & (operands.residual == 0) & self.activate.leaves_features(shape)
         return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
 
@@ -152,7 +154,7 @@ class TileEpilogue:
                 self.add_to_row(acc, first + 2 * half, bias)
 
     def add_to_row(self, acc, first: int, bias):
-        """Adds a row's bias to its accumulators: two of every four."""
+        """Adds a row's bias to its accumulators: two of every four that a thread has."""
         for i in range(0, self.config.own_m // 2, 4):
             for place in (first + i, first + i + 1):
                 acc[place] = acc[place] + bias
@@ -192,7 +194,7 @@ class TileEpilogue:
 
     @cute.jit
     def store_floats(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """Stores accumulators directly: eight lanes have 32 bytes of a token, a whole sector of memory."""
+        """Stores accumulators directly: eight lanes write 32 bytes of a token, a whole sector of memory."""
         feature = corner.row + store.row_warp * 16 + store.lane // 4
         token = corner.token + store.lane % 4 * 2
         for pair in cutlass.range_constexpr(self.config.own_m // 8):
@@ -207,8 +209,8 @@ class TileEpilogue:
 
     @cute.jit
     def store_gated(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
-        """Activates a chunk's gates and ups and rounds them, then stores 8 neighbouring results; rows of W
-        are interleaved gate and up rows."""
+        """Activates and rounds a chunk's gates and ups, then stores the results, 8 neighbouring ones at a time. Rows of
+        W are interleaved gate and up rows."""
         done, tile_m = self.config.chunks[chunk]
         self.wait(store)
         self.stage_gated(store, acc, first + done // 2, tile_m)

@@ -1,9 +1,10 @@
-"""Schedules of batch-invariant products: K is cut by what the weight is, never by how many rows there are.
+"""Schedules of batch-invariant products: the weight decides how K is cut, never the number of rows.
 
 A sum over K runs step by step within a part of K, whatever the tile, and parts are added in one order: the last, then
-the first, the second and so on. So a row has the same bits in every schedule of one number of parts. Parts of few rows
-are different CTAs', and meet in memory or in a cluster, of two, since one addition has no order, or of four with one
-tile each. Of many rows a CTA has them one after the other. Plain Python, no GPU.
+the first, the second and so on. So a row has the same bits in every schedule with the same number of parts. With few
+rows, different CTAs compute the parts, which meet in memory or in a cluster. Such a cluster has two CTAs, since one
+addition has no order, or four with one tile each. With many rows, one CTA computes all parts one after the other. Plain
+Python, no GPU.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ FEW_PARTS_ROWS = 64  # from which on a CTA may have all parts of a tile
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Microseconds that the model expects, without the launch itself."""
+    """Returns the microseconds that the model expects, without the launch itself."""
     return estimate_us(problem, schedule) + (WORKSPACE_US if schedule.workspace_words else 0.0)
 
 
 def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Every schedule with the weight's number of parts: all give a row the same bits."""
+    """Yields every schedule with the weight's number of parts; all of them give a row the same bits."""
     yield from schedules_of(problem, parts_of_k(replace(problem, m=1)))
 
 
 @lru_cache(maxsize=4096)
 def parts_of_k(problem: LinearProblem) -> int:
-    """The number of parts that K is cut into, for any number of rows: that whose worst ratio to the fastest schedule,
-    over the numbers of rows in `ROWS`, is least.
+    """Returns the number of parts that K is cut into, for any number of rows.
 
-    problem: of any number of rows; all else decides, the number of SMs as well.
+    Its worst ratio to the fastest schedule, over the numbers of rows in `ROWS`, is the least. problem: its number of
+    rows is ignored; all else decides, the number of SMs as well.
     """
     # Bits depend on the number of parts: what serves only other products, and what they take, is left out.
     problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
@@ -81,20 +82,21 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Numbers of parts, none of them empty, for which all CTAs run at once, with blocks of two tiles."""
+    """Returns the numbers of parts, none of them empty, for which all CTAs of blocks of two tiles run at once."""
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
     return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
 
 
 def part_inputs(k_pad: int, parts: int) -> int:
-    """Inputs of a part of K, whole k blocks of any size; the last part may have fewer."""
+    """Returns the inputs of a part of K, a multiple of the largest k block that divides K; the last part may have
+    fewer."""
     block_k = max(size for size in BLOCK_K if k_pad % size == 0)
     return -(-k_pad // block_k // parts) * block_k
 
 
 def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
-    """Every schedule whose tiles all have so many parts of K, and begin them at the same inputs."""
+    """Yields every schedule whose tiles all have ``parts`` parts of K, which begin at the same inputs."""
     configs = configs_of(problem)
     found = (schedule_of(problem, config, parts) for config in (*configs.tiles, *configs.dsmem))
     if parts > 1:
@@ -126,8 +128,8 @@ def configs_of(problem: LinearProblem) -> Configs:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
-    """A schedule of all tiles in so many parts of K, for concurrent CTAs; None if a configuration does not support
-    that.
+    """Returns the schedule of all tiles in ``parts`` parts of K, for concurrent CTAs; None if a configuration does not
+    support it.
 
     The parts of a tile run in one round, in neighbouring CTAs. The CTA that adds them up has the highest number, so it
     waits for no CTA that starts after it.
@@ -143,7 +145,8 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> Tile
 
 
 def sequential_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
-    """A schedule in which every CTA has whole tiles, and all parts of K of each, one after the other."""
+    """Returns a schedule in which every CTA has whole tiles, and computes all parts of K of each, one after the
+    other."""
     schedule = _all_tiles(problem, config, parts)
     tiles = schedule.num_tiles_cut
     return replace(schedule, whole=tiles, num_ctas=min(problem.num_sms, tiles))
@@ -155,7 +158,7 @@ def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileS
 
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of few rows in two parts that are added in a cluster. Warpgroups have features of their own, as
+    """Returns configurations of few rows whose clusters add two parts. Warpgroups have features of their own, since
     sums of interleaved k blocks would have other bits."""
     narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
     long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
@@ -168,15 +171,16 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of few rows in four parts that are added in a cluster, for layers with few features. A CTA has
-    one tile of 64: only its parts are added in the order of all others."""
+    """Returns configurations of few rows whose clusters add four parts, for layers with few features. A CTA has one
+    tile of 64 features: only then are parts added in the same order as elsewhere."""
     if not plain.has_few_features(problem):
         return []
     return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
 
 
 def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
-    """The smallest of the tiles of some sizes that has all rows, with 64 features a warpgroup, if there is one."""
+    """Returns the configuration of the smallest tile among ``sizes`` that holds all rows, with 64 features a warpgroup,
+    if there is one."""
     tile_m = next((size for size in sizes if problem.m <= size), None)
     if tile_m is None or problem.k_pad % DSMEM_BLOCK_K:
         return []
@@ -192,7 +196,7 @@ def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], 
 
 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Tiles with two sets of accumulators."""
+    """Returns configurations of tiles with two sets of accumulators."""
     shapes = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if _is_sequential(*shape)]
     configs = (replace(config, reduction=SequentialSplitK()) for config in plain.tile_configs(problem, shapes))
     return [config for config in map(with_stages, configs) if config.can_implement() is None]
@@ -203,7 +207,7 @@ def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, clu
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """The configurations of the most common formats that no other product has."""
+    """Returns the configurations in the most common formats that only batch-invariant products use."""
     k = DSMEM_PARTS * 2 * LONG_PART  # where all k blocks are whole
     problems = [LinearProblem(m, 8192, k, k, integers(bits), "bf16") for bits in (4, 8) for m in DSMEM_TILE_M]
     many = [replace(problem, m=8192) for problem in problems[:: len(DSMEM_TILE_M)]]

@@ -1,17 +1,17 @@
 """Weight-only GEMM for many rows of x: out^T = W X^T by warpgroup MMAs with W, decoded, in registers.
 
-The blob holds each thread's A operands of several k16 steps in 16 bytes (`layouts.weights.hopper`), so decoded weights
-go straight from a thread's registers to the tensor cores and only X is read from shared memory. One producer warp loads
-X as the swizzled B operand through TMA, one the codes and scales by bulk copies. The consumer warpgroups, 64 or 128
-output features each, overlap: while one decodes the next k16 steps, the tensor cores have its own last MMAs and the
-other's to do.
+The blob holds each thread's A operands of several k16 steps in 16 bytes (`layouts.weights.hopper`). So decoded weights
+go straight from a thread's registers to the tensor cores, and these read only X from shared memory. One producer warp
+loads X as the swizzled B operand through TMA, one the codes and scales by bulk copies. The consumer warpgroups, 64 or
+128 output features each, overlap: while one decodes the next k16 steps, the tensor cores run its own last MMAs and
+those of the others.
 
-A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`,
-`.synchronous`, `.limbs`, `cute_kernels.gemm.operands.fp8_mainloop`), a reduction (`.reduction`,
-`.cluster_reduction`), a tile scheduler (`.tiles`) and a store (`.epilogue`). `TileRoles` says what each warp does.
+A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`, `.synchronous`,
+`.limbs`, `cute_kernels.gemm.operands.fp8_mainloop`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
+(`.tiles`) and a store (`.epilogue`). `TileRoles` says what each warp does.
 
-That operands in registers and two consumer warpgroups are the way to full rate with mixed operands is known from
-CUTLASS's mixed-input mainloop for Hopper; here it needs neither its shuffles nor its pass over shared memory.
+CUTLASS's mixed-input mainloop for Hopper also reaches the full rate by operands in registers and two consumer
+warpgroups. Here neither its shuffles nor its pass over shared memory are needed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def make_mainloop(
     masks_by_lane: bool = True,
     x_scale_shift: Shift | None = None,
 ) -> TileMainloop:
-    """The mainloop that a configuration names, of activations that come through the pipeline.
+    """Returns the device code of the mainloop that a configuration names, for activations that come through the
+    pipeline.
 
     masks_by_lane: as in `RegisterMainloop`. x_scale_shift: as in `LimbReader`.
     """
@@ -85,7 +86,7 @@ def reduction_of(config: WgmmaConfig) -> Any:
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
-    """Launch options. use_pdl: whether the launch may begin before the launch before has ended."""
+    """Returns launch options. use_pdl: whether the launch may begin before the previous one has ended."""
     cluster = (config.cluster_size, 1, 1) if config.cluster_size > 1 else None
     sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "cluster": cluster}
     return sizes | {"min_blocks_per_mp": 1, "use_pdl": use_pdl, "stream": stream}
@@ -94,16 +95,16 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
 class SpareWarps(Protocol):
     """The work of the producer warps that copy nothing, while others multiply.
 
-    registers: how many a thread that loads has, and one that multiplies.
+    registers: those of a thread that loads, and those of a thread that multiplies.
     """
 
     registers: tuple[int, int]
 
     def init_barrier(self, memory: TileMemory) -> None:
-        """One thread initialises their barrier, before the fence of the others."""
+        """Initialises their barrier in one thread, before the fence of the other barriers."""
 
     def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
-        """warp: of the CTA's."""
+        """Runs their work. warp: its number in the CTA."""
 
 
 class IdleWarps:
@@ -113,10 +114,10 @@ class IdleWarps:
         self.registers = config.mainloop.producer_registers, config.consumer_registers
 
     def init_barrier(self, memory) -> None:
-        """They have no barrier."""
+        """Does nothing: idle warps have no barrier."""
 
     def run(self, operands, shape, memory, scheduler, warp, lane) -> None:
-        """They do nothing."""
+        """Does nothing."""
 
 
 class TileRoles:
@@ -125,7 +126,7 @@ class TileRoles:
     Args:
         table_bytes: shared memory for a table of tiles, which grouped products have.
         dense: whether the product is dense, so that its first work tile is known before any table is.
-        waits: who waits in `begin` for the launch before: `NOBODY`, `LOADER` or `ALL_WARPS`.
+        waits: which warps wait in `begin` for the previous launch: `NOBODY`, `LOADER` or `ALL_WARPS`.
         spare: the work of the two producer warps that copy nothing; None: they have none.
     """
 
@@ -159,14 +160,14 @@ class TileRoles:
     def begin(self, operands, shape, memory, scheduler, warp, lane):
         """Initialises the CTA's barriers. All warps wait for that, except the warp that does it.
 
-        That warp loads weights at once: of a launch of 6 us, 1 us would pass until all warps have met and found their
-        work tiles. For products of one tile of rows it loads the first weights before anything else. CTAs of a cluster
-        need to see only the barriers, for which there is a fence of its own. An arrival that releases all that was
-        written waits for the memory of the GPU, 1.1 us before the first copy.
+        That warp loads weights at once: in a launch of 6 us, 1 us would pass until all warps have met and found their
+        work tiles. For products of one tile of rows it loads the first weights before anything else. Other CTAs of a
+        cluster need to see only the barriers, so a fence for barriers alone suffices. An arrival that releases all
+        writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
 
-        A launch may begin while the one before it is running. Its prefetches into L2 depend on nothing. All else,
-        weights too, which that launch may have written, is read after the wait of the warp that initialises barriers.
-        Where each warp waits, barriers are initialised before, so that nothing but the wait lies before the copies.
+        A launch may begin while the previous one is running. Its prefetches into L2 depend on nothing. All else is read
+        after the warp that initialises barriers has waited for the previous launch, weights too, which that launch may
+        have written. If every warp waits, barriers are initialised before, so that the copies follow the wait at once.
         """
         config = self.config
         if warp == self.weight_warp:
@@ -232,7 +233,7 @@ class TileScheduling(Protocol):
     """Which work tiles there are, and where their rows, weights and results are, for dense products or experts.
 
     Attributes:
-        places: where the numbers that describe a work tile are.
+        places: maps the numbers of a work tile to rows, weights and results.
         is_dense: whether results may have a residual, and the first work tile is known before any table is.
         asks_first: whether the first weights are loaded before other warps know that barriers are initialised.
         masks_by_lane, x_scale_shift: as `make_mainloop` takes them.
@@ -247,7 +248,7 @@ class TileScheduling(Protocol):
     table_bytes: int
 
     def sizes(self, given) -> Any:
-        """Sizes of a launch, on the host: a `TileSizes`."""
+        """Returns the sizes of a launch, on the host: a `TileSizes`."""
         ...
 
     def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane) -> Any:
@@ -256,8 +257,8 @@ class TileScheduling(Protocol):
 
 
 class DenseTiles:
-    """The tiles of one product: `TileScheduling`. Its reduction says in which rounds a CTA has tiles, or parts of
-    them."""
+    """The tiles of one product: `TileScheduling`. Its reduction's ``rounds`` say which tiles, or parts of them, a CTA
+    has."""
 
     is_dense, masks_by_lane, table_bytes = True, True, 0
 
@@ -278,7 +279,7 @@ class DenseTiles:
 
 
 class WgmmaKernel:
-    """One compiled variant of products by tiles, dense or of experts; :class:`WgmmaConfig` says which.
+    """The kernel of products by tiles, dense or of experts, as one :class:`WgmmaConfig` compiles it.
 
     | role | warps | waits | arrives |
     |---|---|---|---|
@@ -287,12 +288,12 @@ class WgmmaKernel:
     | spare | 2 | nobody, or the launch before | makes a norm's factors, or nothing |
     | consumers | 4 a warpgroup | stage full: both loads, and all bytes | stage empty, one lane a warp and CTA |
 
-    A reduction by DSMEM has a barrier besides for each tile of 64 features that the CTA stores: one arrival, of the
-    thread that makes it, and the bytes of all other CTAs' partials.
+    A DSMEM reduction has one more barrier for each tile of 64 features that the CTA stores. It expects one arrival, of
+    the thread that initialises it, and the bytes of all other CTAs' partials.
 
     Args:
         scheduling: dense, or of experts; None: dense.
-        store: in place of `TileEpilogue`; ``operands`` has what it asks for.
+        store: replaces `TileEpilogue`; ``operands`` has the arguments that it needs.
         waits, spare: as `TileRoles` takes them.
     """
 
@@ -320,8 +321,11 @@ class WgmmaKernel:
         self.roles = TileRoles(config, places, *loads, self.consumers, table, dense=dense, waits=waits, spare=spare)
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, or of
-        experts those of `cute_kernels.gemm.experts.arguments`, and what else ``operands`` has."""
+        """Launches ``num_ctas`` CTAs.
+
+        ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, or for experts those of
+        `cute_kernels.gemm.experts.arguments`. It also has the fields that ``operands`` adds.
+        """
         config = self.config
         copy_x, x_view = self.activations.tma(given.x)
         shape = self.scheduling.sizes(given)

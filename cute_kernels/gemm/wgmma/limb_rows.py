@@ -1,12 +1,12 @@
-"""Makes two signed limbs of 8 bits, and a scale for each 128 inputs, of rows of x.
+"""Device code that makes two signed limbs of 8 bits, and a scale for each 128 inputs, of rows of x.
 
-Products of bytes (:mod:`.limbs`) take them. The largest of 128 inputs of a row decides the power of two of the others:
-16 bits of fixed point, as 256 times a high limb and a low one, both from -128 to 127. Inputs of at least a 64th of the
-largest (an 8th with fp16) are exact; smaller ones are off by at most 2**-15 of the largest. A row with infinities or
-NaN among 128 inputs has NaN for their scale.
+The MMAs of bytes in :mod:`.limbs` read them. The largest of a row's 128 inputs decides their common power of two. In 16
+bits of fixed point, an input is 256 times a high limb plus a low one, both from -128 to 127. Inputs of at least a 64th
+of the largest (an 8th with fp16) are exact; smaller ones are off by at most 2**-15 of the largest. A row with
+infinities or NaN among 128 inputs has NaN for their scale.
 
-A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high limbs come first, then the low ones; the first and
-the second eight of 16 inputs alternate, for which two lanes exchange one limb each.
+A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high limbs come first, then the low ones. The first and
+the second eight of 16 inputs alternate, so two lanes exchange limbs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest intege
 
 
 class RowLimbs:
-    """Makes limbs of a lane's 8 inputs of a row, wherever they are stored."""
+    """The maker of the limbs of a lane's 8 inputs of a row, wherever they are stored."""
 
     def __init__(self, dtype: str):
         self.dtype = dtype
 
     @cute.jit
     def load(self, x, row, piece, row_pieces):
-        """A lane's 8 inputs, packed; zeros after the end of the row."""
+        """Loads a lane's 8 inputs, packed; inputs after the end of the row are 0."""
         words = cute.make_rmem_tensor(4, Uint32)
         words.fill(0)
         if piece < row_pieces:
@@ -50,16 +50,17 @@ class RowLimbs:
         return [words[i] for i in range(4)]
 
     def largest(self, words) -> Any:
-        """Bits of the largest magnitude of a lane's inputs: as integers, infinity and NaN are beyond all others."""
+        """Returns the bits of the largest magnitude of a lane's inputs. As integers, infinity and NaN are greater than
+        all others."""
         values = [half for word in words for half in self.to_floats(word)]
         return lanes.in_pairs(cutlass.max, [Int32(numbers.bits(ptx.absolute(value))) for value in values])
 
     def of_group(self, largest) -> Any:
-        """The largest of the 16 lanes that have a group."""
+        """Returns the largest magnitude over the 16 lanes that have a group."""
         return lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
 
     def limbs(self, words, factor, lane) -> list[Any]:
-        """16 limbs of the lane and its neighbour: even lanes have high ones, odd lanes low ones."""
+        """Returns 16 limbs of the lane and its neighbour: high ones in even lanes, low ones in odd lanes."""
         values = [half for word in words for half in self.to_floats(word)]
         fixed = [Uint32(numbers.bits(ptx.fma(value, factor, Uint32(MAGIC).bitcast(Float32)))) for value in values]
         low = self.bytes_of(fixed, 0)
@@ -73,7 +74,7 @@ class RowLimbs:
         return [ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)]
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """Returns (the power of two that makes inputs fixed point, bits of its reciprocal over a code's unit)."""
+        """Returns (the power of two that makes inputs fixed point, bits of its reciprocal divided by a code's unit)."""
         exponent = cutlass.max((largest + ROUND_UP) >> FRACTION_BITS, LEAST_EXPONENT)
         factor = Uint32((254 + TOP_EXPONENT - exponent) << FRACTION_BITS).bitcast(Float32)
         scale = (exponent - TOP_EXPONENT - CODE_UNIT_BITS) << FRACTION_BITS
@@ -81,13 +82,13 @@ class RowLimbs:
         return factor, cutlass.select_(finite, Uint32(scale), Uint32(0x7FFFFFFF))
 
     def bytes_of(self, words, byte: int) -> list[Any]:
-        """A byte of each of eight words, packed."""
+        """Returns one byte of each of eight words, packed."""
         pair = byte | (4 + byte) << 4
         halves = [ptx.prmt(words[i], words[i + 1], Uint32(pair)) for i in range(0, 8, 2)]
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(0x5410)) for i in (0, 2)]
 
     def to_floats(self, word) -> list[Any]:
-        """Both elements of a packed pair."""
+        """Returns both elements of a packed pair as fp32."""
         if self.dtype == "bf16":
             return [ptx.bf16x2_low_to_float(word), ptx.bf16x2_high_to_float(word)]
         return [ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)]

@@ -2,7 +2,7 @@
 
 16 times a 4-bit code's number is a signed byte, which a format's `ByteDecoder` makes. For integers it takes three
 instructions for 8 codes; bf16 takes 11. Decoding applies no scales: the accumulators of a group are scaled instead. x
-is in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base 256
+is in 16-bit fixed point, with a power of two for each row and 128 inputs. Two signed limbs to the base 256 hold it
 (`.limb_rows`). All tokens' high limbs and then all low ones are the columns of one operand. So a code is decoded once
 and multiplied by both: twice the columns at twice the rate of bf16. 256 times the sum over high limbs plus the sum over
 low limbs is the exact sum of a group's products.

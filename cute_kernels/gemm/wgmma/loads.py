@@ -20,39 +20,40 @@ ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 def product(a, b) -> Int64:
-    """a * b in 64 bits, of 32-bit numbers that are not negative: one instruction, where signed ones would take six."""
+    """Returns a * b in 64 bits for 32-bit numbers that are not negative: one instruction, where signed ones would take
+    six."""
     return Int64(Uint32(a)) * Int64(Uint32(b))
 
 
 def tma_tiles_layout(config: WgmmaConfig, rows: int, count: int):
-    """Returns [rows, TMA_TILE_K, count], swizzled; one TMA tile after the other."""
+    """Returns the layout [rows, TMA_TILE_K, count], swizzled: one TMA tile after the other."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[config.dtype])
     return cute.tile_to_shape(atom, (rows, TMA_TILE_K, count), order=(0, 1, 2))
 
 
 class ActivationLoads(Protocol):
-    """Loads the activations of every k block to their stages; one warp."""
+    """The loads of the activations of every k block into their stages; one warp."""
 
     def copy(self, shape, memory, scheduler, copy_x, x_view) -> None: ...
 
 
 class TmaLoads:
-    """Loads activations through the pipeline: TMA tiles by one producer warp.
+    """The loads of activations through the pipeline: TMA tiles by one producer warp.
 
-    Activations that the launch before makes have scales of their rows: limbs, as `.limb_rows` writes them, whose TMA
-    tiles lie without gaps, or bytes of E4M3.
+    Activations that an earlier launch makes have scales of their rows. They are limbs, as `.limb_rows` writes them,
+    whose TMA tiles lie without gaps, or bytes of E4M3.
     """
 
     def __init__(self, config: WgmmaConfig, places: Places):
         self.config, self.places, self.scaled = config, places, config.mainloop.scaled_rows
 
     def layout(self):
-        """The layout [tile_m, TMA_TILE_K, TMA tiles of all stages], swizzled as wgmma takes its B operand."""
+        """Returns the layout [tile_m, TMA_TILE_K, TMA tiles of all stages], swizzled as wgmma takes its B operand."""
         config = self.config
         return tma_tiles_layout(config, config.tile_m, config.num_stages * config.mainloop.x_tma_tiles(config))
 
     def tma(self, x):
-        """The TMA copy of a tile of x, and x as TMA tiles are taken from it."""
+        """Returns the TMA copy of a tile of x, and the view of x that it takes TMA tiles from."""
         rows = self.config.part_m
         tma_tile = cute.slice_(tma_tiles_layout(self.config, rows, 1), (None, None, 0))
         multicast = self.config.multicast
@@ -68,7 +69,7 @@ class TmaLoads:
 
         Parts without rows are left out: TMA would spend time on writing zeros for rows that x does not have, and on
         loading other experts' rows. CTAs that multicast activations load a slice of each TMA tile for all of them. A
-        stage is free for that when all of them have released it, and full when all slices have arrived.
+        stage is then free when all these CTAs have released it, and full when all slices have arrived.
         """
         config = self.config
         if const_expr(self.scaled):
@@ -107,8 +108,8 @@ class TmaLoads:
                 here = pipeline.next(here)
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
-        """(part, TMA tile among those of all stages) of a tile of which ``present`` parts have rows. Both limbs are one
-        operand: theirs lie one after the other."""
+        """Returns (part, TMA tile among those of all stages) where a TMA tile is stored, if ``present`` parts have
+        rows. With limbs, the parts of both limbs lie one after the other, since both are one operand."""
         tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
         if not self.config.limbs:
             return part, stage * tma_tiles + tma_tile
@@ -128,10 +129,10 @@ class TmaLoads:
 
 
 class WeightLoads:
-    """Loads codes, scales and zero points through the pipeline: bulk copies by one producer warp.
+    """The loads of codes, scales and zero points through the pipeline: bulk copies by one producer warp.
 
     Args:
-        asks_first: whether it asks for the first ones before it tells anybody of barriers.
+        asks_first: whether the first weights are loaded before other warps know that barriers are initialised.
     """
 
     def __init__(self, config: WgmmaConfig, places: Places, *, asks_first: bool):
@@ -159,7 +160,8 @@ class WeightLoads:
                 here = pipeline.next(here)
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
-        """Starts loading a k block of a block: of each tile a run of codes, one of scales, one of zero points."""
+        """Starts loading a k block of a block: for each tile one bulk copy of codes, one of scales, one of zero
+        points."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         tile_bytes = config.k_block_tiles * TILE_BYTES
@@ -194,8 +196,8 @@ def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, sche
     """Prefetches the codes of the first work tile's first k blocks into L2, where a configuration says so; one lane.
 
     It needs no barrier, so it runs before barriers are initialised. A tile's k blocks are one run of bytes: one
-    instruction replaces several rounds of the pipeline's loop. It prefetches nothing where the run would end after the
-    tile's.
+    instruction replaces several rounds of the pipeline's loop. It prefetches nothing if the tile has fewer k blocks
+    left.
     """
     k_blocks = config.prefetched_k_blocks
     if not k_blocks:
@@ -210,7 +212,7 @@ def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, sche
 def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, scheduler, lane) -> None:
     """Prefetches the biases of the first work tile into L2: half a line a lane; one warp.
 
-    Its consumers load them when the accumulators are complete, and would wait for memory then.
+    Consumers load biases when their accumulators are complete, and would otherwise wait for memory then.
     """
     work_tile = scheduler.work_tile(scheduler.first)
     row = work_tile.block * config.block_rows + lane * BIAS_STEP
@@ -220,7 +222,7 @@ def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, schedu
 
 
 def first_group(config: WgmmaConfig, k_block) -> Any:
-    """The first group that a k block has a part of; computed by a shift where a group has several k blocks."""
+    """Returns the first group that a k block overlaps; it is computed by a shift if a group has several k blocks."""
     block_k, group_size = config.block_k, config.group_size
     if group_size <= block_k:
         return k_block * (block_k // group_size)

@@ -1,5 +1,5 @@
-"""How a kernel of tiles multiplies: its mainloop. Each value owns its fields, limits, registers, memory, barriers, and
-its part of the kernel's name. There are no GPU types here.
+"""Mainloop policies: how a kernel of tiles multiplies. Each value owns its fields, limits, registers, memory, barriers,
+and its part of the kernel's name. There are no GPU types here.
 
 A mainloop names the reductions (`.results`) that it can be combined with: nothing else can be compiled. The device code
 of each is in the module that its docstring names.
@@ -58,19 +58,19 @@ class Mainloop(ABC):
     """How consumer warps multiply a k block, and how x reaches them.
 
     Attributes:
-        reductions: types of reductions that it goes with.
+        reductions: types of reductions that it can be combined with.
         scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
         limbs: whether x is two int8 limbs with a scale per row and `LIMB_GROUP` inputs. Products are then exact in
             int32.
-        scaled_rows: whether a launch before makes x, with fp32 scales of each row and k block.
-        registers: of a consumer thread, by the number of warpgroups.
-        producer_registers: of a thread that loads.
-        more_threads: beside those of the consumer warpgroups.
-        copies: warps whose copies fill a stage.
-        multicasts: whether CTAs beside each other may multicast activations.
-        rows_apart: whether rows of a dense product's x may lie apart: those that TMA brings from x itself.
-        limits: of the architectures that its instructions are for.
-        spare: tiles of 64 features that the last warpgroup has fewer than the others.
+        scaled_rows: whether an earlier launch makes x, with an fp32 scale for each row and k block.
+        registers: those of a consumer thread, by the number of warpgroups.
+        producer_registers: those of a thread that loads.
+        more_threads: threads in addition to those of the consumer warpgroups.
+        copies: number of warps whose copies fill a stage.
+        multicasts: whether neighbouring CTAs may multicast activations.
+        rows_apart: whether a dense product's x may have gaps between its rows, as TMA loads it directly.
+        limits: those of the architecture that its instructions are for.
+        spare: how many fewer tiles of 64 features the last warpgroup has than the others.
         half_last: whether the last k block begins half a block earlier.
     """
 
@@ -98,7 +98,7 @@ class Mainloop(ABC):
         """The mainloop's part of a kernel's name, before the stages."""
 
     def kernel(self) -> CompiledAs:
-        """The kernel that a configuration with it is compiled as."""
+        """Returns how a configuration with this mainloop is compiled."""
         return TILES_KERNEL
 
     def kernel_name(self, config: WgmmaConfig) -> str:
@@ -110,15 +110,15 @@ class Mainloop(ABC):
         return f"linear_wgmma_{config.weight_name}_{shape}_{self.name}{stages}{end}"
 
     def x_tma_tiles(self, config: WgmmaConfig) -> int:
-        """TMA tiles of activations, 128 bytes of each row, of a k block."""
+        """Returns the number of TMA tiles of activations in a k block; each has 128 bytes of every row."""
         return config.block_k // TMA_TILE_K
 
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Activations of a stage."""
+        """Returns the bytes of a stage for activations."""
         return self.x_tma_tiles(config) * config.tma_tile_bytes
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Bytes of a stage for the scales of a tile's rows of x."""
+        """Returns the bytes of a stage for the scales of a tile's rows of x."""
         return 0
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
@@ -126,11 +126,12 @@ class Mainloop(ABC):
         return config.num_stages * self.x_scale_stage_bytes(config)
 
     def x_bytes(self, config: WgmmaConfig) -> int:
-        """Activations in shared memory."""
+        """Returns the bytes of activations in shared memory."""
         return config.num_stages * self.x_stage_bytes(config)
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Shared memory of all that it multiplies: activations, which begin it, weights, scales of activations."""
+        """Returns the shared memory of the operands: first the activations, then the weights, then the scales of
+        activations."""
         stages = config.num_stages
         return (
             Region("x", self.x_bytes(config), TMA_TILE_ALIGNMENT),
@@ -148,7 +149,7 @@ class Mainloop(ABC):
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The mbarriers that its device code initialises, after all others: one for x where limbs are resident."""
+        """Returns the mbarriers that its device code initialises, after all others: one for x if limbs are resident."""
         return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -156,8 +157,8 @@ class Mainloop(ABC):
         return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
-        """K blocks of each of a block's tiles whose codes are prefetched into L2 before the CTA initialises its
-        barriers."""
+        """Returns how many k blocks of each of a block's tiles have their codes prefetched into L2, before the CTA
+        initialises its barriers."""
         return 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -224,14 +225,14 @@ class MmaSync(Mainloop):
 
 
 def takes_limbs(form: WeightFormat) -> bool:
-    """Whether products of limbs and codes are exact, and scaled group by group."""
+    """Returns whether products of limbs and a format's codes are exact, and scaled group by group."""
     return form.codes_as_bytes and not form.row_scales
 
 
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
     """Returns why products cannot be of limbs, or None.
 
-    zeros: whether zero points can be subtracted from sums of limbs. least: the least inputs of a group, for codes
+    zeros: whether zero points can be subtracted from sums of limbs. least: the fewest inputs of a group, for codes
     without zero points.
     """
     if not takes_limbs(config.format) or (config.format.sums_inputs and not zeros):
@@ -244,7 +245,7 @@ def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_
 
 @dataclass(frozen=True)
 class Limbs(Mainloop):
-    """MMAs of int8 limbs that a launch before makes, of grouped products: `.limbs`."""
+    """MMAs of int8 limbs that an earlier launch makes, for grouped products: `.limbs`."""
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
     limbs: ClassVar[bool] = True
@@ -275,14 +276,15 @@ class ResidentLimbs(Mainloop):
     registers that they are launched with. A CTA of a cluster has one part of K of one tile.
 
     Attributes:
-        k_blocks: of x that there is room for, each both limbs of 128 inputs of a tile's rows.
-        loads: whether consumer warps load the rows there are; if not, x, whose rows are whole TMA tiles, comes by TMA,
-            which takes long to fill in rows that x does not have.
-        spare: so that blocks of an odd number of tiles are as many as there are SMs.
+        k_blocks: k blocks of x that there is room for; each is both limbs of 128 inputs of a tile's rows.
+        loads: whether consumer warps load x, only the rows that exist. If not, TMA loads x, whose rows are whole TMA
+            tiles; TMA takes long to fill in rows that x does not have.
+        spare: as in `Mainloop`; it allows blocks of an odd number of tiles, so that there are as many blocks as SMs.
         scaled: whether inputs are multiplied by factors before limbs are made of them.
 
-    A zero point, or a shift, meets the sum of a group's inputs beside the group's products. There is one such sum for
-    each row of x: whoever makes limbs has it. Smaller groups than those of limbs have accumulators of their own.
+    A zero point, or a shift, is multiplied by the sum of a group's inputs, apart from the group's products. The warps
+    that make limbs compute that sum for each row of x. Groups smaller than those of limbs have accumulators of their
+    own.
     """
 
     k_blocks: int = 64
@@ -313,7 +315,7 @@ class ResidentLimbs(Mainloop):
         return 0
 
     def k_block_limb_bytes(self, config: WgmmaConfig) -> int:
-        """Bytes of both limbs of 128 inputs of a tile's rows."""
+        """Returns the bytes of both limbs of 128 inputs of a tile's rows."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
@@ -323,12 +325,12 @@ class ResidentLimbs(Mainloop):
         return self.k_blocks * self.k_block_limb_bytes(config)
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Its shared memory, with sums of rows' inputs."""
+        """Returns its shared memory, including sums of each row's inputs."""
         sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.sums_inputs else ()
         return super().regions(config) + sums
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The mbarrier for x, which the device code initialises."""
+        """Returns the mbarrier for x, which the device code initialises."""
         return (Barriers("x_barrier", 1),)
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:

@@ -1,4 +1,4 @@
-"""Shared memory of a CTA of the weight-only GEMM for many rows, and its barriers."""
+"""Shared memory and barriers of a CTA of the weight-only GEMM for many rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class TileMemory:
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:
     """Allocates a CTA's shared memory: the regions and barriers that the policies of a configuration declare.
 
-    layout: of the stages of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
+    layout, element: layout and type of the activations' stages. table_bytes: bytes of the table of tiles that grouped
+    products have.
     """
     smem = cutlass.utils.SmemAllocator()
     activations, *others = config.mainloop.regions(config)
@@ -53,7 +54,7 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemo
 
 
 def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> dict[str, Any]:
-    """Returns where regions lie, by name; 0 of those that have no bytes."""
+    """Returns the addresses of regions, by name; 0 for regions without bytes."""
     return {
         region.name: smem.allocate(region.size, byte_alignment=region.alignment).toint() if region.size else Int32(0)
         for region in regions
@@ -72,7 +73,8 @@ def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
 
 
 def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
-    """One thread initialises all barriers but those that their owner initialises, before any thread uses them."""
+    """Initialises all barriers in one thread, except those that their owner initialises. No thread uses a barrier
+    before."""
     memory.pipeline.init()
     for group in config.reduction.barriers(config):
         for i in range(group.count):

@@ -23,24 +23,24 @@ class Corner:
 
 
 class Places(Protocol):
-    """Maps a work tile's numbers to rows, features and k blocks. `.tiles.WorkTile` and its like say which numbers
+    """A map from a work tile's numbers to rows, features and k blocks. `.tiles.WorkTile` and its like say which numbers
     there are."""
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
-        """The first row of x, and what is after the last one that the tile may have."""
+        """Returns (the first row of x of a work tile, the end of the rows that it may have)."""
         ...
 
     def weight_tile(self, shape, work_tile, index) -> Any:
-        """Number, in the blob, of the ``index``-th tile of the work tile's block of output features."""
+        """Returns the number, in the blob, of the ``index``-th tile of the work tile's block of output features."""
         ...
 
     def bias_place(self, shape, work_tile, row) -> Any:
-        """The bias of an output feature ``row``."""
+        """Returns the index of the bias of output feature ``row``."""
         ...
 
 
 class DensePlaces:
-    """The places of one product."""
+    """The places of one dense product's work tiles."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -61,13 +61,13 @@ class DensePlaces:
 
 
 def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
-    """Number of the ``index``-th tile of a block, among the tiles of its weight."""
+    """Returns the number of the ``index``-th tile of a block, among the tiles of its weight."""
     # Of the last block, tiles after the last one are that one again.
     return cutlass.min(work_tile.block * config.block_tiles + index, shape.num_tiles - 1)
 
 
 def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
-    """The number of parts of a work tile that have rows."""
+    """Returns how many row parts of a work tile have rows."""
     first, end = places.rows_of(shape, work_tile)
     return parts_with(config, end - first)
 

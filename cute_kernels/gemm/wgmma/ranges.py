@@ -1,4 +1,5 @@
-"""Tiles as work ranges of all CTAs, whose parts of K meet in global memory: `.results.RangeSplitK`."""
+"""Stream-K on the device: each CTA has a work range of tiles, and parts of K meet in global memory. See
+`.results.RangeSplitK`."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes, WorkTile, dens
 
 @dataclass(frozen=True)
 class TileRangeSizes(TileSizes):
-    """Sizes of a launch in ranges.
+    """Sizes of a launch in work ranges.
 
-    A tile counts `RangeSplitK.end` units more than its k blocks, and the units of all tiles are divided among CTAs.
+    A tile has `RangeSplitK.end` units more than k blocks, and the units of all tiles are divided among CTAs.
     """
 
     units: Divisor  # of a tile
@@ -42,7 +43,7 @@ class TileRangeSizes(TileSizes):
         return TileRangeSizes(*fields)
 
     def begin_of(self, cta) -> tuple[Any, Any]:
-        """Returns (tile, k block) that a CTA's range begins with, which is the end of the range before."""
+        """Returns (tile, k block) at which a CTA's range begins; the range before ends there."""
         tile, unit = self.units.divide_int(cta * self.base + cutlass.min(cta, self.rest))
         is_behind = unit >= self.k_blocks
         next_tile = tile + cutlass.select_(is_behind, Int32(1), Int32(0))
@@ -82,7 +83,7 @@ class RangeScheduler:
         return Int32(1)
 
     def work_tile(self, index) -> WorkTile:
-        """``split`` is the CTA, ``number`` the tile's."""
+        """Returns the ``index``-th work tile; its ``split`` is the CTA's number, its ``number`` the tile's."""
         tile = self.last_tile - index
         block, m_tile = self.shape.counted.place(tile)
         return WorkTile(
@@ -97,7 +98,7 @@ class RangeScheduler:
 
 
 class Ranges(DenseRounds):
-    """The distribution of tiles as a work range for each CTA, instead of rounds."""
+    """The distribution of tiles that gives each CTA a work range, instead of rounds."""
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileRangeSizes:
@@ -109,10 +110,11 @@ class Ranges(DenseRounds):
 
 
 class RangeReduction(StoringReduction):
-    """The CTA that has a tile's last k block adds up what the CTAs before it published, and stores:
-    `.reduction.TileReduction`.
+    """The reduction of work ranges, a `.reduction.TileReduction`: the CTA with a tile's last k block adds up the parts
+    that CTAs before it published, and stores.
 
-    A CTA publishes one part at most, that of the tile that ends after its range, so each CTA has one place.
+    A CTA publishes one part at most, that of the tile that ends after its range. So the workspace has one slot for each
+    CTA.
     """
 
     rounds = Ranges
@@ -137,7 +139,7 @@ class RangeReduction(StoringReduction):
             self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
 
     def place(self, operands, store: Store, cta):
-        """The address of a thread's first accumulators of the part that a CTA publishes, in the order of the
+        """Returns the address of a thread's first accumulators in the part that a CTA publishes, in the order of the
         registers."""
         size = 4 * self.config.block_rows * self.config.tile_m
         own = store.warpgroup * (size // self.config.warpgroups) + store.tid * 16
@@ -145,8 +147,8 @@ class RangeReduction(StoringReduction):
 
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
-        """Adds what the CTAs before this one published of the tile, from the next one to the one that has its
-        beginning."""
+        """Adds the parts of a tile that preceding CTAs have published, from the nearest CTA back to the one where the
+        tile begins."""
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
             add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)

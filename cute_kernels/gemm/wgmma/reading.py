@@ -1,4 +1,4 @@
-"""Reads codes, scales and zero points of a stage for consumer warps, and releases it."""
+"""The reader of a stage's codes, scales and zero points for consumer warps; it also releases stages."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def make_decoder(config: WgmmaConfig) -> CodeDecoder:
 
 
 class StageReader:
-    """Reads stages for the consumer warps of a configuration; every mainloop has one.
+    """The reader of stages for the consumer warps of a configuration; every mainloop has one.
 
     Attributes:
-        decoder: makes numbers of codes.
+        decoder: turns codes into numbers.
     """
 
     def __init__(self, config: WgmmaConfig, decoder: CodeDecoder | None = None):
@@ -55,7 +55,7 @@ class StageReader:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def lane(self, shape, warp, lane, masks: Callable[[Any, Any], Any]) -> Lane:
-        """A thread's offsets. masks: makes a mainloop's masks from (shape, lane)."""
+        """Returns a thread's offsets. masks: function that makes a mainloop's masks from (shape, lane)."""
         config = self.config
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
         first_tile = self.first_tile(group)
@@ -90,12 +90,12 @@ class StageReader:
 
     @cute.jit
     def release(self, memory, state, releases):
-        """Releases a stage that this warp has read. releases: whether this lane arrives."""
+        """Releases a stage that this warp has read. releases: whether this lane arrives on its barrier."""
         if releases:
             memory.pipeline.consumer_release(state)
 
     def load_codes(self, address) -> list[list[Any]]:
-        """Loads [tile][chunk of its codes] a thread's 16 bytes of a k block. address: of its first ones."""
+        """Loads a thread's codes of a k block: [tile][chunk] of 16 bytes. address: that of the first chunk."""
         config = self.config
         return [
             [
@@ -106,8 +106,8 @@ class StageReader:
         ]
 
     def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """Loads [group of the k block] (scales, offsets) of the thread's two rows of a tile; scales as of
-        `scale_pair`."""
+        """Loads, for each group of the k block, (scales, offsets) of the thread's two rows of a tile. Scales are as
+        `scale_pair` returns them."""
         config, size = self.config, self.config.format.scale_bytes
         scales = memory.scales + stage * config.scale_stage_bytes
         zeros = memory.zeros + stage * config.zero_stage_bytes
@@ -125,8 +125,8 @@ class StageReader:
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """Loads scales as fp32 numbers, as :meth:`load_groups` loads words, for products of decoded codes; 1 where
-        decoding scales."""
+        """Loads the same as :meth:`load_groups`, with scales as fp32 numbers, to scale products of decoded codes.
+        Scales are 1 if decoding applies them."""
         if self.decoder.scales_weights:
             return [([Float32(1.0)] * 2, numbers) for _, numbers in self.load_groups(memory, stage, place, tile)]
         return [
@@ -135,14 +135,15 @@ class StageReader:
         ]
 
     def scale_pair(self, word):
-        """A stored scale, twice, in the configuration's dtype; one of four bytes is fp32 and stays it."""
+        """Returns a stored scale twice, packed in the configuration's dtype. A scale of four bytes is returned once, as
+        fp32."""
         if self.config.format.scale_bytes == 4:
             return word.bitcast(Float32)
         word = self.decoder.scale_word(word)
         return ptx.prmt(word, word, Uint32(0x1010))
 
     def to_float(self, word):
-        """The low 16 bits of a word, of the configuration's dtype."""
+        """Returns the low 16 bits of a word, of the configuration's dtype, as fp32."""
         return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
 
 
@@ -156,20 +157,21 @@ def nothing_by_lane(shape, lane):
 
 
 def nothing(shape, lane):
-    """Returns 0, hidden from the compiler, which knows that all lanes share it: where masks are kept in registers
-    anyway."""
+    """Returns 0, hidden from the compiler, which knows that all lanes share it. It is used if masks are kept in
+    registers anyway."""
     return Uint32(shape.m >> 31)
 
 
 class Channel:
-    """Scales and zero points that hold for all of K, and are applied to the accumulators: those of weights without
-    groups, and those of a second level."""
+    """Scales and zero points that hold for all of K and are applied to the accumulators. Weights without groups have
+    them, and weights with a second level of scales."""
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):
         self.config, self.stages, self.places = config, stages, places
 
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
-        """Loads [tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
+        """Loads, for each tile, (scales, offsets) of the thread's two rows if they hold for all of K; else returns an
+        empty list."""
         config, decoder, size = self.config, self.stages.decoder, self.config.format.scale_bytes
         channel = []
         if not config.group_size:
@@ -192,7 +194,7 @@ class Channel:
         return channel
 
     def scale(self, acc, finished, channel):
-        """Stores finished accumulators in ``acc``, multiplied by their row's scale where it has one for all of K."""
+        """Stores finished accumulators in ``acc``, multiplied by their row's scale if it holds for all of K."""
         tile_acc, decoder = self.config.tile_m // 2, self.stages.decoder
         for i, value in enumerate(finished):
             if channel:

@@ -1,4 +1,4 @@
-"""MMAs of warpgroups with decoded W in registers and x in shared memory.
+"""The mainloop of warpgroup MMAs with decoded W in registers and x in shared memory.
 
 Scales are applied to the weights right after decoding, in the dtype of the activations. W is rounded once, as the
 reference rounds it, and accumulators need no second set of registers. A scale per output feature is applied to the
@@ -24,7 +24,7 @@ MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 
 
 class RegisterMainloop:
-    """One mainloop policy.
+    """The mainloop policy of warpgroup MMAs whose A operand is decoded to registers.
 
     Args:
         masks_by_lane: whether masks are made so that no uniform register holds them; see `nothing_by_lane`.
@@ -44,8 +44,8 @@ class RegisterMainloop:
     def multiply(self, acc, memory, work_tile, place: Lane, channel, state, releases, tile_m: int):
         """Adds W X^T of a work tile's k blocks to ``acc``, for the first ``tile_m`` rows of its tile.
 
-        channel: as `Channel.load` returns it. state and result: those of the next k block and of the
-        one before, whose stage is not released yet. releases: whether this lane releases stages.
+        channel: as `Channel.load` returns it. state and result: the pipeline's states at the next k block and at the
+        previous one, whose stage is not released yet. releases: whether this lane releases stages.
         """
         here, last = state
         begin = work_tile.begin + place.k_rank
@@ -57,9 +57,10 @@ class RegisterMainloop:
         return here, last
 
     def multiply_k_block(self, acc, memory, here, place: Lane, channel, last, releases, tile_m: int):
-        """Adds W X^T of a k block to ``acc``, whose last MMAs it leaves running; releases the stage before.
+        """Adds W X^T of a k block to ``acc`` and leaves its last MMAs running. Releases the previous k block's stage.
 
-        acc: [tile of the warpgroup][tile_m / 2]. last: the state before; releases: whether this lane releases it.
+        acc: [tile of the warpgroup][tile_m / 2]. last: the state at the previous k block; releases: whether this lane
+        releases its stage.
         """
         config, mainloop, stage = self.config, self.config.mainloop, here.stage
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
@@ -93,7 +94,8 @@ class RegisterMainloop:
                 acc[i * tile_acc + j] = totals[i][j]
 
     def fragment(self, words, step: int, groups, masks) -> list[Any]:
-        """The A operand of a k16 step of the k block: weights, rounded once; without groups, codes less zero points."""
+        """Returns the A operand of a k16 step of the k block: weights, rounded once; for scales per output feature,
+        codes less zero points."""
         config, decoder = self.config, self.stages.decoder
         scales, rows = groups[step * STEP_K // config.group_size if config.group_size else 0]
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, rows, masks)

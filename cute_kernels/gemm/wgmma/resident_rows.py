@@ -1,13 +1,13 @@
-"""Limbs of rows of x, made by the warps that multiply them, where the MMAs read them.
+"""Device code by which consumer warps make the limbs of rows of x in shared memory, where their MMAs read them.
 
-Each CTA makes, of its part of x, bit for bit what :mod:`.limb_rows` stores in memory. TMA loads x into the place of its
-limbs, a k block at a time: 128 inputs of a row are two rows of 128 bytes, and so are their high and their low limbs. Of
-few rows, warps load x themselves, as TMA would take long to fill in missing rows. Four lanes take 128 inputs of a row,
-two blocks of 16 each. So no limb changes lanes, and all of a block's high limbs are one vector, as are its low ones.
-Magnitudes are compared in packed pairs.
+Each CTA makes the limbs of its part of x, bit for bit those that :mod:`.limb_rows` stores in memory. TMA loads x into
+the place of its limbs, a k block at a time: 128 inputs of a row are two rows of 128 bytes, and so are their high and
+their low limbs. With few rows, warps load x themselves, as TMA would take long to fill in missing rows. Four lanes take
+128 inputs of a row, two blocks of 16 each. So no limb changes lanes; all of a block's high limbs are one vector, as are
+its low ones. Magnitudes are compared in packed pairs.
 
-A k block's limbs are one operand of `wgmma.multiply_bytes`: rows of 128 bytes, first the high limbs of all tokens, then
-the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzling has them.
+A k block's limbs are one operand of `wgmma.multiply_bytes`, in rows of 128 bytes: the high limbs of all tokens, then
+the low ones. Pieces of 16 bytes are exchanged among eight rows as 128-byte swizzling has them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ScaledOperands(Operands):
 
 @dataclass(frozen=True)
 class Source:
-    """The source of x, and the copy that loads k blocks of it."""
+    """The source of x: its address and its size."""
 
     address: Int64
     rows: Int32
@@ -68,13 +68,13 @@ class Source:
     factors: Int64 | None = field(default=None, kw_only=True)  # of inputs, where they are scaled
 
     def row(self, row: Int32) -> Int32:
-        """The row of x for the ``row``-th of those whose limbs are made; here the same."""
+        """Returns the row of x for the ``row``-th row whose limbs are made; here the same number."""
         return row
 
 
 @dataclass(frozen=True)
 class TmaSource(Source):
-    """x that TMA may bring."""
+    """A source of x that TMA can load, with its copy."""
 
     copy: cute.CopyAtom
     view: cute.Tensor  # as TMA tiles are taken from it: [rows, 64 inputs, K / 64]
@@ -87,10 +87,10 @@ class RowsRoom:
     """The room for a CTA's limbs, and how they are made.
 
     Attributes:
-        k_blocks: of x that there is room for.
+        k_blocks: k blocks of x that there is room for.
         loads: whether consumer warps load x; if not, it comes by TMA.
-        scaled: whether inputs are multiplied by factors before.
-        sums: whether each row's sum of a group is wanted, in the unit of limbs.
+        scaled: whether inputs are multiplied by factors before limbs are made of them.
+        sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
     """
 
     dtype: str
@@ -111,7 +111,7 @@ class ResidentRows:
         self.pack = ptx.pack_bf16x2 if room.dtype == "bf16" else ptx.pack_f16x2
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
-        """Returns x of a launch."""
+        """Returns the source of a launch's x."""
         places = cute.group_modes(cute.local_tile(memory.x, self.tma_tile, (0, 0, None)), 0, 3)
         return TmaSource(
             address=operands.x,
@@ -130,9 +130,9 @@ class ResidentRows:
         return self.room.tile_m, TMA_TILE_K, K_BLOCK_TMA_TILES
 
     def k_block_copy(self, x, layout) -> tuple[Any, Any]:
-        """The copy of a k block of x into consecutive TMA tiles, and x as k blocks are taken from it.
+        """Returns the copy of a k block of x into consecutive TMA tiles, and the view of x that it takes k blocks from.
 
-        x: [m, k]; inputs after the last multiple of 64 are not loaded. layout: of a k block there.
+        x: [m, k]; inputs after the last multiple of 64 are not loaded. layout: that of a k block in shared memory.
         """
         m, k = x.shape
         view = cute.make_tensor(
@@ -142,9 +142,9 @@ class ResidentRows:
 
     @cute.jit
     def bring(self, x: TmaSource, first_place, begin, end, warp):
-        """Starts loading x of k blocks [begin, end), into places from ``first_place`` on.
+        """Starts loading k blocks [begin, end) of x into the room, from its ``first_place``-th k block on.
 
-        Each of the consumer warps loads its share, and counts on the barrier.
+        Each consumer warp loads its share, and adds its bytes to what the barrier expects.
         """
         count, warps = end - begin, self.room.consumer_warps
         own = (count - warp + (warps - 1)) // warps
@@ -163,11 +163,11 @@ class ResidentRows:
 
     @cute.jit
     def make(self, x: Source, memory, begin, end, warp, lane, asked: Any = None):
-        """Makes limbs and scales of k blocks [begin, end), in the place of x, where it has arrived, or of x that is
+        """Makes limbs and scales of k blocks [begin, end), from x that has arrived in their place, or from x that is
         loaded here.
 
-        MMAs see them after a barrier of all warps that make them. asked: as `ask_factors` returns it,
-        where factors are loading.
+        MMAs may read them after a barrier of all warps that make them. asked: what `ask_factors` returned, if factors
+        are being loaded.
         """
         bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
@@ -209,7 +209,7 @@ class ResidentRows:
         return asked
 
     def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
-        """Loads factors of a lane's inputs of a step, in their order; zeros after the ends of rows."""
+        """Loads factors of a lane's inputs of a step, in their order; factors after the ends of rows are 0."""
         assert x.factors is not None
         first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
         start = x.factors + Int64(first) * PIECE_BYTES
@@ -230,8 +230,7 @@ class ResidentRows:
             registers[i] = value
 
     def load_global(self, x: Source, begin, bits, steps, step, lane) -> list[Any]:
-        """Loads x from memory as :meth:`load` does from a stage; zeros after its rows, the ends of rows and all
-        steps."""
+        """Loads x from global memory, in the order of :meth:`load`. Rows, inputs and steps that do not exist are 0."""
         row, k_block = self.place(bits, step, lane)
         first = (begin + k_block) * GROUP_PIECES
         start = x.address + (Int64(x.row(row)) * x.row_pieces + first) * PIECE_BYTES
@@ -252,24 +251,25 @@ class ResidentRows:
         return words
 
     def step_bits(self, k_blocks) -> Any:
-        """log2 of the steps of a row of so many k blocks, rounded up: a division would take as long as a step."""
+        """Returns log2 of the steps of a row of so many k blocks, rounded up. A division would take as long as a
+        step."""
         most = max(self.room.k_blocks // STEP_K_BLOCKS - 1, 1).bit_length()
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
     def place(self, bits, step, lane) -> tuple[Any, Any]:
-        """Returns (row, k block) of a lane in a step of a warp. Two rows at a time, whose pieces are in different
-        banks."""
+        """Returns (row, k block) of a lane in a step of a warp. A step has two rows at a time, whose pieces are in
+        different banks."""
         pair, group = step >> bits, lane // GROUP_LANES
         row = pair * STEP_ROWS + group % STEP_ROWS
         return row, (step - (pair << bits)) * STEP_K_BLOCKS + group // STEP_ROWS
 
     def half(self, lane, number: int):
-        """Returns which half of a group a lane's ``number``-th block is in; neighbouring groups' lanes take different
-        ones."""
+        """Returns which half of a group a lane's ``number``-th block is in; lanes of neighbouring groups begin with
+        different halves."""
         return (lane // GROUP_LANES + number) & 1
 
     def load(self, start, tile_m, row, lane) -> list[Any]:
-        """Loads a lane's inputs of a step, packed pairs, block by block."""
+        """Loads a lane's inputs of a step from shared memory, in packed pairs, block by block."""
         words = []
         for number in range(LANE_BLOCKS):
             line = start + self.half(lane, number) * tile_m * ROW_BYTES
@@ -284,7 +284,7 @@ class ResidentRows:
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
-        """Splits as :meth:`split` does, and adds up the group's inputs, in the unit of its low limbs, where the sum is
+        """Splits as :meth:`split` does. Also adds up the group's inputs, in the unit of its low limbs, if the sum is
         wanted."""
         greater = self.greater
         packed = lanes.over_lanes(greater, lanes.in_pairs(greater, words), lanes.neighbours(GROUP_LANES))
@@ -297,23 +297,24 @@ class ResidentRows:
         return scale, limbs, self.sum_of(fixed) if self.room.sums else None
 
     def sum_of(self, fixed) -> Any:
-        """The sum of a group's inputs, from its lanes' fixed-point numbers."""
+        """Returns the sum of a group's inputs, from its lanes' fixed-point numbers."""
         inputs = [one for block in fixed for one in block]
         total = lanes.in_pairs(operator.add, inputs) - Uint32((MAGIC + HALF) * len(inputs) & 0xFFFFFFFF)
         return lanes.over_lanes(operator.add, total, lanes.neighbours(GROUP_LANES))
 
     def greater(self, a, b):
-        """The elements of greater magnitude of packed pairs, with any sign; NaN if there is one."""
+        """Returns, for packed pairs, the elements of greater magnitude, with any sign; NaN if either is NaN."""
         return numbers.greater_magnitude(a, b, dtype=self.room.dtype)
 
     def fixed(self, words, factor) -> list[Any]:
-        """16 inputs in fixed point, above `MAGIC` and `HALF`."""
+        """Returns 16 inputs in fixed point, in the low bits of floats, with `MAGIC` and `HALF` added."""
         rounded = Uint32(MAGIC + HALF).bitcast(Float32)
         values = [half for word in words for half in self.limb_rows.to_floats(word)]
         return [ptx.fma(value, factor, rounded).bitcast(Uint32) for value in values]
 
     def limbs(self, fixed) -> list[Any]:
-        """High limbs of 16 inputs, then low ones, four words each: the first and the second eight inputs in turn."""
+        """Returns the high limbs of 16 inputs, four words, then the low ones; the first and the second eight inputs
+        alternate."""
         # Each word: low limbs of two inputs, then their high ones.
         pairs = [ptx.prmt(fixed[i], fixed[8 + i], Uint32(0x5140)) for i in range(8)]
         high = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x7632)) for i in range(0, 8, 2)]
@@ -330,7 +331,7 @@ class ResidentRows:
 
 
 def room_of(config: ResidentConfig) -> RowsRoom:
-    """The room that a configuration's resident limbs have."""
+    """Returns the room that a configuration's resident limbs have."""
     mainloop = config.mainloop
     return RowsRoom(
         config.dtype,
@@ -344,9 +345,9 @@ def room_of(config: ResidentConfig) -> RowsRoom:
 
 
 class ResidentLimbLoads:
-    """The limbs of x that a CTA of a `.resident_kernel.ResidentKernel` keeps: their loads and how they are made.
+    """The loads of x, and the making of its limbs, in a CTA of a `.resident_kernel.ResidentKernel`.
 
-    The consumer warps do all of it, between two uses of the room for limbs.
+    The consumer warps do both, between two uses of the room for limbs.
     """
 
     def __init__(self, config: ResidentConfig):
@@ -359,8 +360,8 @@ class ResidentLimbLoads:
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
     def ask_factors(self, scheduler, warp, lane):
-        """Loads the factors that :meth:`make_first` applies, before the launch before is waited for; None where rows
-        have none."""
+        """Starts loading the factors that :meth:`make_first` applies, before waiting for the launch before. Returns
+        None if rows have none."""
         if not self.config.mainloop.scaled:
             return None
         assert self.source is not None
@@ -369,7 +370,7 @@ class ResidentLimbLoads:
 
     @cute.jit
     def make_first(self, shape, memory, scheduler, warp, lane, asked):
-        """Makes limbs of the CTA's part of K, if there is room for them. Returns whether there is."""
+        """Makes limbs of the CTA's part of K, if there is room for all of them. Returns whether there is."""
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end
         fits = cutlass.select_(end - begin <= self.config.mainloop.k_blocks, Int32(1), Int32(0))
@@ -387,7 +388,7 @@ class ResidentLimbLoads:
         return fits
 
     def bring(self, place: Lane, first, begin, end):
-        """Starts loading x of k blocks [begin, end), into the room from the ``first`` on."""
+        """Starts loading k blocks [begin, end) of x, into the room from its ``first``-th k block on."""
         if const_expr(not self.config.mainloop.loads):
             self.rows.bring(self.source, first, begin, end, place.warp)
 

@@ -2,8 +2,8 @@
 
 They take one launch instead of two, and nothing of x goes through the pipeline, so they are the fastest up to eight
 rows. Up to sixteen they are the fastest in two cases: where a CTA has at least four tiles of 64 features, whose weights
-take as long as its limbs; and where the limbs of its part of K are all made before the first product. Beyond, making
-all limbs in every CTA takes longer than a launch that makes them once.
+take as long as its limbs; and where the limbs of its part of K are all made before the first product. With more rows,
+making all limbs in every CTA takes longer than a launch that makes them once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MOST_STAGES = 16
 
 @dataclass(frozen=True)
 class WarpgroupsOf:
-    """How the warpgroups of a CTA divide a block of output features and K; fields as in `WgmmaConfig`, of
+    """How the warpgroups of a CTA divide a block of output features and K; the other fields are those of `WgmmaConfig`,
     `ResidentLimbs` and its reduction.
 
     Attributes:
-        most_stages: the most stages of the pipeline, even if there is room for more: the more is loaded at once,
-            the later all of it arrives.
-        loaded_stages: the same where warps load x.
+        most_stages: the most stages of the pipeline, even if there is room for more: the more is loaded at once, the
+            later all of it arrives.
+        loaded_stages: the same if warps load x.
         chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
-        least: the fewest k blocks of a CTA's part of K for which it is worth a try.
-        loaded: whether it is only for x that warps load, since TMA fills in rows for all k blocks at once.
+        least: the fewest k blocks of a CTA's part of K for which the shape is worth a try.
+        loaded: whether the shape is only for x that warps load, since TMA would fill in rows of all k blocks at once.
     """
 
     warpgroups: int
@@ -86,7 +86,7 @@ SPARE_BYTES = 2048  # of shared memory, for alignment
 
 
 def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
-    """Configurations for few rows in limbs."""
+    """Returns configurations that multiply few rows in limbs."""
     tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
     if tile_m is None or problem.k_pad % LIMB_GROUP:  # groups of 32 and 64 may end within one of limbs
         return []
@@ -103,7 +103,7 @@ def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
 
 
 def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
-    """The configuration of a shape, for tiles of so many rows of a problem's weights."""
+    """Returns the configuration of a shape, for tiles of ``tile_m`` rows of a problem's weights."""
     config = WgmmaConfig(
         **weight_fields(problem),
         store=StagedStore(activation=problem.activation),
@@ -119,19 +119,19 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
 
 
 def scaled(config: StreamConfig | WgmmaConfig) -> ResidentConfig | None:
-    """The configuration that scales inputs as it makes limbs. None where no CTA makes limbs itself."""
+    """Returns the configuration that scales inputs as it makes limbs; None if its CTAs do not make limbs."""
     if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):
         return None
     return replace(config, mainloop=replace(config.mainloop, scaled=True))
 
 
 def part_k_blocks(problem: LinearProblem) -> int:
-    """K blocks of a CTA's part of K, whose padded inputs are whole groups of limbs."""
+    """Returns the k blocks of a CTA's part of K, whose padded inputs are whole groups of limbs."""
     return -(-problem.k_pad // (LIMB_GROUP * RESIDENT_CLUSTER))
 
 
 def load_choices(problem: LinearProblem) -> tuple[bool, ...]:
-    """Whether warps load x: both answers if both are to be considered, or the one that is possible."""
+    """Returns whether warps load x: both answers if both are to be considered, or the one that is possible."""
     if problem.k % TMA_TILE_K:
         return (True,)  # TMA takes whole TMA tiles
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)

@@ -1,6 +1,6 @@
 """A tile's residual: loaded into shared memory before its last products are done, and added to accumulators there.
 
-Threads load 16 bytes each, all in flight at once, before the tile's first k block, so nothing waits for memory when the
+Threads load 16 bytes each, all in flight at once, before the tile's first k block. So nothing waits for memory when the
 accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits. So ldmatrix
 gives every thread the elements that its accumulators need, and stmatrix stores the sums in the same places. There are
 two buffers of a chunk of tokens; for a tile of more chunks, a buffer is filled again when it has been stored.
@@ -24,8 +24,8 @@ BUFFERS = 2
 
 
 def vector_offset(token, vector) -> Int32:
-    """The offset of a token's ``vector``-th 16 bytes in a buffer: eight tokens' are in different banks, as TMA has
-    them."""
+    """Returns the offset of a token's ``vector``-th 16 bytes in a buffer. As in TMA's swizzle, those of eight tokens
+    are in different banks."""
     return token * ROW_BYTES + (vector ^ (token % 8)) * 16
 
 
@@ -47,21 +47,22 @@ class ResidualChunks:
         return ordinal * len(self.config.chunks) + chunk
 
     def buffer(self, store, ordinal: int, chunk: int):
-        """Shared memory of a chunk."""
+        """Returns the shared memory of a chunk."""
         return store.staging + self.number(ordinal, chunk) % BUFFERS * (self.config.chunk_m * ROW_BYTES)
 
     def is_early(self, ordinal: int, chunk: int) -> bool:
-        """Whether there is a buffer for a chunk before the tile's products."""
+        """Returns whether there is a buffer for a chunk before the tile's products."""
         return self.number(ordinal, chunk) < BUFFERS
 
     def bring_first(self, operands, shape, store, corner, ordinal: int, *, early: bool) -> None:
-        """Starts loading a tile's first chunks. ``early``: before the products, those for which there are buffers."""
+        """Starts loading a tile's first chunks: with ``early``, before the products, those that have buffers then; else
+        the others."""
         for chunk in range(min(BUFFERS, len(self.config.chunks))):
             if self.is_early(ordinal, chunk) == early:
                 self.bring(operands, shape, store, corner, ordinal, chunk)
 
     def bring(self, operands, shape, store, corner, ordinal: int, chunk: int) -> None:
-        """Starts loading a chunk, 16 bytes at a time; a group of copies."""
+        """Starts loading a chunk, 16 bytes at a time, as one group of cp.async."""
         done, tile_m = self.config.chunks[chunk]
         buffer, start = self.buffer(store, ordinal, chunk), corner.token + done
         for i in range(-(-tile_m * ROW_VECTORS // WARPGROUP_THREADS)):
@@ -75,14 +76,14 @@ class ResidualChunks:
         cute.arch.cp_async_commit_group()
 
     def wait(self, chunk: int) -> None:
-        """Waits for a thread's own copies of a chunk; the next one of the tile may still be loading."""
+        """Waits for a thread's own copies of a chunk; the tile's next chunk may still be loading."""
         cute.arch.cp_async_wait_group(1 if chunk + 1 < len(self.config.chunks) else 0)
 
     def add(self, store, acc, first: int, ordinal: int, chunk: int) -> None:
-        """Adds accumulators[first:] to a chunk's residual and stores the rounded sums over it.
+        """Adds acc[first:] to a chunk's residual and stores the rounded sums over it.
 
-        Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
-        chunk has no more than eight, both are the same.
+        The four matrices of ldmatrix are the first and the second eight features of eight tokens, then those of the
+        next eight tokens. If a chunk has only eight tokens, the second pair repeats the first.
         """
         tile_m, lane = self.config.chunks[chunk][1], store.lane
         few = tile_m == 8
@@ -95,7 +96,7 @@ class ResidualChunks:
             ptx.store_matrix_x4(Int32(address), offset, words, transpose=True)
 
     def sum_of(self, acc, place: int, word):
-        """Two neighbouring accumulators plus two elements of the residual, rounded."""
+        """Returns two neighbouring accumulators plus two elements of the residual, rounded."""
         low, high = (half(word) for half in self.halves)
         return self.pack(acc[place] + low, acc[place + 1] + high)
 
@@ -113,5 +114,5 @@ class ResidualChunks:
                 ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
 
     def has_following(self, chunk: int) -> bool:
-        """Whether a chunk's buffer is filled again for the same tile."""
+        """Returns whether a chunk's buffer is filled again for the same tile."""
         return chunk + BUFFERS < len(self.config.chunks)

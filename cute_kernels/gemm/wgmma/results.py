@@ -37,7 +37,7 @@ WGMMA_N_STEP = 8  # that the fewest columns of an MMA are, and the rows among wh
 
 
 def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
-    """The reason why a value is refused if it is none of those wanted, or None."""
+    """Returns why ``value`` is refused, if it is none of those wanted; else None."""
     return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
 
 
@@ -46,11 +46,11 @@ def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
 
 @dataclass(frozen=True)
 class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `DeferredNorm` is one
-    """Results go through a staging buffer of the warpgroup: `.epilogue`.
+    """The store through a staging buffer of each warpgroup: `.epilogue`.
 
     Attributes:
-        chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
-        activation: of results; None: one of the standard ones, or none, as the launch says.
+        chunk: the most rows of x that a warpgroup stores at a time; fewer leave room for another stage.
+        activation: that of the results; None: the launch chooses a standard one, or none.
     """
 
     chunk: int = CHUNK_M
@@ -62,7 +62,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
         return ""
 
     def kernel(self) -> CompiledAs | None:
-        """Returns how its configurations are compiled; None leaves it to their mainloop."""
+        """Returns how configurations with this store are compiled; None leaves it to their mainloop."""
         return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -77,7 +77,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
 
 
 class Reduction(ABC):
-    """How parts of a tile are reduced, how a launch with it is laid out, and what time it takes.
+    """The reduction policy: how parts of a tile are added up, how a launch is laid out, and how long it takes.
 
     Attributes:
         cluster: CTAs of a cluster that have equal parts of K of one tile.
@@ -88,9 +88,9 @@ class Reduction(ABC):
         dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
             publish their partials: `.cluster_reduction`.
         sequential: whether a CTA has all parts of K of a tile, one after the other.
-        mainloops: types of mainloops that it goes with, beside those that name it.
+        mainloops: types of mainloops that it can be combined with, in addition to those that name it.
         made_by: "module:name" of its device code, a `.reduction.TileReduction`, imported where a kernel is compiled.
-        multicasts: whether CTAs beside each other may multicast activations: only without another cluster.
+        multicasts: whether neighbouring CTAs may multicast activations; never with a cluster that shares parts of K.
     """
 
     cluster: int = 1
@@ -109,40 +109,41 @@ class Reduction(ABC):
         """The reduction's part of a kernel's name."""
 
     def partial_slots(self, config: WgmmaConfig) -> int:
-        """The most tiles of 64 output features whose parts of K a CTA of a cluster receives."""
+        """Returns the most tiles of 64 output features whose partials a CTA receives from its cluster."""
         return -(-config.block_tiles // self.cluster) if self.dsmem else 0
 
     def received_bytes(self, config: WgmmaConfig) -> int:
-        """Shared memory for what a CTA receives from the others of its cluster."""
+        """Returns the bytes of shared memory for the partials that a CTA receives from its cluster."""
         return self.partial_slots(config) * (self.cluster - 1) * config.partial_bytes
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """The reduction's shared memory: parts of K of a cluster's tiles that are sent, and those of other
-        warpgroups."""
+        """Returns the reduction's shared memory: partials from other CTAs of the cluster, and from other warpgroups of
+        the CTA."""
         own = config.block_tiles * (self.k_warpgroups - 1) * config.partial_bytes
         return (Region("partials", self.received_bytes(config) + own),)
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The mbarriers: one for each tile that receives parts from others; it counts the bytes of all parts."""
+        """Returns the mbarriers: one for each tile whose partials other CTAs send. It counts the bytes of all of
+        them."""
         expected = (self.cluster - 1) * config.partial_bytes
         return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
-        """Returns why a configuration cannot be reduced so, or None."""
+        """Returns why a configuration cannot have this reduction, or None."""
         return None
 
     # What a launch's schedule asks. Compiled kernels have nothing of it.
 
     def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
-        """Whether tiles may be cut into so many parts, none of them empty."""
+        """Returns whether tiles may be cut into ``splits`` parts, none of them empty."""
         cut = splits == self.cluster if self.cluster > 1 else splits == 1 or self.splits_k
         return cut and -(-k_blocks // -(-k_blocks // splits)) == splits
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns a schedule with its whole tiles and CTAs; None if there is nothing to cut, or no room.
+        """Returns the schedule with ``whole`` and ``num_ctas`` filled in; None if there is nothing to cut, or no room.
 
-        Whole rounds of all CTAs are of whole tiles. CTAs that multicast activations have a work tile together. A
-        cluster has a tile: all of them run at once, on this share of the SMs.
+        Full rounds of all CTAs compute whole tiles. CTAs that multicast activations share each work tile. The CTAs of a
+        cluster share a tile, and all clusters run at once, on the ``share`` of the SMs that they can occupy.
         """
         if self.cluster > 1:
             work_tiles = schedule.num_work_tiles
@@ -157,7 +158,7 @@ class Reduction(ABC):
         return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * multicast)
 
     def partial_words(self, schedule: TileSchedule) -> int:
-        """fp32 words of partial accumulators in memory."""
+        """Returns the fp32 words of partial accumulators in the workspace."""
         if self.cluster > 1:
             return 0  # they meet in shared memory
         config = schedule.config
@@ -173,7 +174,7 @@ class Reduction(ABC):
         return clocks + parts * self.cut_clocks(problem, schedule, cost, k_block)
 
     def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
-        """Returns the clocks of a part of a tile that is cut, with its reduction. k_block: those of a k block."""
+        """Returns the clocks of a part of a tile that is cut, and of its reduction. k_block: clocks of a k block."""
         products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, schedule.config)
         if schedule.splits == 1:
             return products
@@ -183,7 +184,7 @@ class Reduction(ABC):
 
 @dataclass(frozen=True)
 class WholeK(Reduction):
-    """A work tile has all of K: nothing is reduced."""
+    """No reduction: a work tile has all of K."""
 
     splits_k: ClassVar[bool] = False
     multicasts: ClassVar[bool] = True
@@ -192,7 +193,7 @@ class WholeK(Reduction):
 
 @dataclass(frozen=True)
 class RowCuts(Reduction):
-    """Keeps K whole as `WholeK` does; tiles of a last round are cut into the parts of their rows of x."""
+    """No reduction: K stays whole as in `WholeK`, but tiles of a last round are cut along their rows of x."""
 
     splits_k: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
@@ -206,7 +207,8 @@ class RowCuts(Reduction):
         return splits == config.row_parts
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """As of all; but of fewer rows than those of a round smaller tiles have k blocks of more inputs."""
+        """Returns the schedule that `Reduction.laid_out` returns. None for less than a full round of tiles: smaller
+        tiles with longer k blocks are better then."""
         found = super().laid_out(schedule, num_sms, share)
         return found if found is not None and found.whole else None
 
@@ -224,7 +226,7 @@ class RowCuts(Reduction):
 
 @dataclass(frozen=True)
 class WorkspaceSplitK(Reduction):
-    """Parts of K are added in global memory: `.reduction.WorkspaceReduction`."""
+    """Split-K through the workspace: parts of K are added in global memory, see `.reduction.WorkspaceReduction`."""
 
     multicasts: ClassVar[bool] = True
     name: ClassVar[str] = "_split"
@@ -232,20 +234,20 @@ class WorkspaceSplitK(Reduction):
 
 @dataclass(frozen=True)
 class RangeSplitK(Reduction):
-    """Tiles are cut into work ranges (stream-K): each CTA has as many k blocks as any other. `.ranges`.
+    """Stream-K: tiles are cut into work ranges, so that each CTA has as many k blocks as any other. See `.ranges`.
 
-    Whole tiles fill whole rounds of all CTAs, or else CTAs stand idle: 144 tiles on 132 SMs are two rounds. Here all k
-    blocks of all tiles are one line, of which each CTA has a range, as long as a tile at least. It computes the tiles
+    Without ranges, CTAs stand idle unless whole tiles fill whole rounds: 144 tiles on 132 SMs take two rounds. Here
+    each CTA has a range of the consecutive k blocks of all tiles, at least as long as one tile. It computes the tiles
     of its range from last to first. If the last tile ends after the range, it publishes that tile's accumulators. If
     the first tile began before the range, it adds the previous CTA's partials.
 
-    A CTA waits only for the previous one, at its end, when it has stored all parts that others need
-    (docs/design/forward_progress.md). With ranges of less than a tile some have a middle part, which they leave at
-    their end: others would wait for them, 4 us on an H200. So there are none.
+    A CTA waits only for the previous one, and only at its end, when it has published all parts that others need
+    (docs/design/forward_progress.md). Ranges of less than a tile are refused. Some of them would be the middle of a
+    tile, published only at their end, and others would wait for them, 4 us on an H200.
 
     Attributes:
-        end: k blocks that take as long as a tile's results: no range ends among these, so that a CTA with more results
-            has fewer k blocks.
+        end: k blocks that take as long as storing a tile's results. A tile counts as that many k blocks more, among
+            which no range ends. So a CTA with more results has fewer k blocks.
     """
 
     end: int = 5
@@ -347,7 +349,7 @@ class Dsmem(Reduction):
 
 @dataclass(frozen=True)
 class InterleavedDsmem(Reduction):
-    """Reduces as `Dsmem` does, for warpgroups that interleave the k blocks of a tile (intra-CTA split-K)."""
+    """The reduction of `Dsmem` for warpgroups that interleave the k blocks of a tile (intra-CTA split-K)."""
 
     k_warpgroups: int = 2
     cluster: int = 2
@@ -381,7 +383,7 @@ def _dsmem_clocks(problem: LinearProblem, schedule: TileSchedule, cost: Mainloop
 
 
 def dsmem(cluster: int, k_warpgroups: int = 1) -> Dsmem | InterleavedDsmem:
-    """The DSMEM reduction of so many warpgroups that interleave k blocks."""
+    """Returns the DSMEM reduction of a cluster size, and of as many warpgroups that interleave k blocks."""
     return Dsmem(cluster) if k_warpgroups == 1 else InterleavedDsmem(k_warpgroups, cluster)
 
 

@@ -1,7 +1,8 @@
-"""Chooses the configuration of a product of many rows, and the number of its work tiles. Plain Python, no GPU.
+"""The schedule of a product of many rows: its configuration, and the number of its work tiles. Plain Python, no GPU.
 
 Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. Small
-tiles waste decoding, large ones the last round; see `estimate_us`. The time of each policy is in `.costs`.
+tiles decode weights more often, large tiles leave more CTAs idle in the last round; see `estimate_us`. The time of each
+policy is in `.costs`.
 """
 
 from __future__ import annotations
@@ -157,15 +158,15 @@ NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K or rows of x.
+    """The layout of one launch. Tiles of a last, incomplete round are cut along K or rows of x.
 
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features.
         m_tiles: tiles of rows of x.
-        k_blocks: of the padded K.
-        splits: parts of a tile that is cut, of K, none of them empty, or of its rows of x.
-        num_ctas: how many run.
+        k_blocks: k blocks of the padded K.
+        splits: parts of a tile that is cut, along K (none of them empty) or along rows of x.
+        num_ctas: number of CTAs that run.
         whole: tiles that are not cut.
     """
 
@@ -188,7 +189,7 @@ class TileSchedule:
 
     @property
     def num_work_tiles(self) -> int:
-        """Tiles and parts of tiles."""
+        """Number of work tiles: whole tiles and parts of tiles."""
         return self.whole + self.num_tiles_cut * self.splits
 
     @property
@@ -197,23 +198,24 @@ class TileSchedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch that it decides, by name."""
+        """The launch arguments that the schedule decides, by name."""
         return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "whole", "splits", "num_ctas")}
 
     @property
     def workspace_words(self) -> int:
-        """fp32 words of partial accumulators."""
+        """fp32 words of partial accumulators in the workspace."""
         return self.config.reduction.partial_words(self)
 
 
 @lru_cache(maxsize=4096)
 def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
-    """The fastest schedule by the model."""
+    """Returns the schedule that is the fastest by the model."""
     return min(tile_schedules(problem), key=lambda schedule: expected_us(problem, schedule))
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """The time of `estimate_us`, plus the wait for parts through memory where no other work hides it."""
+    """Returns the time of `estimate_us` plus the wait for parts through memory that no other work hides, in
+    microseconds."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
         us += cost_of(schedule.config).all_cut_us(problem, schedule)
@@ -221,7 +223,8 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 
 def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Every shape of tiles, in every number of parts of K. Those of batch-invariant products are in `.invariant`."""
+    """Yields every shape of tiles, in every number of parts of K. `.invariant` has the schedules of batch-invariant
+    products."""
     for config in candidate_configs(problem):
         for splits in range(1, most_splits(config) + 1):
             schedule = schedule_of(problem, config, splits)
@@ -230,15 +233,15 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def most_splits(config: WgmmaConfig) -> int:
-    """The most parts of K worth trying: one for tiles of `PAIRED_SHAPES`, of which layers of few features have too
-    few."""
+    """Returns the most parts of K worth trying: one for tiles of `PAIRED_SHAPES`, since layers of few features have too
+    few such tiles."""
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """The schedule of a given configuration. None if its k blocks do not cover K, or if its reduction does not cut a
-    tile so, or has nothing to cut."""
+    """Returns the schedule of a given configuration. None if its k blocks do not cover K, or if its reduction cannot
+    cut tiles into ``splits`` parts or has nothing to cut."""
     k_blocks, rest = divmod(problem.k_pad, config.block_k)
     if rest or not config.reduction.can_cut(config, splits, k_blocks):
         return None
@@ -247,7 +250,7 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) ->
 
 
 def share_of(config: WgmmaConfig) -> float:
-    """The share of the SMs on which clusters of a configuration find places."""
+    """Returns the share of the SMs on which clusters of a configuration can run at once."""
     if config.cluster < WIDE_CLUSTER:
         return 1.0
     shape = (config.tile_m, config.n_tiles, config.warpgroups, config.block_k, config.cluster)
@@ -255,7 +258,7 @@ def share_of(config: WgmmaConfig) -> float:
 
 
 def estimate_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Microseconds that the model expects, without the launch itself."""
+    """Returns the microseconds that the model expects, without the launch itself."""
     cost = cost_of(schedule.config)
     clocks = schedule.config.reduction.launch_clocks(problem, schedule, cost)
     clocks += MULTICAST_CLOCKS if schedule.config.multicast > 1 else 0
@@ -271,7 +274,7 @@ def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of tiles whose parts of K meet in memory, or whose rows a cluster exchanges."""
+    """Returns configurations whose parts of K meet in memory, or whose clusters exchange rows."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
     rounds = ROUND_SHAPES if is_short(problem) else lone_shapes(problem)
     more = wide_shapes(problem) + crowded_shapes(problem) + rounds
@@ -279,7 +282,7 @@ def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
-    """Configurations of tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
+    """Returns configurations of tiles of some shapes, tuples as in `SHAPES`, that are possible and not too large."""
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
@@ -304,13 +307,14 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
 
 
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
-    """Large tiles of CTAs that share activations by TMA multicast, and with a last round cut along rows of x."""
+    """Returns the variants of a large tile: with TMA multicast of activations, and with a last round cut along rows of
+    x."""
     in_rows = replace(config, reduction=RowCuts(), row_parts=ROW_CUTS)
     return [with_stages(one) for one in (replace(config, multicast=MULTICAST), in_rows)]
 
 
 def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Tiles of short products as work ranges, of groups of which times were measured."""
+    """Returns configurations of short products in work ranges, for the one group size whose times were measured."""
     if problem.format.group_size != RANGE_GROUP or not is_short(problem):
         return []
     configs = (
@@ -349,10 +353,10 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations of one tile of 64 features a CTA in clusters of four, for layers whose features are few.
+    """Returns configurations of one tile of 64 features a CTA in clusters of four, for layers with few features.
 
-    Up to 64 rows they are those of `dsmem_configs`. With more rows the partial sums that a CTA receives leave room
-    for four stages only, too few for intra-CTA split-K.
+    Up to 64 rows they are those of `dsmem_configs`, with more CTAs. With more rows the partial sums that a CTA receives
+    leave room for four stages only, too few for intra-CTA split-K.
     """
     if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []
@@ -369,7 +373,8 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Shapes of tiles whose rows the CTAs of a cluster of four exchange, for the same layers and more rows."""
+    """Returns shapes of tiles whose rows a cluster of four exchanges, for layers with few features and more rows than
+    DSMEM supports."""
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
 
 
@@ -380,12 +385,13 @@ def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, in
 
 
 def is_plain(problem: LinearProblem) -> bool:
-    """Whether weights and rows are of the kind for which these choices were measured."""
+    """Returns whether weights and dtype are those that the tables of short products and of many CTAs were measured
+    for."""
     return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
 
 
 def is_short(problem: LinearProblem) -> bool:
-    """Whether a problem is one that `ROUND_SHAPES` and `RANGE_SHAPES` were measured for."""
+    """Returns whether `ROUND_SHAPES` and `RANGE_SHAPES` were measured for such a problem."""
     return is_plain(problem) and problem.m in SHORT_ROWS and not problem.batch_invariant
 
 
@@ -396,22 +402,23 @@ def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int],
 
 
 def has_few_features(problem: LinearProblem) -> bool:
-    """Whether clusters of four for each tile of 64 features all run at once."""
+    """Returns whether clusters of four, one for each tile of 64 features, can all run at once."""
     return problem.num_tiles * WIDE_CLUSTER <= problem.num_sms * WIDE_SHARE
 
 
 def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
-    """The number of warpgroups that take k blocks of such a tile in turn."""
+    """Returns how many warpgroups interleave the k blocks of a tile of a shape."""
     if problem.format.has_zeros:
         return shape.zero_k_warpgroups
     return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
 
 
 def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations for 33 to 64 rows whose CTAs have half of K of two tiles of 64 features, one for each warpgroup.
+    """Returns configurations for 33 to 64 rows whose CTAs have half of K of two tiles of 64 features, one tile a
+    warpgroup.
 
-    The CTA that stores a tile adds its parts: 0.2 to 0.6 us less than an exchange of rows, with zero points 0.8
-    to 2, and a tile of 48 rows has no fewer places for it.
+    The CTA that stores a tile adds its parts. This takes 0.2 to 0.6 us less than an exchange of rows, with zero points
+    0.8 to 2 us. It also supports tiles of 48 rows.
     """
     tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
@@ -421,7 +428,7 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
-    """The number of groups of MMAs of a tile that run while the next one is decoded, as measured."""
+    """Returns how many groups of MMAs of a tile run while the next one is decoded, as was measured to be fastest."""
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
         several_groups = 0 < problem.format.group_size < block_k
@@ -436,14 +443,15 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
 CANDIDATES: list[Candidates] = [
     shaped_configs, dsmem_configs, apart_configs, wide_configs, range_configs, resident_configs,
 ]  # fmt: skip
-"""What the chooser considers. A reduction of its own file appends its configurations, all else is in the reduction."""
+"""The functions whose configurations the chooser considers. A reduction with a module of its own appends its function
+here."""
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Configurations that ship: every tile in the most common formats, with those of batch-invariant products, and for
-    other formats one for few rows and one for many.
+    """Returns the configurations that ship: every tile in the most common formats, with those of batch-invariant
+    products. Other formats have one for few rows and one for many.
 
-    8-bit codes come without zero points, limbs with groups of 128 and, where CTAs make them, zero points.
+    8-bit codes ship without zero points. Limbs ship with groups of 128 and, if CTAs make the limbs, with zero points.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
@@ -479,12 +487,12 @@ def shipped_configs() -> list[WgmmaConfig]:
 
 
 def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
-    """A configuration for a problem's weights."""
+    """Returns a configuration for a problem's weights and activation."""
     choices.setdefault("store", StagedStore(activation=problem.activation))
     return WgmmaConfig(**weight_fields(problem), **choices)
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: int = MAX_STAGES) -> list[WgmmaConfig]:
-    """Configurations that there is room for, with their pipelines of at most ``most`` stages."""
+    """Returns the configurations that can be compiled, with as many pipeline stages as fit, at most ``most``."""
     found = (with_stages(config, most) for config in configs)
     return [config for config in found if config.can_implement() is None]

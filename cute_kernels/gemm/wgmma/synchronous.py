@@ -1,6 +1,6 @@
 """The mainloop of mma.sync for few rows: each warp runs its own MMAs and waits for no other warp.
 
-Fragments and accumulators of a warpgroup are those of four warps' m16n8k16 MMAs, 16 rows of W each, so the rest of the
+Fragments and accumulators of a warpgroup are those of four warps' m16n8k16 MMAs, 16 rows of W each. So the rest of the
 kernel stays the same. Scales are applied to the accumulators of a group in fp32 instead of to each weight, which saves
 a sixth of a code's instructions. Activations are read from the swizzled TMA tiles by ldmatrix, once for all tiles of a
 warp.

@@ -1,4 +1,4 @@
-"""Finds the parts of the output that a CTA computes, on the device."""
+"""Tile schedulers on the device: they find the parts of the output that a CTA computes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 class TileGrid:
     """The numbering of a launch's tiles, with the numbers that replace divisions; made on the host.
 
-    Tiles are numbered in bands of `M_TILE_BAND` token tiles, the last one of those that are left, and within a band
-    tokens first. Work tiles that run at the same time then read few activations, and each weight once per band. Blocks
-    of CTAs that share activations by TMA multicast count as one.
+    Tiles are numbered in bands of `M_TILE_BAND` token tiles; the last band has the remaining ones. Within a band, the
+    token tiles of one block follow one another. Work tiles that run at the same time then read few activations, and
+    each weight once per band. Blocks of CTAs that share activations by TMA multicast count as one.
     """
 
     num_work_tiles: Int32  # tiles and parts of tiles
@@ -68,7 +68,7 @@ class TileSizes:
 
     @property
     def counted(self) -> TileGrid:
-        """The numbering of tiles where one scheduler counts all of them."""
+        """The numbering of tiles, for schedulers that have one."""
         assert self.grid is not None
         return self.grid
 
@@ -83,7 +83,7 @@ class ScaledTileSizes(TileSizes):
 
 @dataclass(frozen=True)
 class WorkTile:
-    """A tile of the output, or a part of K of one; run-time integers."""
+    """A tile of the output, or a part of such a tile; run-time integers."""
 
     block: Int32  # of output features
     m_tile: Int32
@@ -98,13 +98,13 @@ class WorkTile:
 class TileScheduler:
     """The work tiles of one CTA: every ``stride``-th; run-time integers.
 
-    The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
-    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile follow
-    one another, so neighbouring CTAs have them at the same time, and whoever waits for parts waits for work tiles
-    before its own: no two CTAs wait for each other.
+    Whole rounds of all CTAs compute whole tiles. The tiles of a last, incomplete round are cut along K (the hybrid
+    schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile follow one another, so
+    neighbouring CTAs compute them at the same time. A CTA that waits for parts waits only for work tiles before its
+    own, so no two CTAs wait for each other.
 
     CTAs that share activations by TMA multicast, ``multicast`` of them, have neighbouring blocks of one token tile and
-    take their work tiles together: they are counted as one, and the grid's blocks as many of theirs.
+    take their work tiles together. They count as one CTA, and their blocks as one block.
     """
 
     shape: TileSizes
@@ -145,12 +145,14 @@ class TileScheduler:
         )
 
     def end(self, cut, begin):
-        """The end of what begins at ``begin``, after its last k block; a part of K if it is ``cut``."""
+        """Returns the end of a work tile that begins at k block ``begin``: that of its part if the tile is ``cut``,
+        else that of K."""
         k_blocks = self.shape.k_blocks
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
 
     def own(self, number):
-        """This CTA's share of what CTAs that share activations by TMA multicast count as one."""
+        """Returns this CTA's own number, where ``number`` counts CTAs that share activations by TMA multicast as
+        one."""
         return number if self.multicast == 1 else number * self.multicast + self.rank
 
 
@@ -191,7 +193,7 @@ class SequentialScheduler:
 
 @dataclass(frozen=True)
 class ClusterTileScheduler:
-    """Schedules tiles whose parts of K the CTAs of a cluster have, one part each."""
+    """The work tile of a CTA whose cluster shares a tile: each CTA has one part of K."""
 
     shape: TileSizes
     first: Int32  # the CTA's number
@@ -199,7 +201,7 @@ class ClusterTileScheduler:
 
     @property
     def count(self):
-        """The number after the CTA's only work tile."""
+        """The number after that of the CTA's only work tile."""
         return self.first + 1
 
     @property
@@ -217,7 +219,8 @@ class ClusterTileScheduler:
 
 
 def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[Any, ...]:
-    """The fields of a `TileSizes` but its grid, from a launch's arguments; whole, splits: for one that has none."""
+    """Returns the fields of a `TileSizes` except its grid, from a launch's arguments. whole, splits: their values if
+    the launch has no such arguments."""
     m, k = given.x.shape
     k_blocks = given.k_blocks
     whole, splits = given.whole if whole is None else whole, given.splits if splits is None else splits
@@ -228,7 +231,7 @@ def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[An
 
 
 def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
-    """The numbering of tiles, where not by blocks of output features alone."""
+    """Returns the numbering of tiles; None if a product has one token tile, whose tiles blocks alone number."""
     if config.one_m_tile:
         return None
     blocks = cute.ceil_div(given.num_tiles, config.block_tiles * config.multicast)
@@ -236,11 +239,11 @@ def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
 
 
 class DenseRounds:
-    """Tiles of a dense product in rounds of all CTAs, which a reduction names as its ``rounds``."""
+    """The distribution of a dense product's tiles in rounds of all CTAs; a reduction names it as its ``rounds``."""
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileSizes:
-        """The sizes of a launch, on the host."""
+        """Returns the sizes of a launch, on the host."""
         sizes: list[Any] = [*dense_sizes(config, given), dense_grid(config, given)]
         if config.mainloop.scaled_rows:
             return ScaledTileSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
@@ -248,14 +251,14 @@ class DenseRounds:
 
     @staticmethod
     def scheduler(config: WgmmaConfig, shape, cta, num_ctas) -> Any:
-        """The work tiles of a CTA."""
+        """Returns the tile scheduler of a CTA."""
         return dense_scheduler(config, shape, cta, num_ctas)
 
 
 def dense_scheduler(
     config: WgmmaConfig, shape: TileSizes, cta, num_ctas
 ) -> TileScheduler | SequentialScheduler | ClusterTileScheduler:
-    """The work tiles of a CTA of a dense product."""
+    """Returns the tile scheduler of a CTA of a dense product."""
     rank = 0
     if const_expr(config.reduction.sequential):
         return SequentialScheduler(shape, cta, num_ctas)
