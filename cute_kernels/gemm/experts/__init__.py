@@ -1,10 +1,10 @@
 """Mixtures of experts with INT4 and INT8 weights: grouped products, and a layer of two of them.
 
-Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`; `schedule` says how many rows experts
-are assumed to have, `choice` which kernel and layout serve a product, `wgmma` what a grouped product does otherwise
-than `cute_kernels.gemm.wgmma`, `ranges` which part of the active experts' weights a CTA takes where rows are few.
-`routing` and `combine` are what is before and after, `router` is how experts are chosen; `module` has the layer as an
-nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
+Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`. `schedule` says how many rows experts
+are assumed to have, `choice` which kernel and layout compute a product. `wgmma` has the grouped products by tiles, and
+says how they differ from `cute_kernels.gemm.wgmma`. `ranges` has those of few rows, by work ranges over the active
+experts' weights. `routing` and `combine` come before and after the products, `router` chooses experts, and `module` has
+the layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def fused_moe(
 
     Experts without a gate apply the activation to up_e(x[t]) alone.
 
-    Hidden activations are rounded to x's dtype. Accumulators are in fp32 and added up in the order of j, so results
-    are reproducible. The host never waits for the device. Works under ``torch.compile(fullgraph=True)`` as the
-    operator ``cute_kernels::fused_moe``. It has no gradient.
+    Hidden activations are rounded to x's dtype. Accumulators are in fp32 and added up in the order of j, so results are
+    reproducible. The host never waits for the device. Works under ``torch.compile(fullgraph=True)`` as the operator
+    ``cute_kernels::fused_moe``. It has no gradient.
 
     Args:
         x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.
@@ -115,14 +115,14 @@ def fused_moe(
             gate.
         down: [E, N, I].
         topk_weights: floating [T, topk], used as fp32.
-        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing; other ranks have these
-            experts.
+        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: such experts are on other
+            ranks.
         activation: "swiglu": silu(gate) * up, or another gated one, such as `ClampedSwiglu`, gpt-oss's. Without a gate
             "relu2", Nemotron-H's, or another one of one operand.
         gate_up_bias, down_bias: [E, rows of gate_up], in their order, and [E, N], in x's dtype; added in fp32.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
-        batch_invariant: True: the last bits of a token's result do not depend on the other tokens or their experts.
-            On CUDA this costs time for few tokens.
+        batch_invariant: True: the last bits of a token's result do not depend on the other tokens or their experts. On
+            CUDA this costs time for few tokens.
         out: contiguous [T, N], written and returned.
         activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x and the hidden activations to E4M3.
 

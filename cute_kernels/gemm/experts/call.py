@@ -1,4 +1,4 @@
-"""Calls of layers of experts as objects: what decides their plans, and their checks."""
+"""Calls of layers of experts as objects: their checks, and the keys that decide their plans."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
 
 
 def check_grouped(call: GroupedCall) -> GroupedCall:
-    """Raises TypeError or ValueError, which name the argument, unless a product can be computed."""
+    """Raises TypeError or ValueError, which name the argument, unless the grouped product can be computed."""
     check_experts("weight", call.weight)
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
@@ -84,7 +84,8 @@ def check_grouped(call: GroupedCall) -> GroupedCall:
 
 
 def check_grouped_values(call: GroupedCall) -> GroupedCall:
-    """Checks as `check_grouped` does, and with `cute_kernels.arguments.DEBUG` values, too."""
+    """Checks as `check_grouped` does; with `cute_kernels.arguments.DEBUG` it checks the values of offsets and rows,
+    too."""
     checked = check_grouped(call)
     if arguments.DEBUG:
         check_routing(call.expert_offsets, call.rows, call.x.shape[0])
@@ -157,7 +158,7 @@ def moe_key(call: MoeCall) -> tuple[Any, ...]:
 
 
 def check_moe(call: MoeCall) -> MoeCall:
-    """Raises TypeError or ValueError, which name the argument, unless a layer can be computed."""
+    """Raises TypeError or ValueError, which name the argument, unless the layer can be computed."""
     gate_up, down = call.gate_up, call.down
     check_experts("gate_up", gate_up)
     check_experts("down", down)
@@ -207,7 +208,7 @@ def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_row
 
 
 def check_pair(gate_up: PackedExperts, down: PackedExperts, activation: ActivationFunction) -> None:
-    """Raises TypeError or ValueError unless the two are the products of one layer."""
+    """Raises TypeError or ValueError unless ``gate_up`` and ``down`` are the products of one layer."""
     if len(down) != len(gate_up):
         raise ValueError(f"down: got {len(down)} experts, want {len(gate_up)}, as many as gate_up has")
     check_activation(activation, gate_up.out_features)

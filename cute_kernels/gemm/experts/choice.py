@@ -1,7 +1,7 @@
-"""Chooses the layout of a grouped product by the models of time.
+"""The choice of a grouped product's layout, by the models of time.
 
-How many rows each expert has is known on the device only. So a problem is its number of places, and the models assume
-rows that are distributed at random. Plain Python, no GPU.
+Only the device knows how many rows each expert has. So a problem has only its number of places, and the models assume
+that rows are distributed at random. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ GroupedLayout = RangeLayout | GroupedTiles
 
 
 def candidates(problem: GroupedProblem) -> Iterator[GroupedLayout]:
-    """Every layout of any kernel that is worth considering."""
+    """Yields every layout of any kernel that is worth considering."""
     if usual_rows(problem) <= MOST_ENTRIES * ROWS:
         yield from ranges.layouts(problem)
     yield from tiles.layouts(problem)
 
 
 def chosen(problem: GroupedProblem) -> GroupedLayout:
-    """The layout that is expected to be the fastest."""
+    """Returns the layout that is expected to be the fastest."""
     if not problem.batch_invariant and ranges.has_few_rows(problem):
         return ranges.make_ranges(problem)
     return tiles.make_tiles(problem)
@@ -38,9 +38,10 @@ def chosen(problem: GroupedProblem) -> GroupedLayout:
 def assigned(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[GroupedLayout]
 ) -> list[RangeLayout] | None:
-    """Layouts of a layer's products over unsorted assignments. layouts: those of the same products over sorted ones.
+    """Returns layouts of a layer's products over unsorted assignments. layouts: those of the same products over sorted
+    assignments.
 
-    None if there are too many assignments, or one of the products has to have them sorted.
+    Returns None if there are too many assignments, or if one of the products needs them sorted.
     """
     found: list[RangeLayout] = []
     for number, (problem, layout) in enumerate(zip(problems, layouts, strict=True), 1):
@@ -53,9 +54,9 @@ def assigned(
 
 
 def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> RangeLayout | None:
-    """Work ranges that may replace a layout of a layer's product, to save a launch.
+    """Returns work ranges that may replace a layout of a layer's product, to save a launch.
 
-    The last product, whose results are added up anyway, may have a K in parts that has no room whole.
+    The last product may cut K into parts if there is no room for all of it, since its results are added up anyway.
     """
     if isinstance(layout, RangeLayout):
         return layout

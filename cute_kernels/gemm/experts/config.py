@@ -23,7 +23,7 @@ class RoutingConfig:
     """The kernel that sorts assignments by expert: one CTA.
 
     Attributes:
-        id_bits: of an expert's id, 32 or 64.
+        id_bits: bits of an expert's id, 32 or 64.
     """
 
     id_bits: int = 32
@@ -31,11 +31,11 @@ class RoutingConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """A count for each warp and expert, and one for each expert."""
+        """Bytes of shared memory: a count for each warp and expert, and one for each expert."""
         return 4 * MAX_EXPERTS * (ROUTING_WARPS + 1)
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns how the configuration's kernel is compiled."""
         return CompiledAs(
             "cute_kernels.gemm.experts.routing:RoutingKernel", ROUTING, f"int{self.id_bits}", 1, self.id_bits // 8
         )
@@ -54,9 +54,10 @@ class CombineConfig:
     """The kernel that adds up the results of a token's experts.
 
     Attributes:
-        dtype: of the output, "bf16", "fp16" or "fp32".
-        source: of the results that are added up.
-        id_bits: of an expert's id, 32 or 64, where results lie in the order of assignments; 0 where places say how.
+        dtype: that of the output, "bf16", "fp16" or "fp32".
+        source: dtype of the results that are added up.
+        id_bits: bits of an expert's id, 32 or 64, if results lie in the order of assignments; 0 if places say where
+            they lie.
         shares: dtype of the weights that results are multiplied with.
     """
 
@@ -67,7 +68,7 @@ class CombineConfig:
     num_threads: ClassVar[int] = COMBINE_THREADS
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns how the configuration's kernel is compiled."""
         align = 4 if self.dtype == "fp32" else 2
         return CompiledAs(
             "cute_kernels.gemm.experts.combine:CombineKernel", COMBINE, divisibility=1, assumed_align=align

@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 
 class QuantizedExperts(OfWeight):
-    """The tensors of `PackedExperts` as buffers, whose state dict is theirs.
+    """The tensors of `PackedExperts` as buffers; the state dict is that of `PackedExperts`.
 
-    Loading changes the number of bits, group size and zero points to those of the loaded weights; the number of
-    experts, N and K must be the layer's. Tensors are copied into existing ones where they fit, so that captured
-    graphs see them.
+    Loading takes the number of bits, the group size and zero points of the loaded weights; the number of experts, N and
+    K must be the layer's. Tensors are copied into existing ones where they fit, so that captured graphs see them.
 
     Args:
         weight: [E, N, K].
@@ -59,10 +58,10 @@ class QuantizedExperts(OfWeight):
 
     @property
     def weight(self) -> PackedExperts:
-        """The weights; they share the layer's tensors.
+        """The weights, as an object that shares the layer's tensors.
 
-        Each access makes new objects, which cost a compiled call nothing. torch.compile would guard kept objects and
-        their sizes in every call.
+        Each access makes a new object, which costs a compiled call nothing. torch.compile would guard a kept object and
+        its sizes in every call.
         """
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"] or weight.format is not self.weight_format:
@@ -108,7 +107,7 @@ Biases = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class OfExperts(nn.Module):
-    """A layer of two products of experts, and the format that these round activations to."""
+    """A layer of two products of experts, and the format to which both round activations."""
 
     batch_invariant: bool = False
     activation: ActivationFunction = Swiglu()  # also of layers pickled before they had one
@@ -140,8 +139,8 @@ class OfExperts(nn.Module):
 
     @property
     def activations(self) -> Activations | None:
-        """The ``activations`` of `cute_kernels.fused_moe`: None, or "fp8", which may be set. A state dict does not have
-        it."""
+        """The ``activations`` of `cute_kernels.fused_moe`: None or "fp8". It may be set, and is not part of a state
+        dict."""
         return self._activations
 
     @activations.setter
@@ -152,7 +151,7 @@ class OfExperts(nn.Module):
 
     @property
     def products(self) -> str:
-        """The number format of its products, as reports say it."""
+        """The number format of the layer's products, as reports state it."""
         return products_in(self._activations)
 
 
@@ -191,15 +190,15 @@ class OfBlock(OfExperts):
         device: torch.device | str | None = None,
         format: WeightFormat | str | None = None,
     ) -> Self:
-        """The layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
+        """Returns the layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
 
         The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
-        router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
-        [E, hidden, I], and possibly shared experts. Its class decides whether it computes the same as this layer
-        (:mod:`.blocks`). Router and shared experts become this layer's; they stay as and where they are.
+        router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden,
+        I], and possibly shared experts. Its class decides whether it computes the same as this layer (:mod:`.blocks`).
+        Router and shared experts become this layer's; they stay as and where they are.
 
         Raises:
-            TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument
+            TypeError, ValueError: the block is none of these, a weight has values that are not finite, or an argument
                 is wrong; the message says which.
         """
         if not (is_moe_block(block) and cls.router_name in block._modules):
@@ -216,13 +215,13 @@ class OfBlock(OfExperts):
 class QuantizedMoE(OfBlock):
     """A mixture of experts with gated SiLU and quantised weights. It is for inference: its backward pass is an error.
 
-    The result is that of `cute_kernels.fused_moe` with the router's choice, plus that of the shared expert, if there is
-    one. The latter is multiplied by sigmoid(shared_expert_gate(x)) if there is such a gate.
+    The result is that of `cute_kernels.fused_moe` with the router's choice. If there is a shared expert, its result is
+    added, multiplied by sigmoid(shared_expert_gate(x)) if it has a gate.
 
     Args:
-        gate: the router: of x [tokens, hidden] it makes (logits, weights [tokens, topk], ids [tokens, topk]).
+        gate: the router: for x [tokens, hidden] it returns (logits, weights [tokens, topk], ids [tokens, topk]).
         gate_up, down: as `cute_kernels.fused_moe` takes them.
-        shared: by the name of the submodule, "shared_experts" or "shared_expert", and "shared_expert_gate".
+        shared: submodules by name: "shared_experts" or "shared_expert", and "shared_expert_gate".
         activation: as in `cute_kernels.fused_moe`.
 
     Attributes:
@@ -250,8 +249,8 @@ class QuantizedMoE(OfBlock):
 class QuantizedInputScaledMoE(OfBlock):
     """Llama 4's mixture: the router's weights scale the experts' inputs, and its logits are returned, too.
 
-    Each assignment is a row of its own, already scaled, of one expert. The router is ``router``; it makes (scores
-    [tokens, experts], logits), and its ``top_k`` largest scores are those of the chosen experts.
+    Each assignment is a row of its own, already scaled, of one expert. The router is ``router`` and returns (scores
+    [tokens, experts], logits). A token's experts are those with the ``top_k`` largest scores.
     """
 
     router_name = "router"
@@ -276,7 +275,7 @@ class QuantizedRoutedExperts(OfExperts):
 
     Args:
         gate_up, down: as `cute_kernels.fused_moe` takes them.
-        biases: None, or those of both, [E, rows of gate_up] in their order, and [E, hidden].
+        biases: None, or the biases of both products: [E, rows of gate_up], in the order of those rows, and [E, hidden].
         activation: as in `cute_kernels.fused_moe`.
 
     Attributes:
@@ -295,11 +294,12 @@ class QuantizedRoutedExperts(OfExperts):
         device: torch.device | str | None = None,
         format: WeightFormat | str | None = None,
     ) -> QuantizedRoutedExperts:
-        """Makes the layer of experts and quantises their weights; other arguments as for `quantize_weight`.
+        """Returns the layer of quantised experts; other arguments as for `quantize_weight`.
 
-        ``experts`` is a module with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I],
-        which is called with hidden states, ids and weights; or with biases, as gpt-oss has them, weights transposed and
-        gates and ups in turn; or without gates, as Nemotron-H has them, ``up_proj`` [E, I, hidden] and ``down_proj``.
+        ``experts`` is a module that is called with hidden states, ids and weights. It has ``gate_up_proj`` [E, 2 I,
+        hidden], gates first, and ``down_proj`` [E, hidden, I]. Or it has biases, as gpt-oss's, with weights transposed
+        and gates and ups alternating. Or it has no gates, as Nemotron-H's, but ``up_proj`` [E, I, hidden] and
+        ``down_proj``.
 
         Raises:
             TypeError, ValueError: as `QuantizedMoE.from_block`.
@@ -324,8 +324,8 @@ def _refuse_gradients(_: torch.Tensor) -> NoReturn:
 
 
 def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfExperts:
-    """Returns the layer with quantised weights for experts, or a block around some, that are known to be supported;
-    weights, options: as in `quantize_experts`."""
+    """Returns the layer with quantised weights that replaces ``swapped``: experts, or a block around experts, known to
+    be supported. weights, options: as in `quantize_experts`."""
     experts = getattr(swapped, "experts", swapped)
     known = known_experts(experts)
     assert known is not None
@@ -335,14 +335,14 @@ def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfEx
 
 
 def parts_of(layer: QuantizedLinear | OfExperts) -> tuple[QuantizedLinear, ...] | tuple[QuantizedExperts, ...]:
-    """Returns the parts of a layer that have a weight each, in the order of its products."""
+    """Returns the parts of a layer that have a weight each, in the order of the layer's products."""
     return (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
 
 
 def layer_for(
     swapped: nn.Module, known: Known, gate_up: PackedExperts, down: PackedExperts, biases: Biases = None
 ) -> OfExperts:
-    """Returns the layer that stands for experts, or for a block around some, with these weights."""
+    """Returns the layer that replaces experts, or a block around experts, with the given weights."""
     kind, activation = known
     if "experts" not in swapped._modules:
         return QuantizedRoutedExperts(gate_up, down, biases, activation).train(swapped.training)
@@ -352,8 +352,8 @@ def layer_for(
 
 
 def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Tensor | None:
-    """The biases on the weights' device, in the dtype of the activations; TypeError or ValueError if they do not
-    fit."""
+    """Returns the biases on the weights' device, in the dtype of the activations. Raises TypeError or ValueError if
+    they do not fit."""
     if bias is None:
         return None
     check_tensors(bias=bias)
@@ -367,7 +367,8 @@ def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Ten
 
 
 def _checked_shared(shared: object) -> dict[str, nn.Module]:
-    """Raises TypeError or ValueError unless ``shared`` is None or modules by names, at most one of them an expert's."""
+    """Returns submodules by name, none for None. Raises TypeError or ValueError unless ``shared`` is None or modules by
+    names, at most one of them an expert's."""
     if shared is not None and not isinstance(shared, dict):
         raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")
     found = shared or {}

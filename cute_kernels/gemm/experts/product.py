@@ -1,4 +1,4 @@
-"""Products of experts: compiled kernels with the part of a launch that stays the same from call to call."""
+"""Products of experts: compiled kernels, bound to the arguments that stay the same from call to call."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from cute_kernels.runtime.launch_arguments import LaunchArguments
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 SORTED = ("codes", "scales", "zeros", "bias", "out", "offsets", "rows")
 AS_THEY_ARE = ("codes", "scales", "zeros", "bias", "out", "ids")
-"""Addresses that the launch of any product takes beside x, by name: of sorted assignments, and of those that nothing
-sorts."""
+"""The addresses that the launch of any product takes in addition to x, by name. This list is for assignments that
+nothing sorts; `SORTED` is for sorted ones."""
 FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
 
@@ -49,11 +49,11 @@ class GroupedProduct(Product):
 
     Attributes:
         gathers: whether it takes rows of x by index.
-        stores_fp32: whether what a layer adds up is best stored in fp32: few results.
-        waits: whether offsets and rows, or ids, may be those of the launch before. If not, that launch has waited for
-            them before it lets another begin, and weights are asked for while it ends. None of kernels that have no
-            such choice.
-        finds_ids: whether it finds assignments as they are, by ids of experts.
+        stores_fp32: whether results that a layer adds up are best stored in fp32, as there are few of them.
+        waits: whether the previous launch may write offsets and rows, or ids. If not, that launch has waited for them
+            before it lets another begin, and this one loads weights while it ends. None for kernels without this
+            choice.
+        finds_ids: whether it takes unsorted assignments, by ids of experts.
     """
 
     gathers: bool = True
@@ -62,7 +62,7 @@ class GroupedProduct(Product):
     finds_ids: bool = False
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """Binds arguments as `Product` does, with addresses `SORTED`, or `AS_THEY_ARE`."""
+        """Binds arguments as `Product` does, with the addresses of `SORTED` or `AS_THEY_ARE`."""
         waits = {} if self.waits is None else {"waits": self.waits}
         return super().bound(n, activation, out_dtype, **waits, **added)
 
@@ -72,7 +72,7 @@ class GroupedProduct(Product):
 def layout_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedLayout:
-    """The layout of a grouped product on a CUDA device."""
+    """Returns the layout of a grouped product on a CUDA device."""
     problem = problem_of(places, form, batch_invariant, activation)
     return chosen(problem) if form.activations is None else make_fp8_tiles(problem)
 
@@ -82,7 +82,7 @@ def layout_of(
 def problem_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedProblem:
-    """The problem of a grouped product on a CUDA device. activation: by name, or as such."""
+    """Returns the problem of a grouped product on a CUDA device. activation: a name or an `ActivationFunction`."""
     return GroupedProblem(
         places=places,
         num_experts=form.num_experts,
@@ -102,14 +102,14 @@ def problem_of(
 def product_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedProduct:
-    """The product of sorted assignments on a CUDA device."""
+    """Returns the product of sorted assignments on a CUDA device."""
     return make_product(
         layout_of(places, form, batch_invariant, activation), places, form.num_experts, form.device_index
     )
 
 
 def make_product(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> GroupedProduct:
-    """The product of a given layout, of few rows an expert or of many."""
+    """Returns the product of a given layout, for few rows an expert or for many."""
     arch, sizes = arch_of(device_index), {**layout.sizes, "num_experts": num_experts}
 
     def one(function: Callable[..., Any], declared: LaunchArguments, **more: int) -> Bind:
@@ -130,7 +130,7 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
 
 
 def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bind:
-    """A product with a launch before it that makes limbs, or bytes of E4M3, of all places."""
+    """Returns a product preceded by a launch that makes limbs, or bytes of E4M3, for all places."""
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         send_product = multiply(numbers)
@@ -152,8 +152,8 @@ def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bin
 class AssignedIds(NamedTuple):
     """The ids of a few assignments' experts, as a product takes them.
 
-    count: ids in all; id_words: 32-bit words of an id; row_assignments: neighbours that share a row of x; waits: as
-    of `GroupedProduct`.
+    count: number of ids; id_words: 32-bit words of an id; row_assignments: how many neighbouring assignments share a
+    row of x; waits: as in `GroupedProduct`.
     """
 
     count: int
@@ -169,8 +169,8 @@ class AssignedIds(NamedTuple):
 def assigned_product(
     layout: RangeLayout | GroupedTiles, ids: AssignedIds, num_experts: int, device_index: int
 ) -> GroupedProduct:
-    """The product over assignments that no launch sorts. Its layout comes from `among_assignments`, or has
-    batch-invariant tiles of entries, whose results are stored as those of tiles are."""
+    """Returns the product over assignments that no launch sorts. Its layout comes from `among_assignments`, or has
+    batch-invariant tiles of entries; these store results as other tiles do."""
     sizes, arch = {**layout.sizes, **ids.sizes, "num_experts": num_experts}, arch_of(device_index)
     if isinstance(layout, GroupedTiles):
         bind = of_kernel(load(ExpertSpec(layout.config), arch), ENTRIES, sizes, AS_THEY_ARE, device_index)
@@ -186,7 +186,7 @@ def assigned_product(
 @per_gpu
 @lru_cache(maxsize=64)
 def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
-    """The kernel that sorts assignments, by arguments' names."""
+    """Returns the kernel that sorts assignments; it takes its arguments by name."""
     return ROUTING.bound(load(ExpertSpec(RoutingConfig(id_bits)), arch_of(device_index)), {})
 
 
@@ -195,6 +195,7 @@ def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
 def combine_function(
     dtype: str, source: str, id_bits: int, device_index: int, shares: str = "fp32"
 ) -> Callable[..., Any]:
-    """The kernel that adds up results, by arguments' names; id_bits, shares: as in `CombineConfig`."""
+    """Returns the kernel that adds up results; it takes its arguments by name. id_bits, shares: as in
+    `CombineConfig`."""
     spec = ExpertSpec(CombineConfig(dtype, source, id_bits, shares=shares))
     return COMBINE.bound(load(spec, arch_of(device_index)), {})

@@ -28,7 +28,7 @@ def grouped_linear_reference(
     """Computes activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every
     expert e.
 
-    Products as in `cute_kernels.gemm.linear_reference`. Places that no expert has are 0.
+    Products are as in `cute_kernels.gemm.linear_reference`. Results at places that no expert has are 0.
 
     Args:
         x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, activations: as for
@@ -56,7 +56,7 @@ def grouped_linear_reference(
 
 
 def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sorts assignments by expert, those of one expert in their order; nothing waits for a device.
+    """Sorts assignments by expert and keeps the order within each expert; nothing waits for a device.
 
     Args:
         topk_ids: integers [tokens, topk]; an assignment to an id outside 0 to num_experts - 1 goes nowhere.
@@ -80,7 +80,7 @@ def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Ten
 def combine_reference(
     results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes the sum over j of weights[t, j] * results[places[t, j]] in fp32, in order; assignments at place -1 are
+    """Computes the sum over j of weights[t, j] * results[places[t, j]] in fp32, in order. Assignments at place -1 are
     left out."""
     tokens, topk = places.shape
     out = torch.zeros(tokens, results.shape[1], dtype=torch.float32, device=results.device)

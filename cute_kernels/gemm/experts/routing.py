@@ -1,9 +1,10 @@
-"""Assignments sorted by expert, in one CTA and without atomics: a counting sort whose order is always the same.
+"""The kernel that sorts assignments by expert, in one CTA and without atomics: a counting sort whose order is always
+the same.
 
-Warps take runs of neighbouring assignments. In a step of 32, lanes with the same expert find each other by match.sync;
-the first of them counts for all, in counters of its warp. Accumulators over the warps and over the experts say where
-each warp's assignments to each expert begin, and a second pass over the run gives every assignment its place: after
-all before it that have the same expert.
+Each warp takes consecutive assignments, 32 in a step. Lanes with the same expert find each other by match.sync; the
+first of them counts for all, in counters of its warp. Sums over the warps and over the experts say where each warp's
+assignments to each expert begin. A second pass gives every assignment its place: after all earlier assignments to the
+same expert.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cute_kernels.gemm.experts.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 
 
 class RoutingKernel:
-    """One compiled variant; :class:`RoutingConfig` says which."""
+    """The kernel that sorts assignments, as one :class:`RoutingConfig` compiles it."""
 
     def __init__(self, config: RoutingConfig):
         self.config = config
@@ -88,8 +89,8 @@ class RoutingKernel:
 
     @cute.jit
     def take(self, mine, expert, num_experts, lane):
-        """Counts a step's assignments in the warp's counters. Returns how many assignments to the same expert came
-        before each."""
+        """Counts a step's assignments in the warp's counters. Returns, for each lane, how many earlier assignments have
+        the same expert."""
         peers = Uint32(cute.arch.match_sync(0xFFFFFFFF, expert))
         before = Int32(0)
         known = expert < num_experts
@@ -104,7 +105,7 @@ class RoutingKernel:
 
     @cute.jit
     def sum_warps(self, counts, total, num_warps):
-        """Turns an expert's counts into sums over the warps before; returns the total."""
+        """Replaces an expert's counts by their sums over the preceding warps; returns the total."""
         before = Int32(0)
         stride = 4 * MAX_EXPERTS
         for warp in cutlass.range(num_warps, unroll=4):

@@ -15,10 +15,10 @@ from cute_kernels.runtime.spec import KernelSpec
 
 @dataclass(frozen=True, eq=False)
 class ExpertSpec(KernelSpec):
-    """One kernel of experts' products, or of the steps around them.
+    """One kernel of experts' products, or of the steps around the products.
 
-    It takes the arguments of `kernel`, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration that names no other
-    kernel is a dense product's, and its work tiles are those of all experts.
+    It takes the arguments of `kernel`, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration that names no kernel
+    of its own has a dense product's kernel, whose work tiles are then those of all experts.
     """
 
     config: StreamConfig | WgmmaConfig | RoutingConfig | CombineConfig

@@ -1,2 +1,1 @@
-"""Products of few rows an expert in limbs that CTAs make themselves, by equal work ranges of whole blocks of
-features."""
+"""Products of few rows an expert, by equal work ranges of whole blocks of features. CTAs make limbs of x themselves."""

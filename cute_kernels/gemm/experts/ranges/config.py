@@ -32,14 +32,15 @@ ROW_BITS = 16  # of the factor that is a division of an assignment's number: exa
 
 @dataclass(frozen=True)
 class EntryLimbs(Activations):
-    """Consumer warps make limbs of an expert's rows of x, which stay in shared memory; products are MMAs of bytes.
+    """Limbs of an expert's rows of x, which consumer warps make and keep in shared memory; products are MMAs of bytes.
 
-    The four warps that have the same ``k_warps``-th share of k blocks are a warpgroup. It takes whole pipeline stages,
-    in turn with the others. One warp loads only weights.
+    The four warps with the same ``k_warps``-th share of k blocks are a warpgroup. Warpgroups take whole pipeline stages
+    in turn. One producer warp loads weights.
 
     Attributes:
         expert_rounds: rounds of `ROUND_EXPERTS` experts, in each of which a warp counts their entries.
-        lane_assignments: assignments of a lane where warps find entries among them as they are; 0 if they are sorted.
+        lane_assignments: assignments of each lane if warps find entries among unsorted assignments; 0 if they are
+            sorted.
         half_last: whether the last k block of the weights is half a block.
     """
 
@@ -66,7 +67,7 @@ class EntryLimbs(Activations):
         return ROW_LIMB_BYTES * config.tile_m
 
     def k_block_scale_bytes(self, config: RangeConfig) -> int:
-        """Their scales."""
+        """Returns the bytes of the scales of those limbs."""
         return ROW_SCALE_BYTES * config.tile_m
 
     def k_block_bytes(self, config: RangeConfig) -> int:
@@ -74,7 +75,7 @@ class EntryLimbs(Activations):
         return self.k_block_limb_bytes(config) + self.k_block_scale_bytes(config)
 
     def room_k_blocks(self, config: RangeConfig) -> int:
-        """K blocks whose limbs there is room for."""
+        """Returns how many k blocks' limbs there is room for."""
         return self.x_bytes // self.k_block_bytes(config)
 
     def problem(self, config: StreamConfig[Any]) -> str | None:

@@ -1,4 +1,5 @@
-"""Finds the rows of x that an expert multiplies: over assignments sorted by expert, or over unsorted ones."""
+"""How warps find the rows of x that an expert multiplies: among assignments sorted by expert, or among unsorted
+ones."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from cute_kernels.gemm.experts.ranges.work import AssignedSizes, RangeOperands, 
 
 
 def range_sizes(config: RangeConfig, given, places) -> Any:
-    """The fields of a `RangeSizes`, from a launch's arguments. places: rows of the result."""
+    """Returns the fields of a `RangeSizes`, from a launch's arguments. places: rows of the result."""
     num_blocks = cute.ceil_div(given.num_tiles, config.n_tiles)
     blocks, ctas = reciprocal(num_blocks), reciprocal(given.num_ctas)
     of_blocks = given.num_tiles, given.k_blocks, num_blocks, blocks, given.num_ctas, ctas
@@ -27,15 +28,15 @@ def range_sizes(config: RangeConfig, given, places) -> Any:
 
 
 class Routing(Protocol):
-    """How warps find the rows of x that an expert multiplies. Numbers count entries, and for each of them parts of
-    K."""
+    """How warps find the rows of x that an expert multiplies. A ``number`` counts entries, or the parts of K of all
+    entries."""
 
     def sizes(self, given) -> RangeSizes:
-        """The sizes of a launch, on the host."""
+        """Returns the sizes of a launch, on the host."""
         ...
 
     def operands(self, given) -> RangeOperands:
-        """The operands of a launch, on the host."""
+        """Returns the operands of a launch, on the host."""
         ...
 
     def load(self, operands, shape, lane) -> Any:
@@ -43,36 +44,37 @@ class Routing(Protocol):
         ...
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """The finder of entries, and what a lane knows of the rows of x, for `entry_row`."""
+        """Returns (the finder of entries, what a lane knows of the rows of x, for `entry_row`)."""
         ...
 
     def with_parts(self, shape, entries) -> Any:
-        """The number of entries times parts, for so many entries."""
+        """Returns the number of parts of K of ``entries`` entries."""
         ...
 
     def entry_of(self, shape, number) -> Any:
-        """The entry of a number of `with_parts`."""
+        """Returns the entry of a ``number`` that counts parts."""
         ...
 
     def first_k_block(self, shape, number) -> Any:
-        """The first k block that belongs to a number of `with_parts`."""
+        """Returns the first k block of the part of K with a ``number``."""
         ...
 
     def tile_k_blocks(self, shape) -> Any:
-        """K blocks of the padded K."""
+        """Returns the k blocks of the padded K."""
         ...
 
     def result_place(self, shape, number, place) -> Any:
-        """The row in which a place's results are stored; of an entry's part ``number``, as `with_parts` counts."""
+        """Returns the row in which results of a place are stored, for the entry's part with a ``number``."""
         ...
 
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
-        """The row of x of the lane's row of an entry, or of its last one; known: as `find` returns it."""
+        """Returns the row of x of the lane's row of an entry; lanes beyond its last row get the last one's. known: as
+        `find` returns it."""
         ...
 
 
 class SortedRouting:
-    """Assignments sorted by expert: offsets of experts, and the row of x of each place. See `Routing`."""
+    """Assignments sorted by expert: the offsets of experts, and the row of x at each place. See `Routing`."""
 
     def __init__(self, config: RangeConfig):
         self.config = config
@@ -86,13 +88,13 @@ class SortedRouting:
     def load(self, operands, shape, lane) -> Any:
         """Loads what a lane needs of the routing, for `find`.
 
-        For few places it loads the row of each before the offsets say whether it is needed.
+        If there are few places, it loads the row of x of each before the offsets say whether the row is needed.
         """
         places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
         return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """The finder of entries, and what a lane knows of the rows of x, for `entry_row`."""
+        """Returns (the finder of entries, what a lane knows of the rows of x, for `entry_row`)."""
         places, row = known
         return ExpertFinder.of(places, lane, self.config.tile_m), row
 
@@ -101,24 +103,25 @@ class SortedRouting:
         return entries
 
     def entry_of(self, shape, number) -> Any:
-        """The entry of a number of `with_parts`."""
+        """Returns the entry of a ``number``: the number itself, as K has one part."""
         return number
 
     def first_k_block(self, shape, number) -> Any:
-        """The first k block of K, for any number of `with_parts`."""
+        """Returns the first k block of K, for any ``number``."""
         return Int32(0)
 
     def tile_k_blocks(self, shape) -> Any:
-        """K blocks of the padded K."""
+        """Returns the k blocks of the padded K."""
         return shape.k_blocks
 
     def result_place(self, shape, number, place) -> Any:
-        """The row in which a place's results are stored: K has one part, so the place itself."""
+        """Returns the row in which results of a place are stored: the place itself, as K has one part."""
         return place
 
     @cute.jit
     def entry_row(self, operands, shape, entry: Entry, known, lane):
-        """The row of x of the lane's row of an entry, or of its last one; known: the row of the lane's place."""
+        """Returns the row of x of the lane's row of an entry; lanes beyond its last row get the last one's. known: the
+        row of x of the lane's place."""
         place = entry.place(cutlass.min(lane, entry.rows - 1))
         row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
         if shape.places > WARP_THREADS:
@@ -127,7 +130,7 @@ class SortedRouting:
 
     @cute.jit
     def row_at(self, operands, place):
-        """Loads which row of x stands at a place; the place's own number where no list says so."""
+        """Loads the row of x that belongs at a place; without a list of rows, the place's own number."""
         row = place
         if operands.rows != 0:
             row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])

@@ -1,4 +1,4 @@
-"""The arguments of a launch of work ranges of whole blocks, and the blocks of a CTA; :mod:`.schedule` is the host's
+"""The arguments of a launch of work ranges of whole blocks, and the blocks of a CTA. :mod:`.schedule` is the host's
 part."""
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from cute_kernels.gemm.experts.ranges.config import ROW_BITS
 
 
 def reciprocal(divisor):
-    """The number by which `quotient` replaces a division by ``divisor``: 2**31 over it, rounded up."""
+    """Returns the number by which `quotient` replaces a division by ``divisor``: 2**31 over it, rounded up."""
     return Uint32(((Int64(1) << 31) + divisor - 1) // divisor)
 
 
 def quotient(count, of):
-    """Divides in two instructions. The count is at least 0, and its product with the divisor at most `MOST_DIVIDED`.
+    """Divides in two instructions. ``count`` is at least 0, and its product with the divisor at most `MOST_DIVIDED`.
+    ``of``: as `reciprocal` returns it.
 
-    Each CTA divides on the way to its first weights: 64 bits would be seven instructions, a division itself thirty.
+    Each CTA divides before it requests its first weights: 64 bits would take seven instructions, a division itself
+    thirty.
     """
     return Int32(numbers.multiply_high_u32(Uint32(2 * count), of))
 
@@ -55,17 +57,17 @@ class AssignedSizes(RangeSizes):
     part_bits: Int32  # log2 of the parts of K, which entries are counted with: all parts of one, then of the next
 
     def row(self, place) -> Any:
-        """The row of x of an assignment."""
+        """Returns the row of x of an assignment."""
         return (place * self.row_factor) >> ROW_BITS
 
     def part(self, number) -> Any:
-        """The part of K of a ``number``, which counts entries and parts."""
+        """Returns the part of K of a ``number``, which counts the parts of all entries."""
         return number - ((number >> self.part_bits) << self.part_bits)
 
 
 @dataclass(frozen=True)
 class RangeOperands:
-    """Addresses of a launch. bias and rows are 0 where there is none."""
+    """Addresses of a launch. bias is 0 if there is none; rows is 0 if x is in the order of the places."""
 
     x: Int64  # [.., k] of the configuration's dtype
     codes: Int64  # of all experts, one after the other; scales too
@@ -79,7 +81,7 @@ class RangeOperands:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """A CTA's blocks of output features, ``count`` from the ``first`` on, numbered over all entries."""
+    """A CTA's blocks of output features: ``count`` from the ``first`` on, numbered over all entries."""
 
     shape: RangeSizes
     first: Int32
@@ -87,7 +89,7 @@ class BlockRange:
 
     @staticmethod
     def of(shape, entries, cta) -> BlockRange:
-        """The range of CTA ``cta`` among the blocks of ``entries`` entries."""
+        """Returns the range of CTA ``cta`` among the blocks of ``entries`` entries."""
         blocks = entries * shape.num_blocks
         each = quotient(blocks, shape.cta_reciprocal)
         rest = blocks - each * shape.num_ctas
@@ -95,7 +97,7 @@ class BlockRange:
         return BlockRange(shape, cta * each + cutlass.min(cta, rest), each + more)
 
     def block(self, index) -> tuple[Any, Any]:
-        """Returns (entry, block of its expert) of the ``index``-th."""
+        """Returns (entry, block of its expert's output features) of the ``index``-th block of the range."""
         flat = self.first + index
         entry = quotient(flat, self.shape.block_reciprocal)
         return entry, flat - entry * self.shape.num_blocks

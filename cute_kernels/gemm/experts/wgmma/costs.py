@@ -1,4 +1,4 @@
-"""The time of the mainloops of grouped tiles, as `cute_kernels.gemm.wgmma.costs` has that of dense ones.
+"""Cost models of the mainloops of grouped tiles; `cute_kernels.gemm.wgmma.costs` has those of dense tiles.
 
 Clocks are an H200's, fitted to measured times of experts (tests/facts/moe.json). Plain Python, no GPU.
 """
@@ -20,18 +20,18 @@ SCALED_BITS = 4  # of codes that were measured where one instruction scales them
 
 
 class MainloopCost(ABC):
-    """Clocks of a k block of a tile, of which ``tile_m`` rows are computed."""
+    """The cost model of a mainloop: clocks of a k block of a tile, of which ``tile_m`` rows are computed."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Clocks of the tensor cores, where they run concurrently with decoding."""
+        """Returns the clocks of the tensor cores, if they run concurrently with decoding."""
         return 0.0
 
     @abstractmethod
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Clocks of all else that a warpgroup does."""
+        """Returns the clocks of all else that a warpgroup does."""
 
     def memory_factor(self, config: WgmmaConfig) -> float:
-        """The factor by which loading weights takes longer than at the memory's rate."""
+        """Returns the factor by which loading weights takes longer than at the memory's rate."""
         return 1.0
 
 
@@ -41,7 +41,7 @@ def scaled_as_decoded(config: WgmmaConfig) -> bool:
 
 
 def steps_of(config: WgmmaConfig) -> int:
-    """k16 steps of a k block, of all tiles of 64 features."""
+    """Returns the k16 steps of a k block, over all its tiles of 64 features."""
     return config.block_tiles * config.k_block_steps
 
 
@@ -68,7 +68,7 @@ class RegisterCost(MainloopCost):
 
 
 class SynchronousCost(MainloopCost):
-    """The cost of `MmaSync`. Each warp multiplies for itself, so scales are applied to accumulators, by each warp
+    """The cost of `MmaSync`: each warp multiplies for itself, so every warp applies the scales to accumulators
     again."""
 
     step: ClassVar[dict[int, float]] = {4: 20, 8: 25}

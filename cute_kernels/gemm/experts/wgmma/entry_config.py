@@ -1,9 +1,9 @@
-"""Tiles of few rows an expert with the same bits as all other tiles. Plain Python, no GPU.
+"""The configuration of tiles of few rows an expert with the same bits as all other tiles. Plain Python, no GPU.
 
-A batch-invariant layer adds up each result in one chain of k16 steps, whatever its rows. With one token, the tiles that
-many rows need leave half of the SMs without work, and sorting and gathering are two more launches. So a work tile here
-is 64 output features of one *entry*, one or two rows of an expert, among unsorted assignments. That makes twice to
-eight times as many work tiles, and three launches instead of five.
+A batch-invariant layer adds up each result in one chain of k16 steps, however many rows there are. With one token, the
+tiles that many rows need leave half of the SMs without work, and sorting and gathering are two more launches. So a work
+tile here is 64 output features of one *entry*, one or two rows of an expert, among unsorted assignments. That makes
+twice to eight times as many work tiles, and three launches instead of five.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EntryWgmma(RegisterWgmma):
     stages.
 
     Attributes:
-        lane_assignments: of a lane of the warps that find entries.
+        lane_assignments: assignments of each lane of the warps that find entries.
     """
 
     in_flight: int = 2
@@ -53,7 +53,7 @@ class EntryWgmma(RegisterWgmma):
         return f"{super().name}entries{self.lane_assignments}"
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """A stage is one warpgroup's."""
+        """Returns the barriers of both rings: each stage belongs to one warpgroup."""
         stages = config.num_stages
         return Barriers("full", stages, self.copies), Barriers("empty", stages, WARPGROUP_WARPS)
 
@@ -69,7 +69,7 @@ EntryConfig = WgmmaConfig[EntryWgmma]
 
 
 def entry_rows(config: WgmmaConfig) -> int:
-    """Rows that an entry may have."""
+    """Returns how many rows an entry may have."""
     return config.tile_m // ROW_COLUMNS
 
 

@@ -1,14 +1,15 @@
-"""Grouped weight-only GEMM of few rows an expert, bit for bit that of all tiles of decoded weights.
+"""Grouped weight-only GEMM of few rows an expert, with the same bits as all tiles of decoded weights.
 
 The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. The
-distribution of the work differs. A work tile is 64 output features of one entry, and each of a CTA's two warpgroups has
-work tiles, stages and producer warps of its own. One decodes while the other waits. Where a launch has only one work
-tile for each SM, no warpgroup waits for the other. Entries are found among unsorted assignments
+distribution of the work differs. A work tile is 64 output features of one entry. Each of a CTA's two warpgroups has its
+own work tiles, stages and producer warps. One decodes while the other waits. If a launch has only one work tile for
+each SM, no warpgroup waits for the other. Entries are found among unsorted assignments
 (:mod:`cute_kernels.gemm.experts.ranges.assignments`), so no launch sorts them.
 
-Rows of an entry lie anywhere. A B operand is groups of eight rows of 128 bytes, whose pieces of 16 bytes are swizzled
-by the row's number in its group. The first row of a group lies as it does in x, so a bulk copy loads it. Each row of an
-entry is therefore the first of a group of its own; the seven others are columns of the product that are never stored.
+Rows of an entry lie anywhere in x. A B operand is groups of eight rows of 128 bytes, whose pieces of 16 bytes are
+swizzled by the row's number in its group. The first row of a group is not permuted, so a bulk copy can load it. Each
+row of an entry is therefore the first of a group of its own; the seven others are columns of the product that are never
+stored.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ class EntryTileSizes(TileSizes):
     waits: Int32  # whether ids may be of the kernel before this one
 
     def row(self, place) -> Any:
-        """The row of x of an assignment."""
+        """Returns the row of x of an assignment."""
         return (place * self.row_factor) >> ROW_BITS
 
 
 @dataclass(frozen=True)
 class EntryTile:
-    """64 output features of an entry; run-time integers. block: of the features; others as in
-    :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`."""
+    """64 output features of an entry; run-time integers. block: the number of the block of features; other fields are
+    as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`."""
 
     entry: AssignedEntry
     block: Int32
@@ -70,7 +71,7 @@ class EntryTile:
 
 @dataclass(frozen=True)
 class EntryTileScheduler:
-    """The work tiles of one warpgroup: every ``stride``-th, those of an entry one after the other."""
+    """The work tiles of one warpgroup: every ``stride``-th. Work tiles of one entry follow one another."""
 
     shape: EntryTileSizes
     finder: AssignmentFinder
@@ -82,7 +83,7 @@ class EntryTileScheduler:
         return self.finder.total * self.shape.num_tiles
 
     def work_tile(self, index) -> EntryTile:
-        """All lanes of a warp ask together."""
+        """Returns the ``index``-th work tile; all lanes of a warp ask together."""
         number, block = self.shape.tiles.divide_int(index)
         return EntryTile(self.finder.find(number), block, Int32(0), self.shape.k_blocks)
 
@@ -101,7 +102,7 @@ class EntryPlaces:
 
 
 class EntryLoads:
-    """Loads rows of an entry through the pipeline, from wherever they lie: bulk copies by one producer warp."""
+    """The loads of an entry's rows through the pipeline, from wherever they lie: bulk copies by one producer warp."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -110,7 +111,7 @@ class EntryLoads:
 
     @cute.jit
     def copy(self, operands, shape, memory, scheduler, lane):
-        """Loads the rows of every k block. They may be what the launch before makes."""
+        """Loads the rows of every k block, after waiting for the launch before, which may write them."""
         pipeline = memory.pipeline
         cute.arch.griddepcontrol_wait()
         here = pipeline.producer_state()
@@ -128,13 +129,15 @@ class EntryLoads:
                 here = pipeline.next(here)
 
     def sources(self, operands, shape, entry, lane) -> list[Any]:
-        """Addresses of as many rows of x as an entry may have; missing rows have another row's."""
+        """Returns the addresses of as many rows of x as an entry may have. Missing rows have the address of the entry's
+        last row."""
         own = shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
         rows = [cute.arch.shuffle_sync(own, row) for row in range(self.entry_rows)]
         return [operands.x + product(row, shape.k) * 2 for row in rows]
 
     def copy_row(self, source, memory, here, k_block, row: int) -> None:
-        """Starts loading a k block of a row; one lane. A loop of one copy a lane would take four times as long."""
+        """Starts loading a k block of a row; one lane. A loop with one copy for each lane would take four times as
+        long."""
         config = self.config
         target = memory.x_address + here.stage * config.x_stage_bytes + row * ATOM_BYTES
         source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))
@@ -145,7 +148,7 @@ class EntryLoads:
 
 
 class EntryResults:
-    """Stores a work tile's results, each row where its assignment is: see `TileReduction`.
+    """The store of a work tile's results, each row at its assignment: see `TileReduction`.
 
     Results are of x's dtype, and whole vectors of 16 bytes.
     """
@@ -157,10 +160,10 @@ class EntryResults:
         self.epilogue = TileEpilogue(config, dense=False)
 
     def begin(self) -> None:
-        """Begins nothing."""
+        """Does nothing: nothing is reduced."""
 
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
-        """Prepares nothing."""
+        """Does nothing: no residual is loaded."""
 
     @cute.jit
     def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
@@ -181,7 +184,8 @@ class EntryResults:
 
     @cute.jit
     def store_rows(self, operands, columns, store: Store, work_tile, features: int, pitch: int):
-        """Stores what is staged of the first column of each row, ``features``, 8 neighbouring ones a thread."""
+        """Stores, from the staging buffer, the first column of each row of the entry: ``features`` results, 8
+        neighbouring ones a thread."""
         vectors = features // PACKED_VECTOR
         row, vector = store.tid // vectors, store.tid % vectors
         column = work_tile.block * features + vector * PACKED_VECTOR
@@ -192,7 +196,7 @@ class EntryResults:
 
 
 class EntryKernel:
-    """One compiled variant; :class:`.entry_config.EntryWgmma` says which.
+    """The kernel of work tiles of one entry, as one :class:`.entry_config.EntryWgmma` compiles it.
 
     Each of two warpgroups has a ring of stages of its own, with
 
@@ -254,8 +258,8 @@ class EntryKernel:
 
     @cute.jit
     def begin(self, memory, warp, lane):
-        """Initialises each ring's barriers, by the warp that loads its weights and waits for no other. With few tokens
-        a warpgroup has one work tile, so the launch lasts as long as its first weights take."""
+        """Initialises each ring's barriers in the warp that loads its weights; that warp waits for no other. With few
+        tokens a warpgroup has one work tile, so the launch lasts as long as its first weights take."""
         config = self.config
         if (warp >= config.consumer_warps) & (warp % RINGS == 0):
             if lane == 0:
@@ -267,7 +271,7 @@ class EntryKernel:
 
     @cute.jit
     def take(self, operands, shape, memory, finder, cta, num_ctas, warp, lane):
-        """Runs what each warp does: of a ring two load and four multiply."""
+        """Runs each warp's role: of each ring's warps, two load and four multiply."""
         config = self.config
         if warp >= config.consumer_warps:
             cute.arch.setmaxregister_decrease(config.mainloop.producer_registers)
@@ -287,7 +291,7 @@ class EntryKernel:
             self.consumers.multiply(operands, shape, ring, scheduler, place)
 
     def ring_of(self, memory: TileMemory, number) -> TileMemory:
-        """The stages of a warpgroup."""
+        """Returns the memory of one warpgroup's stages."""
         first, config = number * self.ring.num_stages, self.ring
         return replace(
             memory,

@@ -1,8 +1,8 @@
 """Grouped weight-only GEMM for many rows an expert: persistent over the tiles of all experts, by warpgroup MMAs.
 
 The roles are those of `cute_kernels.gemm.wgmma.kernel.TileRoles`; places differ: `ExpertPlaces`. Rows of x lie in the
-order of the places, so a tile's are neighbours and TMA loads them from whatever row the expert's begin at. Rows that it
-loads beyond the expert's last one are columns of the product that are never stored.
+order of the places, so the rows of a tile are neighbours. TMA loads them from whatever row the expert begins at. Rows
+that it loads beyond the expert's last one are columns of the product that are never stored.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ExpertPlaces:
 
 
 def x_scale_shift(work_tile):
-    """The number of scales of x between the last multiple of 16 bytes and a work tile's first one."""
+    """Returns how many scales of x lie between the last multiple of 16 bytes and a work tile's first one."""
     return work_tile.token & (X_SCALE_ALIGNMENT - 1)
 
 
 class ExpertTiles:
     """The tiles of all experts: `cute_kernels.gemm.wgmma.kernel.TileScheduling`.
 
-    The first weights are not known before the table of work tiles is written.
+    Which weights are the first is not known before the table of work tiles is written.
     """
 
     is_dense, asks_first, masks_by_lane, table_bytes = False, False, False, TABLE_BYTES
@@ -61,7 +61,7 @@ class ExpertTiles:
         self.x_scale_shift: Shift | None = x_scale_shift
 
     def sizes(self, given) -> GroupedTileSizes:
-        """The sizes of a launch; an expert's tiles are counted on the device."""
+        """Returns the sizes of a launch; the device counts an expert's tiles."""
         dense = dense_sizes(self.config, given, whole=Int32(0), splits=Int32(1))
         blocks = cute.ceil_div(given.num_tiles, self.config.block_tiles)
         divisors = Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
@@ -100,7 +100,8 @@ class ExpertTiles:
 
 
 def grouped_tiles_kernel(config: WgmmaConfig) -> WgmmaKernel:
-    """Takes `TILES` of `cute_kernels.gemm.experts.arguments`, or `LIMB_TILES` of x in limbs.
+    """Returns the kernel of grouped tiles. It takes `TILES` of `cute_kernels.gemm.experts.arguments`, or `LIMB_TILES`
+    if x is in limbs.
 
     Raises ValueError if the configuration is one of dense products only.
     """

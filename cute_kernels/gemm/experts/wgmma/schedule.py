@@ -1,8 +1,8 @@
-"""Chooses the tile of a grouped product of many rows an expert. Plain Python, no GPU.
+"""The choice of the tile of a grouped product of many rows an expert. Plain Python, no GPU.
 
-How many rows each expert has is known on the device only. So the host weighs tiles by how many of them an expert takes
-on average if rows are distributed at random: small tiles waste the tensor cores, large ones their last rows. The time
-of a tile is that of `.costs`.
+Only the device knows how many rows each expert has. So the host compares tile sizes by how many tiles an expert takes
+on average, if rows are distributed at random. Small tiles waste the tensor cores; large ones waste the rows of each
+expert's last tile. The time of a tile is that of `.costs`.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ SMALL_GROUP_FP8_SHAPES = tuple(
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """How a launch is laid out.
+    """The layout of a launch of grouped tiles.
 
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features of an expert.
-        k_blocks: of the padded K.
+        k_blocks: k blocks of the padded K.
         num_ctas: as many as there are SMs; those without a work tile end at once.
     """
 
@@ -101,7 +101,7 @@ class GroupedTiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch that it decides, by name."""
+        """The launch arguments that the layout decides, by name."""
         return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "num_ctas")}
 
     @property
@@ -112,12 +112,12 @@ class GroupedTiles:
 
 @lru_cache(maxsize=4096)
 def make_tiles(problem: GroupedProblem) -> GroupedTiles:
-    """The fastest layout by the model."""
+    """Returns the layout that is the fastest by the model."""
     return min(layouts(problem), key=lambda layout: estimate_clocks(problem, layout))
 
 
 def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
-    """All tiles there are."""
+    """Returns the layouts of all possible tiles."""
     num_tiles = -(-problem.n // TILE_N)
     configs = candidate_configs(problem)
     return [GroupedTiles(config, num_tiles, problem.k_pad // config.block_k, problem.num_sms) for config in configs]
@@ -125,7 +125,7 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 
 @lru_cache(maxsize=4096)
 def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
-    """The fastest layout of products in FP8 by the model.
+    """Returns the layout of products in FP8 that is the fastest by the model.
 
     Raises ValueError: K, with padding, is less than a k block.
     """
@@ -140,10 +140,10 @@ def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
 
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
-    """Configurations that are possible.
+    """Returns the configurations that are possible.
 
-    Batch-invariant ones add up each result in the same k16 steps of decoded weights. They have neither accumulators of
-    limbs nor accumulators that are scaled group by group.
+    Batch-invariant ones add up each result in the same k16 steps of decoded weights. So limbs are excluded, and
+    accumulators that are scaled group by group.
     """
     shapes = (one for one in SHAPES if not problem.batch_invariant or isinstance(one.mainloop, RegisterWgmma))
     configs = (tile_config(problem, shape) for shape in shapes)
@@ -151,7 +151,8 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
 
 
 def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None:
-    """A tile's configuration, with as many stages as fit beside the table of tiles; None if fewer than two do."""
+    """Returns a tile's configuration, with as many stages as fit beside the table of tiles; None if fewer than two
+    fit."""
     config = WgmmaConfig(
         **weight_fields(problem),
         store=StagedStore(activation=problem.activation),
@@ -170,15 +171,16 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
-    """The number of tiles of ``tile_m`` rows that an expert takes, by how many of their ``parts`` parts have rows.
+    """Returns the number of tiles of ``tile_m`` rows that an expert takes, by how many of their ``parts`` parts have
+    rows.
 
-    They are means over experts with normally distributed numbers of rows, close to random routing.
+    The numbers are means over experts with normally distributed numbers of rows, close to random routing.
     """
     mean = problem.places / problem.num_experts
     deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))
 
     def with_more_than(rows: int) -> float:
-        """Share of the experts."""
+        """Returns the share of the experts that have more than ``rows`` rows."""
         return 0.5 * math.erfc((rows + 0.5 - mean) / deviation / math.sqrt(2))
 
     starts = range(0, math.ceil((mean + 6 * deviation) / tile_m) * tile_m, tile_m)
@@ -187,7 +189,7 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
-    """Clocks of a tile of which ``tile_m`` rows are computed, in an expert of so many tiles."""
+    """Returns the clocks of a tile of which ``tile_m`` rows are computed, in an expert of ``tiles`` tiles."""
     config = layout.config
     cost = cost_of(config.mainloop)
     # Tiles of an expert that run side by side read a weight from memory once.
@@ -201,7 +203,7 @@ def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
 
 
 def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
-    """Clocks that the model expects, without the launch itself."""
+    """Returns the clocks that the model expects, without the launch itself."""
     config = layout.config
     counts = usual_tiles(problem, config.tile_m, config.row_parts)
     scheduler = [work_tile_clocks(layout, config.loop_m(part + 1), sum(counts)) for part in range(config.row_parts)]
@@ -219,9 +221,9 @@ def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
 
 
 def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
-    """The layout of a batch-invariant product over so many tokens' unsorted assignments.
+    """Returns the layout of a batch-invariant product over the unsorted assignments of ``tokens`` tokens.
 
-    None if there are too many of them, experts usually have more rows than an entry, or K or N are not whole.
+    None if there are too many assignments, experts usually have more rows than an entry, or K or N are not whole.
     """
     usual = min(usual_rows(problem), tokens)  # a router gives no token an expert twice
     rows = next((count for count in ENTRY_ROWS if usual <= count), None)
@@ -238,7 +240,7 @@ def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
 
 
 def entry_config(problem: GroupedProblem, rows: int, block_k: int, lane_assignments: int) -> EntryConfig | None:
-    """A configuration with as many stages as there is room for; None if it cannot be compiled."""
+    """Returns a configuration with as many stages as there is room for; None if it cannot be compiled."""
     config: EntryConfig = WgmmaConfig(
         **weight_fields(problem),
         store=StagedStore(activation=problem.activation),

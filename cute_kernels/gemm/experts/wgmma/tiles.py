@@ -1,10 +1,10 @@
-"""Finds which tiles of which experts a CTA computes, on the device from the routing.
+"""The tile scheduler of grouped products: it finds a CTA's tiles of experts on the device, from the routing.
 
-An expert's rows are cut into tiles of ``tile_m`` places, the last one shorter. Such a tile with one of the expert's
-blocks of output features is a work tile. Work tiles of all experts are numbered, and every CTA takes each
-``stride``-th. Before the roles begin some warps write to shared memory how many work tiles there are before each expert
-and where its places begin. To find a work tile a warp searches that table in two steps, a lane for 16 experts, then a
-lane for each.
+An expert's rows are cut into tiles of ``tile_m`` places, the last one shorter. A work tile is such a tile with one of
+the expert's blocks of output features. Work tiles of all experts are numbered, and every CTA takes each ``stride``-th.
+Before the roles begin, some warps write a table to shared memory: how many work tiles there are before each expert, and
+where its places begin. To find a work tile, a warp searches the table in two steps: first with a lane for each 16
+experts, then with a lane for each expert of the 16 found.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class GroupedLimbSizes(GroupedTileSizes):
 class GroupedWorkTile:
     """A tile of an expert's output; run-time integers.
 
-    block: of output features; token: the tile's first place; end_token: after the expert's last place. Others as in
-    :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
+    block: the number of the block of output features; token: the tile's first place; end_token: the place after the
+    expert's last one. Other fields are as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
     """
 
     expert: Int32
@@ -69,11 +69,11 @@ class GroupedWorkTile:
 class GroupedTileScheduler:
     """The work tiles of one CTA: every ``stride``-th of ``count``; run-time integers.
 
-    Within an expert they are counted as those of a dense product: in bands of `M_TILE_BAND` tiles of tokens, in a band
-    tokens first; whose turn it is to begin changes with each round of all CTAs. Otherwise, with as many CTAs as a
-    multiple of an expert's tiles of tokens, the same CTAs would get every expert's short last tile.
+    Within an expert, work tiles are numbered as those of a dense product: in bands of `M_TILE_BAND` token tiles, and
+    within a band tokens first. Which CTA begins changes with each round of all CTAs. Otherwise, if the number of CTAs
+    is a multiple of an expert's token tiles, the same CTAs would get every expert's short last tile.
 
-    table: shared memory, see :func:`fill_table`; lane: of the warp, all of whose lanes ask together.
+    table: shared memory, see :func:`fill_table`; lane: number in the warp, all of whose lanes ask together.
     """
 
     shape: GroupedTileSizes
@@ -113,7 +113,7 @@ class GroupedTileScheduler:
         return Int32(before), Int32(place)
 
     def expert_of(self, index):
-        """The expert of a work tile: as many as end at or before it."""
+        """Returns the expert of a work tile: the number of experts that end at or before it."""
         run = self.ended(EXPERTS_PER_LANE * (self.lane + 1), index, 0xFFFFFFFF)
         first = run * EXPERTS_PER_LANE
         mask = (1 << EXPERTS_PER_LANE) - 1
@@ -126,8 +126,8 @@ class GroupedTileScheduler:
 
 
 def band_width(left) -> Divisor:
-    """The number of tiles of tokens of a band with so many tiles left before its end, at least one; it divides numbers
-    below 2**28."""
+    """Returns the width of a band, in token tiles, if ``left`` token tiles remain, as a divisor of numbers below 2**28.
+    The width is at least one."""
     multiplier = Uint32(-(-(2**31) // M_TILE_BAND))
     for width in range(M_TILE_BAND - 1, 0, -1):
         multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
@@ -135,19 +135,19 @@ def band_width(left) -> Divisor:
 
 
 def tiles_of(rows, tile_m: int):
-    """The number of tiles of ``tile_m`` places for a number of rows."""
+    """Returns the number of tiles of ``tile_m`` places for ``rows`` rows."""
     reach = rows + (tile_m - 1)
     return reach >> (tile_m.bit_length() - 1) if tile_m.bit_count() == 1 else reach // tile_m
 
 
 @cute.jit
 def fill_table(table, offsets, shape, warp, lane, tile_m: int):
-    """Writes the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place), by `TABLE_WARPS` warps, two
+    """Writes the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place); `TABLE_WARPS` warps, two
     entries a lane.
 
-    offsets: address of int32 [experts + 1]. Experts that there are not have no rows. A launch waits for the table until
-    its first weights are asked for, so it is made in few steps: each warp counts its own experts' work tiles, then adds
-    what the warps before it have counted, which they leave after the table.
+    offsets: address of int32 [experts + 1]. Experts that do not exist have no rows. A launch waits for the table until
+    its first weights are requested, so it is made in few steps. Each warp counts its own experts' work tiles. Then it
+    adds what the preceding warps have counted, which they leave after the table.
     """
     expert = (warp * WARP_THREADS + lane) * 2
     ends = cute.make_rmem_tensor(3, Int32)
