@@ -1,8 +1,8 @@
-"""Knows which mixtures of experts of transformers mean what `QuantizedMoE` computes.
+"""The mixtures of experts of transformers that are known to compute what `QuantizedMoE` computes.
 
-transformers declares of most experts that its own kernels may replace their forward (`use_experts_implementation`):
+For most experts, transformers declares that its own kernels may replace their forward (`use_experts_implementation`):
 they are weighted sums of gated products. Experts without that declaration, or with a gate of their own, and blocks
-around experts are known by their classes, in tables. A subclass with code of its own is known by neither.
+around experts are known by their classes, in tables. A subclass with code of its own is known by neither way.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EXPERTS = {
     "minimax_m3_vl.MiniMaxM3VLExperts": True,
     "step3p7.Step3p7Experts": False,
 }
-"""Experts without the declaration, or with a gate of their own: whether limits of theirs are those of
-`ClampedSwiglu`."""
+"""Classes of experts without the declaration, or with a gate of their own. The value says whether their limits are
+those of `ClampedSwiglu`."""
 
 BLOCKS = frozenset(
     """
@@ -47,12 +47,12 @@ BLOCKS = frozenset(
     unlimited_ocr.UnlimitedOcrTextMoe
     """.split()
 )
-"""Blocks whose router gives (logits, weights, ids), or Llama 4's scores, and that add their experts' and their shared
-expert's results."""
+"""Classes of blocks that add their experts' and their shared expert's results. Their router returns (logits, weights,
+ids), or Llama 4's scores."""
 
 
 def is_moe_block(module: object) -> bool:
-    """Whether it is a module with exactly the parts that `QuantizedMoE.from_block` makes a layer of."""
+    """Returns whether ``module`` has exactly the parts of which `QuantizedMoE.from_block` makes a layer."""
     if not isinstance(module, nn.Module):
         return False
     children = dict(module.named_children())
@@ -65,7 +65,7 @@ def is_moe_block(module: object) -> bool:
 
 
 def shared_of(block: nn.Module) -> dict[str, nn.Module]:
-    """The block's shared expert and its gate by name, if it has them."""
+    """Returns the block's shared expert and its gate by name, if it has them."""
     return {name: child for name, child in block.named_children() if name in (*SHARED_NAMES, SHARED_GATE)}
 
 
@@ -78,7 +78,7 @@ def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Returns why a block with the parts of one (`is_moe_block`), or experts (`is_experts`), cannot be served, or
+    """Returns why a block with the right parts (`is_moe_block`), or experts (`is_experts`), are not supported, or
     None."""
     if is_experts(module):
         return experts_refusal(module)
@@ -118,7 +118,8 @@ def _router_refusal(router: nn.Module) -> str | None:
 
 
 def _home(module: nn.Module) -> str:
-    """A class of transformers as "file.Class"; empty for any other, and where its code is not that of its file."""
+    """Returns a class of transformers as "file.Class". Empty for any other class, and for one whose code is not from
+    that file."""
     kind, home = type(module), type(module).__module__
     file = home.rpartition("modeling_")[2]
     methods = [getattr(kind, name) for name in ("forward", "_apply_gate") if hasattr(kind, name)]
@@ -127,6 +128,6 @@ def _home(module: nn.Module) -> str:
 
 
 def _is_declared(kind: type) -> bool:
-    """Whether transformers declares experts of a class to be gated products, by the gate that it gives them."""
+    """Returns whether transformers declares experts of a class to be gated products, by the gate that it gives them."""
     gate, forward = getattr(kind, "_apply_gate", None), getattr(kind, "forward", None)
     return hasattr(forward, "__wrapped__") and getattr(gate, "__module__", "") == "transformers.integrations.moe"

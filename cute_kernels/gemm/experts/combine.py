@@ -1,7 +1,9 @@
-"""Adds up the results of a token's experts: one thread for four columns of a token, in the order of its assignments.
+"""The kernel that adds up the results of a token's experts: one thread for four columns of a token, in the order of its
+assignments.
 
-Results lie in the order of places, each token's apart. Adding them here, in a fixed order, costs one write and one read
-of them in L2. Adding with atomics in the GEMM's epilogue would save that, but make results depend on the order of CTAs.
+Results lie in the order of places, so those of one token lie apart. Adding them here, in a fixed order, costs one write
+and one read of them in L2. Adding with atomics in the GEMM's epilogue would save that, but make results depend on the
+order of CTAs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from cute_kernels.gemm.experts.config import COMBINE_BATCH, COMBINE_THREADS, COM
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a token's sum: results of its assignments one after the other, of each all parts of K."""
+    """The terms of a token's sum: the results of its assignments one after the other, and for each of them all parts of
+    K."""
 
     count: Int32
     part_bits: Int32
@@ -28,7 +31,7 @@ class Terms:
 
 
 class CombineKernel:
-    """One compiled variant; :class:`CombineConfig` says which."""
+    """The kernel that adds up results, as one :class:`CombineConfig` compiles it."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
@@ -86,8 +89,8 @@ class CombineKernel:
 
     @cute.jit
     def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):
-        """Starts loading the places and the weights of up to COMBINE_BATCH of a token's terms from ``begin`` on. first:
-        its first assignment."""
+        """Starts loading the places and the weights of up to COMBINE_BATCH of a token's terms, from ``begin`` on.
+        first: number of the token's first assignment."""
         share_bytes = 4 if self.config.shares == "fp32" else 2
         places_of, weights_of = places + first * self.place_bytes, weights + first * share_bytes
         for i in cutlass.range_constexpr(COMBINE_BATCH):
@@ -100,14 +103,14 @@ class CombineKernel:
                 shares[i] = self.load_share(weights_of + Int64(assignment) * share_bytes)
 
     def load_share(self, address) -> Any:
-        """A weight, in fp32."""
+        """Loads a weight and returns it in fp32."""
         if self.config.shares == "fp32":
             return ptx.load_global_words(address, 0, 1, constant=False)[0].bitcast(Float32)
         word = ptx.load_relaxed_part(address, 2)
         return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
-        """Returns (assignment of a token, first row of the results of its part of K) of the ``number``-th term."""
+        """Returns (a token's assignment, first row of the results of its part of K) of the ``number``-th term."""
         if not self.config.id_bits:
             return number, Int32(0)
         assignment = number >> terms.part_bits
@@ -134,9 +137,9 @@ class CombineKernel:
                     sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
 
     def place_of(self, address, own, num_experts):
-        """The row of the results of an assignment, -1 if there is none.
+        """Returns the row of an assignment's results, -1 if there is none.
 
-        address: of its place, or id; own: the row of those that lie in the order of assignments.
+        address: that of the assignment's place or id; own: the row if results lie in the order of assignments.
         """
         low, *high = ptx.load_global_words(address, 0, self.place_bytes // 4, constant=False)
         if not self.config.id_bits:
@@ -177,7 +180,7 @@ class CombineKernel:
 
     @cute.jit
     def store(self, sums, out, place, count):
-        """Stores the first ``count`` of four columns, in one access where that is aligned."""
+        """Stores the first ``count`` of four columns, in one access if their address is aligned."""
         if const_expr(self.config.dtype == "fp32"):
             if (count >= COMBINE_VECTOR) & ((out + place * 4) % 16 == 0):
                 ptx.store_global(out + place * 4, [sums[j] for j in range(COMBINE_VECTOR)])

@@ -21,9 +21,9 @@ TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The specs that bundles hold and CI compiles: 4 bits in groups of 128, bf16; others compile on demand.
+    """Returns the specs that bundles hold and CI compiles: 4 bits in groups of 128, bf16; others compile on demand.
 
-    All tiles are among them, whatever numbers of tokens the model takes them for.
+    All tiles are among them, for whatever number of tokens the model of time chooses them.
     """
     specs: dict[KernelSpec, None] = {}
     for experts, topk, hidden, inner in MODELS:
@@ -45,7 +45,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:
-    """All kernels that a product of a configuration launches, except the one that gathers rows."""
+    """Returns all kernels that a product of a configuration launches, except the one that gathers rows."""
     makes_limbs = isinstance(config, WgmmaConfig) and config.limbs
     limbs = [GemmSpec(RowsConfig(config.dtype, makes=LIMBS))] if makes_limbs else []
     return [*limbs, ExpertSpec(config)]
@@ -54,13 +54,13 @@ def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:
 def layer_specs(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[choice.GroupedLayout]
 ) -> list[KernelSpec]:
-    """All kernels of a layer's products with these layouts: of sorted assignments, and of unsorted ones."""
+    """Returns all kernels of a layer's products with these layouts, over sorted and over unsorted assignments."""
     found = [spec for layout in layouts for spec in specs_of(layout.config)]
     return [*found, *(ExpertSpec(layout.config) for layout in choice.assigned(assignments, problems, layouts) or ())]
 
 
 def entry_specs(tokens: int, problems: Sequence[GroupedProblem]) -> list[ExpertSpec]:
-    """The kernels of a batch-invariant layer's products over so many tokens' unsorted assignments; none where these are
-    sorted."""
+    """Returns the kernels of a batch-invariant layer's products over the unsorted assignments of ``tokens`` tokens;
+    none if the layer sorts them."""
     found = [entry_tiles(problem, tokens) for problem in problems]
     return [ExpertSpec(layout.config) for layout in found if layout is not None] if None not in found else []

@@ -1,4 +1,4 @@
-"""Calls products and layers of experts, and registers their operators."""
+"""The calls of products and layers of experts, and their registered operators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.T
 
 
 launch_grouped = launcher(grouped_key, check_grouped_values, grouped_plan, without_places)
-"""`grouped` of tensors on a GPU."""
+"""Computes `grouped` for tensors on a GPU."""
 
 
 def grouped(call: GroupedCall) -> torch.Tensor:
@@ -90,7 +90,7 @@ grouped_operator = Operator(
 def experts_of(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
 ) -> PackedExperts:
-    """Packed experts from an operator's tensors, whose call was checked."""
+    """Returns packed experts made of an operator's tensors, whose call was checked."""
     check_presence(zeros, form)
     made = object.__new__(PackedExperts)
     made.__dict__.update(codes=codes, scales=scales, zeros=zeros, format=form, shape=shape)
@@ -113,7 +113,7 @@ def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
 
 
 launch_moe = launcher(moe_key, check_moe, moe_plan, without_assignments)
-"""`moe` of tensors on a GPU."""
+"""Computes `moe` for tensors on a GPU."""
 
 
 def moe(call: MoeCall) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _moe_call_of(
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
     activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
 ) -> MoeCall:  # fmt: skip
-    """The operator's arguments as a call; make: of fields, experts."""
+    """Returns the operator's arguments as a call. make: function that makes experts of fields."""
     gate_up = make(codes, scales, zeros, weight_format(format), (n, k))
     down = make(down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k))
     options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias, activations

@@ -1,9 +1,9 @@
 """The plans of calls of experts: what is decided once for calls of a kind, and the launches of each call.
 
-A layer is routing, the rows in the order of their places where the products need it, two products, and the sum over a
-token's experts. What lies between them is one piece of memory. Hidden activations come first, as the one tensor that a
-kernel takes as such. The compiled functions check its columns only, so all else may lie after its last row. Nothing
-here waits for the device.
+A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, another
+launch puts rows in the order of their places. What lies between launches is in one piece of memory. Hidden activations
+come first, as the one tensor that a kernel takes as such. The compiled functions check its columns only, so all else
+may lie after its last row. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 
 def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
-    """The plan of a checked call; None for one without places."""
+    """Returns the plan of a checked call; None for a call without places."""
     if not call.places:
         return None
     by_rows = call.rows is not None
@@ -63,7 +63,7 @@ def _grouped_plan(
     out_dtype: torch.dtype,
     batch_invariant: bool,
 ) -> Plan[[GroupedCall], torch.Tensor]:
-    """by_rows: whether rows of x are named."""
+    """Returns the plan of calls of a kind. by_rows: whether the call names rows of x."""
     index, vector = form.device_index, ALIGNMENT // form.dtype.itemsize
     product, num_experts = product_of(places, form, batch_invariant, activation), form.num_experts
     # What lays rows of x in the order of the places, where the product does not take them by index.
@@ -101,7 +101,7 @@ def _grouped_plan(
 
 
 def without_places(call: GroupedCall) -> torch.Tensor:
-    """The result of a checked call without places."""
+    """Returns the result of a checked call without places."""
     if call.out is not None:
         return call.out
     columns = out_features(call.weight.shape[0], call.activation)
@@ -115,12 +115,13 @@ PART_BYTES = 128  # where each part of the scratch memory starts
 
 @dataclass(frozen=True)
 class Scratch:
-    """The offsets in the memory of a layer: a tensor [rows, columns] of x's dtype; the rest in bytes from it.
+    """The layout of a layer's memory: a tensor [rows, columns] of x's dtype, and offsets in bytes from its beginning.
 
     Attributes:
         hidden: the tensor, whose first rows are the hidden activations of all places.
-        offsets, token_rows, places: int32 [experts + 1], [places], [tokens, topk], as `routing` has them.
-        results: of the second product.
+        offsets, token_rows, places: offsets of int32 [experts + 1], [places] and [tokens, topk], as `routing` stores
+            them.
+        results: offset of the second product's results.
     """
 
     hidden: Blank
@@ -144,7 +145,7 @@ Activation = str | ActivationFunction
 
 
 def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
-    """The plan of a checked call; None for one without assignments."""
+    """Returns the plan of a checked call; None for a call without assignments."""
     ids, out_dtype = call.topk_ids, call.result_dtype
     if not ids.numel():
         return None
@@ -155,7 +156,7 @@ def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
 
 
 def without_assignments(call: MoeCall) -> torch.Tensor:
-    """The result of a checked call without assignments."""
+    """Returns the result of a checked call without assignments."""
     if call.out is not None:
         return call.out.zero_()
     shape = call.x.shape[0], call.down.shape[0]
@@ -174,8 +175,8 @@ def moe_plan_of(
     batch_invariant: bool = False,
     activation: Activation = "swiglu",
 ) -> Plan[[MoeCall], torch.Tensor]:
-    """The plan of a layer's calls with at least one assignment. id_bits: of an expert's id, 32 or 64. batch_invariant:
-    whether no token's result may depend on the other tokens."""
+    """Returns the plan of a layer's calls with at least one assignment. id_bits: bits of an expert's id, 32 or 64.
+    batch_invariant: whether no token's result may depend on the other tokens."""
     few = None
     if gate_up.activations is None:
         given = tokens, topk, id_bits, gate_up, down, activation
@@ -194,7 +195,8 @@ def make_moe_plan(
     out_dtype: torch.dtype,
     activation: Activation = "swiglu",
 ) -> Plan[[MoeCall], torch.Tensor]:
-    """The plan of a layer. products: what `assigned_products`, `entry_products` or `sorted_products` returns."""
+    """Returns the plan of a layer. products: what `assigned_products`, `entry_products` or `sorted_products`
+    returns."""
     count, num_experts, (first, second) = tokens * topk, gate_up.num_experts, products
     few = second.finds_ids
     dtype, index, vector = gate_up.dtype, gate_up.device_index, ALIGNMENT // gate_up.dtype.itemsize
@@ -212,7 +214,8 @@ def make_moe_plan(
     route = None if few else sorting(gate_up, id_bits, count, not first.gathers, scratch)
 
     def launch(call: MoeCall) -> torch.Tensor:
-        """Launches by few and flat calls, as each layer of each decoding step of a model waits for it."""
+        """Launches the layer's kernels. It makes few and flat calls, since each layer of each decoding step waits for
+        it."""
         x, gate_up, down, shares, ids = call.x, call.gate_up, call.down, call.topk_weights, call.topk_ids
         if x.requires_grad:
             x = x.detach()
@@ -287,9 +290,11 @@ def sorting(form: ExpertsForm, id_bits: int, count: int, gathers: bool, scratch:
 def assigned_products(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
 ) -> Products | None:
-    """Both products over unsorted assignments; None if there are too many, or if one product cannot.
+    """Returns both products over unsorted assignments; None if there are too many, or if one product does not support
+    them.
 
-    No launch of the first lets the next begin before it has waited for the ids, so the second need not wait.
+    No launch of the first product lets the next launch begin before it has waited for the ids, so the second product
+    need not wait.
     """
     count, kinds = tokens * topk, ((gate_up, False, activation), (down,))
     layouts = assigned(count, [problem_of(count, *kind) for kind in kinds], [layout_of(count, *kind) for kind in kinds])
@@ -299,7 +304,7 @@ def assigned_products(
 def entry_products(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
 ) -> Products | None:
-    """The products by tiles of entries, as `assigned_products` has those by work ranges."""
+    """Returns both products by tiles of entries; `assigned_products` returns those by work ranges."""
     layouts = entry_layouts(tokens, topk, gate_up, down, activation)
     return None if layouts is None else as_they_are(layouts, tokens * topk, topk, id_bits, gate_up)
 
@@ -307,7 +312,8 @@ def entry_products(
 def entry_layouts(
     tokens: int, topk: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
 ) -> list[GroupedTiles] | None:
-    """The layouts of both products by tiles of entries; None if there are too many assignments, or if one cannot."""
+    """Returns the layouts of both products by tiles of entries; None if there are too many assignments, or if one
+    product does not support them."""
     count, own = tokens * topk, activation_named(activation)
     first = problem_of(count, gate_up, True, activation)
     if own is not None and not own.gated:  # of those that are chosen by a number, entries' stores know the gated one
@@ -318,8 +324,8 @@ def entry_layouts(
 
 
 def as_they_are(layouts: list[Any], count: int, topk: int, id_bits: int, form: ExpertsForm) -> Products:
-    """The products over unsorted assignments: neighbouring ones share a row of x, and each has a row of hidden
-    activations."""
+    """Returns both products over unsorted assignments. In the first, ``topk`` neighbouring assignments share a row of
+    x; in the second, each has its own row of hidden activations."""
     words = id_bits // 32
     ids = AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)
     first, second = (
@@ -336,13 +342,14 @@ def sorted_products(
     batch_invariant: bool = False,
     activation: Activation = "swiglu",
 ) -> Products:
-    """Both products of sorted assignments."""
+    """Returns both products of sorted assignments."""
     first = product_of(places, gate_up, batch_invariant, activation)
     return behind_each_other(first, product_of(places, down, batch_invariant))
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
-    """Products whose launches follow each other; the first follows the routing."""
+    """Returns two products whose launches follow each other, the first one after the routing; the second need not wait
+    for the routing."""
     if first.waits is not None and second.waits is not None:
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

@@ -1,4 +1,4 @@
-"""How modules of experts of other libraries store their weights, and which activation they name."""
+"""How modules of experts of other libraries store their weights, and which activation their attributes name."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """The names and the order of experts' weights.
+    """The names and the order of experts' weights in a module.
 
     Attributes:
-        first: the name of the first product's; without a gate `UP`.
-        transposed: whether they are [E, K, N], not [E, N, K].
-        in_turn: whether gates and ups come in turn; else all gates come before the ups.
+        first: name of the first product's weight; `UP` without a gate.
+        transposed: whether weights are [E, K, N], not [E, N, K].
+        in_turn: whether rows of gates and ups alternate; else all gates come before the ups.
         biased: whether there are biases, named as the weights with "_bias".
-        scales_inputs: whether the router's weights are put on what experts take. They are called with the rows of all
-            experts, one expert's after another's, and their block has a "router", not a "gate".
+        scales_inputs: whether the router's weights scale the experts' inputs. Such experts are called with the rows of
+            all experts, one expert's after another's. Their block has a "router", not a "gate".
     """
 
     first: str = GATE_UP
@@ -44,7 +44,7 @@ class Stored:
 
     @property
     def router(self) -> str:
-        """The router's name in the block around them."""
+        """The name of the router in the block around the experts."""
         return "router" if self.scales_inputs else "gate"
 
     @property
@@ -58,11 +58,11 @@ class Stored:
         return count, hidden, inner
 
     def rows(self, inner: int) -> int:
-        """N of the first product."""
+        """Returns N of the first product."""
         return 2 * inner if self.gated else inner
 
     def shapes(self, count: int, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of a module's parameters, by name."""
+        """Returns the shapes of a module's parameters, by name."""
         found: dict[str, tuple[int, ...]] = {}
         for name, n, k in ((self.first, self.rows(inner), hidden), (DOWN, hidden, inner)):
             found[name] = (count, k, n) if self.transposed else (count, n, k)
@@ -71,7 +71,7 @@ class Stored:
         return found
 
     def weights(self, experts: nn.Module) -> ExpertWeights:
-        """The weights of a module, with gates and ups in its own order."""
+        """Returns the weights of a module, with gates and ups in its own order."""
         first, second = (experts.get_parameter(name).detach() for name in (self.first, DOWN))
         if self.transposed:
             first, second = first.mT, second.mT
@@ -87,7 +87,7 @@ KINDS = (
     Stored(UP),
     Stored(transposed=True, scales_inputs=True),
 )
-"""Those of most models, of gpt-oss, of Nemotron-H and of Llama 4."""
+"""How most models, gpt-oss, Nemotron-H and Llama 4 store experts, in this order."""
 
 WANTED = (
     "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU and nothing else, or up_proj [E, I, hidden] "
@@ -96,7 +96,7 @@ WANTED = (
 
 
 def stored_as(module: object) -> Stored | None:
-    """Returns how a module stores experts' weights, and nothing else; None if it has none, or stores them in another
+    """Returns how a module stores experts' weights. None if it has none or anything else, or stores them in another
     way."""
     if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
         return None
@@ -107,7 +107,7 @@ def stored_as(module: object) -> Stored | None:
 
 
 def is_experts(module: object) -> bool:
-    """Whether it is a module with exactly the weights that `QuantizedRoutedExperts.from_experts` takes."""
+    """Returns whether ``module`` has exactly the weights that `QuantizedRoutedExperts.from_experts` takes."""
     known = known_experts(module)
     return known is not None and not known[0].scales_inputs
 
@@ -119,7 +119,7 @@ def known_experts(module: object) -> Known | None:
     """Returns how a module stores experts' weights, and the activation that its attributes name; None if either is
     unknown.
 
-    `.blocks.refusal` says whether its code computes that.
+    `.blocks.refusal` says whether the module's code computes gated products with this activation.
     """
     kind = stored_as(module)
     activation = None if kind is None else _activation_of(module, kind)
@@ -127,8 +127,8 @@ def known_experts(module: object) -> Known | None:
 
 
 def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
-    """The activation that attributes name. A limit without an alpha is DeepSeek V4's and GLM 5's, of gated SiLU; with
-    one it is gpt-oss's."""
+    """Returns the activation that attributes name. A limit without an alpha is that of gated SiLU in DeepSeek V4 and
+    GLM 5; with an alpha it is gpt-oss's."""
     alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
     function = getattr(experts, "act_fn", None)
     if not kind.gated:
@@ -141,7 +141,7 @@ def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
 
 
 def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
-    """The first attribute that is a positive finite number."""
+    """Returns the first attribute that is a positive finite number."""
     found = (getattr(experts, name, None) for name in names)
     return next((float(each) for each in found if isinstance(each, (int, float)) and 0 < each < math.inf), None)
 

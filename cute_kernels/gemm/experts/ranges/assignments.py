@@ -1,4 +1,4 @@
-"""Finds the expert of a row of work among unsorted assignments, for layers of no more than a few warps' assignments.
+"""How each warp finds the expert of an entry among unsorted assignments, in layers of few assignments.
 
 Sorting assignments by expert is a launch of its own. For a decoding step's few assignments it takes longer than finding
 them in every warp: each lane has one or two, and those of the same expert find each other. Assignment 32 i + l is the
@@ -26,7 +26,7 @@ NO_ID = 0xFFFFFFFF  # as a word: larger than any expert's
 class AssignedEntry:
     """Rows of an expert that are multiplied together; run-time integers, the same in all lanes.
 
-    words: the expert's assignments, from the entry's first one on.
+    words: the expert's assignments from the entry's first one on, as a set of bits.
     """
 
     expert: Int32
@@ -34,7 +34,7 @@ class AssignedEntry:
     rows: Int32
 
     def place(self, row):
-        """The place of its ``row``-th row, which is the number of the assignment."""
+        """Returns the place of the entry's ``row``-th row, which is the number of its assignment."""
         place, before = nth_bit(self.words[0], row), count_bits(self.words[:1])
         for i in range(1, len(self.words)):
             behind = row >= before
@@ -46,16 +46,16 @@ class AssignedEntry:
 
 @dataclass(frozen=True)
 class AssignmentFinder:
-    """Finds the entries of all assignments; an entry is known by its first assignment. All lanes of a warp hold one
-    finder and call it together.
+    """The entries of all assignments, and how to find one. All lanes of a warp hold a finder and call it together.
 
-    Attributes, each for every assignment of a lane:
-        experts: of it.
-        peers: the assignments of that expert, in words.
-        begins: whether it is the first of an entry,
-        numbers: and of which; others have any number.
-    And:
-        total: of all entries.
+    An entry is known by its first assignment. All sequences have one element for each assignment of a lane.
+
+    Attributes:
+        experts: the assignment's expert.
+        peers: all assignments of that expert, as words of bits.
+        begins: whether the assignment is the first of an entry.
+        numbers: the number of the entry that the assignment begins; any number for other assignments.
+        total: number of all entries.
         entry_rows: the most rows of an entry, a power of two.
     """
 
@@ -82,7 +82,7 @@ class AssignmentFinder:
         return AssignmentFinder(experts, peers, begins, numbers, total, entry_rows)
 
     def find(self, number) -> AssignedEntry:
-        """The ``number``-th entry, if there is one."""
+        """Returns the ``number``-th entry, if there is one."""
         found = [
             Uint32(cute.arch.vote_ballot_sync(begins & (own == number)))
             for begins, own in zip(self.begins, self.numbers, strict=True)
@@ -105,7 +105,7 @@ class AssignmentFinder:
 
 
 def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
-    """The assignments with the same expert as each of a lane's, in words."""
+    """Returns, for each of a lane's assignments, all assignments with the same expert, as words of bits."""
     if len(experts) == 1:
         return [[Uint32(cute.arch.match_sync(ALL_LANES, experts[0]))]]
     first, second = experts
@@ -115,9 +115,10 @@ def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
 
 @cute.jit
 def peers_by_votes(first, second, num_experts):
-    """`peers_of` of two assignments a lane, one word after the other: votes on each bit of a number up to num_experts.
+    """Returns the words of `peers_of` for two assignments a lane, from votes on each bit of a number up to num_experts.
 
-    The instruction that matches lanes compares one number of each with the same one of the others.
+    The instruction that matches lanes cannot do this: it compares only one number of each lane with the same number of
+    the others.
     """
     words = [Uint32(ALL_LANES) for _ in range(4)]
     low, high, low_of_second, high_of_second = words
@@ -136,13 +137,13 @@ def peers_by_votes(first, second, num_experts):
 
 
 def count_bits(words: Sequence[Any]):
-    """Counts the assignments in words."""
+    """Counts the assignments in words of bits."""
     return sum((Int32(cute.arch.popc(word)) for word in words), Int32(0))
 
 
 @cute.jit
 def nth_bit(bits, number):
-    """The place of the ``number``-th bit that is set, from the lowest on."""
+    """Returns the position of the ``number``-th bit that is set, from the lowest on."""
     rest = Uint32(bits)
     for _ in cutlass.range(number, unroll=1):
         rest = rest & (rest - 1)
@@ -150,9 +151,9 @@ def nth_bit(bits, number):
 
 
 def load_expert(ids, number, count, id_words, num_experts):
-    """The expert of an assignment, num_experts if there is none or its id is none of an expert.
+    """Returns the expert of an assignment; num_experts if the assignment or the expert does not exist.
 
-    ids: address of ``count`` ids of 32 or 64 bits, ``id_words`` words.
+    ids: address of ``count`` ids of 32 or 64 bits, ``id_words`` words each.
     """
     low, high = load_id(ids, number, count, id_words)
     return expert_of(low, high, num_experts)
@@ -160,7 +161,8 @@ def load_expert(ids, number, count, id_words, num_experts):
 
 @cute.jit
 def load_id(ids, number, count, id_words):
-    """The lower and the upper word of an assignment's id, as loaded; an id of no expert if there is no assignment."""
+    """Loads the lower and the upper word of an assignment's id; the id of no expert if the assignment does not
+    exist."""
     low, high = Uint32(NO_ID), Uint32(0)
     if number < count:
         address = ids + Int64(number * id_words) * 4
@@ -171,6 +173,6 @@ def load_id(ids, number, count, id_words):
 
 
 def expert_of(low, high, num_experts):
-    """Returns the expert of an id's words; num_experts for an id of no expert."""
+    """Returns the expert whose id has these words; num_experts for an id of no expert."""
     known = (low < Uint32(num_experts)) & (high == 0)
     return cutlass.select_(known, Int32(low), Int32(num_experts))

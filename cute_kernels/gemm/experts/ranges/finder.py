@@ -1,8 +1,8 @@
-"""Finds the expert of a row of work, in warps that each keep all experts' offsets in registers.
+"""How each warp finds the expert of an entry, with all experts' offsets in its registers.
 
 A launch waits for its first weights. Until they are requested each instruction is a new one, which is fetched from
 memory itself. So no warp makes a table for others, and none waits for one. Every warp reads the offsets, four experts a
-lane at a time, counts entries by a scan over its lanes, and finds an entry's expert by a vote.
+lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ class Entry:
     rows: Int32
 
     def place(self, row):
-        """The place of its ``row``-th row."""
+        """Returns the place of the entry's ``row``-th row."""
         return self.first_place + row
 
 
 @dataclass(frozen=True)
 class ExpertFinder:
-    """The entries of all experts. All lanes of a warp have one, and call it together.
+    """The entries of all experts, and how to find one. All lanes of a warp hold a finder and call it together.
 
     Attributes:
-        places: [round][expert + 1]: where the places of each of a lane's experts begin, and those of the last one end.
-        before: as these, how many entries there are before.
-        total: of all entries.
+        places: [round][expert + 1]: where the places of each of a lane's experts begin, and where those of the last one
+            end.
+        before: [round][expert + 1]: how many entries come before each of these.
+        total: number of all entries.
         entry_rows: the most rows of an entry, a power of two.
     """
 
@@ -51,7 +52,7 @@ class ExpertFinder:
 
     @staticmethod
     def of(places: list[list[Any]], lane, entry_rows: int) -> ExpertFinder:
-        """places: as `load_places` returns them."""
+        """Makes the finder of a warp. places: as `load_places` returns them."""
         before, total = [], Int32(0)
         bits = entry_rows.bit_length() - 1
         for ends in places:
@@ -65,7 +66,7 @@ class ExpertFinder:
         return ExpertFinder(places, before, cute.arch.make_warp_uniform(total), lane, entry_rows)
 
     def find(self, number) -> Entry:
-        """The ``number``-th entry, if there is one."""
+        """Returns the ``number``-th entry, if there is one."""
         has, expert, first, end = Int32(0), Int32(0), Int32(0), Int32(0)
         for i, (places, before) in enumerate(zip(self.places, self.before, strict=True)):
             within = (before[0] <= number) & (number < before[-1])
@@ -89,8 +90,8 @@ class ExpertFinder:
 def sums_before(count, lane):
     """Returns (sum over the lanes before, sum over all lanes) of numbers that are not negative.
 
-    It takes a vote for each of their bits, of which there are one or two. Each instruction is a new one, and a scan
-    would have five rounds of shuffles.
+    It takes one vote for each bit of the numbers, which have one or two bits. A scan would take five rounds of
+    shuffles, and each instruction is fetched from memory.
     """
     before, total = Int32(0), Int32(0)
     earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)
@@ -106,11 +107,11 @@ def sums_before(count, lane):
 
 @cute.jit
 def load_places(offsets, num_experts, rounds: int, lane):
-    """Loads where a lane's experts' places begin and the last one's end, [round][expert + 1]; 0 of experts that do not
-    exist.
+    """Loads where the places of each of a lane's experts begin, and where those of the last one end: [round][expert +
+    1]. Both are 0 for experts that do not exist.
 
-    offsets: address, on 16 bytes, of int32 [num_experts + 1], of at most ``rounds`` times `ROUND_EXPERTS` experts, a
-    multiple of `LANE_EXPERTS`.
+    offsets: address, a multiple of 16 bytes, of int32 [num_experts + 1]. num_experts is a multiple of `LANE_EXPERTS`
+    and at most ``rounds`` times `ROUND_EXPERTS`.
     """
     places = []
     for i in cutlass.range_constexpr(rounds):

@@ -1,16 +1,16 @@
 """Grouped weight-only GEMM of few rows an expert by MMAs of bytes: limbs of an entry's rows, made by its CTAs.
 
-A warp copies weights into a pipeline, warps multiply, warps store. Where codes are decoded to bf16, a k block takes as
-long as the memory does, so the time before the first MMA is never made up for. Bytes of codes take a third of the
-instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). The consumer warps of each CTA that has a block of an expert turn
-its few rows into limbs: no launch makes limbs, and no warp loads activations.
+One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. If codes are decoded to bf16, a
+k block takes as long as loading it. So the time before the first MMA is never made up for. Bytes of codes take a third
+of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). The consumer warps of each CTA that has a block of an expert
+turn its few rows into limbs: no launch makes limbs, and no warp loads activations.
 
 There are few instructions from the start to the first copy, as each of them is fetched from memory itself when other
 kernels ran before. Blocks of output features of all entries are distributed whole, in equal work ranges, so there are
-no partial results. Each warp finds its CTA's run by itself (:mod:`.finder`).
+no partial results. Each warp finds its CTA's range by itself (:mod:`.finder`).
 
-The four warps that take the same pipeline stages are a warpgroup. Warpgroups take them in turn, and their accumulators
-of a block meet in the staging buffer.
+The four warps that take the same pipeline stages are a warpgroup. Warpgroups take stages in turn, and their
+accumulators of a block are added up in the staging buffer.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
 def room_of(config: RangeConfig) -> RowsRoom:
-    """The room for a configuration's limbs, and how they are made."""
+    """Returns the room for a configuration's limbs, and how they are made."""
     return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.activations.room_k_blocks(config))
 
 
 @dataclass(frozen=True)
 class EntrySource(Source):
-    """The source of limbs: x, and which of its rows are an entry's."""
+    """The source of limbs: x, and which of its rows belong to an entry."""
 
     index: Int32  # of the lane's row
 
@@ -70,14 +70,14 @@ class LimbPlaces:
 
 @dataclass(frozen=True)
 class LimbLane(StreamLane):
-    """A thread's offsets, and what it reads of limbs."""
+    """A thread's offsets, and where it reads the scales of limbs."""
 
     x_scales: Int32  # of the scales of the thread's two rows, of the first k block
     masks: Any  # of codes
 
 
 class RangeRoles:
-    """The roles of a CTA's warps: one loads weights, warps make limbs and multiply, warps store."""
+    """The roles of a CTA's warps: one loads weights, consumer warps make limbs and multiply, epilogue warps store."""
 
     def __init__(self, config: RangeConfig, routing: Routing):
         self.config, self.routing = config, routing
@@ -92,7 +92,7 @@ class RangeRoles:
 
     @cute.jit
     def run(self, operands, shape):
-        """The whole of a CTA's work."""
+        """Does all of a CTA's work: each warp runs its role."""
         config = self.config
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -120,12 +120,12 @@ class RangeRoles:
             self.store_blocks(operands, memory, work_range, finder, tid, lane)
 
     def with_producer(self, warps: int) -> int:
-        """The number of threads of so many warps and of the producer warp."""
+        """Returns the number of threads of ``warps`` warps and the producer warp."""
         return (warps + self.config.producer_warps) * WARP_THREADS
 
     @cute.jit
     def copy_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder):
-        """Loads the weights of all blocks; one warp."""
+        """Loads the weights of all blocks of the work range; one warp."""
         config, shape, pipeline = self.config, work_range.shape, memory.pipeline
         here = pipeline.producer_state()
         for index in cutlass.range(work_range.count, unroll=1):
@@ -140,7 +140,7 @@ class RangeRoles:
         cute.arch.griddepcontrol_launch_dependents()
 
     def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
-        """Returns where codes and scales of each of a block's tiles begin, from a k block on."""
+        """Returns the addresses of codes and scales of each of a block's tiles, from k block ``first_k_block`` on."""
         config = self.config
         tiles = [
             expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)
@@ -156,10 +156,10 @@ class RangeRoles:
         ]
 
     def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
-        """Starts loading the chunk of a block from a k block on; one lane.
+        """Starts loading the chunk of a block that begins at ``k_block``; one lane.
 
-        Of half a k block the other half's codes are of an earlier one, and meet limbs that are 0. Its scales must not
-        be NaN: they are those of the first half.
+        If the last k block is half a k block, the stage's other half keeps codes of an earlier k block, which meet
+        limbs that are 0. The other half's scales must not be NaN, so they are those of the first half.
         """
         config, parts = self.config, self.parts
         count = config.chunk_k_blocks
@@ -182,19 +182,20 @@ class RangeRoles:
                 ptx.bulk_copy_to_shared(place + part * size, source + part * other, Int32(size), address)
 
     def x_start(self, shape, memory, slot) -> Any:
-        """The offset of the limbs of a slot, in bytes after the first."""
+        """Returns the offset of the limbs of a slot, in bytes from those of the first slot."""
         return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
 
     def limb_scales(self, shape, memory) -> Any:
-        """Address of the scales of limbs: after the limbs of all slots."""
+        """Returns the address of the scales of limbs: after the limbs of all slots."""
         return memory.x + shape.x_slots * memory.x_slot_bytes
 
     @cute.jit
     def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
-        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes after the first. known: as
-        `Routing.find` returns it.
+        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes after the first limbs. known:
+        as `Routing.find` returns it.
 
-        No warp still reads what lay there, as all have met since. If there is only one slot, all meet before as well.
+        No warp still reads the limbs that are overwritten, as all consumer warps have met since. If there is only one
+        slot, all meet before as well.
         """
         row = self.routing.entry_row(operands, shape, entry, known, lane)
         if shape.x_slots == 1:
@@ -225,7 +226,8 @@ class RangeRoles:
 
     @cute.jit
     def multiply_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, row, warp, lane):
-        """Multiplies its k blocks of every block, then its part of the block's results; a consumer warp."""
+        """Multiplies the warp's k blocks of every block, then stages its part of the block's results; a consumer
+        warp."""
         config, shape, results = self.config, work_range.shape, memory.results
         place = self.limb_lane(shape, memory, warp, lane)
         here, turn, staged = memory.pipeline.consumer_state(place.k_warp), Int32(place.k_warp), results.producer_state()
@@ -257,7 +259,8 @@ class RangeRoles:
     def multiply_block(self, acc, shape, memory, place: LimbLane, start, state, lane):
         """Adds a block's products to ``acc``; a warpgroup takes every ``k_warps``-th of its chunks.
 
-        start: bytes to its limbs; state and result: (the pipeline's, chunks until the next one that is this warp's).
+        start: offset in bytes of its limbs. state and result: (the pipeline's state, number of chunks until this warp's
+        next one).
         """
         config, pipeline = self.config, memory.pipeline
         here, turn = state
@@ -276,7 +279,7 @@ class RangeRoles:
         return here, (following - shape.k_blocks) // chunk
 
     def multiply_k_blocks(self, acc, base, x_offset, place: LimbLane) -> None:
-        """Adds the products of a chunk; x_offset: where the limbs of its first k block are."""
+        """Adds the products of a chunk. x_offset: offset in bytes of the limbs of its first k block."""
         config = self.config
         parts = [
             Part(tile, *self.load_k_block(base, k_block, tile, place), *self.load_limbs(place, x_offset, k_block))
@@ -286,7 +289,7 @@ class RangeRoles:
         self.products.multiply_parts(acc, parts, place.masks, config.tile_m)
 
     def load_k_block(self, base, k_block: int, tile: int, place: LimbLane) -> tuple[Any, Any]:
-        """Loads (codes, scales) of a tile of the ``k_block``-th k block of a chunk."""
+        """Loads (codes, scales) of a tile for the ``k_block``-th k block of a chunk."""
         config = self.config
         number = tile * config.chunk_k_blocks + k_block
         offset = number * config.k_block_bytes
@@ -312,7 +315,7 @@ class RangeRoles:
 
     @cute.jit
     def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
-        """Stores results of all blocks, four neighbouring ones of a row a thread; an epilogue warp."""
+        """Stores the results of all blocks, four neighbouring ones of a row a thread; an epilogue warp."""
         config, shape = self.config, work_range.shape
         cute.arch.griddepcontrol_wait()
         cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.store.epilogue_warps))
@@ -355,7 +358,8 @@ def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
 
 
 class RangeKernel:
-    """One compiled variant; :class:`.config.RangeConfig` says which, and how assignments are found.
+    """The kernel of products by work ranges, as one :class:`.config.RangeConfig` compiles it; the configuration says
+    how assignments are found.
 
     | role | warps | waits | arrives |
     |---|---|---|---|
@@ -375,8 +379,8 @@ class RangeKernel:
         self.roles = RangeRoles(config, routing(config))
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `RANGES` of `cute_kernels.gemm.experts.arguments`, or
-        `ASSIGNED`."""
+        """Launches ``num_ctas`` CTAs. ``given`` has the arguments `RANGES` or `ASSIGNED` of
+        `cute_kernels.gemm.experts.arguments`."""
         routing = self.roles.routing
         self.kernel(routing.operands(given), routing.sizes(given)).launch(
             **launch_options(self.config, given.num_ctas, stream)
@@ -388,5 +392,5 @@ class RangeKernel:
 
 
 def scale_offset(x_offset) -> Any:
-    """Bytes to the scales of a k block whose limbs are ``x_offset`` after the first."""
+    """Returns the offset of the scales of a k block whose limbs are ``x_offset`` bytes after the first."""
     return x_offset // (ROW_LIMB_BYTES // ROW_SCALE_BYTES)

@@ -34,7 +34,7 @@ SPARE_BYTES = 1024  # of shared memory, for alignment
 
 
 class RangeShape(NamedTuple):
-    """How the warpgroups of a CTA divide a block; fields as in `RangeConfig`."""
+    """How the warps of a CTA divide a block; fields as in `RangeConfig`."""
 
     n_tiles: int
     k_warps: int
@@ -53,16 +53,16 @@ LEAST_SHARE = 0.5  # of the time of a round of blocks, however few CTAs have one
 
 @dataclass(frozen=True)
 class RangeLayout:
-    """How a launch is laid out.
+    """The layout of a launch of work ranges.
 
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features of an expert.
-        k_blocks: of the padded K, or of a part of it.
+        k_blocks: k blocks of the padded K, or of one part of it.
         num_ctas: as many as there are SMs; those without a block end at once.
         x_slots: sets of limbs of an entry that a CTA has room for, 1 or 2.
-        parts: how many parts K is cut into, whose results are stored apart and added up later; more than one only
-            where assignments are taken in their order.
+        parts: how many parts K is cut into. Their results are stored apart and added up later. More than one part is
+            only for unsorted assignments.
     """
 
     config: RangeConfig
@@ -79,29 +79,30 @@ class RangeLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of tiles of an expert."""
+        """Blocks of output features of an expert."""
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property
     def part_bits(self) -> int:
-        """log2 of the parts."""
+        """log2 of ``parts``."""
         return self.parts.bit_length() - 1
 
 
 def has_few_rows(problem: GroupedProblem) -> bool:
-    """Whether experts of a problem usually have at most one entry of rows, which such a product is for."""
+    """Returns whether experts usually have at most one entry of rows, and a layout by work ranges exists for them."""
     return usual_rows(problem) <= ROWS and any(layouts(problem))
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
-    """The fastest layout by the model, for a problem with `has_few_rows`."""
+    """Returns the layout that is the fastest by the model, for a problem with `has_few_rows`."""
     return _fastest(problem, layouts(problem))
 
 
 def make_parts(problem: GroupedProblem) -> RangeLayout | None:
-    """The fastest layout by the model in as few parts of K as possible, two at least, of few rows an expert.
+    """Returns the layout that is the fastest by the model in as few parts of K as possible, at least two.
 
-    For products whose limbs have no room whole. None if experts usually have more rows, or no number of parts will do.
+    It is for products whose limbs have no room whole. None if experts usually have more rows than an entry, or no
+    number of parts will do.
     """
     if usual_rows(problem) > ROWS:
         return None
@@ -114,8 +115,8 @@ def _fastest(problem: GroupedProblem, found: Iterable[RangeLayout]) -> RangeLayo
 
 
 def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
-    """The layout for so many assignments in their own order, which no launch sorts. None for too many assignments, or
-    for entries of more rows than the kernel finds so."""
+    """Returns the layout for ``count`` unsorted assignments, which no launch sorts. None if there are too many of them,
+    or if the kernel cannot find entries of so many rows."""
     if count > MOST_ASSIGNMENTS:
         return None
     lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
@@ -124,14 +125,14 @@ def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
 
 
 def row_factor(assignments: int) -> int:
-    """The factor of `AssignedSizes.row`, where so many neighbouring assignments share a row of x."""
+    """Returns `AssignedSizes.row_factor`, if ``assignments`` neighbouring assignments share a row of x."""
     return -(-(1 << ROW_BITS) // assignments)
 
 
 def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
-    """Microseconds that the model expects, launch included.
+    """Returns the microseconds that the model expects, launch included.
 
-    CTAs have as many blocks as another or one more; SMs take in weights faster where not all of them do.
+    CTAs differ by at most one block. SMs load weights faster if not all of them do.
     """
     entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, layout.config.tile_m)
     rounds, rest = divmod(entries * layout.parts * layout.num_blocks / layout.num_ctas, 1)
@@ -141,7 +142,7 @@ def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
 
 
 def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
-    """All layouts that are possible, in so many parts of K."""
+    """Yields all possible layouts in ``parts`` parts of K."""
     for shape in SHAPES if problem.format.group_size >= BLOCK_K else SMALL_GROUP_SHAPES:
         layout = make_layout(problem, shape, parts)
         if layout is not None and counts(problem, layout) <= MOST_DIVIDED:
@@ -149,14 +150,14 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 
 
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
-    """The largest number that `.work.quotient` is to divide, times the divisor."""
+    """Returns the largest number that `.work.quotient` is to divide, times its divisor."""
     blocks = problem.max_entries(layout.config.tile_m) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 
 
 def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> RangeLayout | None:
-    """The layout with room for the limbs of two entries, unless that shortens the pipeline; None if there is no room
-    for a pipeline."""
+    """Returns the layout with room for the limbs of two entries, or of one if two shorten the pipeline; None if no
+    pipeline fits."""
     k_blocks, rest = divmod(problem.k_pad, parts * BLOCK_K)
     half_last = parts == 1 and rest == BLOCK_K // 2
     k_blocks += half_last
@@ -173,7 +174,7 @@ def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> R
 def config_of(
     problem: GroupedProblem, shape: RangeShape, room_k_blocks: int, half_last: bool = False
 ) -> RangeConfig | None:
-    """A configuration with room for limbs of so many k blocks; None if that leaves no pipeline."""
+    """Returns a configuration with room for limbs of ``room_k_blocks`` k blocks; None if that leaves no pipeline."""
     rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
     if rounds is None:
         return None

@@ -1,8 +1,8 @@
 """The router of a mixture of experts: from hidden states to each token's experts and their weights.
 
-Read on in `routing` (what a model's router computes, as data), `reference` (the same in fp32 PyTorch), `call`, `ops`,
-`plan` (which kernel serves a call), `kernel` (one launch from hidden states, or from logits), `selection` (how a warp
-chooses a token's experts).
+Read on in `routing` (what a model's router computes, as data), `reference` (the same in fp32 PyTorch), `call` and
+`ops`. `plan` chooses a call's kernel, `kernel` has one launch from hidden states or from logits, and `selection` says
+how a warp chooses a token's experts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def route(
 
     Nothing waits for the device, and `cute_kernels.fused_moe` takes both results as they are. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::route``. It has no gradient. Up to 64 tokens of
-    bf16 or fp16 are one launch on Hopper, and a token's bits do not depend on the others. With more tokens last bits
-    may differ.
+    bf16 or fp16 are one launch on Hopper, and a token's bits do not depend on the others. With more tokens, last bits
+    may depend on their number.
 
     Args:
         hidden: bf16, fp16 or fp32 [T, K]; T may be 0.

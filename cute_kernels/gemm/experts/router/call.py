@@ -23,7 +23,7 @@ class RouteCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """hidden, weight and those of the others that are given, by name."""
+        """hidden, weight and, of the other tensors, those that are given; by name."""
         optional = {"bias": self.bias, "correction": self.correction}
         given = {name: tensor for name, tensor in optional.items() if tensor is not None}
         return {"hidden": self.hidden, "weight": self.weight, **given}

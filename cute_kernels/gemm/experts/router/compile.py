@@ -19,7 +19,7 @@ class RouterSpec(ExpertSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The specs that bundles hold and CI compiles: up to 256 experts in bf16. Others compile on demand."""
+    """Returns the specs that bundles hold and CI compiles: up to 256 experts in bf16. Others compile on demand."""
     lanes = [lane_experts_of(experts) for experts in SHIPPED_EXPERTS]
     routers = [RouterConfig(lane_experts=count, tile_tokens=tile) for count in lanes for tile in TILE_TOKENS]
     routers += [RouterConfig(weight=LOGITS, lane_experts=count) for count in lanes]

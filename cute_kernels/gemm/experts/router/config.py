@@ -24,10 +24,10 @@ class RouterConfig:
     """The kernel from hidden states to experts, for up to `MAX_TOKENS` tokens, or from logits, for any number of them.
 
     Attributes:
-        dtype: of hidden states; of logits that of a bias or correction that is not fp32.
-        weight: dtype of the router's weight, "own" (``dtype``) or "fp32"; `LOGITS`: a product before had the weight.
-        lane_experts: whose scores a lane has of a token: 32 times as many there may be.
-        tile_tokens: whose products a thread adds up at the same time.
+        dtype: that of hidden states. For a kernel from logits: that of a bias or correction that is not fp32.
+        weight: dtype of the router's weight, "own" (``dtype``) or "fp32"; `LOGITS`: the kernel starts from logits.
+        lane_experts: how many of a token's scores each lane has; there may be 32 times as many experts.
+        tile_tokens: for how many tokens a thread adds up products at the same time.
     """
 
     dtype: str = "bf16"
@@ -37,7 +37,7 @@ class RouterConfig:
     num_threads: ClassVar[int] = WARPS * WARP_THREADS
 
     def kernel(self) -> CompiledAs:
-        """Returns how it is compiled."""
+        """Returns how the configuration's kernel is compiled."""
         if self.weight == LOGITS:
             return CompiledAs("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
         return CompiledAs("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
@@ -61,7 +61,7 @@ class RouterConfig:
 
 
 def lane_experts_of(experts: int) -> int:
-    """The least of `LANE_EXPERTS` that holds so many experts, at most MAX_EXPERTS."""
+    """Returns the least of `LANE_EXPERTS` that suffices for ``experts`` experts, at most MAX_EXPERTS."""
     return next(count for count in LANE_EXPERTS if experts <= count * WARP_THREADS)
 
 

@@ -1,9 +1,9 @@
 """Kernels of a router: from hidden states to experts in one launch, or from logits where tokens are many.
 
 `RouterKernel`: each CTA has 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same time. Warps share an
-expert's K; the sum over lanes, then over warps is always taken in the same order, whatever the number of tokens. Logits
-go through a workspace, where each announces itself (:mod:`cute_kernels.device.exchange`), to the CTAs that choose: each
-has a token for each of its warps, so up to eight tokens are the first one's.
+expert's K. Sums over lanes, then over warps, are always taken in the same order, whatever the number of tokens. Logits
+go through a workspace to the CTAs that choose; each logit announces itself there (:mod:`cute_kernels.device.exchange`).
+A CTA chooses for one token in each of its warps, so up to eight tokens are the first CTA's.
 
 | who | reads | then |
 |---|---|---|
@@ -45,7 +45,7 @@ class Operands:
 
 
 class RouterKernel:
-    """One compiled variant; :class:`RouterConfig` says which."""
+    """The kernel from hidden states to experts, as one :class:`RouterConfig` compiles it."""
 
     def __init__(self, config: RouterConfig):
         self.config = config
@@ -128,14 +128,14 @@ class RouterKernel:
         return VECTOR * (4 if self.config.weight == "fp32" else 2)
 
     def load_weight(self, row, piece) -> list[Any]:
-        """The words of a piece of an expert's weight."""
+        """Loads the words of a piece of an expert's weight."""
         address = row + Int64(piece) * self.weight_bytes
         return [word for byte in range(0, self.weight_bytes, 16) for word in ptx.load_global_words(address, byte, 4)]
 
     @cute.jit
     def add(self, operands, sums, words, begin, piece):
-        """Adds the products of a piece of the weight with that of each token of a tile. After the last token the last
-        one is repeated, and its sums are ignored."""
+        """Adds the products of a piece of the weight with each token of a tile. After the last token, that token is
+        repeated, and its sums are ignored."""
         pieces = []
         for t in cutlass.range_constexpr(self.config.tile_tokens):
             token = cutlass.min(begin + t, operands.tokens - 1)
@@ -191,8 +191,8 @@ class RouterKernel:
 
 
 class SelectKernel:
-    """Chooses experts of tokens whose logits an earlier product has stored: a warp for each; :class:`RouterConfig` says
-    which."""
+    """The kernel that chooses experts of tokens whose logits an earlier product has stored; a warp for each token. A
+    :class:`RouterConfig` compiles it."""
 
     def __init__(self, config: RouterConfig):
         self.config = config

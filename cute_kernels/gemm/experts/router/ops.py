@@ -1,4 +1,4 @@
-"""Calling a router, and its registered operator."""
+"""The call of a router, and its registered operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cute_kernels.runtime.plans import identity
 
 
 def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cute_kernels.gemm.experts.route`."""
+    """Computes `cute_kernels.gemm.experts.route`."""
     if is_direct(call.hidden, call.weight, call.bias, call.correction):
         return launch(call)
     check_route(call)
@@ -26,7 +26,7 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter's own tensor, which stands for the router's weight."""
+    """Returns a parameter's own tensor, which stands for the router's weight."""
     return tensor.data if type(tensor) is torch.nn.Parameter else tensor
 
 

@@ -36,7 +36,7 @@ Routed = tuple[torch.Tensor, torch.Tensor]
 
 
 def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
-    """The plan of a checked call; None for one without tokens."""
+    """Returns the plan of a checked call; None for a call without tokens."""
     hidden, index = call.hidden, call.hidden.get_device()
     if not len(hidden):
         return None
@@ -69,14 +69,14 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
 
 
 def without_tokens(call: RouteCall) -> Routed:
-    """The result of a checked call without tokens."""
+    """Returns the result of a checked call without tokens."""
     shape = 0, call.routing.top_k
     return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32)
 
 
 @as_kernels
 def by_torch(call: RouteCall) -> Routed:
-    """The result of a checked call by torch's operators, on any device."""
+    """Returns the result of a checked call by torch's operators, on any device."""
     return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
 
 
@@ -89,7 +89,7 @@ def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_served(call: RouteCall) -> bool:
-    """Whether a kernel chooses experts."""
+    """Returns whether a kernel of this package supports choosing the call's experts; otherwise torch does."""
     routing, added = call.routing, (call.bias, call.correction)
     if call.hidden.dtype == torch.float32 or not is_supported(call.hidden.get_device()):
         return False
@@ -100,20 +100,22 @@ def is_served(call: RouteCall) -> bool:
 
 
 def takes_product(call: RouteCall) -> bool:
-    """Whether the kernel takes hidden states and the router's weight; otherwise torch multiplies them."""
+    """Returns whether the kernel multiplies hidden states by the router's weight; otherwise torch does."""
     hidden, weight = call.hidden, call.weight
     is_known = weight.dtype in (hidden.dtype, torch.float32)
     return is_known and not hidden.shape[1] % VECTOR and not weight.data_ptr() % ALIGNMENT
 
 
 def expert_shift_of(experts: int, num_sms: int) -> int:
-    """log2 of the experts of a CTA: the fewest that leave no more CTAs than SMs, or as many as warps."""
+    """Returns log2 of the number of experts of a CTA: the fewest for which there are no more CTAs than SMs, at most one
+    for each warp."""
     most = WARPS.bit_length() - 1
     return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 
 
 def config_of(call: RouteCall, multiplies: bool) -> RouterConfig:
-    """The configuration of the kernel for a checked call. multiplies: whether the kernel includes the product."""
+    """Returns the configuration of the kernel for a checked call. multiplies: whether the kernel includes the
+    product."""
     dtype, lanes = DTYPES[call.hidden.dtype], lane_experts_of(len(call.weight))
     if not multiplies:
         return RouterConfig(dtype, LOGITS, lanes)
@@ -122,7 +124,7 @@ def config_of(call: RouteCall, multiplies: bool) -> RouterConfig:
 
 
 def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
-    """The kernel of a call, bound to all that stays the same from call to call; its tensors by name."""
+    """Returns the kernel of a call, bound to all that stays the same from call to call. It takes tensors by name."""
     config, (tokens, _), experts = config_of(call, multiplies), call.hidden.shape, len(call.weight)
     routing = call.routing
     fixed: dict[str, object] = {

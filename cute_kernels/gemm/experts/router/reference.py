@@ -39,14 +39,14 @@ def select_reference(
 
 
 def scores_of(logits: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Scores of logits [T, E]."""
+    """Returns the scores of logits [T, E]."""
     if routing.scoring == "softmax":
         return logits.softmax(dim=-1)
     return logits.sigmoid() if routing.scoring == "sigmoid" else functional.softplus(logits).sqrt()
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Scores with -inf for the experts of the groups that a token does not keep."""
+    """Returns the scores, with -inf for experts of groups that a token does not keep."""
     grouped = ranked.view(len(ranked), routing.groups, ranked.shape[1] // routing.groups)
     best = grouped.sort(dim=-1, descending=True).values[..., :2].sum(dim=-1)
     left = torch.ones_like(best, dtype=torch.bool).scatter_(1, _first(best, routing.kept_groups), False)
@@ -54,6 +54,6 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns int64 [T, count]: the indices of the greatest of each row, NaN above all, the lower index first among
-    equal ones."""
+    """Returns int64 [T, count]: the indices of each row's greatest values. NaN is above all, and of equal values the
+    lower index is first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

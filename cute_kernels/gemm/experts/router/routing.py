@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from cute_kernels.arguments import check_count, check_flag, check_number
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-"""A score of a logit x: softmax over all experts; 1 / (1 + exp(-x)); sqrt(log(1 + exp(x)))."""
+"""How a logit x becomes a score: by softmax over all experts, 1 / (1 + exp(-x)), or sqrt(log(1 + exp(x)))."""
 SCORINGS: tuple[str, ...] = get_args(Scoring)
 
 LEAST_SUM = 1e-20  # added to the sum that weights are divided by, as DeepSeek's own code does
@@ -19,7 +19,8 @@ class Routing:
     """How a token's logits become experts and weights.
 
     A token ranks experts by their scores, plus the correction where there is one. With softmax and neither correction
-    nor groups it ranks them by their logits: the same order, and finer where scores round to one number.
+    nor groups it ranks them by their logits. The order is the same, and remains exact if scores round to the same
+    number.
 
     | model | routing |
     |---|---|
@@ -30,11 +31,12 @@ class Routing:
 
     Attributes:
         top_k: experts of a token.
-        scoring: what a logit becomes.
+        scoring: how a logit becomes a score.
         renormalize: whether a token's weights are divided by their sum.
-        scale: what weights are multiplied with at last.
-        groups: of neighbouring experts, as many in each, at least two with more than one group.
-        kept_groups: those that a token may choose from, ranked by the sum of their two best experts.
+        scale: factor of the weights, applied last.
+        groups: number of groups of neighbouring experts, all of one size; with more than one group, at least two
+            experts each.
+        kept_groups: number of groups that a token may choose from; groups rank by the sum of their two best scores.
 
     Raises:
         TypeError, ValueError: an attribute is none of these; the message names it.
@@ -58,11 +60,11 @@ class Routing:
 
     @property
     def fields(self) -> tuple[int, Scoring, bool, float, int, int]:
-        """The fields that it can be made of again."""
+        """The values of all fields, from which an equal `Routing` can be made."""
         return self.top_k, self.scoring, self.renormalize, self.scale, self.groups, self.kept_groups
 
     def check_experts(self, experts: int) -> None:
-        """Raises ValueError unless tokens can choose among so many experts."""
+        """Raises ValueError unless tokens can choose among ``experts`` experts."""
         if experts % self.groups or (self.groups > 1 and experts < 2 * self.groups):
             raise ValueError(f"routing: got {self.groups} groups of {experts} experts, want equal ones of two or more")
         kept = experts // self.groups * self.kept_groups

@@ -1,8 +1,8 @@
-"""A token's experts, chosen by a warp: lane l has experts l, l + 32, l + 64 ... in its registers.
+"""How a warp chooses a token's experts: lane l has experts l, l + 32, l + 64 ... in its registers.
 
-Experts are ranked by keys: integers in the same order as the numbers, NaN above all of them. A warp finds the greatest
-of its keys by redux.sync, which does not take fp32, and of equal ones the lowest index. There is a round of it for each
-expert that is chosen. Lane j keeps the j-th.
+Experts are ranked by keys: integers in the same order as the numbers, NaN above all of them. redux.sync finds the
+greatest key of a warp, since it does not take fp32; of equal keys the lowest index wins. One round of this finds one
+expert. Lane j keeps the j-th.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Choice:
 
 
 def key_of(x: Float32) -> Int32:
-    """The key of a number; -0 and 0 have the same."""
+    """Returns the key of a number; -0 and 0 have the same key."""
     word = numbers.bits(x)
     word = cutlass.select_(word == Uint32(0x80000000), Uint32(0), word)
     is_nan = (word & Uint32(0x7FFFFFFF)) > Uint32(0x7F800000)
@@ -65,23 +65,24 @@ def key_of(x: Float32) -> Int32:
 
 
 def number_of(key: Int32) -> Float32:
-    """The number that a key is of."""
+    """Returns the number that a key stands for."""
     return numbers.from_bits(Uint32(key ^ ((key >> 31) & Int32(0x7FFFFFFF))))
 
 
 class Selection:
-    """Chooses experts of a token for a kernel whose lanes have ``lane_experts`` of its logits each."""
+    """The choice of a token's experts, in a kernel whose lanes have ``lane_experts`` of its logits each."""
 
     def __init__(self, lane_experts: int, dtype: str):
         self.count, self.dtype = lane_experts, dtype
 
     def expert(self, i: int, lane: Int32) -> Int32:
-        """The index of a lane's i-th expert."""
+        """Returns the index of a lane's i-th expert."""
         return lane + i * WARP_THREADS
 
     @cute.jit
     def load_number(self, address, index, wide):
-        """Loads an element of a bias or correction, which are older than the kernel before this one."""
+        """Loads an element of a bias or correction. Neither is written by the launch before, so no wait precedes the
+        load."""
         value = Float32(0.0)
         if wide != 0:
             value = numbers.from_bits(numbers.load_global_part(address + Int64(index) * 4, 0, 4))
@@ -95,7 +96,8 @@ class Selection:
 
     @cute.jit
     def choose(self, choice, logits, token, lane):
-        """Stores a token's ids and weights. logits: the lane's, of any value where there is no expert."""
+        """Stores a token's ids and weights. logits: those of the lane's experts, any value for experts that do not
+        exist."""
         scores = cute.make_rmem_tensor(self.count, Float32)
         keys = cute.make_rmem_tensor(self.count, Int32)
         self.score(choice, scores, logits, lane)
@@ -144,7 +146,7 @@ class Selection:
 
     @cute.jit
     def take(self, keys, scores, lane):
-        """Takes out the first of the warp's experts: (index, score)."""
+        """Removes the highest-ranking of the warp's remaining experts. Returns (index, score)."""
         index, _ = self.first(keys, lane)
         value = Float32(0.0)
         for i in cutlass.range_constexpr(self.count):
@@ -154,7 +156,8 @@ class Selection:
         return index, cute.arch.shuffle_sync(value, index % WARP_THREADS)
 
     def first(self, keys, lane) -> tuple[Any, Any]:
-        """Returns (index, key) of the first of the warp's experts: the greatest key, of equal ones the lowest index."""
+        """Returns (index, key) of the highest-ranking of the warp's experts: the greatest key, and of equal ones the
+        lowest index."""
         best, index = keys[0], self.expert(0, lane)
         for i in range(1, self.count):
             more = keys[i] > best
@@ -165,7 +168,7 @@ class Selection:
 
     @cute.jit
     def keep_groups(self, choice, keys, lane):
-        """Ranks the experts of all groups but those kept as -inf; lane g has the key of group g."""
+        """Sets the keys of experts outside the kept groups to that of -inf. Lane g has the key of group g."""
         own = Int32(NONE)
         within = cute.make_rmem_tensor(self.count, Int32)
         for group in cutlass.range(choice.groups, unroll=1):
@@ -189,14 +192,15 @@ class Selection:
             keys[i] = cutlass.select_(left & there, Int32(LEAST_KEY), keys[i])
 
     def group(self, choice, i: int, lane: Int32) -> Int32:
-        """The group of a lane's i-th expert."""
+        """Returns the group of a lane's i-th expert."""
         return (self.expert(i, lane) * choice.group_reciprocal) >> GROUP_SHIFT
 
 
 def root_of_softplus(x: Float32) -> Float32:
-    """sqrt(log(1 + exp(x))).
+    """Returns sqrt(log(1 + exp(x))).
 
-    With u = exp(-|x|), log(1 + u) is 2 atanh(s) of s = u / (2 + u), at most 1 / 3: seven terms of its series.
+    With u = exp(-|x|), log(1 + u) is 2 atanh(s), where s = u / (2 + u) is at most 1 / 3. Seven terms of its series
+    suffice.
     """
     u = ptx.exp2(ptx.absolute(x) * Float32(-ptx.LOG2_E))
     s = u * ptx.reciprocal(u + Float32(2.0))
