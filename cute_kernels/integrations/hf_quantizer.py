@@ -9,7 +9,7 @@
     config = quantizer.CuteKernelsConfig(bits=4, group_size=128)  # or quantised while it is loaded
     model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=config)
 
-Without `register` transformers does not know the method: it says so in a log line and goes on with random weights.
+Without `register` transformers does not know the method: it only logs this, and goes on with random weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from layouts.weights import hopper
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
 _FORMAT = "format"
 _KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "dtype_plan")
-"""Attributes in which a model names what transformers loads in fp32. Version 5.0.0 reads the last, 5.17 the others."""
+"""Attributes in which a model names modules that transformers loads in fp32. 5.0.0 reads the last, 5.17 the others."""
 
 
 class CuteKernelsConfig(QuantizationConfigMixin):

@@ -33,7 +33,7 @@ def from_compressed_tensors(
             scale; None for a symmetric weight.
         weight_shape: int64 [2]: (N, K).
         weight_g_idx: int [K], the group of each input, or None for groups in order.
-        bits: 4 or 8; default what weight_shape says, 4 without one.
+        bits: 4 or 8; default found from weight_shape, or 4 without it.
         group_size, dtype, device: as for `from_awq`.
 
     Raises:

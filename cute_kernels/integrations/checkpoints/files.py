@@ -95,11 +95,11 @@ def load_quantized_linears(
 
     Returns:
         ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) says of each layer its
-        format, whether products are in 16 bits or FP8 and why, and what the checkpoint declares of activations; and
-        what has its weights in 16 bits. Experts have no static scales.
+        format, whether and why products are in 16 bits or FP8, and the declared activations. It also lists layers with
+        weights in 16 bits. Experts have no static scales.
 
     Raises:
-        As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape, or with a bias
+        As `load_safetensors`, and ValueError for a layer that the model lacks, has in another shape, or has with a bias
         that the checkpoint lacks. The model is then as it was.
     """
     if not isinstance(model, nn.Module):

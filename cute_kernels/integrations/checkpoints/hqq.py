@@ -35,7 +35,7 @@ def from_hqq(
         scale, zero: floating, N * G numbers in row-major [N, G].
         shape: (N, K), which HQQ keeps in its meta data.
         bits: 4 or 8 (HQQ's nbits).
-        group_size: of the meta data (-1: one scale per row), or None for what K and G say.
+        group_size: of the meta data (-1: one scale per row), or None to find it from K and G.
         axis: of the meta data; kernels support only 1, groups along K.
         dtype, device: as for `from_awq`.
 

@@ -45,7 +45,7 @@ class LayerFormat:
     """How a checkpoint stores a layer.
 
     Args:
-        name: what errors call it.
+        name: its name in errors.
         methods: values of the configuration's `quant_method` for this format.
         mark: the tensor whose name tells that a layer is of this format.
         required, optional: the tensors that are read, without "bias".

@@ -256,7 +256,7 @@ def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
 def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
     """Converts W = number(q) * s, times per_tensor_scale.
 
-    qdata: [N, K], or [N, K / 2] for two codes a byte. scale: [N, groups], or swizzled in blocks.
+    qdata: [N, K], or [N, K / 2] for two codes a byte. scale: [N, groups], a number per square block, or swizzled.
     """
     if attributes.get("is_swizzled_scales"):
         qdata, block = tensors["qdata"], attributes.get("block_size")

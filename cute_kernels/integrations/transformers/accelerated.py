@@ -80,7 +80,7 @@ class Acceleration:
 
     Attributes:
         rows: (what, before, after).
-        notes: what was done to the layers, and which were left and why.
+        notes: the changed layers, and the unchanged ones with reasons.
     """
 
     model: str

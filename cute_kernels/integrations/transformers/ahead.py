@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _COUNTED = ("position_ids", "cache_position")
 """Inputs that the next step has incremented by one."""
 _ALLOWED_MISSES, _STEPS_A_MISS = 1, 8
-"""Steps that may be called back before none begins any more: the first number, and one more per second number taken."""
+"""The misses allowed before no step begins early any more, and the steps taken that allow one more miss."""
 
 
 Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]

@@ -350,7 +350,7 @@ class Place:
     next_layer: nn.Module | None
 
     def is_current(self) -> bool:
-        """Returns whether the same layer still comes next, or still none."""
+        """Returns whether ``next_layer``, or no layer if it is None, still follows in the stack."""
         layers, number = self.stack.layers, self.number + 1
         return (layers[number] if number < len(layers) else None) is self.next_layer
 

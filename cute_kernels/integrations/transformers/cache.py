@@ -345,7 +345,8 @@ class DecodeCache(Cache):
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
             ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``; or a file of these that `cute-kernels calibrate --budget`
             wrote. For latents: "mla_bf16", "mla_fp16" or "mla_fp8".
-        max_seq_len: columns that each request may reach; allocated on first use. None: no limit; growth adds half.
+        max_seq_len: columns that each request may reach; allocated on first use. None: no limit; the capacity
+            grows by half.
         capacity: columns to begin with, without ``max_seq_len``.
         scales: for formats with a scale beside the cache: each layer's (K's, V's) as `append_kv` takes them; None
             for a format without (see `calibrate`).

@@ -130,7 +130,7 @@ class CachedTokens:
 
     @property
     def can_attend(self) -> bool:
-        """Whether `attend` takes this pass."""
+        """Whether `attend` takes this pass: all new columns are tokens, and there are at most 16."""
         return self.columns.is_whole and self.new <= MAX_Q_LEN
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:

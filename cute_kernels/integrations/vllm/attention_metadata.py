@@ -383,8 +383,9 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
     """Returns whether decode attention in parts is faster for some requests than extend attention.
 
-    It is if parts times KV heads are at most the number of SMs, or at most extend attention's number of work tiles:
-    tiles, unlike parts, are not split. The table has times over 8192 tokens in FP8, 32 and 8 heads, on an H100.
+    It is if a request has at most `MAX_PARTS` parts, and parts of all requests times KV heads do not exceed the greater
+    of the number of SMs and extend attention's number of work tiles. Tiles, unlike parts, are not split. The table has
+    times over 8192 tokens in FP8, 32 and 8 heads, on an H100.
 
     | requests x new tokens | parts, us | tiles, us |
     |---|---|---|

@@ -149,7 +149,7 @@ _norms: dict[tuple[int, torch.dtype], frozenset[bool]] = {}
 def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKind) -> None:
     """Loads or compiles the kernels of a layer's products on one side of a norm.
 
-    The norm is a launch of its own for numbers of rows without a kernel, or if the kernel cannot be had here.
+    The norm is a launch of its own for numbers of rows without a kernel, or if its kernel cannot be loaded or compiled.
 
     problem: the layer, of one row. rows: numbers of rows that the engine runs.
     """

@@ -36,7 +36,7 @@ def own_formats() -> tuple[Formats, ...]:
 
     Raises:
         OSError, ValueError: the file does not exist, or a format is unknown or needs something that vLLM does not
-            store: given scales, or keys that wait for their block to fill.
+            store: given scales other than one per tensor, or keys that wait for their block to fill.
     """
     text = environment.wanted_kv_format()
     if text is None:
