@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek V2, V3, V3.2): decode over whole contexts or chosen tokens of an MLA cache.
 
 Read on in `formats` (what a token is), `reference` (what decode means), `problem` and `checks` (what a checked call
-is), `ops`; then the kernels: `layout` (what they see of a token), `config`, `schedule`, `kernel`, `compile`, `plan`.
-Writing tokens is :mod:`cute_kernels.mla.cache`.
+is), `ops`. Then read the kernels: `layout` (the bytes of a token), `config`, `schedule`, `kernel`, `compile`, `plan`.
+:mod:`cute_kernels.mla.cache` writes tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def mla_decode(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes softmax(q K^T * softmax_scale) V for the newest tokens of each request: K is the cached tokens, V their
+    """Computes softmax(q K^T * softmax_scale) V for the newest tokens of each request. K is the cached tokens, V their
     first 512 columns.
 
     Query i of request b stands at position seq_lens[b] - q_len + i: the queries are the last tokens, and they are in
@@ -78,22 +78,22 @@ def mla_decode(
             float8_e4m3fn.
         block_table: int32 [batch, max_pages], columns contiguous: token t of request b is row t % page_size of page
             block_table[b, t // page_size]. Entries beyond a request's tokens may hold anything.
-        softmax_scale: a positive number, default head_dim ** -0.5. (A model's own is that of its heads before
-            absorption: 192 ** -0.5 and YaRN's factor for DeepSeek-V3.)
+        softmax_scale: a positive number, default head_dim ** -0.5. A model scales by its head size before absorption,
+            so DeepSeek-V3 has 192 ** -0.5 times YaRN's factor.
         causal: whether a query sees no token after its own position; matters for q_len > 1 alone.
         return_lse: also return the log-sum-exp of the scores.
         out: the tensor for the result, contiguous.
 
     Returns:
         out [batch, q_len, num_heads, 512] in q's dtype; with ``return_lse`` also fp32 [batch, q_len, num_heads],
-        natural log. A query that sees no token gives out 0 and lse -inf, as `merge_states` wants it (FlashMLA and
-        :mod:`cute_kernels.compat.flash_mla` have +inf there). Softmax and accumulation are fp32. Equal inputs give
+        natural log. A query that sees no token has out 0 and lse -inf, as `merge_states` wants it. FlashMLA and
+        :mod:`cute_kernels.compat.flash_mla` have lse +inf there. Softmax and accumulation are fp32. Equal inputs give
         bitwise equal outputs.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
-            pages are not checked on a GPU (that would wait for it). With CUTE_KERNELS_DEBUG=1 in the environment at
-            import they are checked on every call, on the CPU always; the message names request and position.
+            pages are checked on the CPU, but not on a GPU, as a check would wait for the GPU. With CUTE_KERNELS_DEBUG=1
+            in the environment at import they are checked in every call. The message names request and position.
         UnsupportedGPUError: the kernels are not compiled for this GPU.
 
     CPU tensors run the reference implementation.
@@ -159,17 +159,17 @@ def sparse_mla_decode(
         q, cache, kv_format, softmax_scale, return_lse, out: as for `mla_decode`, with any q_len.
         indices: int32 [batch, q_len, topk], contiguous, any topk: page * page_size + offset, -1 for none. An index
             outside the cache counts as -1; one that comes twice counts twice.
-        topk_length: int32 [batch]: only the first so many of a request's indices count. Default: all.
+        topk_length: int32 [batch]: how many of a request's indices count, from the first one on. Default: all.
         sinks: fp32 [num_heads], one more logit in the softmax's denominator, without a value: out is multiplied by
             exp(lse) / (exp(lse) + exp(sink)). -inf for none, +inf makes out 0. lse leaves it out.
-        extra_cache, extra_indices, extra_topk_length: a second cache in the same format, with pages of its own size,
-            whose chosen tokens are seen besides.
+        extra_cache, extra_indices, extra_topk_length: a second cache in the same format, its indices and their numbers.
+            Queries see its chosen tokens, too. Its pages may have another size.
 
     Returns:
         As `mla_decode`.
 
     Raises:
-        As `mla_decode`. Indices are checked only with CUTE_KERNELS_DEBUG=1: then one that is neither -1 nor in the
+        As `mla_decode`. Indices are checked only with CUTE_KERNELS_DEBUG=1. Then an index that is neither -1 nor in the
         cache is a ValueError that names request, query and position.
     """
     extras = SparseExtras(topk_length, sinks, extra_cache, extra_indices, extra_topk_length)
@@ -179,5 +179,5 @@ def sparse_mla_decode(
 
 
 def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
-    """The kernels' lse with -inf where a query sees nothing, in place of +inf; every other number stays, NaN too."""
+    """Replaces kernels' +inf, where a query sees nothing, by -inf, in place. All other numbers stay, NaN too."""
     return lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)

@@ -1,22 +1,23 @@
-"""The arguments that MLA decode's kernels are launched with; they are listed nowhere else.
+"""The launch arguments of MLA decode's kernels; they are listed nowhere else.
 
-Both kinds of decode (`ROWS`): q bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len,
-num_heads, 512] in q's dtype; lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0;
-partials: see :class:`.work.Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to
-write; under stream-K (num_parts 0) that and flags are the words and the flags of `PartialExchange`. num_ctas: of the
-launch, but of few heads.
+Dense and sparse decode both have `ROWS`: q bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch,
+q_len, num_heads, 512] in q's dtype; lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32
+[num_heads] or 0. partials: see :class:`.work.Results`, used if num_parts > 1; the combining kernel then writes out, lse
+and max_logits. Under stream-K (num_parts 0) partials and flags are the words and flags of `PartialExchange`. num_ctas:
+CTAs of the launch; 0 for the kernel for few heads.
 
-A cache (`PAGES`): pages ``page_stride`` bytes apart, of page_size tokens ``token_stride`` bytes apart (their data, if
-pages are split), multiples of 16.
+A cache has `PAGES`: pages lie ``page_stride`` bytes apart, the page_size tokens of a page ``token_stride`` bytes apart.
+Both strides are multiples of 16. Where pages are split, token_stride is that of the tokens' data.
 
-`SPARSE`: num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32
-[batch] or 0. The same for the extra cache; extra_topk is 0 without one (extra_page_size is then 1).
+`SPARSE` has num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length
+int32 [batch] or 0. The extra cache has the same arguments; without one extra_topk is 0 and extra_page_size 1.
 
-`PAGED`: tokens 0 to seq_lens[b] of a request: table int32 [batch, max_pages], rows ``table_stride`` elements apart, and
-seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to seq_lens[b] - q_len + i only, else 0.
+`PAGED` has the first seq_lens[b] tokens of request b: table int32 [batch, max_pages], rows ``table_stride`` elements
+apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to seq_lens[b] - q_len + i only,
+else 0.
 
-Adding up parts (`COMBINE`): out is a tensor; row_bits: a CTA has 2**row_bits rows, of each as many groups of 128
-threads as its slots allow.
+The kernel that adds up parts has `COMBINE`; its out is a tensor. row_bits: a CTA has 2**row_bits rows, which share its
+groups of 128 threads (`CombineConfig.slots`) equally.
 """
 
 from __future__ import annotations
@@ -61,5 +62,5 @@ COMBINE = joined(
 
 
 def arguments_of(tokens: str) -> LaunchArguments:
-    """The arguments of decode. tokens: "sparse" or "paged"."""
+    """Returns the launch arguments of decode. tokens: "sparse" or "paged"."""
     return SPARSE if tokens == "sparse" else PAGED

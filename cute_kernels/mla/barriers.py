@@ -1,4 +1,4 @@
-"""The beginning of a CTA: one warp initialises the barriers of shared memory, all others wait for that."""
+"""The beginning of a CTA: one warp initialises the barriers in shared memory, and all other warps wait for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ CONSUMERS_READY, PRODUCERS_READY = 1, 8
 
 
 def announce_barriers(config: MlaConfig) -> None:
-    """Arrives: the barriers are initialised. The warp that did so calls it, before it waits as all do."""
+    """Announces that the barriers are initialised. The warp that initialised them calls it, then waits like all
+    others."""
     if not config.crossover:  # pairs arrive at their cluster's barrier
         cute.arch.barrier_arrive(barrier_id=PRODUCERS_READY, number_of_threads=_producer_threads(config))
 
 
 def await_barriers(config: MlaConfig, produces: bool) -> None:
-    """Waits until the barriers are initialised, in both CTAs of a pair. Every thread that uses them calls it once;
-    those that gather, after their first loads. Warps of a kind call it at one place of the program."""
+    """Waits until the barriers are initialised, in both CTAs of a pair. Every thread that uses barriers calls it once;
+    producers that gather call it after their first loads. All warps of a kind call it at one place of the program."""
     cute.arch.sync_warp()
     if config.crossover:
         cute.arch.cluster_wait()

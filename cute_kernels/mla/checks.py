@@ -39,7 +39,7 @@ def dense_problem(
     kv_format: object,
     causal: bool = True,
 ) -> DenseProblem:
-    """The problem of a call with the arguments of `cute_kernels.mla.mla_decode`; raises TypeError or ValueError."""
+    """Returns the problem of a call of `cute_kernels.mla.mla_decode`; raises TypeError or ValueError."""
     form = form_of(kv_format)
     tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
     check_tensors(**tensors)
@@ -76,7 +76,7 @@ def sparse_problem(
     kv_format: object,
     **optional: torch.Tensor | None,
 ) -> SparseProblem:
-    """The problem of a call with the arguments of `cute_kernels.mla.sparse_mla_decode`; raises TypeError or ValueError.
+    """Returns the problem of a call of `cute_kernels.mla.sparse_mla_decode`; raises TypeError or ValueError.
 
     optional: any of `SparseExtras`.
     """
@@ -111,7 +111,7 @@ def sparse_problem(
 
 
 def form_of(kv_format: object) -> MlaFormat:
-    """The format of a name; TypeError or ValueError for anything else."""
+    """Returns the format called ``kv_format``; raises TypeError or ValueError if there is none."""
     if not isinstance(kv_format, str):
         raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format")
     return format_of(kv_format)
@@ -140,7 +140,7 @@ def _check_indices(name: str, indices: torch.Tensor, batch: int, q_len: int) -> 
 
 
 def cache_shape(name: str, cache: torch.Tensor, form: MlaFormat, head_dim: int) -> CacheShape:
-    """A cache's shape and strides; TypeError or ValueError unless it is one of this format."""
+    """Returns a cache's shape and strides; raises TypeError or ValueError unless they fit the format ``form``."""
     check_shape(name, cache, "num_pages", "page_size", "row")
     check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
     num_pages, page_size, row = cache.shape
@@ -178,7 +178,7 @@ def check_out(out: object, problem: DenseProblem | SparseProblem) -> None:
 
 
 def check_alignment(problem: DenseProblem | SparseProblem, **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError for tensors that the kernels' 16-byte accesses cannot reach: caches, q and out."""
+    """Raises ValueError unless caches, q and out are aligned for the kernels' 16-byte accesses."""
     for name, tensor in tensors.items():
         if tensor is not None:
             check_aligned(name, tensor, ALIGNMENT)
@@ -201,7 +201,8 @@ def check_distances(name: str, shape: CacheShape, unit: int) -> None:
 
 
 def check_dense_values(problem: DenseProblem, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """Raises ValueError naming the request (and the position) of the first length or page that cannot be right."""
+    """Raises ValueError for the first length out of range or page outside the cache; waits for the device. The message
+    names the request, and a page's position."""
     lengths = seq_lens.to(torch.int64).cpu()
     wrong = torch.nonzero((lengths < 0) | (lengths > problem.max_seq_len))
     if wrong.numel():
@@ -223,9 +224,10 @@ def check_dense_values(problem: DenseProblem, block_table: torch.Tensor, seq_len
 
 
 def check_sparse_values(name: str, shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None) -> None:
-    """Raises ValueError for the first index that counts and is neither -1 nor in the cache, or a wrong length.
+    """Raises ValueError for the first wrong length, or the first index that counts and is neither -1 nor in the cache.
 
-    name: "indices" or "extra_indices", for the message, which names request, query and position.
+    It waits for the device. name: "indices" or "extra_indices", for the message, which names request, query and
+    position.
     """
     values = indices.cpu()
     counted = torch.ones_like(values, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Compiles configurations into functions; no other module of decode's starts the compiler."""
+"""Compiles configurations into functions; no other module of MLA decode starts the compiler."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from cute_kernels.runtime.spec import KernelSpec, check_config
 
 
 class _MlaFamily(KernelSpec):
-    """What both kernels of the family share."""
+    """The common base of both specs of the family."""
 
     family: ClassVar[str] = "mla"
 
 
 @dataclass(frozen=True, eq=False)
 class MlaSpec(_MlaFamily):
-    """Decode: the function takes :data:`.arguments.SPARSE` or :data:`.arguments.PAGED`, on torch's current stream."""
+    """The spec of decode. Its function takes :data:`.arguments.SPARSE` or :data:`.arguments.PAGED`, on torch's current
+    stream."""
 
     config: MlaConfig | FewHeadsConfig
 
@@ -45,7 +46,8 @@ class MlaSpec(_MlaFamily):
 
 @dataclass(frozen=True, eq=False)
 class CombineSpec(_MlaFamily):
-    """The kernel that adds up parts: the function takes :data:`.arguments.COMBINE`, on torch's current stream."""
+    """The spec of the kernel that adds up parts. Its function takes :data:`.arguments.COMBINE`, on torch's current
+    stream."""
 
     config: CombineConfig
 
@@ -57,19 +59,19 @@ class CombineSpec(_MlaFamily):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Lists the kernels that bundles hold and the gates compile."""
+    """Lists the kernels that bundles contain and CI compiles."""
     configs = [*(served_config(*which) for which in SHIPPED), *shipped_few_heads()]
     return [*map(MlaSpec, configs), *combine_specs("bf16"), *combine_specs("fp16")]
 
 
 def combine_specs(dtype: str) -> list[CombineSpec]:
-    """All specs by which launches with results of "bf16" or "fp16" may add up their parts."""
+    """Lists the kernels that may add up the parts of launches with results in ``dtype``, "bf16" or "fp16"."""
     forms = PARTIALS if dtype == FewHeadsConfig.layout.dtype else (SCALED_PARTIALS,)
     return [CombineSpec(CombineConfig(dtype, slots, form)) for form in forms for slots in COMBINE_SLOTS]
 
 
 def _fake_rows(columns: int, dtype: str) -> Any:
-    """ "bf16" or "fp16" [batch, q_len, num_heads, columns], contiguous."""
+    """Makes a contiguous stand-in [batch, q_len, num_heads, columns] for the compiler. dtype: "bf16" or "fp16"."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor
 

@@ -71,9 +71,10 @@ class PartialForm:
     """The form in which a part of a row is stored for the kernel that adds up the parts.
 
     Attributes:
-        value_bytes: of a value: 4, fp32, or 2, fp16, of which the greatest of a row's half is between 2**14 and 2**15.
-        stats_bytes: of a row's fp32 numbers: maximum (in powers of 2) and sum of weights, and of fp16 values the powers
-            of 2 that both halves are to be multiplied with.
+        value_bytes: of a value: 4 for fp32, or 2 for fp16, scaled so that the greatest of half a row is between 2**14
+            and 2**15.
+        stats_bytes: of a row's fp32 numbers: its maximum (in powers of 2) and its sum of weights. With fp16 values also
+            two powers of 2, by which the combine multiplies the halves.
     """
 
     value_bytes: int
@@ -81,7 +82,7 @@ class PartialForm:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's values."""
+        """Bytes of a row's values, its statistics not counted."""
         return V_HEAD_DIM * self.value_bytes
 
 
@@ -93,11 +94,11 @@ SCALED_PARTIALS = "fp16"
 class MlaConfig:
     """One variant of MLA decode.
 
-    tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
+    tokens: "sparse": the tokens that indices name; "paged": the first tokens of every request, by its block table.
     form: name of the cache's format.
     head_dim: columns of a key, one of the format's.
-    tiles: how tiles are filled and multiplied, and partial results combined: see :mod:`.policies`. With two CTAs to a
-        tile the number of blocks of 64 heads of a row must be even.
+    tiles: how tiles are filled and multiplied, and partial results combined: see :mod:`.policies`. With crossover a row
+        must have an even number of blocks of 64 heads.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -142,9 +143,9 @@ class MlaConfig:
 
     @property
     def partials(self) -> str:
-        """The one of `PARTIALS` in which a part of a row is stored. Writing and reading 64 heads in fp32 takes as long
-        as two blocks. But where the same half has scaled codes and RoPE columns as they are, one power of 2 is not
-        enough for both."""
+        """The key of `PARTIALS` in which a part of a row is stored. fp16 saves time: to write and read 64 heads in fp32
+        takes as long as two blocks. A half that has both scaled codes and RoPE columns needs fp32, as one power of 2
+        does not fit both."""
         scaled_in_part = 0 < self.layout.code_slabs < VALUE_SLABS
         return "fp32" if scaled_in_part else SCALED_PARTIALS
 
@@ -160,18 +161,18 @@ class MlaConfig:
 
     @property
     def value_columns(self) -> int:
-        """N of an MMA of weights and values. With four warpgroups a thread begins with 128 registers, and ptxas refuses
-        an MMA with as many accumulators."""
+        """N of an MMA of weights and values. With eight producer warps a thread begins with 128 registers. ptxas then
+        refuses an MMA with 128 accumulators a thread, so N is halved."""
         return V_HEAD_DIM // 2 if self.producer_warps == PRODUCER_WARPS[0] else V_HEAD_DIM // 4
 
     @property
     def warp_groups(self) -> int:
-        """Groups of tokens that a producer warp loads of a block."""
+        """Groups of 8 tokens that a producer warp loads of a block."""
         return BLOCK_TOKENS // GROUP_TOKENS // self.producer_warps // self.cluster
 
     @property
     def tma_tiles(self) -> bool:
-        """Whether a tensor map brings tiles."""
+        """Whether TMA loads the tiles."""
         return isinstance(self.tiles.load, TmaTiles)
 
     @property
@@ -181,7 +182,7 @@ class MlaConfig:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Slabs of the parts of a tile that are filled and released by themselves."""
+        """The slabs of each part of a tile; each part is filled and released by itself."""
         return self.layout.parts if self.delays_pv else (tuple(range(self.layout.num_slabs)),)
 
     @property
@@ -190,12 +191,12 @@ class MlaConfig:
         return 2 if self.delays_pv else 1
 
     def part_number(self, stage: Index, part: int) -> Index:
-        """The number of a part of a tile, among all that have barriers."""
+        """Returns the index of the barriers of a part of the tile in a stage."""
         return stage if self.tile_parts == 1 else self.tile_parts * stage + part
 
     @property
     def held_steps(self) -> int:
-        """Steps of 16 columns of the queries that order "delayed_pv" keeps in registers."""
+        """Steps of 16 columns of the queries that the mainloop "delayed_pv" keeps in registers."""
         return CROSSOVER_HELD_STEPS[self.form] if self.crossover and not self.copies else HELD_STEPS
 
     @property
@@ -204,19 +205,19 @@ class MlaConfig:
         return CONSUMER_WARPS // self.tile_parts * self.cluster
 
     def sent_bytes(self, part: int) -> int:
-        """Bytes of a part of a tile that a CTA of a pair receives: half of its rows, and of the flags with the first
-        part."""
+        """Returns how many bytes of a part a CTA of a pair receives: half of its rows, with the first part also half of
+        the flags."""
         rows = len(self.parts[part]) * SLAB_COLUMNS * 2 * BLOCK_TOKENS
         return (rows + (FLAG_BYTES if part == 0 else 0)) // 2
 
     @property
     def copies(self) -> bool:
-        """Whether tiles are copies of the cache's bytes."""
+        """Whether tiles are copies of the cache's bytes: the cache has 16-bit tokens."""
         return not self.tiles.load.fp8
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of 64 tokens in shared memory."""
+        """Bytes of a tile of 64 tokens in shared memory."""
         return BLOCK_TOKENS * self.head_dim * 2
 
     @property
@@ -231,18 +232,17 @@ class MlaConfig:
 
     @property
     def entry_lead(self) -> int:
-        """Blocks ahead of which a producer warp has the entries: those that it prefetches, or will load next."""
+        """How many blocks ahead a producer warp knows entries: as far as it prefetches, at least two."""
         return max(self.tiles.load.prefetch, 2)
 
     @property
     def entry_blocks(self) -> int:
-        """The number of blocks whose entries shared memory holds, from the next block to the one being loaded; a
-        power of 2."""
+        """The number of blocks whose entries shared memory holds; a power of 2."""
         return 1 << self.entry_lead.bit_length()
 
     @property
     def entry_bytes(self) -> int:
-        """Shared memory of entries: of the warps that gather, and of those that help them."""
+        """Bytes of shared memory for entries; 0 where tokens are not decoded."""
         return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
 
     @property
@@ -280,9 +280,9 @@ class CombineConfig:
     """The kernel that adds up the parts of split rows.
 
     dtype: "bf16" or "fp16", of the result.
-    slots: groups of 128 threads of a CTA. One for many rows, of which an SM then has many CTAs; 8 for few rows: an SM
-        has no more than one, so that all SMs have some.
-    partials: which of `PARTIALS` are added up.
+    slots: groups of 128 threads of a CTA. 1 for many rows: an SM then holds many CTAs. 8 for few rows: an SM then holds
+        one CTA, so that CTAs spread over all SMs.
+    partials: the key of `PARTIALS` in which parts are stored.
     """
 
     dtype: str = "bf16"
@@ -291,7 +291,7 @@ class CombineConfig:
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA: a vector of 4 columns each."""
+        """Threads of a CTA; each has a vector of 4 columns."""
         return self.slots * (V_HEAD_DIM // 4)
 
     @property
@@ -307,19 +307,21 @@ class CombineConfig:
 
 
 def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
-    """Whether crossover, with CTAs in pairs, may serve calls with a number of heads a row. It takes chosen tokens
-    that are decoded, whole contexts of 656-byte tokens, and TMA tiles, see `fits_tma_tiles`."""
+    """Returns whether crossover, with CTAs in pairs, supports rows of ``num_heads`` heads. It supports chosen FP8
+    tokens, whole contexts of 656-byte tokens, and TMA tiles, see `fits_tma_tiles`."""
     wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
 
 def fits_tma_tiles(tokens: str, form: str, page_size: int) -> bool:
-    """Whether a tensor map can load the tokens of calls: whole contexts of 16-bit tokens, every 64 contiguous."""
+    """Returns whether TMA can load the tokens of calls: whole contexts of 16-bit tokens, in pages of a multiple of
+    64."""
     return tokens == "paged" and form not in SCALES and page_size % BLOCK_TOKENS == 0
 
 
 def is_mma_bound(form: str, num_heads: int) -> bool:
-    """Whether the tensor cores limit calls with a number of heads a row: 16-bit tokens that several CTAs read."""
+    """Returns whether tensor cores limit calls with ``num_heads`` heads a row: several CTAs then read the same 16-bit
+    tokens."""
     return form not in SCALES and num_heads > BLOCK_HEADS
 
 
@@ -333,11 +335,11 @@ def served_config(
     eager: bool = False,
     cooperative: bool = False,
 ) -> MlaConfig:
-    """The variant that calls use.
+    """Returns the variant that calls use.
 
-    head_dim: default the format's only or wider one. crossover: `fits_crossover`. mma_bound: `is_mma_bound`. tma_tiles:
-    `fits_tma_tiles`. eager: with crossover or TMA tiles, whether work tiles are long and waiting for tiles limits them,
-    see `.schedule`. cooperative: whether CTAs combine the parts of rows themselves.
+    head_dim: default the format's only or wider one. crossover: see `fits_crossover`. mma_bound: `is_mma_bound`.
+    tma_tiles: `fits_tma_tiles`. eager: with crossover or TMA tiles, whether work tiles are long and limited by loading
+    tiles, see `.schedule`. cooperative: whether the CTAs of one launch combine the parts of rows.
     """
     tiles: Tiles
     scales = SCALES[form][0] if form in SCALES else ""
@@ -373,4 +375,4 @@ SHIPPED: tuple[tuple[Any, ...], ...] = (
     *(("paged", form, None, pairs, False, True) for form in ("mla_bf16", "mla_fp16") for pairs in (False, True)),
     *(("paged", form, None, False, False, True, True) for form in ("mla_bf16", "mla_fp16")),
 )
-"""What bundles serve, as arguments of `served_config`; the rest is compiled when it is called."""
+"""The variants in bundles, as arguments of `served_config`; other variants are compiled when a call needs them."""

@@ -15,8 +15,8 @@ class ElementType:
     """One kind of 16-bit numbers.
 
     Attributes:
-        type: the CuTe type of tensors that have them.
-        pack: two fp32, rounded to nearest, into a word, the first in the lower half.
+        type: the CuTe type of tensors of such numbers.
+        pack: rounds two fp32 to nearest and packs them into a word, the first in the lower half.
     """
 
     type: type[Numeric]
@@ -35,5 +35,5 @@ BF16, FP16 = ElementType(BFloat16, _pack_bf16), ElementType(Float16, _pack_fp16)
 
 
 def of_name(dtype: str) -> ElementType:
-    """The element type called "bf16" or "fp16"."""
+    """Returns the element type called "bf16" or "fp16"."""
     return {"bf16": BF16, "fp16": FP16}[dtype]

@@ -1,4 +1,4 @@
-"""The host side of both decode kernels: it turns a launch's arguments into what the kernels take."""
+"""The host side of both decode kernels: it turns launch arguments into sizes, sources of tokens, and results."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class DecodeEntry:
     def launch(self, given, stream):
         """Launches the kernel; ``given`` has the arguments of :func:`.arguments.arguments_of`.
 
-        If each query has tokens of its own, the grid is (queries x blocks of heads, parts). If a request's queries
-        share them, it is (requests x blocks of all their queries' heads, parts). If num_parts is 0 it is work ranges
-        of equal size over all rows, see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads then.
+        If each query has tokens of its own, a row is a query, and work tiles are (rows x blocks of its heads, parts).
+        If a request's queries share tokens, a row is a request with the heads of all its queries. If num_parts is 0,
+        CTAs have work ranges of equal size over all rows, see :mod:`.stream_k`. num_ctas is then a multiple of a row's
+        blocks of heads.
         """
         batch, q_len, num_heads = extents(given.q)[:3]
         # Who asks for the greatest scores gets running maxima that are.
@@ -43,7 +44,7 @@ class DecodeEntry:
         self.kernel.launch(given.q, source, results, given.flags, shape, given.num_ctas, given.softmax_scale, stream)
 
     def chosen(self, given, prefix: str = "") -> Chosen:
-        """The tokens that indices choose of a cache."""
+        """Describes the tokens that indices choose from a cache. prefix: `EXTRA` for the extra cache."""
         own = SimpleNamespace(**{each.name: getattr(given, prefix + each.name) for each in CHOSEN})
         return Chosen(self.pages(own), own.num_tokens, own.indices, own.topk, own.topk_length)
 
@@ -51,7 +52,7 @@ class DecodeEntry:
         return Pages.of(given.cache, given.page_stride, given.token_stride, given.page_size)
 
     def paged(self, given) -> PagedSource:
-        """The tokens of requests."""
+        """Describes the tokens of requests by their block table, with a tensor map where TMA loads them."""
         table = given.table, given.table_stride, given.max_pages
         source = PagedSource(self.pages(given), given.num_pages, *table, given.seq_lens)
         if not self.config.tma_tiles:

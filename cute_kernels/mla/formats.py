@@ -1,7 +1,7 @@
-"""The contents of a token of a multi-head latent attention cache, and its place in a page. A format is one object.
+"""The formats of MLA caches: what a token's bytes are, and where they lie in a page. A format is one object.
 
-The bytes of a token are described, packed and proved by :mod:`layouts.kv.mla`; here they meet tensors: a cache is
-[num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
+:mod:`layouts.kv.mla` describes and packs the bytes of a token. Here they are read from tensors and written to them. A
+cache is [num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from layouts.kv.mla import MlaDense, MlaFp8, MlaModel1
 
 V_DIM = 512
-"""Columns of a token that are its value, the first ones, in every format."""
+"""The number of columns of a value, in every format: the first columns of a token."""
 FP8_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.int8)  # a cache of bytes may come as any of them
 
 
@@ -24,9 +24,9 @@ class MlaFormat:
 
     Attributes:
         name: what callers ask for.
-        q_dtype: of the queries, and what tokens are dequantised to.
+        q_dtype: of the queries and of dequantised tokens.
         cache_dtypes: dtypes that a cache tensor may have.
-        tokens: its token, or tokens of several widths, as objects of :mod:`layouts.kv`.
+        tokens: the format's token in each width, as objects of :mod:`layouts.kv`.
         split_pages: whether a page holds the data of all its tokens and then their scales, instead of tokens in a row.
     """
 
@@ -43,11 +43,11 @@ class MlaFormat:
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """Columns that a token may stand for."""
+        """The numbers of columns that a token may have."""
         return tuple(token.head_dim for token in self.tokens)
 
     def token(self, head_dim: int) -> MlaFp8 | MlaModel1 | MlaDense:
-        """The token of ``head_dim`` columns; ValueError lists the widths that there are."""
+        """Returns the token of ``head_dim`` columns; raises a ValueError that lists the known widths."""
         for token in self.tokens:
             if token.head_dim == head_dim:
                 return token
@@ -55,17 +55,17 @@ class MlaFormat:
         raise ValueError(f"head_dim: got {head_dim}, want {wanted} for {self.name}")
 
     def row_elements(self, head_dim: int) -> int:
-        """Elements of the last dimension of a cache."""
+        """Returns the size of a cache's last dimension, in elements."""
         return head_dim if self.is_dense else self.token(head_dim).row_bytes
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a token, scales included."""
+        """Returns the bytes of a token, scales included."""
         return self.token(head_dim).row_bytes
 
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Converts floating [..., head_dim] to tokens [..., row] of the format's first dtype.
 
-        For a format with split pages they are those of pages of one token.
+        With split pages a token's bytes lie as in a page of one token: data, then scales.
         """
         rows = self.token(x.shape[-1]).quantize(x)
         return rows.view(self.cache_dtypes[0])
@@ -82,7 +82,7 @@ class MlaFormat:
         return self.token(head_dim).dequantize(rows, dtype)
 
     def scatter(self, cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes tokens [n, row] as `quantize` returns them to slots int64 [n], inside the cache."""
+        """Writes tokens [n, row], as `quantize` returns them, to slots int64 [n], which must be inside the cache."""
         pages, offsets = slots // cache.shape[1], slots % cache.shape[1]
         if self.is_dense:
             cache[pages, offsets] = rows
@@ -93,7 +93,8 @@ class MlaFormat:
             first += part.shape[2]
 
     def _parts(self, cache: torch.Tensor) -> list[torch.Tensor]:
-        """Views uint8 [num_pages, page_size, bytes] of the contiguous parts of a token, in the token's order."""
+        """Returns a view uint8 [num_pages, page_size, bytes] of each contiguous part of tokens, in the token's
+        order."""
         cache = cache.view(torch.uint8)
         if not self.split_pages:
             return [cache]
@@ -121,7 +122,7 @@ FORMATS: dict[str, MlaFormat] = {
 
 @lru_cache(maxsize=64)
 def format_of(name: str) -> MlaFormat:
-    """The format called ``name``; ValueError lists the known names."""
+    """Returns the format called ``name``; raises a ValueError that lists the known names."""
     try:
         return FORMATS[name]
     except KeyError:

@@ -1,15 +1,15 @@
-"""MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
+"""MLA decode: a CTA gathers tokens, dequantises them, and computes attention of 64 heads that share them.
 
 Roles of the three or four warpgroups of a CTA:
 
     consumers   warpgroup 0: scores, softmax, left half of the output; warpgroup 1: right half. 64 x 512 accumulators in
-                fp32 are all the registers that two warpgroups have left. `mainloops` has their orders.
-    producers   one or two warpgroups: tiles of 64 tokens, two in shared memory, in 16 bits: gathered and decoded
-                (`loads.fp8`), gathered and copied (`loads.gather`), or brought by TMA (`loads.tma_tiles`).
+                fp32 are all the registers that two warpgroups have left. See `mainloops`.
+    producers   one or two warpgroups: fill tiles of 64 tokens in 16 bits, two in shared memory. They gather and decode
+                (`loads.fp8`), gather and copy (`loads.gather`), or load by TMA (`loads.tma_tiles`).
 
-A kernel is a load, a mainloop and a way to combine partial results: stream-K work ranges and second launches are chosen
-at run time (`work_tiles`, `combine.second_launch`), a cooperative combine is compiled in (`combine.one_launch`).
-docs/design/mla_structure.md has the drawing, docs/design/mla.md the balance of clocks, bytes and registers after it.
+A kernel is a load, a mainloop and a way to combine partial results. Stream-K and a second launch are chosen at run time
+(`work_tiles`, `combine.second_launch`). A cooperative combine is compiled in (`combine.one_launch`).
+docs/design/mla_structure.md draws the structure; docs/design/mla.md explains it by clocks, bytes and registers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cute_kernels.mla.work_tiles import Counts, PartTiles, WorkTiles
 
 
 def make_load(config: MlaConfig) -> CopyLoad | Fp8Load | SplitFp8Load | TmaTileLoad:
-    """Makes the load, which fills tiles."""
+    """Makes the producers' load, which fills tiles."""
     load = config.tiles.load
     if isinstance(load, TmaTiles):
         return TmaTileLoad(config)
@@ -51,7 +51,7 @@ def make_load(config: MlaConfig) -> CopyLoad | Fp8Load | SplitFp8Load | TmaTileL
 
 
 def make_consumers(config: MlaConfig) -> PersistentConsumers | PartConsumers:
-    """The consumers, in the order that the configuration names."""
+    """Makes the consumers, with the mainloop that the configuration names."""
     if isinstance(config.tiles, CooperativeTiles):
         return PartConsumers(Stepped(config, NoNextQueries()))
     if isinstance(config.tiles, SplitTiles):
@@ -72,7 +72,7 @@ class MlaKernel:
 
     @cute.jit
     def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
-        """Both entries: the grid."""
+        """Launches ``num_ctas`` CTAs, for both kinds of decode."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
         queries = self.loader.source(q, shape)
         counts = Counts.of(shape, head_blocks, num_ctas)
@@ -115,7 +115,7 @@ class MlaKernel:
 
     @cute.jit
     def consume(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """Runs the consumer warps."""
+        """Runs a consumer warp. warp: 0 to 7."""
         await_barriers(self.config, produces=False)
         if warp >= WARPGROUP_WARPS:
             self.claim_registers(1)

@@ -1,8 +1,8 @@
-"""How the kernels see a token: which of its bytes become which columns of a tile. No GPU types here.
+"""The layout of a token: which of its bytes become which columns of a tile. No GPU types here.
 
-All of it follows from the format's own description of its bytes (:mod:`layouts.kv.mla`). A tile is made of slabs of
-64 columns, [tokens, 64] each: those of the latent columns, then that of the RoPE columns, which is part of the value
-where keys have 512 columns.
+It follows from the format's description of its bytes (:mod:`layouts.kv.mla`). A tile is made of slabs of 64 columns,
+[tokens, 64] each: the latent columns' slabs, then the RoPE columns' slab. Where keys have 512 columns, the RoPE slab is
+part of the value.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ HALF_SLABS = VALUE_SLABS // 2  # of the value, that a warpgroup multiplies
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """One width of one format.
+    """The layout of a token in one format and one width.
 
     Attributes:
         dtype: "bf16" or "fp16", of queries, tiles and results.
-        num_slabs: of a key.
-        data_bytes: of a token that lie together; the scales of split pages lie elsewhere.
-        code_slabs: the first slabs, of which the token holds E4M3 codes; 0 where it holds numbers as they are.
-        rope_offset: the RoPE columns' first byte, of FP8 tokens.
-        num_scales: of a token, of equally many code slabs each.
-        scale_bytes: of all scales of a token, loaded at once.
-        scales_offset: their first byte in the token, None where they lie after all tokens of the page.
+        num_slabs: slabs of a key.
+        data_bytes: a token's contiguous bytes; the scales of split pages lie elsewhere.
+        code_slabs: how many slabs, the first ones, are stored as E4M3 codes; 0 for 16-bit tokens.
+        rope_offset: the RoPE columns' first byte in an FP8 token.
+        num_scales: scales of a token; each belongs to equally many code slabs.
+        scale_bytes: bytes of all scales of a token, which are loaded at once.
+        scales_offset: the scales' first byte in the token; None where they lie after all tokens of the page.
     """
 
     dtype: str
@@ -53,14 +53,14 @@ class TokenLayout:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slabs of the two parts in which a tile may be loaded and released: the left half of the value with the
-        columns after the value, and the right half."""
+        """The slabs of the two parts in which a tile may be loaded and released. The first part is the left half of the
+        value and the columns after the value, the second the right half."""
         behind = range(VALUE_SLABS, self.num_slabs)
         return (*behind, *range(HALF_SLABS)), tuple(range(HALF_SLABS, VALUE_SLABS))
 
     @property
     def score_runs(self) -> tuple[tuple[int, int], ...]:
-        """(first slab, number of slabs) in the order in which they are scored: the left half of the value, columns
+        """Runs (first slab, number of slabs) in the order of the scores' MMAs: the left half of the value, the columns
         after the value, the right half."""
         behind = ((VALUE_SLABS, self.num_slabs - VALUE_SLABS),) if self.num_slabs > VALUE_SLABS else ()
         return ((0, HALF_SLABS), *behind, (HALF_SLABS, HALF_SLABS))
@@ -68,7 +68,7 @@ class TokenLayout:
 
 @lru_cache(maxsize=64)
 def layout_of(form: str, head_dim: int) -> TokenLayout:
-    """The layout of the format called ``form``; ValueError for a name or a width that there is not."""
+    """Returns the token's layout in the format called ``form``; raises ValueError for an unknown name or width."""
     token = format_of(form).token(head_dim)
     if isinstance(token, MlaDense):
         return TokenLayout(token.dtype, head_dim // SLAB_COLUMNS, token.row_bytes)

@@ -1,7 +1,6 @@
-"""Calls MLA decode: launch in eager mode, reference on the CPU, registered operators under torch.compile.
+"""Calls of MLA decode: a launch in eager mode, the reference on the CPU, registered operators under torch.compile.
 
-The problem of a call, which decides it, is kept for the next call like it, so that a repeated call is checked by one
-look-up.
+The plan of a call is kept for later calls like it, so one look-up checks a repeated call.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DenseCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are read, by name."""
+        """The tensors that the call reads, by name."""
         return dict(zip(self._fields[:4], self[:4], strict=True))
 
     def problem(self) -> DenseProblem:
@@ -70,7 +69,8 @@ def _dense_checked(call: DenseCall) -> tuple[DenseProblem, torch.Tensor | None]:
 
 
 def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> Plan[[DenseCall], Results] | None:
-    """The plan of calls of the same shapes, strides, dtypes, device and options; None where nothing is launched."""
+    """Returns the plan of calls of the same shapes, strides, dtypes, device and options; None if they launch
+    nothing."""
     from cute_kernels.mla.plan import dense_plan  # the kernels' side
 
     problem, _ = checked
@@ -123,7 +123,7 @@ class SparseCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """The tensors that are read, by name; None for those that are not given."""
+        """The tensors that the call reads, by name; None for those that are not given."""
         return {"q": self.q, "cache": self.cache, "indices": self.indices, **self.extras._asdict()}
 
     def problem(self) -> SparseProblem:
@@ -136,7 +136,7 @@ def sparse(call: SparseCall) -> SparseResults:
     """Computes (out, lse, greatest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors
     are.
 
-    The greatest scores, fp32 [batch, q_len, num_heads], are empty unless asked for.
+    The greatest scores are fp32 [batch, q_len, num_heads], or empty unless ``with_max``.
     """
     given = {name: tensor for name, tensor in call.tensors.items() if tensor is not None}
     return route(cuda=launch_sparse, cpu=_sparse_here, operator=_sparse_through_operator, **given)(call)
@@ -171,7 +171,7 @@ def _sparse_checked(call: SparseCall) -> CheckedSparse:
 
 
 def _sparse_plan(checked: CheckedSparse) -> Plan[[SparseCall], SparseResults] | None:
-    """The plan of a checked sparse call; None where nothing is launched."""
+    """Returns the plan of a checked sparse call; None if it launches nothing."""
     from cute_kernels.mla.plan import chosen, sparse_plan  # the kernels' side
 
     problem = checked.problem
@@ -224,7 +224,7 @@ def _check_values(problem: SparseProblem, call: SparseCall) -> None:
 
 
 def _index_of(problem: DenseProblem | SparseProblem) -> int:
-    """The index of the device, -1 for the CPU, as `Tensor.get_device` has it."""
+    """Returns the index of the device, -1 for the CPU, as `Tensor.get_device` does."""
     return -1 if problem.device.index is None else problem.device.index
 
 
@@ -244,7 +244,7 @@ def _check_out(problem: DenseProblem | SparseProblem, out: torch.Tensor | None, 
 
 
 def _nothing(problem: DenseProblem | SparseProblem, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result where no query can see anything, for which no kernel is launched."""
+    """Returns (out, lse) of a call whose queries see no token: zeros and +inf. No kernel is launched."""
     if out is None:
         out = torch.empty(problem.out_shape, dtype=problem.q_dtype, device=problem.device)
     lse = torch.full(problem.out_shape[:3], torch.inf, dtype=torch.float32, device=problem.device)
@@ -270,7 +270,7 @@ def _sparse_on_meta(q, cache, indices, kv_format, softmax_scale, *others):
 
 
 def _sparse_call(*given: Any) -> SparseCall:
-    """The call of the operator's arguments."""
+    """Makes a call from the operator's arguments."""
     return SparseCall(*given[:5], extras=SparseExtras(*given[5:-1]), with_max=given[-1])
 
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 MAX_INDEX = 2**31 - 1
 Tokens = dict[str, int]
-"""Which tokens a launch reads: arguments of `TABLE`, or of `CHOSEN` of two caches, by name."""
+"""The launch arguments that say which tokens are read, by name: `TABLE`, or `CHOSEN` of two caches."""
 
 NO_CACHE: Tokens = {EXTRA + each.name: int(each.name == "page_size") for each in CHOSEN}
-"""Of the second one, where there is none."""
+"""The launch arguments of the extra cache where there is none."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class MlaPlan:
     """The part of a launch that stays the same from call to call.
 
     Attributes:
-        send: the compiled kernel; takes the arguments of a launch that are not the same for all of them by name.
-        combine: the compiled kernel that adds up parts, its arguments by name.
-        num_parts: of a row; STREAM_K for work ranges over all rows.
-        num_ctas: of the launch.
-        part_words: words of all partial results, or of what stream-K publishes; 0 if rows are not cut.
-        flag_words: workspace words of stream-K, or of parts that are added up together, else 0.
+        send: the compiled kernel; takes by name the launch arguments that differ between launches.
+        combine: the compiled kernel that adds up parts in a second launch, which takes arguments by name; None without
+            one.
+        num_parts: parts of a row; STREAM_K for work ranges over all rows.
+        num_ctas: CTAs of the launch; 0 for the kernel for few heads.
+        part_words: 4-byte words of all partial results; 0 if rows are not cut.
+        flag_words: workspace words for flags, under stream-K or a cooperative combine; else 0.
     """
 
     send: Callable[..., Any]
@@ -69,7 +70,7 @@ class MlaPlan:
         sink: torch.Tensor | None = None,
         max_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launches on the current stream of q's device, which is the current one. Returns (out, lse)."""
+        """Launches on the current stream of q's device, which must be the current device. Returns (out, lse)."""
         shape = q.shape[:3]
         if out is None:
             out = torch.empty((*shape, V_HEAD_DIM), dtype=q.dtype, device=q.device)
@@ -91,7 +92,7 @@ class MlaPlan:
 
 
 def dense_plan(problem: DenseProblem) -> MlaPlan:
-    """The plan of a problem's launches, without the addresses of cache, table and seq_lens."""
+    """Makes the plan of a problem's launches. A call adds the addresses of cache, table and seq_lens."""
     known = {
         **_pages(problem.cache),
         "num_pages": problem.cache.num_pages,
@@ -103,8 +104,7 @@ def dense_plan(problem: DenseProblem) -> MlaPlan:
 
 
 def sparse_plan(problem: SparseProblem) -> MlaPlan:
-    """The plan of a sparse problem, as :func:`dense_plan` makes it; :func:`chosen` returns the addresses of the
-    indices."""
+    """Makes the plan of a sparse problem's launches. A call adds the addresses that :func:`chosen` returns."""
     known, extra = _pages(problem.cache) | {"num_tokens": _num_tokens(problem.cache), "topk": problem.topk}, NO_CACHE
     if problem.extra is not None:
         own = _pages(problem.extra) | {"num_tokens": _num_tokens(problem.extra), "topk": problem.extra_topk}
@@ -114,7 +114,8 @@ def sparse_plan(problem: SparseProblem) -> MlaPlan:
 
 
 def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
-    """Returns (rows, heads of a row, most tokens of a row) of a dense launch: the heads of all queries lie together."""
+    """Returns (rows, heads of a row, most tokens of a row) of a dense launch. A row has the heads of all queries of a
+    request."""
     return problem.batch, problem.q_len * problem.num_heads, problem.max_pages * problem.cache.page_size
 
 
@@ -131,7 +132,8 @@ def _num_tokens(shape: CacheShape) -> int:
 
 
 def chosen(cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, prefix: str = "") -> Tokens:
-    """Returns where the tokens of a sparse launch are, of its second cache with `EXTRA` as prefix."""
+    """Returns the addresses of a sparse launch's cache, indices and lengths, by name. prefix: `EXTRA` for the extra
+    cache."""
     addresses = {"cache": cache.data_ptr(), "indices": indices.data_ptr(), "topk_length": _address(lengths)}
     return {prefix + name: address for name, address in addresses.items()} if prefix else addresses
 
@@ -149,8 +151,9 @@ def _plan_of(
 def make_plan(
     config: MlaConfig | FewHeadsConfig, arch: str, shape: Workload, num_parts: int, known: Tokens | None = None
 ) -> MlaPlan:
-    """The plan of a launch that cuts each row into ``num_parts``. That is the cluster's size where a cluster has the
-    parts of a row; STREAM_K cuts all rows into work ranges. known: what all launches have in common of the tokens."""
+    """Makes the plan of launches that cut each row into ``num_parts``. Where a cluster has the parts of a row, that
+    must be the cluster's size. STREAM_K cuts all rows into work ranges. known: the tokens' arguments that all launches
+    share."""
     few = isinstance(config, FewHeadsConfig)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:

@@ -1,8 +1,8 @@
-"""The policies that a kernel of 64 heads is composed of, as values. There are no GPU types here.
+"""The policies of the kernel for 64 heads, as values. There are no GPU types here.
 
-A load says how tiles are filled. :class:`WholeTiles`, :class:`SplitTiles` and :class:`CooperativeTiles` say which
-loads, mainloops and ways to combine go together: other combinations cannot be written down. Each load owns its fields,
-its part of the kernel's name, the registers of the warpgroups beside it and the arrivals on its barriers.
+A load fills tiles. :class:`WholeTiles`, :class:`SplitTiles` and :class:`CooperativeTiles` say which loads, mainloops
+and ways to combine go together; other combinations cannot be written down. A load also says how many registers each
+kind of warpgroup has, and how many arrivals mark a tile as full.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SPLIT_REGISTERS: Registers = (240, 176, 88)
 
 @dataclass(frozen=True)
 class Decode:
-    """FP8 tokens that a CTA gathers and decodes by itself.
+    """The load of FP8 tokens that a CTA gathers and decodes by itself.
 
     scales: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
-    fence: who makes stores of a tile visible to wgmma: producers ("writer") before they say so, or consumers
-        ("reader") after they have heard.
-    prefetch: how many blocks ahead tokens are brought into L2, 0 for not at all.
-    chunk: after how many pieces of 16 bytes at the latest the loads that take their place are issued; WHOLE: when the
-        compiler wants.
+    fence: who makes stores of a tile visible to wgmma: producers ("writer") before they arrive, or consumers ("reader")
+        after they have waited.
+    prefetch: how many blocks ahead tokens are prefetched into L2; 0 for not at all.
+    chunk: how many pieces of 16 bytes are decoded before the loads into their registers are issued; WHOLE: the compiler
+        decides.
     warps: producer warps.
     """
 
@@ -69,7 +69,8 @@ class Decode:
 
 @dataclass(frozen=True)
 class Crossover:
-    """FP8 tokens of which two CTAs with different heads decode half each; they send them to each other. Whole tiles.
+    """The load of FP8 tokens in a pair of CTAs with different heads: each decodes half and sends it to the other. Whole
+    tiles.
 
     scales, prefetch, chunk: as in :class:`Decode`.
     """
@@ -107,13 +108,13 @@ class SplitCrossover:
     full_arrivals: ClassVar[int] = warps
 
     def reason(self) -> str | None:
-        """None."""
+        """Returns None: all fields go together."""
         return None
 
 
 @dataclass(frozen=True)
 class Copies:
-    """16-bit tokens by asynchronous copies, which no producer waits for: consumers make them visible."""
+    """The load of 16-bit tokens by asynchronous copies. No producer waits for them: consumers issue the fence."""
 
     kind: str = field(default="copies", init=False)
     scales: ClassVar[str] = "fp32"
@@ -127,18 +128,19 @@ class Copies:
     full_arrivals: ClassVar[int] = warps * (WARP_THREADS + 1)
 
     def reason(self) -> str | None:
-        """None."""
+        """Returns None: all fields go together."""
         return None
 
 
 @dataclass(frozen=True)
 class TmaTiles:
-    """16-bit tokens that a tensor map loads, of which every 64 are contiguous in a page.
+    """The load of 16-bit tokens by TMA, where every 64 tokens are contiguous in a page.
 
-    pair: whether two CTAs with different heads ask for half each, and every copy goes to both (TMA multicast).
-    prefetch: whether the next block is brought into L2 ahead of its turn, 0 or 1.
-    eager: whether the right half of a block is added as soon as the left one is, which gives its part of a tile back
-        early: where tiles are the bottleneck, not the tensor cores.
+    pair: whether two CTAs with different heads load half of the tokens each, and every load goes to both (TMA
+        multicast).
+    prefetch: how many blocks ahead tokens are prefetched into L2, 0 or 1.
+    eager: whether the right half of a block is added as soon as the left one is. Its part of a tile is then released
+        earlier, which helps where loads are the bottleneck, not the tensor cores.
     """
 
     pair: bool = False
@@ -163,8 +165,9 @@ Load = Decode | Crossover | SplitCrossover | Copies | TmaTiles
 
 @dataclass(frozen=True)
 class WholeTiles:
-    """Tiles that are loaded and released as one. mainloop: "plain": weights, then products with values; "stepped": 16
-    tokens at a time, which takes four producer warps. Partial results: stream-K or a second launch, at run time."""
+    """The policy of tiles that are loaded and released as one. mainloop: "plain": all weights of a tile, then P V;
+    "stepped": 16 tokens at a time, which takes four producer warps. Partial results are combined by stream-K or a
+    second launch, chosen at run time."""
 
     load: Decode | Crossover | Copies
     mainloop: str = MAINLOOPS[0]
@@ -182,8 +185,8 @@ class WholeTiles:
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """Tiles in two parts, by delayed PV: the right half of the values is delayed by a block. Partial results are
-    combined as for `WholeTiles`."""
+    """The policy of tiles in two parts, for the mainloop "delayed_pv", which adds the right half of the values a block
+    later. Partial results are combined as in `WholeTiles`."""
 
     load: SplitCrossover | TmaTiles
     mainloop: ClassVar[str] = "delayed_pv"
@@ -200,8 +203,8 @@ class SplitTiles:
 
 @dataclass(frozen=True)
 class CooperativeTiles:
-    """The CTAs of a launch are all resident at once, have a part of a row each, and combine the parts themselves. They
-    load whole tiles by crossover, stepped."""
+    """The policy of a cooperative combine: all CTAs of a launch are resident, have a part of a row each, and combine
+    the parts. They load whole tiles by crossover, for the mainloop "stepped"."""
 
     load: Crossover
     kind: str = field(default="cooperative", init=False)

@@ -1,4 +1,4 @@
-"""The part of a call that decides its plan: shapes, formats and strides, hashable, without the tensors.
+"""The problem of a call, which decides its plan: shapes, formats and strides, hashable, without the tensors.
 
 Two calls with equal problems run the same compiled function with the same schedule.
 """
@@ -18,11 +18,11 @@ class CacheShape:
     """A cache [num_pages, page_size, row].
 
     Attributes:
-        form: its format.
-        num_pages, page_size: of the cache; a page may have any number of tokens from 1.
+        form: the cache's format.
+        num_pages, page_size: pages of the cache, tokens of a page; at least 1 token.
         page_stride: bytes from one page to the next; pages may be padded.
-        token_stride: bytes from one token of a page to the next. More than a token has only where 16-bit tokens of
-            several heads lie side by side. Of split pages it says nothing: their data lie 576 bytes apart.
+        token_stride: bytes from one token of a page to the next. It exceeds a token's bytes only where tokens of 16
+            bits lie further apart. It is unused for split pages, where tokens' data lie 576 bytes apart.
     """
 
     form: MlaFormat
@@ -33,7 +33,7 @@ class CacheShape:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the cache has room for: indices go from 0 to one less."""
+        """The number of tokens that the cache has room for; indices are below it."""
         return self.num_pages * self.page_size
 
 
@@ -66,8 +66,8 @@ class DenseProblem(Queries):
 
     Attributes:
         max_pages: columns of the block table.
-        table_stride: elements from one of its rows to the next.
-        causal: whether keys after a query's own are hidden; False for one query, which has none.
+        table_stride: elements from one row of the block table to the next.
+        causal: whether tokens after a query's own are hidden; False for q_len 1, where there are none.
     """
 
     max_pages: int
@@ -76,7 +76,7 @@ class DenseProblem(Queries):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that a row of the table has room for."""
+        """The number of tokens that a row of the block table has room for."""
         return self.max_pages * self.cache.page_size
 
     @property
@@ -100,9 +100,9 @@ class SparseProblem(Queries):
     """Decode over chosen tokens.
 
     Attributes:
-        topk: indices of a query.
+        topk: the number of a query's indices.
         extra: a second cache, of the same format, or None.
-        extra_topk: indices of a query into it; 0 without it.
+        extra_topk: the number of a query's indices into ``extra``; 0 without it.
     """
 
     topk: int

@@ -1,8 +1,8 @@
-"""The reference of MLA decode in PyTorch: the implementation on the CPU, and the yardstick of kernels.
+"""The reference of MLA decode in PyTorch: the implementation on the CPU, and the yardstick for kernels.
 
-After DeepSeek-V2's absorption of the up-projections, decoding is multi-query attention over one head of cached tokens
-(DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): all of a token is the key, its first 512 columns are the value. Tokens
-are dequantised exactly (code * scale in fp32), scores, softmax and accumulators are in ``compute_dtype``.
+After DeepSeek-V2's absorption of the up-projections, decode is multi-query attention over one head of cached tokens
+(DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). All of a token is the key, its first 512 columns are the value. Tokens
+are dequantised exactly (code * scale in fp32). Scores, softmax and accumulators are in ``compute_dtype``.
 
 LSE is FlashMLA's: natural log of the sum of exp(softmax_scale * q . k), +inf where a query sees no token, whose output
 is 0. A sink is one more logit in the softmax's denominator without a value: out * exp(lse) / (exp(lse) + exp(sink)).
@@ -37,10 +37,10 @@ def mla_decode_reference(
 
     compute_dtype: float32, or float64 for use as a yardstick.
 
-    Returns out [batch, q_len, num_heads, 512] and lse [batch, q_len, num_heads], both in `compute_dtype`: not rounded
-    to q's dtype. Works on CPU and CUDA; reads lengths on the host.
+    Returns out [batch, q_len, num_heads, 512] and lse [batch, q_len, num_heads], both in `compute_dtype`, so not
+    rounded to q's dtype. Works on CPU and CUDA; reads lengths on the host.
 
-    Raises TypeError and ValueError as `mla_decode`, and ValueError for lengths and pages that cannot be right.
+    Raises TypeError and ValueError as `mla_decode`, also for lengths out of range and pages outside the cache.
     """
     problem = checks.dense_problem(q, cache, block_table, seq_lens, kv_format=kv_format, causal=causal)
     checks.check_dense_values(problem, block_table, seq_lens)
@@ -63,7 +63,7 @@ def mla_decode_reference(
 
 
 def _seen_by(problem: DenseProblem, length: int, keys_at: torch.Tensor, queries: slice) -> torch.Tensor:
-    """bool [queries, tokens]: the last queries stand at a request's last positions."""
+    """Returns which tokens each query sees, bool [queries, tokens]. The queries stand at a request's last positions."""
     at = torch.arange(queries.start, queries.stop, device=keys_at.device) + (length - problem.q_len)
     if not problem.causal:
         return torch.ones((at.shape[0], length), dtype=torch.bool, device=keys_at.device)
@@ -104,7 +104,7 @@ def sparse_mla_decode_reference(
 
 @dataclass(frozen=True)
 class _Source:
-    """A cache and the slots chosen of it, int64 [queries, topk], of which those that are ``seen`` count."""
+    """A cache and the slots that queries chose, int64 [queries, topk]; a slot counts if ``seen`` is True for it."""
 
     shape: CacheShape
     cache: torch.Tensor
@@ -112,7 +112,8 @@ class _Source:
     seen: torch.Tensor
 
     def fetch(self, queries: slice, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns [queries, topk, head_dim], 0 where nothing is seen: what lies there may be NaN."""
+        """Returns tokens [queries, topk, head_dim], with 0 for slots that do not count, as the cache may hold NaN
+        there."""
         slots, seen = self.slots[queries], self.seen[queries]
         if not self.shape.num_pages:
             return torch.zeros((*slots.shape, head_dim), dtype=dtype, device=slots.device)
@@ -123,7 +124,7 @@ class _Source:
 def _slots_of(
     shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (slots int64 [batch * q_len, topk], brought into the cache; which of them count)."""
+    """Returns (slots int64 [batch * q_len, topk], clamped to the cache; bool of the same shape: which slots count)."""
     seen = (indices >= 0) & (indices < shape.num_slots)
     if length is not None:
         seen &= torch.arange(indices.shape[2], device=indices.device) < length[:, None, None]
@@ -155,10 +156,10 @@ def _attend_to_chosen(
 
 @dataclass(frozen=True)
 class State:
-    """Attention of some queries.
+    """The attention of some queries.
 
-    out: [queries, num_heads, 512]; lse, max (the greatest scaled score): [queries, num_heads]. Where nothing is seen
-    they are 0, +inf and -inf.
+    out: [queries, num_heads, 512]; lse, max (the greatest scaled score): [queries, num_heads]. A query that sees no
+    token has out 0, lse +inf and max -inf.
     """
 
     out: torch.Tensor
@@ -182,13 +183,14 @@ def attend(q: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor, scale: flo
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Returns out * exp(lse) / (exp(lse) + exp(sink)): [..., num_heads, 512] with lse [..., num_heads], +inf where
-    out is 0."""
+    """Returns out * exp(lse) / (exp(lse) + exp(sink)). out: [..., num_heads, 512]; lse: [..., num_heads], +inf where no
+    token is seen."""
     kept = torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == torch.inf, 0)  # inf - inf would be NaN
     return out * kept.unsqueeze(-1)
 
 
 def _blocks(count: int, elements: int) -> list[tuple[int, int]]:
-    """Ranges that cover ``count`` items of ``elements`` elements each, no more than is held at a time."""
+    """Returns ranges (first, stop) that cover ``count`` items of ``elements`` elements each. A range has at most
+    `_BLOCK_ELEMENTS` elements."""
     step = max(1, blocks.elements(_BLOCK_ELEMENTS) // max(elements, 1))
     return [(first, min(first + step, count)) for first in range(0, count, step)]

@@ -1,8 +1,8 @@
 """Chooses the kernel of a call, and the number of parts that a row's tokens are cut into: plain Python, no GPU types.
 
-The model counts waves of CTAs, one to an SM: every CTA costs its beginning and end and so many blocks of tokens;
-cutting costs a second launch that reads what the parts wrote, unless a cluster has all parts of a row. The constants
-are fitted to times on an H200, those of docs/design/mla_few_heads.md and docs/design/mla.md.
+The model counts waves of CTAs, one CTA to an SM. A CTA's time is a constant and a time for each block of tokens. Cut
+rows also cost a second launch that reads the parts, unless the CTAs of one launch add them up. The constants are fitted
+to times on an H200, see docs/design/mla_few_heads.md and docs/design/mla.md.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Rate:
     """The work and the time of one CTA of a kernel.
 
     Attributes:
-        heads: of a CTA.
-        block_us: for 64 tokens.
-        cta_us: once a CTA, for queries, the first tile and the output.
+        heads: heads of a CTA.
+        block_us: microseconds for a block of 64 tokens.
+        cta_us: microseconds once a CTA, for queries, the first tile and the output.
         cluster: CTAs that compute the parts of a row and add them up; 1 if a second launch adds them up.
-        value_bytes: of a partial result's value.
-        together: whether the CTAs of a launch add up the parts, see `.together`.
+        value_bytes: bytes of a value in a partial result.
+        cooperative: whether the CTAs of a launch add up the parts, see `.combine.cooperative`.
     """
 
     heads: int
@@ -76,10 +76,11 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """The facts that decide how rows are cut: the rows that share their tokens, the heads of a row, and the most
-    tokens that a row may have, an extra cache's included.
+    """The sizes that decide how rows are cut.
 
-    tma_tiles: TMA brings the tokens, see `.config.fits_tma_tiles`.
+    num_rows: rows, each with the heads that share its tokens. num_heads: heads of a row. num_tokens: the most tokens
+    that a row may have, an extra cache's included. tma_tiles: whether TMA loads the tokens, see
+    `.config.fits_tma_tiles`.
     """
 
     num_rows: int
@@ -90,11 +91,11 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of tokens of a row."""
+        """The number of blocks of tokens of a row."""
         return max(1, -(-self.num_tokens // BLOCK_TOKENS))
 
     def num_ctas(self, heads: int) -> int:
-        """The number of CTAs of so many heads without a cut."""
+        """Returns how many CTAs of ``heads`` heads a launch has if no row is cut."""
         return self.num_rows * self.head_blocks(heads)
 
     def head_blocks(self, heads: int) -> int:
@@ -102,25 +103,25 @@ class Workload:
         return -(-self.num_heads // heads)
 
     def cta_blocks(self, num_parts: int) -> int:
-        """The number of blocks of a CTA in a launch with so many parts, or of stream-K."""
+        """Returns how many blocks a CTA has if rows are cut into ``num_parts``, or under stream-K."""
         if num_parts == STREAM_K:
             return self.num_rows * self.num_blocks // self.teams
         return -(-self.num_blocks // num_parts)
 
     @property
     def teams(self) -> int:
-        """The number of teams of CTAs, one for all heads of a row, that run at once."""
+        """The number of teams that run at once. A team is the CTAs for all heads of a row."""
         return self.num_sms // self.head_blocks(BLOCK_HEADS)
 
     @property
     def has_stream_k(self) -> bool:
-        """Whether stream-K may serve them. There must be a row for every team, else a team would wait for the one
-        before; and few enough rows that their lengths are added up fast."""
+        """Whether stream-K supports these rows. Every team needs a row, else a team would wait for the one before.
+        There must be few requests, as every warp adds up their lengths."""
         return 0 < self.teams <= self.num_rows <= MAX_STREAM_K_REQUESTS
 
 
 def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
-    """Modelled time of a launch with so many parts."""
+    """Returns the modelled time of a launch in microseconds. num_parts: parts of a row, or STREAM_K."""
     if num_parts == STREAM_K:
         # The kernel keeps rows whole if they turn out to have equal lengths and that is the faster way.
         row_us = ROW_US + shape.num_blocks * rate.block_us
@@ -139,8 +140,8 @@ def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def possible_parts(shape: Workload, rate: Rate) -> list[int]:
-    """Returns the numbers of parts that rows may be cut into, STREAM_K included. If all tokens exist, every part has
-    a block."""
+    """Returns the numbers of parts that rows may be cut into, STREAM_K included. Every part of the longest row has a
+    block."""
     if rate.cluster > 1:
         return [rate.cluster]
     most = min(MAX_PARTS, shape.num_blocks)
@@ -153,22 +154,23 @@ def possible_parts(shape: Workload, rate: Rate) -> list[int]:
 
 
 def choose_parts(shape: Workload, rate: Rate = WIDE) -> int:
-    """The cheapest number of parts, the smallest of equals; or STREAM_K. For clusters it is the cluster's size."""
+    """Returns the cheapest number of parts, or STREAM_K; the least of several. For clusters it is the cluster's
+    size."""
     return min(possible_parts(shape, rate), key=lambda n: (cost_us(shape, n, rate), n))
 
 
 def cooperative_heads(num_parts: int) -> int:
-    """The number of heads that a CTA adds up if all of a launch add up so many parts: see `.parts.Parts`."""
+    """Returns how many heads a CTA adds up in a cooperative combine: see `.combine.cooperative.PartPlaces`."""
     return 4 if num_parts >= 16 else 8 if num_parts >= 8 else 16
 
 
 def fits_cooperative(shape: Workload, num_parts: int) -> bool:
-    """Whether the CTAs of a launch can add up so many parts: all of them are resident at once."""
+    """Returns whether the CTAs of a launch can add up so many parts: there is an SM for each CTA."""
     return num_parts in COOPERATIVE_PARTS and shape.num_ctas(BLOCK_HEADS) * num_parts <= shape.num_sms
 
 
 def count_ctas(shape: Workload, num_parts: int) -> int:
-    """The number of CTAs of a launch of the kernel for 64 heads: one for every work tile, or all teams under stream-K.
+    """Returns the number of CTAs of the kernel for 64 heads: one for every work tile, or all teams' under stream-K.
 
     Raises ValueError if stream-K does not fit.
     """
@@ -182,8 +184,8 @@ def count_ctas(shape: Workload, num_parts: int) -> int:
 
 
 def choose_combine(shape: Workload) -> tuple[int, int]:
-    """Returns (`CombineConfig.slots`, row_bits of the combining kernel): for few rows as many threads each as SMs
-    allow."""
+    """Returns (`CombineConfig.slots`, row_bits) of the combining kernel. The fewer rows there are, the more threads
+    each has."""
     rows, slots = shape.num_rows * shape.num_heads, COMBINE_SLOTS[1]
     for row_bits in range(slots.bit_length()):
         if -(-rows >> row_bits) <= shape.num_sms:
@@ -192,7 +194,7 @@ def choose_combine(shape: Workload) -> tuple[int, int]:
 
 
 def choose(tokens: str, form: str, head_dim: int, shape: Workload) -> tuple[MlaConfig | FewHeadsConfig, int]:
-    """The variant for a call and the number of parts."""
+    """Returns (the variant for a call, the number of parts)."""
     own = WIDE if form in SCALES else COPIES
     crossover = fits_crossover(tokens, form, shape.num_heads, shape.tma_tiles)
     wide = CROSSOVER if crossover and tokens == "sparse" else own
@@ -211,7 +213,7 @@ def choose(tokens: str, form: str, head_dim: int, shape: Workload) -> tuple[MlaC
 
 
 def _wide_config(tokens: str, form: str, head_dim: int, shape: Workload, num_parts: int) -> MlaConfig:
-    """The variant of the kernel for 64 heads a CTA."""
+    """Returns the variant of the kernel for 64 heads a CTA."""
     crossover = fits_crossover(tokens, form, shape.num_heads, shape.tma_tiles)
     blocks = shape.cta_blocks(num_parts)
     if shape.tma_tiles:
@@ -226,6 +228,6 @@ def _wide_config(tokens: str, form: str, head_dim: int, shape: Workload, num_par
 
 
 def _has_room(shape: Workload, rate: Rate) -> bool:
-    """Whether the clusters of a launch find SMs at once, and every CTA has a block."""
+    """Returns whether the clusters of a launch find SMs at once, and every CTA has a block."""
     wanted = shape.num_ctas(rate.heads) * rate.cluster
     return wanted <= CLUSTER_SMS * shape.num_sms and shape.num_blocks >= rate.cluster

@@ -1,4 +1,4 @@
-"""Shared memory of the kernel for 64 heads: what lies in it, in which order, and its mbarriers."""
+"""The shared memory of the kernel for 64 heads: its regions in order, and its mbarriers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cute_kernels.mla.config import FLAG_BYTES, NUM_STAGES, ROW_VALUE_BYTES, WEI
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Addresses, pointers where tensors are made of them, barriers.
+    """The addresses of regions (pointers where tensors are made of them), and the barriers.
 
-    A tile, or each part of one that comes and goes by itself, has two mbarriers: ``full`` (producers arrive, and bytes
-    of asynchronous copies are counted) and ``empty`` (consumer warps arrive, those of both CTAs of a pair).
+    A tile, or each part of a tile in two parts, has two mbarriers. Producers arrive on ``full``, which also counts
+    bytes of asynchronous copies. Consumer warps arrive on ``empty``, with crossover those of both CTAs of a pair.
     """
 
     tile_pointer: cute.Pointer
@@ -59,7 +59,7 @@ def allocate(config: MlaConfig) -> SharedMemory:
 
 
 def init_barriers(config: MlaConfig, memory: SharedMemory) -> None:
-    """One thread initialises all barriers, before any other goes on."""
+    """Initialises all barriers; one thread calls it, and all others wait, see :mod:`.barriers`."""
     for i in range(NUM_STAGES * config.tile_parts):
         cute.arch.mbarrier_init(memory.full + i, config.tiles.load.full_arrivals)
         cute.arch.mbarrier_init(memory.empty + i, config.empty_arrivals)

@@ -2,13 +2,13 @@
 
 A team has a CTA for each block of 64 heads; its CTAs process the same tokens together. A work range is the end of a
 row, whole rows, and the beginning of another row, whatever the lengths of rows (Osama et al. 2023). Where a row is cut,
-nothing is added up in the end. The team with the end of the row computes it first and publishes its accumulators,
-maxima and totals. The team with the beginning computes it last, and resumes from them instead of zeros. So one launch
-is enough, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal length stay
-whole where that costs less than cuts: some teams then have one row more than others.
+no combine follows. The team with the end of the row computes that part first, and publishes its accumulators, maxima
+and totals. The team with the beginning computes its part last, and resumes from the published numbers instead of zeros.
+So one launch is enough, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal
+length stay whole where that costs less than cuts: some teams then have one row more than others.
 
-Every launch ends: work ranges are assigned from the last one on, so that a CTA waits for a CTA of a lower number, which
-the hardware starts before it.
+Every launch ends: the first CTAs have the last work ranges. So a CTA waits only for a CTA of a lower number, which the
+hardware starts before it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WARP_HEADS = BLOCK_HEADS // WARPGROUP_WARPS
 
 
 def units_of(blocks):
-    """The units of the work ranges that a row of so many blocks takes; a row without any takes one, as it has to be
-    written."""
+    """Returns the units of work of a row of so many blocks: one for each block. An empty row counts as one, as its
+    result has to be written."""
     return cutlass.max(blocks, Int32(1))
 
 
@@ -51,7 +51,7 @@ def units_of(blocks):
 class StreamK:
     """The work ranges of a launch; run-time values.
 
-    request_rows: rows of a request, which are equally long. teams: a `Divisor`.
+    request_rows: rows of a request, all of one length. teams: the number of teams, as a `Divisor`.
     """
 
     locator: SparseLocator | PagedLocator
@@ -62,11 +62,11 @@ class StreamK:
 
     @cute.jit
     def work_range(self, team, lane):
-        """Returns (row, unit of it, units in all) where a team's work range begins; all lanes of a warp call it
+        """Returns (first row, unit of that row, number of units) of a team's work range; all lanes of a warp call it
         together.
 
-        A lane adds up the units of its share of the requests, then looks among them for the one with the beginning.
-        Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
+        A lane adds up the units of its share of the requests. Then it looks whether the work range begins in one of
+        them. Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
         """
         per_lane = (self.requests + (WARP_THREADS - 1)) // WARP_THREADS
         own, longest = Int32(0), Int32(0)
@@ -95,8 +95,8 @@ class StreamK:
         return found * self.request_rows + row, offset - row * each, left
 
     def pieces(self, total, longest):
-        """Returns (units of a piece that is not cut, number of such pieces). A piece is a row where all rows are equal
-        and cutting would gain teams less than it costs; else it is a unit."""
+        """Returns (units of a piece, number of pieces); pieces are never cut. A piece is a row if all rows are equally
+        long and cuts would cost more than they gain; else it is a unit."""
         rows = self.requests * self.request_rows
         turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))
         evenly, _ = self.teams.divide(Uint32(total))
@@ -106,7 +106,8 @@ class StreamK:
 
     @cute.jit
     def request_units(self, request):
-        """Returns (units of a row of a request, of all its rows; 0 if there is no such request)."""
+        """Returns (units of one row of a request, units of all its rows). The second is 0 if there is no such
+        request."""
         existing = cutlass.min(request, self.requests - 1)
         _, blocks = count_blocks(*self.locator.lengths(self.source, existing))
         each = units_of(blocks)
@@ -115,10 +116,10 @@ class StreamK:
 
 @dataclass(frozen=True)
 class PartialExchange:
-    """Where partial results are published and loaded; addresses of a launch, and numbers of CTAs.
+    """The memory where partial results are published and loaded: addresses, and numbers of CTAs.
 
     Every warp exchanges by itself: a lane's registers go to the same lane of the same warp of another CTA, 16 bytes at
-    a time. A flag is `EMPTY_WORD` between launches: the warp that has loaded resets it.
+    a time. A flag is `EMPTY_WORD` between launches: the warp that waited for it resets it.
     """
 
     words: Int64  # fp32 [CTAs, STATE_WORDS]
@@ -128,8 +129,8 @@ class PartialExchange:
 
     @cute.jit
     def publish(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Publishes a thread's accumulators, and its maxima and totals if it has them (stats: else ()), for the CTA
-        that resumes."""
+        """Publishes a thread's accumulators for the CTA that resumes. stats: its maxima and totals, also published; ()
+        if it has none."""
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.own * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             place = self.words + Int64(number) * STATE_BYTES + lane * LANE_BYTES
@@ -144,7 +145,8 @@ class PartialExchange:
 
     @cute.jit
     def resume(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Waits for what the same warp of the following CTA has published, and loads it."""
+        """Waits until the same warp of the following CTA has published, and loads its numbers into ``acc`` and
+        ``stats``."""
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.following * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             flag = self.flags + Int64(number) * 4

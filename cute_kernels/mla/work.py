@@ -1,4 +1,4 @@
-"""The work of a CTA of MLA decode: a row, 64 of its heads, a part of its blocks of tokens."""
+"""The work tile of a CTA of MLA decode: a row, some of its heads, a part of its blocks of tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 class MlaSizes:
     """Run-time integers of a launch.
 
-    A row is the queries that share tokens. If indices name the tokens, it is a query with all its heads. Otherwise it
-    is a request, with the heads of all of its queries as they lie in memory.
+    A row is the queries that share tokens. With sparse decode it is one query with all its heads. With dense decode it
+    is a request with the heads of all its queries, in the order of memory.
     """
 
     rows: Int32
@@ -30,7 +30,7 @@ class MlaSizes:
 
 @dataclass(frozen=True)
 class Results:
-    """Addresses that are written; ``sinks`` is read. 0 where absent."""
+    """The addresses of results, and of ``sinks``, which is read. 0 where absent."""
 
     out: Int64  # bf16 or fp16 [rows, num_heads, 512]
     lse: Int64  # fp32 [rows, num_heads]
@@ -41,7 +41,7 @@ class Results:
 
 @dataclass(frozen=True)
 class WorkTile:
-    """A work tile; blocks [begin, end) of the row, those of the extra cache after ``main_blocks`` others."""
+    """A work tile: blocks [begin, end) of a row. Block ``main_blocks`` is the first one of the extra cache."""
 
     shape: MlaSizes
     row: Int32
@@ -58,31 +58,32 @@ class WorkTile:
 
     @staticmethod
     def share(num_blocks, num_parts, part):
-        """Returns [begin, end) of a part: whole blocks, as equal as can be, empty ones last."""
+        """Returns (begin, end) of a part in blocks. All parts have the same number of blocks, but the last ones may
+        have fewer or none."""
         return WorkTile.cut(num_blocks, (num_blocks + num_parts - 1) // num_parts, part)
 
     @staticmethod
     def cut(num_blocks, size, part):
-        """Returns [begin, end) of a part of so many blocks, as far as they exist."""
+        """Returns (begin, end) of a part in blocks. size: blocks of a part, where as many exist."""
         begin = cutlass.min(part * size, num_blocks)
         return begin, cutlass.min(begin + size, num_blocks)
 
     def query_row(self, head):
-        """The number of a head's row among all of the launch."""
+        """Returns the index of a head of this work tile among all (row, head) pairs of the launch."""
         return self.row * self.shape.num_heads + self.first_head + head
 
 
 def blocks_of(length):
-    """Blocks of tokens that ``length`` indices fill."""
+    """Returns the number of blocks that ``length`` tokens take."""
     return (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
 
 def partial_values(results: Results, shape: MlaSizes, query_row, part, form: PartialForm):
-    """Address of a partial result's 512 unnormalised values."""
+    """Returns the address of a partial result's 512 unnormalised values."""
     return results.partials + (Int64(query_row) * shape.num_parts + part) * form.row_bytes
 
 
 def partial_stats(results: Results, shape: MlaSizes, query_row, part, form: PartialForm):
-    """Address of a partial result's maximum, sum and so on."""
+    """Returns the address of a partial result's statistics: maximum, sum, and factors of scaled values."""
     behind = Int64(shape.rows) * shape.num_heads * shape.num_parts * form.row_bytes
     return results.partials + behind + (Int64(query_row) * shape.num_parts + part) * form.stats_bytes

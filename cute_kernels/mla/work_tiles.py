@@ -1,7 +1,7 @@
 """The work tiles that a CTA computes one after the other, and the blocks of tokens of each.
 
-A CTA stays for several work tiles, so that its pipeline never runs dry: producers go on with the blocks of the next
-work tile right after those of this one, and find them by a cursor of their own.
+A CTA computes several work tiles, so that its pipeline never runs dry. Producers load the blocks of the next work tile
+right after those of this one. They find blocks by a cursor of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
 
 @dataclass(frozen=True)
 class Counts:
-    """Divisors of a launch in a form that replaces division; computed on the host."""
+    """The divisors of a launch as `Divisor`s, which replace divisions; computed on the host."""
 
     of_part: Divisor  # work tiles of the first parts of all rows
     head_blocks: Divisor  # of a row
@@ -45,10 +45,9 @@ class Counts:
 class WorkTiles:
     """The work tiles of a CTA; run-time values.
 
-    A work tile is a part of a row for 64 of its heads. If rows are cut into parts (one is the row), a CTA has one work
-    tile. Blocks of heads are the fastest index. So the CTAs of a cluster have work tiles of the same row and part;
-    then rows, then parts. Under stream-K a CTA has a work range, ``left`` units from the ``start``-th of ``row`` on,
-    over rows that follow each other."""
+    A work tile is a part of a row for 64 of its heads. Without stream-K a CTA has one work tile. CTAs are numbered by
+    block of heads first, then row, then part, so the CTAs of a cluster share row and part. Under stream-K a CTA has a
+    work range of ``left`` units over successive rows. It begins with the ``start``-th unit of ``row``."""
 
     shape: MlaSizes
     source: SparseSource | PagedSource
@@ -65,7 +64,7 @@ class WorkTiles:
 
     @staticmethod
     def of(shape: MlaSizes, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
-        """The work tiles of the ``cta``-th CTA. words, flags: addresses of what `PartialExchange` describes."""
+        """Returns the work tiles of the ``cta``-th CTA. words, flags: addresses for `PartialExchange`."""
         team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
         exchange = PartialExchange(words, flags, cta, cta - counts.head_blocks.value)
         first = _first(shape, source, locator, counts, cta, team, lane)
@@ -73,7 +72,8 @@ class WorkTiles:
         return WorkTiles(shape, source, queries, locator, counts, exchange, head_block, row, start, left)
 
     def work(self, row, start, left) -> WorkTile:
-        """The work tile of a row that begins with ``start``, ``left`` units before the end of what the CTA has."""
+        """Returns the work tile of a row. start: its part, or under stream-K its first unit. left: the units that the
+        CTA still has."""
         shape = self.shape
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         is_stream_k = shape.num_parts == 0
@@ -104,7 +104,7 @@ class WorkTiles:
 
 
 class PartTiles(WorkTiles):
-    """Work tiles where every row is cut into parts and a CTA has one part; ``states`` are those of
+    """The work tile of a CTA under a cooperative combine: one part of a row. `exchange` has the addresses for
     :mod:`.combine.cooperative`."""
 
     has_stream_k: ClassVar[bool] = False
@@ -117,7 +117,7 @@ class PartTiles(WorkTiles):
         return PartTiles(shape, source, queries, locator, counts, exchange, head_block, row, Int32(part), Int32(1))
 
     def work(self, row, start, left) -> WorkTile:
-        """The work tile."""
+        """Returns the CTA's only work tile. start: its part."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         part_size, _ = self.counts.cuts.divide(Uint32(num_blocks + self.shape.num_parts - 1))
         begin, end = WorkTile.cut(num_blocks, Int32(part_size), start)
@@ -144,7 +144,7 @@ def _first(shape, source, locator, counts, cta, team, lane):
 
 @dataclass(frozen=True)
 class Cursor:
-    """A block among those of all of a CTA's work tiles, in order; the same in all lanes of a warp."""
+    """A position in the blocks of all work tiles of a CTA, in order; the same in all lanes of a warp."""
 
     work_tiles: WorkTiles
     loader: QueryLoader
@@ -173,7 +173,7 @@ class Cursor:
 
     @property
     def work(self) -> WorkTile:
-        """The work tile, as far as locators need it."""
+        """The block's work tile, with only the fields that locators need."""
         row, end, length, main_blocks, extra = (
             Int32(self.state[i]) for i in (ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH)
         )
@@ -181,7 +181,7 @@ class Cursor:
 
     @cute.jit
     def advance(self):
-        """Goes on to the next block. After the last one there is none: its number is not below the work tile's end."""
+        """Goes on to the next block. After the last block ``block`` is not below the work tile's end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
         if const_expr(self.work_tiles.has_stream_k):

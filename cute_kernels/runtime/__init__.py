@@ -1,4 +1,4 @@
-"""The host side of every kernel: compiled functions by spec, caches, ahead-of-time bundles, reports.
+"""The runtime of all kernels: compiled functions by spec, caches, ahead-of-time bundles, reports.
 
 load(spec, arch)          the callable of one kernel: memory, bundle, disk, or compiled now
 load_many(specs, arch)    many, compiled in parallel processes

@@ -29,7 +29,7 @@ class BundleError(RuntimeError):
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of the bundle in `directory`. Raises BundleError if there is none or it cannot be read."""
+    """Reads the manifest of the bundle in `directory`. Raises BundleError if there is none or it cannot be read."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -43,10 +43,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def mismatches(manifest: dict[str, Any]) -> list[str]:
-    """The reasons why a bundle cannot run in this installation; empty if it can.
+    """Returns the reasons why a bundle cannot run in this installation; empty if it can.
 
-    The compiler need not be here, nor the DSL have the version that the bundle was built with: the code calls functions
-    of the DSL's runtime library and of apache-tvm-ffi, which are looked up by name.
+    A bundle needs no compiler, and the DSL may have another version than the one that built the bundle. The code calls
+    functions of the DSL's runtime library and of apache-tvm-ffi, which are looked up by name.
     """
     problems = []
     built = manifest["versions"]
@@ -112,18 +112,18 @@ class Bundle:
 
     @property
     def arch(self) -> str:
-        """The architecture that all of its kernels are compiled for, such as "sm_90a"."""
+        """The architecture that the bundle's kernels are compiled for, such as "sm_90a"."""
         return self.manifest["arch"]
 
     @property
     def symbols(self) -> list[str]:
-        """The symbols of its kernels, sorted."""
+        """The symbols of the bundle's kernels, sorted."""
         return sorted(self.manifest["kernels"])
 
     def holds(self, spec: KernelSpec, arch: str) -> bool:
-        """Returns whether the bundle has `spec` for `arch`, built from the sources that are installed here.
+        """Returns whether the bundle contains `spec` for `arch`, built from the sources that are installed here.
 
-        Warns once if it has the kernel from other sources: then the kernel is compiled instead of running stale.
+        Warns once if the bundle's kernel was built from other sources. Such a kernel is compiled anew.
         """
         kernel = self.manifest["kernels"].get(spec.symbol)
         wanted = (spec.family, json.loads(spec.identity_json()))

@@ -18,7 +18,8 @@ from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
 
 ERRORS = Path(__file__).with_name("errors_of_older_runtimes.c")
-"""Linked into bundles where there is a C compiler; without, they want a runtime library of 4.8 or later."""
+"""A C file that is linked into bundles if there is a C compiler. Bundles without it need a runtime library of 4.8 or
+later."""
 
 
 def build(
@@ -30,7 +31,7 @@ def build(
     jobs: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`, replacing one that is there.
+    """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`; a bundle in it is replaced.
 
     Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with
     one symbol, native.LinkerMissingError, workers.CompileError, OSError if out_dir cannot be written.

@@ -1,4 +1,4 @@
-"""Compiles one spec into an artifact: an object file, and what its host code says about its launches."""
+"""Compiles a spec into an artifact: an object file, and the launches that its host code contains."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def launches_from_json(values: list[dict[str, Any]]) -> tuple[Launch, ...]:
 def compile_artifact(spec: KernelSpec, arch: str) -> Artifact:
     """Compiles `spec` for `arch` in this process. Not thread-safe, because the DSL's compiler is not.
 
-    Raises ValueError for an architecture that the kernel is not written for. Raises CompilerMissingError if the DSL
-    is missing, or in another version than these kernels want; errors of the DSL pass through.
+    Raises ValueError for an architecture that the kernel is not written for. Raises CompilerMissingError if the DSL is
+    missing or has a version that these kernels do not support. Errors of the DSL pass through.
     """
     spec.check()
     spec.check_arch(arch)
@@ -77,10 +77,10 @@ _CALL = re.compile(r"llvm\.call @_cudaLaunchKernelEx\(")
 
 
 def launches_in(host_ir: str) -> tuple[Launch, ...]:
-    """The launches in a host function's LLVM-dialect IR.
+    """Returns the launches in a host function's LLVM-dialect IR.
 
-    The DSL keeps no record of the dynamic shared memory it plans, so it is read where the host code passes it to the
-    driver. Configurations and launches come in the same order, one for one.
+    The DSL keeps no record of a kernel's dynamic shared memory, so its size is read where the host code passes it to
+    the driver. Configurations and launches come in the same order, one for one.
     """
     launches: list[Launch] = []
     constants: dict[str, int] = {}

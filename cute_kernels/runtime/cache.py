@@ -1,4 +1,4 @@
-"""Finds a spec's compiled kernel: in memory, in ahead-of-time bundles, on disk, and only then by the compiler."""
+"""Finds a spec's compiled kernel in memory, in ahead-of-time bundles or on disk; only then compiles it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory,
 
 @dataclass(frozen=True)
 class Progress:
-    """Reports that one kernel is ready: `done` of `total`, its origin ("memory", "bundle", "disk", "compiled"),
+    """A report that one kernel is ready: `done` of `total`, its origin ("memory", "bundle", "disk", "compiled"),
     seconds."""
 
     done: int
@@ -60,7 +60,7 @@ class KernelCache:
             self._bundles.insert(0, bundle)
 
     def load(self, spec: KernelSpec, arch: str) -> Any:
-        """Loads the raw TVM-FFI function of `spec`, called with the arguments its host function declares."""
+        """Loads the raw TVM-FFI function of `spec`, which takes the arguments of its host function."""
         return self.load_from(spec, arch)[0]
 
     def load_from(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
@@ -155,7 +155,8 @@ class KernelCache:
         return (spec, arch) in self._artifacts or self.store.read(key_of(spec, arch)) is not None
 
     def _adopt(self, specs: list[KernelSpec], arch: str, store: DiskStore) -> None:
-        """Keeps in memory what workers stored in a scratch directory, because the cache's own cannot be written."""
+        """Keeps in memory the artifacts that workers stored in a scratch directory, since the cache's directory cannot
+        be written."""
         for spec in specs:
             entry = store.read(key_of(spec, arch))
             if entry is not None:
@@ -185,7 +186,7 @@ class KernelCache:
         raise RuntimeError(f"{spec} was compiled and does not load: {failure}") from failure
 
     def _entry(self, spec: KernelSpec, arch: str) -> tuple[Artifact, Entry | None, str]:
-        """The artifact of `spec`, its place on disk (None if it has none), and "disk" or "compiled"."""
+        """Returns (the artifact of `spec`, its entry on disk or None, "disk" or "compiled"); compiles it if need be."""
         held = self._artifacts.get((spec, arch))
         key = key_of(spec, arch)
         entry = self.store.read(key)
@@ -201,7 +202,7 @@ class KernelCache:
         return self._compile_once(spec, arch, key)
 
     def _compile_once(self, spec: KernelSpec, arch: str, key: Key) -> tuple[Artifact, Entry | None, str]:
-        """Compiles under the entry's lock: of several processes one compiles, the others wait and read."""
+        """Compiles under the entry's lock: one of several processes compiles, the others wait and read its entry."""
         with self.store.lock(key):
             entry = self.store.read(key)
             if entry is not None:
@@ -242,7 +243,7 @@ def _open_entry(entry: Entry) -> Any:
 
 
 def _open_artifact(artifact: Artifact) -> Any:
-    """Loads an artifact that has no place on disk; its files may go once they are loaded."""
+    """Loads an artifact that has no entry on disk, through a temporary file."""
     with tempfile.TemporaryDirectory(prefix="cute_kernels_") as folder:
         path = Path(folder) / f"{artifact.symbol}.o"
         path.write_bytes(artifact.object_code)
@@ -256,18 +257,19 @@ _used: list[KernelCache] = []  # by blocks of `using`, the innermost last
 
 
 def default_cache() -> KernelCache:
-    """Returns the process's cache: `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"),
-    and installed packages of bundles. In a block of :func:`using` it is that block's cache.
+    """Returns the process's cache; in a block of :func:`using` that block's cache. The process's cache has the
+    directory `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"), and installed packages
+    of bundles.
 
-    Raises aot.BundleError if a bundle named there does not fit this installation; one that is installed is left out
-    then, with a warning.
+    Raises aot.BundleError if a bundle in `CUTE_KERNELS_AOT_DIR` does not fit this installation. An installed package
+    that does not fit is left out, with a warning.
     """
     return _used[-1] if _used else _cache_of_process()
 
 
 @contextmanager
 def using(cache: KernelCache) -> Iterator[KernelCache]:
-    """Makes the whole process load kernels from ``cache`` in this block. Plans that are kept keep their functions."""
+    """Makes the whole process load kernels from ``cache`` in this block. Plans made before keep their functions."""
     _used.append(cache)
     try:
         yield cache

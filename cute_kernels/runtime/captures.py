@@ -1,4 +1,4 @@
-"""Graph captures in progress: which one a stream belongs to, and how long the graph lives that comes of it.
+"""CUDA graph captures in progress: the capture of a stream, and whether the captured graph still exists.
 
 A graph can own *user objects* (cudaGraphRetainUserObject, which is allowed while it is captured). What is instantiated
 from it owns them, too; when the last owner is destroyed, and no launch of it runs any more, CUDA calls the object's
@@ -24,13 +24,13 @@ _T = TypeVar("_T")
 
 
 class Capture(NamedTuple):
-    """A capture in progress; ``graph``: what is captured so far."""
+    """A capture in progress. identity: its number from CUDA. graph: the graph captured so far."""
 
     identity: int
     graph: SupportsInt  # a cudaGraph_t
 
     def watch(self) -> Callable[[], bool]:
-        """A function that says whether the graph is gone, with all that was instantiated from it."""
+        """Returns a function that says whether the graph and all that was instantiated from it are destroyed."""
         runtime = _runtime()
 
         semaphore = _Semaphore()
@@ -44,7 +44,7 @@ class Capture(NamedTuple):
 
 
 class _Rest:
-    """The number of callers that want Python's collector to rest, and whether it was on before the first of them."""
+    """The pause of Python's garbage collector: how many callers want it, and whether the collector was on before."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -70,11 +70,11 @@ _REST = _Rest()
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Stops Python's collector in all threads within this block. The collector may find a CUDA graph that has no owner,
-    whose destructor aborts the process while a stream is captured. So garbage in cycles stays for as long as a capture
-    takes.
+    """Stops Python's garbage collector in all threads within this block, which must begin before a capture. The
+    collector may find a CUDA graph that has no owner. The graph's destructor aborts the process while a stream is
+    captured.
 
-    It is to be entered before a capture. Code that collects by hand, or deletes a graph, still does.
+    Code that calls the collector or deletes a graph is not stopped.
     """
     _REST.begin()
     try:
@@ -84,10 +84,10 @@ def nothing_collected() -> Iterator[None]:
 
 
 def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, _T]:
-    """Captures a CUDA graph of what a function launches on a device. Returns the graph and what the function returns.
+    """Captures the launches of a function on a device as a CUDA graph. Returns (the graph, the function's result).
 
-    Raises what the function raises, or what CUDA says of its launches. Torch is then as it was before: by itself it
-    would stay on the stream that it captured, draw no random numbers on this device any more, and keep memory.
+    Raises the function's error, or CUDA's. After an error torch is in its earlier state. By itself it would stay on the
+    captured stream, draw no more random numbers on this device, and keep memory.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
     cause: BaseException | None = None
@@ -113,19 +113,19 @@ def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cu
 
 
 def _let_random_numbers_be_drawn(device: torch.device) -> None:
-    """Lets torch's generator draw again after a capture that failed: it takes the capture for running until another one
-    ends."""
+    """Lets torch's generator draw again after a failed capture, by an empty capture. Until one ends, the generator
+    takes the failed one for running."""
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured."""
+    """Returns whether the current stream is being captured."""
     return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def capture_of(stream: int) -> Capture:
-    """The capture that a stream (a raw handle) belongs to."""
+    """Returns the capture that a stream (a raw handle) belongs to."""
     runtime = _runtime()
     status, _, identity, graph, *_ = runtime.cudaStreamGetCaptureInfo(stream)
     _checked("cudaStreamGetCaptureInfo", status)
@@ -133,14 +133,14 @@ def capture_of(stream: int) -> Capture:
 
 
 def _runtime() -> ModuleType:
-    """CUDA's runtime. It looks for CUDA's libraries, and a process that captures no graph has no use for them."""
+    """Imports CUDA's runtime bindings, only when a graph is captured, as the import looks for CUDA's libraries."""
     return import_module("cuda.bindings.runtime")
 
 
 class _Semaphore:
     """A POSIX semaphore of value 0 that C code posts once, maybe as late as when the process ends.
 
-    So its memory is not Python's: it is given back when the semaphore is posted, and not before.
+    So its memory is not Python's, and is freed only after the semaphore was posted.
     """
 
     _library = ctypes.CDLL(None, use_errno=True)
@@ -154,7 +154,7 @@ class _Semaphore:
 
     @property
     def post_address(self) -> int:
-        """The address of the function that takes a semaphore's address and adds 1."""
+        """The address of the C function sem_post, which takes a semaphore's address and adds 1."""
         address = ctypes.cast(self._library.sem_post, ctypes.c_void_p).value
         assert address is not None
         return address
@@ -172,7 +172,7 @@ class _Semaphore:
 
 
 def _checked(function: str, status: SupportsInt, *result: object) -> Any:
-    """The result of a call of CUDA's; RuntimeError unless it succeeded."""
+    """Returns the result of a CUDA call; raises RuntimeError unless it succeeded."""
     if int(status) != 0:
         raise RuntimeError(f"{function} failed: {status}")
     return result[0] if result else None

@@ -1,4 +1,4 @@
-"""Configurations that are made of policies: changes values of fields, whichever policy has them."""
+"""Changes fields of configurations that are made of policies, whichever policy has a field."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ConfigT = TypeVar("ConfigT")
 def changed(config: ConfigT, **fields: object) -> ConfigT:
     """Returns the configuration with other values for fields of its own or of its policies.
 
-    A policy's field goes by its name; where several policies have it, by the policy's name, "_" and its own: of a
-    configuration with policies ``k`` and ``v`` that both have a ``format``, ``k_format``.
+    A policy's field goes by its name. If several policies have the field, it goes by the policy's name, "_" and its own
+    name. With policies ``k`` and ``v`` that both have a ``format``, the first one's is ``k_format``.
 
     Raises:
         TypeError: no policy has a field, or several have it; the message names them.
@@ -32,7 +32,7 @@ def changed(config: ConfigT, **fields: object) -> ConfigT:
 
 
 def _owner(config: object, name: str) -> tuple[str, str]:
-    """The policy that has a field, and the field's name there."""
+    """Returns (the policy that has a field, the field's name in it)."""
     held = {field.name: getattr(config, field.name) for field in dataclasses.fields(_dataclass(config))}
     policies = {policy: value for policy, value in held.items() if dataclasses.is_dataclass(value)}
     owned = {policy: {field.name for field in dataclasses.fields(value)} for policy, value in policies.items()}

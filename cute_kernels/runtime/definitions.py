@@ -1,19 +1,19 @@
-"""Reads Python modules as graphs of top-level definitions: what each says, and which others it names.
+"""Reads Python modules as graphs of top-level definitions: the text of each, and the definitions that it names.
 
-A definition's text is its syntax tree without comments, docstrings, positions and imports, so neither wording and
-formatting nor the place of a module changes it. What its names mean is told by links to other definitions.
+A definition's text is its syntax tree without comments, docstrings, positions and imports. So wording, formatting and
+moves of a module do not change it. Its names are resolved by links to other definitions.
 
-The methods of a class are definitions of their own, but for those that Python calls by itself (`__init__`): a method
-counts where its name is mentioned, as an attribute or a string. So what the host alone asks of a policy decides no
-kernel.
+The methods of a class are definitions of their own, except those that Python calls (`__init__`). A method counts only
+if reached code mentions its name, as an attribute or a string. So a method that only the host calls changes no kernel's
+digest.
 
-A table by class, such as `{Split: SplitReduction, ...}` at the top level of a module, has a definition for each entry,
-which counts where a value of the class does. A class that is the type of a value that exists is held: defaults of its
-fields are used by nobody.
+A table by class, such as `{Split: SplitReduction, ...}` at the top level of a module, has a definition for each entry.
+An entry counts if its class does. A class is held if it is the type of a value in the configuration; defaults of its
+fields then do not count.
 
 A link is weak where only the identity of a type counts: annotations, `isinstance`, comparisons with `type(...)`, class
-patterns and parameters of generic classes. Weak links pass through aliases and end at classes, whose code does not run
-because of them.
+patterns and parameters of generic classes. Weak links pass through aliases and end at classes, whose code they do not
+run.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ class Definition:
     """One top-level statement of a module, or one method of a class.
 
     Attributes:
-        binds: the names that it gives a value.
-        digest: the digest of its text.
-        uses: dotted names that it refers to, sorted; weak: dotted names that only its annotations refer to.
+        binds: the names that the statement assigns or defines.
+        digest: the digest of the text.
+        uses: dotted names that it refers to, sorted; weak: dotted names of which only the identity counts, see the
+            module.
         mentions: names of attributes in it, and strings that may be names of attributes.
         spans: the first and the last line of each of its parts.
         is_class: whether it is a class; weak references are not followed beyond one.
         members: a class's methods by name.
-        held: of a class, what code depends on that holds a value of it: the class with its members.
-        bases: of ``held``, the names of its bases.
-        entries: of a dict whose keys are classes, the definitions of its values by the names of the classes.
+        held: for a class, the definition that counts if a value of the class exists: without bases and defaults of
+            fields.
+        bases: for ``held``, the names of the class's bases.
+        entries: for a dict whose keys are classes, the definitions of its values, by the classes' names.
     """
 
     binds: tuple[str, ...]
@@ -73,7 +75,7 @@ class Import(NamedTuple):
 
 @dataclass(frozen=True)
 class Module:
-    """A module's definitions and imports by the names that they bind."""
+    """A module's definitions and imports, by the names that they bind."""
 
     name: str
     file: Path
@@ -83,7 +85,7 @@ class Module:
 
 @functools.lru_cache(maxsize=4096)
 def file_of(module: str) -> Path | None:
-    """The file of a module; None if there is no such module. Imports no module but the top-level package."""
+    """Returns the file of a module; None if there is no such module. Imports only the top-level package."""
     top, *names = module.split(".")
     try:
         found = importlib.util.find_spec(top)
@@ -101,7 +103,7 @@ def file_of(module: str) -> Path | None:
 
 @functools.lru_cache(maxsize=4096)
 def read(name: str, file: Path) -> Module:
-    """Reads a module. Raises ValueError for an import whose names cannot be seen."""
+    """Reads a module. Raises ValueError for a star import."""
     tree = ast.parse(file.read_bytes(), str(file))
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     imports: dict[str, tuple[Import, ...]] = {}
@@ -125,14 +127,14 @@ def read(name: str, file: Path) -> Module:
 
 
 def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
-    """Whether other software may call a class's methods by names that it alone mentions: it derives from a class of
-    such, or one decorates it."""
+    """Returns whether foreign code may call a class's methods: a base or a decorator is foreign. foreign: names that
+    are imported from other software."""
     parts = [part for item in (*node.bases, *node.decorator_list) for part in ast.walk(item)]
     return any(isinstance(part, ast.Name) and part.id in foreign for part in parts)
 
 
 def _class(node: ast.ClassDef) -> Definition:
-    """A class without its methods, which are its members."""
+    """Returns the definition of a class; its methods are its members."""
     methods = [
         item
         for item in node.body
@@ -156,7 +158,7 @@ def _class(node: ast.ClassDef) -> Definition:
 
 
 def _table(node: ast.stmt, binds: tuple[str, ...]) -> Definition | None:
-    """A table by class without its entries, which are definitions of their own; None for other statements."""
+    """Returns the definition of a table by class, with its entries apart; None for other statements."""
     table = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
     if not isinstance(table, ast.Dict) or not table.keys:
         return None
@@ -172,7 +174,7 @@ def _table(node: ast.stmt, binds: tuple[str, ...]) -> Definition | None:
 
 @functools.lru_cache(maxsize=1024)
 def members(file: Path, name: str) -> dict[str, Definition]:
-    """The statements of the body of a file's top-level class, by the names that they bind."""
+    """Returns the definitions in the body of a file's top-level class, by the names that they bind."""
     tree = ast.parse(file.read_bytes(), str(file))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     return {
@@ -185,7 +187,7 @@ def members(file: Path, name: str) -> dict[str, Definition]:
 
 
 def _bound_by(node: ast.stmt) -> Iterator[str]:
-    """The names that a top-level statement binds, imports apart."""
+    """Yields the names that a top-level statement binds, except imports."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
         return
@@ -227,7 +229,8 @@ def _definition(node: ast.stmt | ast.expr, binds: tuple[str, ...], uses: _Uses |
 
 
 def text_of(node: object) -> object:
-    """A syntax tree as nested tuples, without docstrings, imports and what differs between versions of Python."""
+    """Returns a syntax tree as nested tuples, without docstrings, imports and fields that differ between versions of
+    Python."""
     if isinstance(node, ast.AST):
         fields = []
         for name in node._fields:
@@ -243,12 +246,13 @@ def text_of(node: object) -> object:
 
 
 def without_packages(text: str) -> str:
-    """A string that names a module of ours, or something in one, without the packages that the module lies in."""
+    """Strips the packages from a string that names a module of this project, or an object in one; returns other strings
+    as they are."""
     return re.sub(r"\A(?:cute_kernels|layouts)(?:\.\w+)*\.(\w+(?::\w+)?)\Z", r"\1", text)
 
 
 def _is_silent(node: ast.stmt, position: int) -> bool:
-    """Whether a statement of a body says nothing: an import, a docstring or another constant."""
+    """Returns whether a statement does not count as text: an import or a docstring."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return isinstance(node, ast.Import | ast.ImportFrom) or (position == 0 and is_text)
 
@@ -340,14 +344,14 @@ class _Uses(ast.NodeVisitor):
         self._plain_class = before
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Other decorators than `dataclass` may make code of annotations."""
+        """Visits an annotated assignment. Annotations count as code if a decorator other than `dataclass` may read
+        them."""
         self._visit_all([node.target, node.value])
         (self._weakly if self._plain_class else self._visit_all)([node.annotation])
 
 
 class _HeldUses(_Uses):
-    """Collects the uses of a class whose values exist. Neither bases, which are listed apart, nor defaults of fields
-    count."""
+    """Collects the uses of a class that is held. Bases, which are listed apart, and defaults of fields do not count."""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all([*node.decorator_list, *node.keywords])

@@ -1,4 +1,4 @@
-"""Which device an argument names, and which architecture a GPU is compiled for."""
+"""Devices: the device that an argument names, and the architecture that kernels for a GPU are compiled for."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ SUPPORTED_ARCHS: dict[tuple[int, int], str] = {(9, 0): "sm_90a"}
 
 
 class UnsupportedGPUError(RuntimeError):
-    """There is no CUDA GPU, or one the kernels were not written for."""
+    """There is no CUDA GPU, or the kernels are not written for it."""
 
 
 def supported() -> str:
-    """The supported GPUs in words, for error messages."""
+    """Returns the supported GPUs in words, for error messages."""
     names = ", ".join(f"{arch} (compute capability {a}.{b})" for (a, b), arch in SUPPORTED_ARCHS.items())
     return f"supported: {names}, such as H100, H200 and GH200"
 
 
 def device_of(device: object, name: str = "device") -> torch.device | None:
-    """A device argument as a device, None if it is None; TypeError or ValueError if it names none that is here."""
+    """Returns the device that an argument names, None for None; raises TypeError or ValueError if this machine has no
+    such device."""
     if device is None:
         return None
     if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
@@ -49,7 +50,7 @@ def arch_of(device_index: int | None = None) -> str:
 
 
 def is_supported(device_index: int) -> bool:
-    """Whether the kernels run on a CUDA device."""
+    """Returns whether the kernels run on a CUDA device."""
     return GPU.capability(device_index) in SUPPORTED_ARCHS
 
 
@@ -64,7 +65,8 @@ def _arch_of(device_index: int) -> str:
 
 
 def _device(device_index: int, wanted: str) -> tuple[tuple[int, int], str]:
-    """Compute capability and name of a CUDA device; UnsupportedGPUError, which ends with ``wanted``, without any."""
+    """Returns (compute capability, name) of a CUDA device. Without a GPU it raises UnsupportedGPUError, whose message
+    ends with ``wanted``."""
     if not GPU.is_available():
         build = "built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU"
         raise UnsupportedGPUError(f"no GPU: torch {torch.__version__} {build}; {wanted}")

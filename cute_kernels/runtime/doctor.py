@@ -32,7 +32,8 @@ class ToolMissingError(RuntimeError):
 
 @functools.cache
 def find_tool(name: str) -> str:
-    """Path of "cuobjdump" or "nvdisasm": the pip package's (newest first), else PATH's. Raises ToolMissingError."""
+    """Returns the path of "cuobjdump" or "nvdisasm": the newest from a pip package, else the one on PATH. Raises
+    ToolMissingError."""
     for folder in sys.path:
         for candidate in sorted(Path(folder or ".").glob(f"nvidia/c*/bin/{name}"), reverse=True):
             if os.access(candidate, os.X_OK):
@@ -179,7 +180,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def abilities(findings: list[Finding]) -> dict[str, list[str]]:
-    """The abilities of this installation, each with the subjects that stand in the way (an empty list: it works)."""
+    """Returns the abilities of this installation, each with the subjects that prevent it; an empty list means that it
+    works."""
     status = {finding.subject: finding.status for finding in findings}
     needs = {
         "run the fp32 reference": ("install", "torch"),

@@ -1,4 +1,4 @@
-"""Dynamic symbols of a shared library, read from its file: what it exports, and what it wants from others."""
+"""Reads the dynamic symbols of a shared library from its file: those that it exports, and those that it needs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 @dataclass(frozen=True)
 class DynamicSymbols:
-    """Names of a library's dynamic symbols. wanted: those that others must provide, without weak ones."""
+    """The names of a library's dynamic symbols. wanted: symbols that other libraries must provide, without weak
+    ones."""
 
     exported: frozenset[str]
     wanted: frozenset[str]
 
 
 def dynamic_symbols(path: Path) -> DynamicSymbols:
-    """The dynamic symbols of a 64-bit little-endian ELF file. Raises ValueError if it is none."""
+    """Reads the dynamic symbols of a 64-bit little-endian ELF file. Raises ValueError for other files."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content[:6] != b"\x7fELF\x02\x01":
             raise ValueError(f"{path} is no 64-bit ELF file")

@@ -1,9 +1,9 @@
-"""The GPU as the host's code sees it: one object, so that another can replace it.
+"""The host's access to the GPU: one object of functions, which another object can replace.
 
-A launch asks a device for little: which one is current, torch's stream on it, memory, how many SMs it has. All of that
-goes through :data:`GPU`. :func:`standing_in` replaces these functions within a block, for all families at once: a test
-records launches on a machine without a GPU (`tests/host_functions.py`), a tool plans for a GPU that is not there. The
-kernels' side of the same idea is `simulator.running`.
+A launch needs little of a device: whether it is current, torch's stream, memory, the number of SMs. All of that goes
+through :data:`GPU`. :func:`standing_in` replaces these functions within a block, for all families at once: a test
+records launches on a machine without a GPU (`tests/host_functions.py`), a tool makes plans for an absent GPU.
+`simulator.running` replaces the GPU for device code.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def _num_sms(device: Device) -> int:
 
 @dataclass(slots=True)
 class Gpu:
-    """Functions that describe the GPUs, and provide what launches need; the defaults are torch's.
+    """The functions that describe GPUs and provide streams and memory for launches; the defaults are torch's.
 
     Attributes:
         is_available, count: whether there is a GPU, and how many there are.
-        capability, name, num_sms: of a device.
+        capability, name, num_sms: a device's compute capability, name and number of SMs.
         current: index of the current device. guard: a context in which a device is the current one.
         stream: raw handle of torch's current stream of a device (index).
         empty: as `torch.empty_strided` (shape, strides, dtype), on the current device.
         workspace: (index, stream, number of words) -> address, as `WorkspacePool.get`.
-        counters: the same, of words that a launch may use before it waits for the one before.
-        takes_cpu: whether CPU tensors are launched for as CUDA tensors are, instead of the reference.
+        counters: like ``workspace``, but a launch may use the words before it waits for the launch before it.
+        takes_cpu: whether calls on CPU tensors launch kernels, as on CUDA tensors, instead of running the reference.
     """
 
     is_available: Callable[[], bool] = torch.cuda.is_available
@@ -73,7 +73,8 @@ _clears: list[Callable[[], object]] = []
 
 
 def forgotten(clear: Callable[[], object]) -> None:
-    """Registers ``clear``, which empties what is kept of devices whenever a stand-in begins or ends."""
+    """Registers ``clear``, which empties a cache that depends on devices. It runs whenever a stand-in begins or
+    ends."""
     _clears.append(clear)
 
 
@@ -85,7 +86,7 @@ def per_gpu(cached: CachedT) -> CachedT:
 
 @contextmanager
 def standing_in(gpu: Gpu) -> Iterator[None]:
-    """Replaces the GPU by ``gpu`` within this block; plans that were kept are forgotten before and after it.
+    """Replaces the GPU by ``gpu`` within this block; kept plans are dropped before and after it.
 
     It holds for the whole process, so no other thread may launch meanwhile.
     """
@@ -103,6 +104,6 @@ def standing_in(gpu: Gpu) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Empties all that is kept of devices: plans, launches, architectures."""
+    """Empties all caches that depend on devices: plans, launches, architectures."""
     for clear in _clears:
         clear()

@@ -10,11 +10,11 @@ from cute_kernels.runtime import native
 from cute_kernels.runtime.aot import Bundle, BundleError, open_bundle
 
 PACKAGES = {"sm_90a": "cute_kernels_sm90a"}
-"""Packages that are looked for, by the architecture that their kernels are compiled for."""
+"""The names of packages with bundles, by the architecture of their kernels."""
 
 
 def installed() -> dict[str, Path]:
-    """The folders of the bundles that are installed, by their packages' names; none of them is imported."""
+    """Returns the folders of installed bundles, by their packages' names; imports no package."""
     found = {}
     for name in PACKAGES.values():
         spec = importlib.util.find_spec(name)
@@ -24,8 +24,8 @@ def installed() -> dict[str, Path]:
 
 
 def open_installed() -> list[Bundle]:
-    """Opens the bundles that are installed and fit. For each other one a warning says why it does not, and what to
-    do."""
+    """Opens the installed bundles that fit this installation. For each other one it warns why it does not fit, and what
+    to do."""
     bundles = []
     for name, folder in installed().items():
         try:

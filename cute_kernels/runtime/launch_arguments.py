@@ -1,7 +1,7 @@
 """The arguments of a compiled function, declared once: names and types, in order.
 
-The compiler's fake arguments, the host function that the compiler sees and the call that a plan makes come from one
-`LaunchArguments`. Each of them has arguments by name, so none can be in another's place.
+One `LaunchArguments` makes the compiler's fake arguments, the host function that is compiled, and a plan's call. All
+have arguments by name, so arguments cannot be swapped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Kind = Literal["tensor", "address", "int64", "int32", "float32"]
 
 
 def compile_options(arch: str, *extra: str) -> str:
-    """Returns the options string every kernel passes to `cute.compile`.
+    """Returns the options of `cute.compile` that all kernels have, as a string.
 
     `arch` is always given: the DSL would otherwise ask the driver, and compiling needs no GPU. The CUBIN is not kept
     (`--keep-cubin` writes a file into the working directory): reports read it out of the exported object.
@@ -26,14 +26,14 @@ def compile_options(arch: str, *extra: str) -> str:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument. An address is of device memory, 64 bits, 0 for none."""
+    """One launch argument. An address is a 64-bit address of device memory, 0 for none."""
 
     name: str
     kind: Kind
 
 
 def arguments(kind: Kind, *names: str) -> tuple[Argument, ...]:
-    """Several of a kind."""
+    """Returns several arguments of one kind."""
     return tuple(Argument(name, kind) for name in names)
 
 
@@ -53,7 +53,7 @@ class LaunchArguments:
         return tuple(argument.name for argument in self.arguments)
 
     def fake(self, tensors: Mapping[str, Any]) -> list[Any]:
-        """The fake arguments for compilation; ``tensors`` by name."""
+        """Returns the fake arguments for compilation, in order. tensors: fake tensors by name."""
         import cutlass
 
         numbers = {"address": cutlass.Int64(0), "int64": cutlass.Int64(0), "int32": cutlass.Int32(0)}
@@ -66,7 +66,7 @@ class LaunchArguments:
     def compile(self, launch: Callable[..., None], tensors: Mapping[str, Any], arch: str, *options: str) -> Any:
         """Compiles ``launch`` (see :meth:`entry`) for ``arch`` ("sm_90a"), on torch's current stream.
 
-        tensors: fake ones by name. options: of the compiler, beside those that all kernels have.
+        tensors: fake tensors by name. options: compiler options besides those of `compile_options`.
         """
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_stream
@@ -75,9 +75,9 @@ class LaunchArguments:
         return cute.compile(self.entry(launch), *given, options=compile_options(arch, *options))
 
     def entry(self, launch: Callable[..., None], *, with_stream: bool = True) -> Any:
-        """The host function that the compiler takes: these arguments, then the stream if there is one.
+        """Makes the host function to be compiled, which takes these arguments, then the stream if ``with_stream``.
 
-        launch: called with an object that has the arguments as attributes, and with the stream.
+        launch: the function that it calls, with an object that has the arguments as attributes, and the stream.
         """
         import cutlass
         import cutlass.cute as cute
@@ -100,20 +100,20 @@ class LaunchArguments:
         made: Mapping[str, Callable[[], object]] | None = None,
         ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        """Makes the function that a launch calls, which calls ``function`` with all arguments in order.
+        """Makes the function that a plan calls. It calls ``function`` with all arguments in order.
 
-        It takes, by name, the arguments that are neither fixed nor looked up, and the tensors that others are looked up
-        in.
+        It takes by name the arguments that are not in fixed, tensors, values or made, and the sources of looked-up
+        arguments.
 
         Args:
             fixed: values by name.
-            tensors: by name, where to look up a tensor whose address is passed, 0 for None.
-            values: by name, where to look up a value.
-            made: by name, what makes a value for each launch.
-            ignored: names that a launch may give though the function takes nothing of theirs.
+            tensors: by name, the place of a tensor whose address is passed; 0 is passed for None.
+            values: by name, the place of a value.
+            made: by name, a function that makes a value for each launch.
+            ignored: names that a caller may pass although they are not used.
 
         Raises:
-            TypeError: an argument is named that does not exist, or twice; the message says which.
+            TypeError: an argument does not exist or is named twice; the message says which.
         """
         said = [*fixed, *(tensors or {}), *(values or {}), *(made or {})]
         for name in said:
@@ -124,7 +124,7 @@ class LaunchArguments:
 
 
 Place = tuple["str | int", ...]
-"""Where a launch finds something: the name of what it is called with, then keys."""
+"""The place of a value in a launch's arguments: an argument's name, then the keys to index it with."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,5 +165,5 @@ def _executed(name: str, source: str, launch: object = None) -> Any:
 
 
 def joined(*parts: Iterable[Argument]) -> LaunchArguments:
-    """The arguments of several parts, one after the other."""
+    """Joins the arguments of several parts, in order."""
     return LaunchArguments(tuple(argument for part in parts for argument in part))

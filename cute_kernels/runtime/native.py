@@ -1,4 +1,4 @@
-"""Exported kernels as native code: the DSL's runtime library, a linker, and loading without the compiler.
+"""Links and loads exported kernels as native code, with the DSL's runtime library and without its compiler.
 
 A kernel exported by CuTe DSL calls a small runtime library (launch, library loading, errors). Loading that library and
 the kernel takes milliseconds; importing the DSL itself brings in a 190 MB compiler. So nothing here imports the DSL,
@@ -28,10 +28,11 @@ RUNTIME_LIBRARY = "libcute_dsl_runtime.so"
 RUNTIME_VARIABLE = "CUTE_DSL_RUNTIME"
 DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
 COMPILER_VERSION = "4.8.1"
-"""Of the DSL, which compiles these kernels: registers and spills of the same source move between its releases."""
+"""The version of the DSL that compiles these kernels. Registers and spills of the same source differ between
+releases."""
 COMPILER_VERSIONS = (COMPILER_VERSION, "4.8.0")
-"""Those that make the same machine code of them; vLLM 0.32 and 0.33 pin the second. Of 23 kernels, one of each kind,
-the CUBINs were the same, byte by byte."""
+"""The DSL's versions that compile these kernels to the same machine code; vLLM 0.32 and 0.33 pin the second. The CUBINs
+of 23 kernels, one of each kind, were equal byte by byte."""
 
 # Tried in this order; a compiler driver is asked for nothing but its linker.
 LINKERS = (
@@ -53,7 +54,7 @@ _X86_LEVELS = (
 
 
 class RuntimeLibraryError(RuntimeError):
-    """The CuTe DSL runtime library is not there, or does not load."""
+    """The CuTe DSL runtime library is missing or does not load."""
 
 
 class CompilerMissingError(RuntimeError):
@@ -61,7 +62,7 @@ class CompilerMissingError(RuntimeError):
 
 
 class LinkerMissingError(RuntimeError):
-    """A shared library has to be made and no linker was found."""
+    """A shared library has to be linked, and no linker was found."""
 
 
 def _dsl_version() -> str | None:
@@ -72,17 +73,17 @@ def _dsl_version() -> str | None:
 
 
 def compiler_version() -> str | None:
-    """Version of the compiler, None if none can compile these kernels.
+    """Returns the compiler's version; None if no installed compiler can compile these kernels.
 
-    Other packages install other versions of the DSL. Their runtime libraries run these kernels too, but their compilers
-    do not compile them.
+    Other packages install other versions of the DSL, whose runtime libraries run these kernels but whose compilers do
+    not compile them.
     """
     version = dsl_version()
     return version if version in COMPILER_VERSIONS else None
 
 
 def compiler_remedy() -> str:
-    """Says how a user gets a compiler where kernels have to be compiled and cannot be."""
+    """Returns advice on how to get a compiler, for errors of kernels that cannot be compiled."""
     version = dsl_version()
     if version is None:
         return f"the compiler is missing: pip install '{DSL_DISTRIBUTION}[cu13]=={COMPILER_VERSION}'"
@@ -94,7 +95,7 @@ def compiler_remedy() -> str:
 
 @functools.cache
 def tvm_ffi_version() -> str:
-    """Version of the apache-tvm-ffi that this process would import."""
+    """Returns the version of the apache-tvm-ffi that this process would import."""
     try:
         return importlib.metadata.version("apache-tvm-ffi")
     except importlib.metadata.PackageNotFoundError:
@@ -117,8 +118,8 @@ def _driver_version() -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The tools with which this machine compiles, links and runs kernels: functions that look, and commands that are
-    tried."""
+    """The tools with which this machine compiles, links and runs kernels: functions that find versions, and commands to
+    try."""
 
     dsl_version: Callable[[], str | None] = _dsl_version
     driver_version: Callable[[], tuple[int, int] | None] = _driver_version
@@ -131,8 +132,8 @@ _toolchain = Toolchain()
 
 @contextmanager
 def having(**others: Any) -> Iterator[None]:
-    """Within this block the machine has other tools, to see what a machine without them does. others: fields of
-    `Toolchain`."""
+    """Replaces the machine's tools within this block, for example to behave as a machine without a linker. others:
+    fields of `Toolchain`."""
     global _toolchain
     before, _toolchain = _toolchain, replace(_toolchain, **others)
     try:
@@ -142,26 +143,26 @@ def having(**others: Any) -> Iterator[None]:
 
 
 def dsl_version() -> str | None:
-    """Version of the installed nvidia-cutlass-dsl; None where only its runtime library is present."""
+    """Returns the version of the installed nvidia-cutlass-dsl; None if at most its runtime library is present."""
     return _toolchain.dsl_version()
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA version that the installed driver takes, as (major, minor); None without a driver."""
+    """Returns the newest CUDA version that the installed driver supports, as (major, minor); None without a driver."""
     return _toolchain.driver_version()
 
 
 def linker_names() -> str:
-    """The linkers that are tried, in words."""
+    """Returns the names of the linkers that are tried, for messages."""
     return ", ".join(name for name, _ in _toolchain.linkers)
 
 
 def runtime_library() -> Path:
-    """Path of the DSL's runtime library, found without importing the DSL.
+    """Returns the path of the DSL's runtime library, without importing the DSL.
 
-    `CUTE_DSL_RUNTIME` names it outright. Otherwise it is taken from the installed DSL, which brings one per CUDA major
-    version: the newest that the driver takes, the newest of all without a driver. The DSL chooses its compiler by the
-    same rule, so that objects and library agree.
+    `CUTE_DSL_RUNTIME` may name the file. Otherwise it is part of the installed DSL, which has one per CUDA major
+    version. The newest that the driver supports is used, without a driver the newest of all. The DSL chooses its
+    compiler by the same rule, so that objects and library agree.
     """
     named = os.environ.get(RUNTIME_VARIABLE)
     if named:
@@ -195,9 +196,9 @@ def _installed_runtime_library() -> Path:
 
 
 def missing_symbols(wanted: Iterable[str]) -> list[str]:
-    """The wanted symbols of a library that neither the runtime library nor apache-tvm-ffi nor the process has.
+    """Returns the ``wanted`` symbols that neither the runtime library nor apache-tvm-ffi nor the process has.
 
-    Raises RuntimeLibraryError if the runtime library is not there.
+    Raises RuntimeLibraryError if the runtime library is missing.
     """
     from tvm_ffi.libinfo import find_libtvm_ffi
 
@@ -207,7 +208,8 @@ def missing_symbols(wanted: Iterable[str]) -> list[str]:
 
 
 def runtime_flavor() -> str:
-    """Returns which of the DSL's toolkits this machine uses, such as "cu13"; "custom" for a library named by hand."""
+    """Returns the DSL's toolkit that this machine uses, such as "cu13"; "custom" if `CUTE_DSL_RUNTIME` names a library,
+    "none" without one."""
     if os.environ.get(RUNTIME_VARIABLE):
         return "custom"
     try:
@@ -219,7 +221,7 @@ def runtime_flavor() -> str:
 def load_runtime() -> Path:
     """Makes the runtime library's symbols visible to kernels loaded later; returns its path.
 
-    Raises RuntimeLibraryError if it is not there or does not load.
+    Raises RuntimeLibraryError if it is missing or does not load.
     """
     path = runtime_library()
     _load_runtime(path)
@@ -237,10 +239,10 @@ def _load_runtime(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def host_isa() -> str:
-    """The host's instruction set as "machine" or "x86_64-v4".
+    """Returns the host's instruction set, such as "x86_64-v4", or the machine's name for others than x86_64.
 
-    The host side of an exported kernel is compiled for the CPU that exports it (with AVX-512 where there is some), so
-    an object may not run on an older CPU: caches are keyed by this and bundles check it.
+    The host code of an exported kernel is compiled for the CPU that exports it, with AVX-512 if it has it. So an object
+    may not run on an older CPU: the instruction set is part of cache keys, and bundles check it.
     """
     machine = platform.machine()
     if machine != "x86_64":
@@ -259,14 +261,14 @@ def host_isa() -> str:
 
 
 def isa_runs(built_for: str, host: str) -> bool:
-    """Whether code built for one `host_isa()` runs on a host with another."""
+    """Returns whether code for one `host_isa()` runs on a host with another."""
     machine, _, level = built_for.partition("-v")
     host_machine, _, host_level = host.partition("-v")
     return machine == host_machine and int(level or 0) <= int(host_level or 0)
 
 
 def find_linker() -> list[str] | None:
-    """Command that links objects into a shared library (without `-o` and inputs); None if the machine has none."""
+    """Returns the command that links objects into a shared library, without `-o` and inputs; None without a linker."""
     for name, options in _toolchain.linkers:
         path = shutil.which(name)
         if path:
@@ -275,7 +277,7 @@ def find_linker() -> list[str] | None:
 
 
 def compile_c(source: Path, output: Path) -> bool:
-    """Compiles a C file that needs no library into an object; False without a C compiler.
+    """Compiles a C file that needs no library into an object; returns False without a C compiler.
 
     Raises RuntimeError with the compiler's words if it fails.
     """
@@ -333,7 +335,7 @@ _opened: dict[Path, tuple[int, int, int]] = {}
 
 
 def open_object(path: Path) -> Callable[[str], Any]:
-    """Loads one unlinked object through the DSL's own loader: for machines without a linker.
+    """Loads one unlinked object by the DSL's own loader, on machines without a linker.
 
     Imports the DSL (0.4 s), which is why linked libraries are preferred. Raises CompilerMissingError without it.
     """

@@ -3,8 +3,8 @@
     public function -> its family's launch (CUDA), reference (CPU) or registered operator (traced, or no plain tensors)
     launch: key -> kept plan -> the plan's launch on its device; checks where a plan is new or the launch is refused
 
-A family brings functions of a call's arguments (what decides a plan, what may be said against a call, how a plan is
-made) and a schema. A call like an earlier one costs the host its key, a look-up and the launch.
+A family has functions of a call's arguments (a plan's key, the checks, the plan) and a schema. A call like an earlier
+one costs the host only its key, a look-up and the launch.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
 
 new_call = tuple.__new__
-"""Makes a call of its class and all of its values: a third of the class's own time, which each layer waits for."""
+"""Makes a call from its class and a tuple of its values. It takes a third of the constructor's time, which each layer
+waits for."""
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
 class PlanLike(Protocol[P, ResultT_co]):
-    """The part of a launch that stays the same between calls with equal keys."""
+    """A plan: the part of a launch that stays the same between calls with equal keys."""
 
     @property
     def device_index(self) -> int:
@@ -48,17 +49,17 @@ class PlanLike(Protocol[P, ResultT_co]):
         ...
 
     def launch(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:
-        """Launches a call on the current stream of the plan's device, which is the current one."""
+        """Launches a call on the current stream of the plan's device, which must be the current device."""
         ...
 
 
 @dataclass(frozen=True)
 class Plan(Generic[P, ResultT]):
-    """A plan as a function: a closure over compiled kernels, sizes and the form of results.
+    """A plan made of a function, which is a closure over compiled kernels, sizes and the form of results.
 
     Attributes:
         device_index, launch: as in `PlanLike`.
-        products: what it launches, for whoever asks which kernels serve a call.
+        products: what the plan launches, for tools that ask which kernels serve a call.
     """
 
     device_index: int
@@ -70,7 +71,7 @@ class Launcher(Protocol[CallT_contra, ResultT_co]):
     """A function that launches calls on CUDA tensors.
 
     Attributes:
-        plans: those kept, by key.
+        plans: the kept plans, by key.
     """
 
     plans: dict[Hashable, Any]
@@ -80,7 +81,7 @@ class Launcher(Protocol[CallT_contra, ResultT_co]):
 
 
 REFUSALS = (AttributeError, TypeError, ValueError, RuntimeError)
-"""What a key, or a compiled function, may raise for arguments that the checks refuse."""
+"""The errors that a key or a compiled function may raise for arguments that the checks refuse."""
 
 
 def launcher(
@@ -92,19 +93,19 @@ def launcher(
 ) -> Launcher[CallT, ResultT]:
     """Makes a function that launches calls on CUDA tensors, with a plan for each kind of call.
 
-    What a repeated call has passed before is not checked again. A key holds everything that the checks read, except
-    what the compiled function compares itself before it launches: shapes, strides, dtypes, alignment, device. Where
-    the compiled function refuses, the checks say why in the caller's terms.
+    A call with the key of an earlier call is not checked again. So a key contains everything that the checks read,
+    except what the compiled function compares itself: shapes, strides, dtypes, alignment, device. If the compiled
+    function refuses a call, the checks run and raise an error in the caller's terms.
 
     Args:
-        key: maps a call, one value with all arguments, to what decides its plan. May raise one of `REFUSALS` for an
-            argument of a wrong kind, such as a tensor without strides. Then the checks say which argument it is; if
-            they find none, the error goes on.
-        check: maps the call to what its plan is made of, after all checks that need not wait for the device, and with
-            `cute_kernels.arguments.DEBUG` the rest. Raises TypeError or ValueError.
+        key: maps a call, one value with all arguments, to the key of its plan. It may raise one of `REFUSALS` for an
+            argument of a wrong kind, such as a tensor without strides. Then the checks raise an error that names the
+            argument. If they find no fault, the first error is raised.
+        check: checks a call, and returns what its plan is made of. Checks that wait for the device run only with
+            `cute_kernels.arguments.DEBUG`. Raises TypeError or ValueError.
         make: makes a checked call's plan; None for a call that needs no kernel.
         empty: makes the result of a checked call that needs no kernel.
-        always: maps the call to whether it is checked although there is a plan.
+        always: returns whether a call is checked even if there is a plan for it.
     """
     plans: dict[Hashable, PlanLike[[CallT], ResultT]] = {}
     forgotten(plans.clear)
@@ -142,7 +143,7 @@ def launcher(
 
 
 def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-    """A plan's launch with its device as the current one, for calls without a launcher."""
+    """Launches a plan with its device as the current one, for calls without a launcher."""
     if plan.device_index == GPU.current():
         return plan.launch(*args, **kwargs)
     with GPU.guard(plan.device_index):
@@ -150,7 +151,8 @@ def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) 
 
 
 def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
-    """The function as kernels compute: it records nothing for gradients, and autocast chooses no dtype."""
+    """Wraps a function so that it computes as kernels do: it records nothing for gradients, and autocast chooses no
+    dtype."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
@@ -164,12 +166,12 @@ def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 class Operator:
-    """An operator as torch sees it: `torch.ops.cute_kernels.NAME`, traced by torch.compile and torch.export.
+    """An operator that is registered with torch as `torch.ops.cute_kernels.NAME`, for torch.compile and torch.export.
 
     Args:
         schema: as `torch.library.Library.define` takes it, the name first.
-        cpu, cuda: what it is on plain tensors of either kind, with the schema's arguments.
-        meta: shapes and dtypes of its results, with the same arguments.
+        cpu, cuda: its functions on plain CPU and CUDA tensors, with the schema's arguments.
+        meta: a function of the same arguments that returns empty results, for their shapes and dtypes.
     """
 
     def __init__(
@@ -190,9 +192,9 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def is_direct(first: object, second: object, *others: object) -> bool:
-    """Whether a call's kernels may be launched without an operator: in eager mode, on plain tensors on a GPU.
+    """Returns whether a call's kernels may be launched without an operator: in eager mode, on plain tensors on a GPU.
 
-    The first tensor speaks for the device. The others may be None, or parameters.
+    The first tensor decides the device. The others may be None, or parameters.
     """
     if not (type(first) is Tensor and type(second) in PLAIN and (first.is_cuda or GPU.takes_cpu)) or is_compiling():
         return False
@@ -202,11 +204,11 @@ def is_direct(first: object, second: object, *others: object) -> bool:
 def route(
     *, cuda: Callable[P, ResultT], cpu: Callable[P, ResultT], operator: Callable[P, ResultT], **tensors: object
 ) -> Callable[P, ResultT]:
-    """Returns which of three functions, called alike, serves a call with these tensors; the first speaks for the
-    device.
+    """Returns the one of three functions with equal arguments that serves a call with these tensors. The first tensor
+    decides the device.
 
-    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
-    argument that is no tensor at all, ValueError for tensors on devices of neither kind that are not together.
+    The operator serves calls that are being traced, and tensors that are not plain. Raises TypeError for an argument
+    that is no tensor, ValueError for tensors on different devices or on one that is neither CPU nor CUDA.
     """
     if needs_dispatch(**tensors):
         return operator

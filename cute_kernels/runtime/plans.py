@@ -1,4 +1,4 @@
-"""Plans: the part of a call that is kept for the next one like it, and the keys that tell calls apart."""
+"""Keeps plans for later calls like the first, and makes the keys that tell calls apart."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PlanT = TypeVar("PlanT")
 
 
 def identity(tensor: Any) -> tuple[Hashable, ...]:
-    """Returns the properties of a tensor that a plan relies on if the function takes its address."""
+    """Returns the properties of a tensor that a plan relies on if the compiled function takes the tensor's address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
 
 def keep(plans: dict[KeyT, PlanT], key: KeyT, plan: PlanT) -> PlanT:
-    """Remembers a plan, and forgets all others when there are too many."""
+    """Keeps a plan and returns it; drops all others first if there are `MAX_PLANS`."""
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan

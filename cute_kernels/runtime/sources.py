@@ -1,8 +1,8 @@
-"""A digest of the Python that decides what a kernel compiles to.
+"""Computes a digest of the Python sources that decide what a kernel compiles to.
 
-It covers the definitions that the compilation of a spec can reach: from the methods of the spec, from the types of all
-values that its configuration holds, and from its policies, over the names that each uses, whatever module they lie in
-(:mod:`.definitions`). So an edit of one policy changes the digests of the kernels that hold it, and comments,
+It covers the definitions that the compilation of a spec can reach, in any module (:mod:`.definitions`). The search
+begins with the spec's methods, the types of all values in its configuration, and its policies. It follows the names
+that each definition uses. So an edit of one policy changes only the digests of kernels with that policy. Comments,
 docstrings, formatting and moves of modules change none.
 """
 
@@ -28,9 +28,9 @@ _STARTED = time.time()
 
 @dataclass(frozen=True)
 class SourceState:
-    """`digest` names the sources as they lie on disk; `changed` says that one is newer than this process.
+    """The state of sources. digest: of the files on disk. changed: whether a file is newer than this process.
 
-    With `changed`, the code in memory may be older than the files, so nothing compiled here may be stored under the
+    If `changed`, the code in memory may be older than the files. Then nothing compiled here may be stored under the
     files' digest.
     """
 
@@ -39,9 +39,10 @@ class SourceState:
 
 
 class Root(NamedTuple):
-    """Where the search begins: a definition of a module, a member of a class there, or (no name) all of a module.
+    """A root of the search: a definition of a module, a member of a class in it, or (no name) all of a module.
 
-    Without a module ``name`` is text that counts. held: whether it is the type of a value that exists.
+    Without a module ``name`` is text that is hashed. held: whether the root is the type of a value in the
+    configuration.
     """
 
     module: str
@@ -51,7 +52,7 @@ class Root(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A definition in its file, by its first and last line."""
+    """The place of a definition: its file, its first and its last line."""
 
     file: Path
     first: int
@@ -60,8 +61,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Reached:
-    """The definitions that a kernel's compilation can reach. texts: names of definitions, with the digests of their own
-    texts."""
+    """The definitions that a kernel's compilation can reach. digest: of all of them. texts: each one's name and the
+    digest of its text."""
 
     digest: str
     places: frozenset[Place]
@@ -73,18 +74,20 @@ class Reached:
 
 
 def source_state(spec: KernelSpec) -> SourceState:
-    """The state of what decides a kernel. Raises TypeError for a spec that lies in no file."""
+    """Returns the state of the sources that decide a kernel. Raises TypeError for a spec that is not defined in a
+    file."""
     found = reached(spec)
     return SourceState(found.digest, any(file.stat().st_mtime > _STARTED for file in found.files))
 
 
 def reached(spec: KernelSpec) -> Reached:
-    """The definitions that decide a kernel, and their digest."""
+    """Returns the definitions that decide a kernel, and their digest."""
     return _reached(tuple(dict.fromkeys(_roots(spec))))
 
 
 def _roots(spec: KernelSpec) -> Iterator[Root]:
-    """The spec's members that are not every spec's, each of the class that it is inherited from, then what it holds."""
+    """Yields the spec's members besides `KernelSpec`'s, each in the class that defines it, then the types in its
+    configuration and its policies."""
     owners = [kind for kind in type(spec).__mro__ if kind not in KernelSpec.__mro__]
     members = {kind: definitions.members(_file_of(kind), kind.__qualname__) for kind in owners}
     known = vars(KernelSpec).keys() - {"compile"}
@@ -116,9 +119,9 @@ def _is_others(value: object) -> bool:
 
 
 def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> Iterator[Root]:
-    """The types of a value and of what it holds, where they are of some packages or derive from such.
+    """Yields the types of a value and of its fields, if they or a base are defined in ``packages``.
 
-    name: the name of a value whose fields are named nowhere else, so that they count.
+    name: the name of a policy's value, None in a configuration. Plain values of policies are hashed as "name=value".
     """
     if isinstance(value, tuple | list):
         for item in value:
@@ -134,7 +137,7 @@ def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> 
 
 
 class _Node(NamedTuple):
-    """A definition as it is reached. strong: for its code, not its identity alone."""
+    """A reached definition. strong: whether its code counts, not its identity alone."""
 
     module: Module
     definition: Definition
@@ -152,7 +155,8 @@ def _reached(roots: tuple[Root, ...]) -> Reached:
 
 
 class _Walk:
-    """Follows links in an order that the definitions alone decide, and hashes each with the numbers of its links."""
+    """The search. It follows links in an order that only the definitions decide, and hashes each definition with the
+    numbers of its links."""
 
     def __init__(self, packages: set[str]) -> None:
         self.packages = packages
@@ -170,7 +174,8 @@ class _Walk:
         self.digest.update(f"{what}\n".encode())
 
     def linked(self, targets: Iterable[_Node | str]) -> list[int | str]:
-        """The numbers of definitions, which are to be followed if they are new; names of what ends a link."""
+        """Returns the numbers of definitions, and queues those that are new. A link that leaves the packages stays a
+        name."""
         return [target if isinstance(target, str) else self._number(target) for target in targets]
 
     def _number(self, node: _Node) -> int | str:
@@ -192,7 +197,8 @@ class _Walk:
             self.note(table, name, self._number(entry))
 
     def _follow_entries(self, number: int, node: _Node) -> None:
-        """Follows entries for classes that are live, and for what is no class; the others wait."""
+        """Follows a table's entries whose key is a live class or no class. The others wait until their class is
+        live."""
         for key, value in node.definition.entries:
             entry = _Node(node.module, value, True)
             found = [each for each in _targets(node.module, key, False, self.packages) if not isinstance(each, str)]
@@ -204,7 +210,7 @@ class _Walk:
                 self.note(number, key, self._number(entry))
 
     def go_on(self) -> None:
-        """Follows links until nothing new is found."""
+        """Follows links until no new definition is found."""
         for number, node in enumerate(self._todo):  # grows as links are followed
             found = node.definition
             self.note(found.digest)
@@ -227,7 +233,7 @@ class _Walk:
 
 
 def _held(targets: Iterable[_Node | str]) -> Iterator[_Node | str]:
-    """The same, but classes as the types of values that exist."""
+    """Yields the targets, but for classes the definition that is `held`."""
     for target in targets:
         held = None if isinstance(target, str) else target.definition.held
         yield target if isinstance(target, str) or held is None else target._replace(definition=held)
@@ -254,9 +260,9 @@ def _all_of(module: Module, strong: bool) -> Iterator[_Node]:
 def _targets(
     module: Module, name: str, strong: bool, packages: set[str], seen: frozenset[tuple[str, str]] = frozenset()
 ) -> Iterator[_Node | str]:
-    """Returns what a dotted name of a module means: definitions, or the name of something outside the packages.
+    """Yields the targets of a dotted name in a module: definitions, or a name outside the packages.
 
-    seen: names that led here, as of modules that import from their own package.
+    seen: the names followed so far, which stop circles of imports.
     """
     if (module.name, name) in seen:
         return
@@ -274,7 +280,7 @@ def _targets(
 def _attributes(
     where: str, names: list[str], strong: bool, packages: set[str], seen: frozenset[tuple[str, str]]
 ) -> Iterator[_Node | str]:
-    """Returns what a module's attribute means, and its attribute, and so on: parts of packages, then a definition."""
+    """Yields the targets of a chain of attributes of module ``where``: first parts of packages, then a definition."""
     module = _module(where, packages)
     while names:
         inner = _module(f"{where}.{names[0]}", packages)
@@ -295,7 +301,7 @@ def _attributes(
 
 @functools.lru_cache(maxsize=4096)
 def _found(name: str) -> Module | None:
-    """The module of this name, which need not be imported; `__main__` is the file that runs."""
+    """Reads the module of this name, which need not be imported; `__main__` is the file that runs."""
     file = sys.modules[name].__file__ if name == "__main__" else definitions.file_of(name)
     return None if file is None else definitions.read(name, Path(file).resolve())
 
@@ -305,9 +311,9 @@ def _module(name: str, packages: set[str]) -> Module | None:
 
 
 def state_of(roots: Iterable[Path], suffixes: tuple[str, ...] = (".py",)) -> SourceState:
-    """Returns the state of files, and of all files with such endings below folders.
+    """Returns the state of files. A folder stands for all files below it with one of the suffixes.
 
-    Raises FileNotFoundError for one that is not there.
+    Raises FileNotFoundError for a root that does not exist.
     """
     digest = hashlib.sha256()
     newest = 0.0

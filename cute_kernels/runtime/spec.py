@@ -1,7 +1,7 @@
 """The identity of one compiled kernel: a family, a configuration, a symbol, and how to compile it.
 
-Everything else in the runtime (memory and disk caches, ahead-of-time bundles, resource gates) handles kernels through
-this one class and knows nothing about attention or GEMMs.
+The rest of the runtime (memory and disk caches, ahead-of-time bundles, resource reports) handles kernels through this
+class alone. It knows nothing about attention or GEMMs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Config(Protocol):
     """A configuration that can say whether it can be implemented."""
 
     def can_implement(self) -> str | None:
-        """None, or why not."""
+        """Returns why the configuration cannot be implemented, or None."""
         ...
 
 
@@ -40,22 +40,22 @@ def check_config(config: Config) -> None:
 class KernelSpec(ABC):
     """One configuration of one kernel family; equal and hashable by (class, family, config).
 
-    Subclasses give `family` and `config` as attributes (a frozen dataclass `class DecodeSpec(KernelSpec)` with a
-    `config` field and a `ClassVar` `family` is the usual form) and implement `compile`.
+    Subclasses have the attributes `family` and `config`, and implement `compile`. Usually they are frozen dataclasses
+    with a `ClassVar` `family` and a field `config`.
 
-    They must be importable by name, so that worker processes can compile them, and cheap to create: importing the
-    DSL belongs inside `compile`, because a process that loads kernels from the cache never imports it.
+    Subclasses must be importable by name, so that worker processes can compile them. They must be cheap to create, so
+    they import the DSL only in `compile`: a process that loads kernels from the cache never imports it.
     """
 
     family: ClassVar[str]
-    """Name of the family, a C identifier; the room under `cute_kernels/` it lives in."""
+    """The name of the family, a C identifier."""
 
     archs: ClassVar[tuple[str, ...]] = tuple(SUPPORTED_ARCHS.values())
-    """Architectures that the kernel is written for: its instructions, and the shared memory, registers and threads that
-    its configurations count with. Others are refused, not tried."""
+    """The architectures that the kernel is written for: their instructions, shared memory, registers and threads. Other
+    architectures are refused, not tried."""
 
     config: Any
-    """Frozen dataclass whose fields JSON can hold: every compile-time choice, and nothing else."""
+    """A frozen dataclass with every compile-time choice, and nothing else. Its fields must fit JSON."""
 
     @abstractmethod
     def compile(self, arch: str) -> Any:
@@ -66,7 +66,8 @@ class KernelSpec(ABC):
 
     @property
     def symbol(self) -> str:
-        """C identifier of the kernel, unique per configuration: the configuration's `name`, or else a digest of it."""
+        """The C identifier of the kernel, unique per configuration: the configuration's `name`, or else the family and
+        a digest."""
         return getattr(self.config, "name", None) or self._digest_symbol
 
     @functools.cached_property
@@ -75,21 +76,22 @@ class KernelSpec(ABC):
         return f"{self.family}_{digest[:16]}"
 
     def policies(self) -> tuple[object, ...]:
-        """Returns the objects that decide the kernel besides `config` and the names that the code reaches: formats,
-        which the configuration knows by name, and "module:attribute" of code that is imported late.
+        """Returns further objects that decide the kernel: formats that the configuration has only by name, and
+        "module:attribute" for code that is imported late.
 
-        :mod:`.sources` has the rest. None as a rule.
+        :mod:`.sources` finds all other code from `config` and the names that code uses. The default is none.
         """
         return ()
 
     def modules(self) -> tuple[str, ...]:
-        """Returns the modules outside this package that a process must import to compile the kernel; none as a rule."""
+        """Returns the modules outside this package that a process must import to compile the kernel. The default is
+        none."""
         return ()
 
     def config_json(self) -> str:
-        """Returns the configuration as canonical JSON (sorted keys), which `wanted` makes a spec of again.
+        """Returns the configuration as canonical JSON (sorted keys), from which `wanted` can rebuild a spec.
 
-        Where a value's fields do not tell its class, as of policies and formats, it has it as "class".
+        A value whose fields do not tell its class, such as a policy or a format, has an entry "class".
 
         Raises TypeError if `config` is no dataclass instance or holds something that JSON cannot.
         """
@@ -106,11 +108,11 @@ class KernelSpec(ABC):
 
     @property
     def limits(self) -> Limits:
-        """The limits that its configuration assumes: its own, or else the least of its architectures."""
+        """The limits that the configuration assumes: its attribute `limits`, or else the least of its architectures."""
         return getattr(self.config, "limits", None) or least_of(self.archs)
 
     def check_arch(self, arch: str) -> None:
-        """Raises ValueError unless the kernel is written for ``arch``, and assumes no more than it has."""
+        """Raises ValueError unless the kernel is written for ``arch`` and stays within its limits."""
         if arch not in self.archs:
             raise ValueError(f"arch: got {arch!r} for {self}, want {' or '.join(map(repr, self.archs))}")
         if not LIMITS[arch].holds(self.limits):
@@ -137,7 +139,7 @@ class KernelSpec(ABC):
 
 
 def _plain(value: object) -> Any:
-    """A configuration, or what one holds, as JSON has it."""
+    """Returns a configuration, or a value in one, as JSON types."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -154,13 +156,14 @@ def _plain(value: object) -> Any:
 
 @functools.cache
 def unclear_fields(config: type) -> tuple[str, ...]:
-    """Fields of a dataclass whose values do not tell their class by their own fields."""
+    """Returns the names of a dataclass's fields whose values do not tell their class by their own fields."""
     hints = typing.get_type_hints(config)
     return tuple(field.name for field in dataclasses.fields(config) if _is_unclear(hints[field.name]))
 
 
 def _is_unclear(declared: object) -> bool:
-    """Whether it is an abstract class, or None or such, or a union of dataclasses with the same fields."""
+    """Returns whether a field's type leaves its value's class open: an abstract class, also in a union, or a union of
+    dataclasses with the same fields."""
     options = typing.get_args(declared)
     kinds = [_told_by(each) for each in options if dataclasses.is_dataclass(each)]
     bound = declared.__bound__ if isinstance(declared, typing.TypeVar) else declared
@@ -168,5 +171,5 @@ def _is_unclear(declared: object) -> bool:
 
 
 def _told_by(kind: Any) -> tuple[Any, ...]:
-    """Names of a dataclass's fields, with the values of those that are constants."""
+    """Returns (name, value or None) of a dataclass's fields; only constant fields have values."""
     return tuple((field.name, None if field.init else field.default) for field in dataclasses.fields(kind))

@@ -6,8 +6,8 @@
     <root>/locks/<key>.lock                     held by the process that compiles the entry
     <root>/quarantine/                          entries that were damaged, kept for inspection
 
-An entry is written beside its place and renamed into it, so readers need no lock. Nothing is read from where others
-could write it (:mod:`cute_kernels.runtime.trust`), and nothing is made there.
+An entry is written to a temporary directory and renamed, so readers need no lock. A directory that other users can
+write (:mod:`cute_kernels.runtime.trust`) is neither read nor written.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ COMPILE_VARIABLES = tuple(
 
 
 def default_directory() -> Path:
-    """`CUTE_KERNELS_CACHE_DIR`, else ~/.cache/cute_kernels, else cute_kernels-USER in the temporary directory.
+    """Returns `CUTE_KERNELS_CACHE_DIR`, else ~/.cache/cute_kernels, else cute_kernels-UID in the temporary directory.
 
-    The last is for a user without a home, or with one that is read-only and holds no cache: containers run so.
+    The last is for users without a home, or with a read-only home without a cache, as in containers.
     """
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named:
@@ -61,13 +61,13 @@ def default_directory() -> Path:
 
 
 def nearest(path: Path) -> Path:
-    """The path itself, or the first directory above it that exists."""
+    """Returns the path itself if it exists, else the nearest directory above it that exists."""
     return next(place for place in (path, *path.parents) if os.path.exists(place))  # False where it may not look
 
 
 @dataclass(frozen=True)
 class Key:
-    """Identity of a compiled kernel: everything that can change its bytes, as JSON, and the digest of that."""
+    """The identity of a compiled kernel. content: everything that can change its bytes, as JSON."""
 
     family: str
     symbol: str
@@ -83,12 +83,12 @@ class Key:
 
 
 def compile_environment() -> dict[str, str]:
-    """The environment variables that change what the compiler makes, where they are set."""
+    """Returns the environment variables that are set and change the compiler's output."""
     return {name: os.environ[name] for name in COMPILE_VARIABLES if os.environ.get(name)}
 
 
 def key_of(spec: KernelSpec, arch: str) -> Key:
-    """The key of `spec` compiled for `arch` by this installation on this kind of host."""
+    """Returns the key of `spec` compiled for `arch` by this installation on this kind of host."""
     spec.check()
     content = {
         "format": FORMAT,
@@ -108,7 +108,7 @@ def key_of(spec: KernelSpec, arch: str) -> Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """A verified entry: its directory, and the library in it (None where it was stored without a linker)."""
+    """A verified entry: its directory, its artifact, and its library (None if it was stored without a linker)."""
 
     folder: Path
     artifact: Artifact
@@ -123,7 +123,7 @@ class DiskStore:
 
     @functools.cached_property
     def refusal(self) -> str | None:
-        """Why the directory is not used, None if it is; it is made if there is none. Raises OSError if it cannot be."""
+        """Why the directory is not used, or None. A missing directory is made; OSError if it cannot be."""
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return distrust(self.root)
 
@@ -131,7 +131,7 @@ class DiskStore:
         return self.root / key.family / key.name
 
     def read(self, key: Key) -> Entry | None:
-        """The entry of `key`; None if there is none. A damaged one is moved to quarantine, with a warning."""
+        """Returns the entry of `key`, or None. A damaged entry is moved to quarantine, with a warning."""
         folder = self.folder(key)
         try:
             if not os.path.isdir(folder) or self.refusal is not None:
@@ -190,7 +190,8 @@ class DiskStore:
         (folder / "entry.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
     def quarantine(self, key: Key, reason: str) -> None:
-        """Sets an entry aside and warns. An entry that cannot be moved is left: it will be overwritten."""
+        """Moves a damaged entry to quarantine and warns. An entry that cannot be moved stays, and will be
+        overwritten."""
         folder = self.folder(key)
         target = self.root / "quarantine" / f"{key.name}-{time.time_ns()}-{os.getpid()}"
         try:
@@ -204,7 +205,8 @@ class DiskStore:
 
     @contextlib.contextmanager
     def lock(self, key: Key) -> Iterator[None]:
-        """Held by one process at a time, machine-wide (and across machines where the file system's flock is)."""
+        """Holds the key's lock within this block: one process at a time, on this machine, and across machines if the
+        file system's flock works across them."""
         path = self.root / "locks" / f"{key.digest}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         # Lock files stay: removing one while another process waits on it would let two processes in.
@@ -213,7 +215,7 @@ class DiskStore:
             yield
 
     def entries(self) -> list[dict[str, Any]]:
-        """Every readable entry's record with its size in bytes, for people; nothing is verified."""
+        """Returns every readable entry's record with its size in bytes, for reports; verifies nothing."""
         found = []
         for path in sorted(self.root.glob("*/*-*/entry.json")):
             if path.parent.parent.name == "quarantine":
@@ -226,7 +228,7 @@ class DiskStore:
     def clear(self) -> int:
         """Removes every entry, the quarantine and unfinished writes; returns the number of entries removed.
 
-        Only directories that hold what a store writes are touched, so a directory named by mistake loses nothing else.
+        Only directories with a store's files are removed, so a directory that is named by mistake loses nothing else.
         """
         count = 0
         for record in sorted(self.root.glob("*/*-*/entry.json")):

@@ -1,4 +1,4 @@
-"""Decides whether files in a directory may be loaded as code: not where others could have put them there.
+"""Decides whether files in a directory may be loaded as code: only if other users could not have put them there.
 
 A library that a process loads can do anything with that process's rights. So a kernel cache or a bundle is used only if
 nobody but its user, root, and whoever installed this package can write it.
@@ -15,8 +15,9 @@ def distrust(path: Path) -> str | None:
     """Returns why nothing may be loaded from a file or directory, for people; None if it may. OSError if it does not
     exist.
 
-    It belongs to the process's user, to root, or to the owner of this package. Only the user and the user's own group
-    may write to it. The same holds for all directories above it, except those with the sticky bit, such as /tmp.
+    A trusted file belongs to the process's user, to root, or to the owner of this package. Only the owner, the user's
+    own group and root's may write to it, and to all directories above it, except those with the sticky bit, such as
+    /tmp.
     """
     path = path.resolve()
     status = path.stat()

@@ -1,8 +1,9 @@
-"""Lists of kernels as JSON: a program without the compiler writes what it needs, to be built where there is one.
+"""Lists of kernels as JSON: a program without the compiler writes the kernels that it needs, and a machine with a
+compiler builds them.
 
     {"format": 1, "arch": "sm_90a", "kernels": [{"spec": "cute_kernels.gemm.spec:GemmSpec", "config": {...}}]}
 
-A configuration is rebuilt field by field by its dataclass's types; only specs of this package are.
+A configuration is rebuilt field by field, by its dataclass's types. Only specs of this package are accepted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
 
 
 def read(path: Path, arch: str) -> list[KernelSpec]:
-    """The kernels of a list. Raises OSError, or ValueError naming what is wrong with it."""
+    """Reads the kernels of a list. Raises OSError, or ValueError with what is wrong in the list."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
@@ -54,12 +55,12 @@ def read(path: Path, arch: str) -> list[KernelSpec]:
 
 
 def record_of(spec: KernelSpec) -> dict[str, Any]:
-    """A spec as JSON."""
+    """Returns a spec as JSON types."""
     return {"spec": f"{type(spec).__module__}:{type(spec).__qualname__}", "config": json.loads(spec.config_json())}
 
 
 def spec_of(record: dict[str, Any]) -> KernelSpec:
-    """The spec of :func:`record_of`; ValueError or TypeError if there is none."""
+    """Returns the spec of a record of :func:`record_of`; raises ValueError or TypeError for other records."""
     spec_class = _class_of(record["spec"])
     if not issubclass(spec_class, KernelSpec):
         raise ValueError(f"got {record['spec']!r}, want a KernelSpec")
@@ -71,7 +72,7 @@ def spec_of(record: dict[str, Any]) -> KernelSpec:
 
 
 def _class_of(name: str) -> type:
-    """The class of "module:name"; ValueError if it is none of this package."""
+    """Returns the class "module:name"; raises ValueError for one outside this package."""
     module, _, qualname = name.partition(":")
     found = getattr(importlib.import_module(module), qualname) if module.startswith(PACKAGE) else None
     if not isinstance(found, type):
@@ -80,7 +81,8 @@ def _class_of(name: str) -> type:
 
 
 def _rebuilt(wanted: Any, value: Any) -> Any:
-    """A JSON value as a field of the type ``wanted``: a dataclass, a tuple, one of a union, or the value itself."""
+    """Rebuilds a value of the type ``wanted`` from JSON: a dataclass, a tuple, a member of a union, or the value
+    itself."""
     if isinstance(value, dict) and "class" in value:
         fields = {name: each for name, each in value.items() if name != "class"}
         made = _rebuilt(_class_of(value["class"]), fields)
@@ -103,7 +105,8 @@ def _rebuilt(wanted: Any, value: Any) -> Any:
 
 
 def _fits(wanted: Any, value: Any) -> bool:
-    """Whether a dataclass has exactly the fields of a JSON object, and those that tell it from others their values."""
+    """Returns whether a JSON value fits a type. A JSON object fits a dataclass with the same fields, if its constant
+    fields have the same values."""
     is_class = isinstance(wanted, type) and dataclasses.is_dataclass(wanted)
     if isinstance(value, dict):
         if not is_class or {field.name for field in dataclasses.fields(wanted)} != value.keys():
@@ -113,5 +116,5 @@ def _fits(wanted: Any, value: Any) -> bool:
 
 
 def _marks(wanted: Any) -> dict[str, Any]:
-    """Fields of a dataclass that are no arguments, and their values: what it is, among others of the same fields."""
+    """Returns the constant fields of a dataclass with their values, which tell it from others with the same fields."""
     return {field.name: field.default for field in dataclasses.fields(wanted) if not field.init}

@@ -1,7 +1,7 @@
 """The worker process of `workers`.
 
-Reads one pickled tuple per line (base64): a directory, an architecture, the modules to import and a spec. Compiles the
-spec into the store at that directory, and answers with one JSON line.
+It reads one pickled tuple per line (base64): a directory, an architecture, the modules to import and a spec. It
+compiles the spec into the store at that directory, and answers with one JSON line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compiles many kernels in parallel worker processes.
 
-The DSL's compiler is not thread-safe, so parallel means processes. They run `cute_kernels.runtime.worker` and are not
-started by multiprocessing: nothing of the caller's `__main__` runs again, no GPU context is inherited, and a compiler
-crash takes one kernel with it instead of the pool. One takes seconds to start, so within `kept` they wait for the next
-call.
+The DSL's compiler is not thread-safe, so kernels are compiled in processes, which run `cute_kernels.runtime.worker`.
+They are not started by multiprocessing. So the caller's `__main__` does not run again, no GPU context is inherited, and
+a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so within `kept` workers wait
+for the next call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CompiledCallback = Callable[[KernelSpec, float], None]
 
 
 class CompileError(RuntimeError):
-    """Some kernels did not compile; `failures` maps each spec to what its compiler said."""
+    """Some kernels did not compile; `failures` maps each spec to its compiler's message."""
 
     def __init__(self, failures: dict[KernelSpec, str]) -> None:
         self.failures = failures
@@ -44,15 +44,16 @@ class CompileError(RuntimeError):
 
 
 def import_path() -> tuple[str, ...]:
-    """Returns where this process imports from: `sys.path`, the current directory by its name."""
+    """Returns the folders that this process imports from: `sys.path`, with the current directory by its name."""
     return tuple(entry or os.getcwd() for entry in sys.path)
 
 
 def python_command(code: str, path: Sequence[str]) -> list[str]:
-    """The command that runs `code` in a new Python, which imports from `path` alone.
+    """Returns the command that runs `code` in a new Python, which imports from `path` alone.
 
-    `python -m`, `python -c` and multiprocessing's "spawn" import what lies in the current directory first, whoever put
-    it there. The statement below needs nothing but a built-in module, and comes before anything is imported.
+    `python -m`, `python -c` and multiprocessing's "spawn" import from the current directory first, where other users
+    may have put files. The command's first statement, which needs only a built-in module, sets the path before any
+    import.
     """
     return [sys.executable, "-c", f"import sys; sys.path[:] = {list(path)!r}; {code}"]
 
@@ -61,7 +62,7 @@ def call_all(functions: Sequence[Callable[[], Result]], jobs: int) -> list[Resul
     """Calls each function in `jobs` new processes, and returns their results in order. Functions and results are
     pickled.
 
-    Raises CalledProcessError if one of them fails.
+    Raises CalledProcessError if a process fails.
     """
     code = "import pickle; pickle.dump([call() for call in pickle.load(sys.stdin.buffer)], sys.stdout.buffer)"
     command = python_command(code, import_path())
@@ -78,7 +79,7 @@ def call_all(functions: Sequence[Callable[[], Result]], jobs: int) -> list[Resul
 
 
 def default_jobs() -> int:
-    """The number of workers that fit the cores that this process may use, and the memory that is free now."""
+    """Returns the number of workers that fit this process's cores and the memory that is free now."""
     cores = len(os.sched_getaffinity(0))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, free // WORKER_BYTES))
@@ -86,12 +87,13 @@ def default_jobs() -> int:
 
 @contextmanager
 def kept(most: int = 2) -> Iterator[None]:
-    """Within this block, workers that are done wait for the next call of `compile_all`; at its end they end.
+    """Keeps workers within this block: those that are done wait for the next call of `compile_all`. They end with the
+    block.
 
-    A worker keeps the sources that it was started with, so they must not change in the block. Within a block another
-    one has workers of its own.
+    A worker keeps the sources that it was started with, so sources must not change in the block. A nested block has
+    workers of its own.
 
-    most: workers that wait, each with 0.4 GiB of memory.
+    most: how many workers may wait; each has 0.4 GiB of memory.
     """
     global _waiting
     before, _waiting = _waiting, _Waiting(most)
@@ -111,8 +113,8 @@ def compile_all(
 ) -> None:
     """Compiles each spec into the store at `directory`; calls `on_compiled(spec, seconds)` as each is done.
 
-    The callback runs in the calling thread. Raises ValueError for jobs < 1, and CompileError once all are done if
-    any failed.
+    The callback runs in the calling thread. Raises ValueError for jobs < 1. Raises CompileError, once all specs are
+    done, if one failed.
     """
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
@@ -164,7 +166,7 @@ def _serve(
     results: queue.SimpleQueue[_Result],
     stop: threading.Event,
 ) -> None:
-    """One thread, one worker process at a time: hands it tasks and replaces it if it dies."""
+    """Runs one thread, which has one worker process at a time: hands it tasks, and replaces it if it dies."""
     start = _Start.now()
     worker: _Worker | None = None
     try:
@@ -194,7 +196,7 @@ class _WorkerDiedError(Exception):
 
 
 class _Start(NamedTuple):
-    """The conditions that a worker is started with: of two equal ones either compiles what the other would."""
+    """The conditions that a worker is started with. Workers with equal conditions compile alike."""
 
     path: tuple[str, ...]  # the same modules must be importable in the worker as here, wherever they were found
     environment: tuple[tuple[str, str], ...]
@@ -249,10 +251,10 @@ class _Worker:
 
 
 class _Waiting:
-    """Workers that wait for the next call, the longest first. Thread-safe.
+    """The workers that wait for the next call; the one that has waited longest comes first. Thread-safe.
 
     Attributes:
-        most: how many may wait.
+        most: how many workers may wait.
     """
 
     def __init__(self, most: int) -> None:
@@ -264,7 +266,7 @@ class _Waiting:
         return len(self._workers)
 
     def take(self, start: _Start) -> _Worker | None:
-        """Takes a worker that was started so, if one waits and is alive."""
+        """Takes a worker that was started with the same conditions, if one waits and is alive; else returns None."""
         with self._lock:
             alike = [worker for worker in self._workers if worker.start == start]
             living = [worker for worker in alike if worker.alive]
@@ -285,7 +287,7 @@ class _Waiting:
             other.close()
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Ends all waiting workers."""
         with self._lock:
             ended, self._workers = self._workers, []
         for worker in ended:

@@ -1,21 +1,21 @@
 """Scratch memory of split kernels: a grow-only buffer per device and stream, every word EMPTY between launches.
 
 Kernels on one stream run one after the other, so they may share; they leave the words that they used EMPTY again. A
-captured graph may be replayed on any stream at any time, so its launches on a stream share a buffer of their own: a
-piece of a slab that was filled before, or memory from the graph's own pool that the graph fills each time it begins.
+captured graph may be replayed on any stream at any time. So its launches on a stream share a buffer of their own. It is
+a piece of a slab that was filled before, or memory from the graph's own pool, which the graph fills in each replay.
 
-How long what lives:
+Buffers live for these times:
 
-- A stream's buffer lives as long as the process. One that became too small does, too: another thread may have its
-  address and not have launched yet. Sizes double at least, so that all of them are less than twice the last.
-- A graph's piece lives as long as the graph, and all that was instantiated from it: CUDA holds a *user object* for it
-  (:mod:`cute_kernels.runtime.captures`), which it lets go of when the last of them is destroyed and has run. The next
-  capture finds that out and takes the piece again, EMPTY as each replay has left it. So captures may follow each other
-  for ever, and take as much as the graphs that there are at a time.
-- What a graph fills itself lives in the graph's memory pool, which torch frees with the graph. It is held here while
-  its capture lasts and until the next one needs a buffer on the same stream, so that nothing else of the graph gets it.
-- A program that never replays two of its graphs at a time says so: the graphs captured on one stream then share a
-  piece that is never given back.
+- A stream's buffer lives as long as the process, even if it became too small: another thread may have its address and
+  not have launched yet. Sizes at least double, so all buffers of a stream are less than twice the last.
+- A graph's piece lives as long as the graph and all that was instantiated from it. CUDA holds a *user object* for it
+  (:mod:`cute_kernels.runtime.captures`), and releases it when the last of them is destroyed and has run. The next
+  capture notices that and takes the piece again, EMPTY as each replay has left it. So any number of captures may follow
+  each other; memory is needed only for the graphs that exist at a time.
+- Memory that a graph fills itself lives in the graph's memory pool, which torch frees with the graph. The pool here
+  holds it until a later capture needs a buffer on the same stream, so that the graph uses it for nothing else.
+- A program that never replays two of its graphs at a time calls `share_among_captures`. The graphs captured on one
+  stream then share a piece that is never given back.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _PIECE = 64  # words that pieces are multiples of: each starts on 256 bytes
 
 @dataclass
 class _Slab:
-    """Words in one tensor, and which are free: ranges [first, end), in order, apart."""
+    """The words of one tensor. free: the free ranges [first, end), in order, which do not touch."""
 
     words: torch.Tensor
     free: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, num_words: int) -> int | None:
-        """Takes so many consecutive words that are free; None if there are not so many."""
+        """Takes ``num_words`` consecutive free words. Returns the first one's index, None if there are not so many."""
         for i, (first, end) in enumerate(self.free):
             if end - first >= num_words:
                 self.free[i : i + 1] = [(first + num_words, end)] if end - first > num_words else []
@@ -67,7 +67,7 @@ class _Slab:
 
 @dataclass
 class _Piece:
-    """Words of a slab that a graph has; ``is_gone``: whether it is destroyed."""
+    """The words of a slab that belong to a graph. is_gone: says whether the graph is destroyed."""
 
     slab: _Slab
     first: int
@@ -77,7 +77,8 @@ class _Piece:
 
 @dataclass
 class _Captured:
-    """The memory of a stream's launches of one capture; ``owned``: memory of the graph's own pool, None for a piece."""
+    """The memory of a stream's launches in one capture. owned: tensors from the graph's own pool; empty if the memory
+    is a piece."""
 
     capture: int
     address: int
@@ -104,11 +105,12 @@ class Watched(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """The functions of CUDA that a pool needs: captures in progress, EMPTY words on a device, the end of what a device
-    does.
+    """The CUDA functions that a pool needs: captures in progress, memory filled with EMPTY words, and waiting for a
+    device.
 
     Attributes:
-        stream_words: per stream, at first. slab_words: set aside, per device, for captured launches.
+        stream_words: the first size of a stream's buffer. slab_words: words set aside, per device, for captured
+            launches.
     """
 
     is_capturing: Callable[[], bool] = is_capturing
@@ -120,7 +122,7 @@ class Memory:
 
 
 class WorkspacePool:
-    """Hands out workspaces. Threads may call it at the same time, for one stream or for several."""
+    """A pool that hands out workspaces. Threads may call it at the same time, for one stream or for several."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         self._memory = memory or Memory()
@@ -136,16 +138,16 @@ class WorkspacePool:
     def share_among_captures(self) -> None:
         """Lets launches captured on one stream share one buffer from now on, also across graphs.
 
-        For a program that never replays two of its graphs at the same time, as engines do whose graphs share one pool
-        of memory. An engine has thousands of graphs; a buffer for each would take gigabytes.
+        It is for programs that never replay two of their graphs at the same time, such as engines whose graphs share
+        one memory pool. An engine has thousands of graphs, and a buffer for each would take gigabytes.
         """
         with self._lock:
             if self._shared is None:
                 self._shared = {}
 
     def get(self, device_index: int, stream: int, num_words: int) -> int:
-        """The address of at least ``num_words`` words of 4 bytes for launches on ``stream`` (a raw handle) of a
-        device."""
+        """Returns the address of at least ``num_words`` words of 4 bytes, for launches on ``stream`` (a raw handle) of
+        a device."""
         if self._is_capturing():
             with self._lock:
                 return self._captured(device_index, stream, num_words)
@@ -168,7 +170,8 @@ class WorkspacePool:
         return words
 
     def prepare(self, device_index: int) -> None:
-        """Sets memory aside for launches that will be captured; done by itself before the first that is not."""
+        """Sets memory aside for launches that will be captured. The first launch that is not captured does so by
+        itself."""
         with self._lock:
             self._set_aside(device_index)
 
@@ -199,7 +202,8 @@ class WorkspacePool:
         return held.address
 
     def _of_all_captures(self, device_index: int, stream: int, num_words: int) -> int | None:
-        """Address of the buffer that a stream's graphs share; None where each has its own, or the slab is used up."""
+        """Returns the address of the buffer that a stream's graphs share; None if each graph has its own, or the slab
+        is used up."""
         if self._shared is None:
             return None
         address, held = self._shared.get((device_index, stream), (0, 0))
@@ -215,7 +219,7 @@ class WorkspacePool:
         return slab.address(first)
 
     def _piece(self, device_index: int, num_words: int, capture: Watched) -> _Piece | None:
-        """Words of the slab that live as long as the graph that is captured; None if there are none."""
+        """Takes words of the slab that live as long as the captured graph; None if there are not enough."""
         slab = self._slabs.get(device_index)
         if slab is None:
             return None
@@ -242,11 +246,11 @@ POOL = WorkspacePool()
 
 
 class UnsettledError(RuntimeError):
-    """There is no memory that was filled before, and a capture cannot wait for any."""
+    """A capture needs memory that was filled before, and there is none; it cannot wait for any."""
 
 
 def settled(memory: Memory) -> Callable[[int, int], torch.Tensor]:
-    """Words of a device, filled so that any launch finds them EMPTY, whenever it begins."""
+    """Makes a function that fills words of a device and waits, so that any later launch finds them EMPTY."""
 
     def filled(device_index: int, num_words: int) -> torch.Tensor:
         if memory.is_capturing():

@@ -1,4 +1,4 @@
-"""The arguments that writes of MLA tokens are launched with; they are listed nowhere else.
+"""The launch arguments of the kernel that writes MLA tokens; they are listed nowhere else.
 
 Tensors: latent, k_rope [tokens, latent_dim] and [tokens, 64], any token stride. Addresses, 0 where there is none: the
 cache, slots int64 [tokens], position_ids int32 or int64 [tokens] (``mode`` says which), phase_steps int64 [32].

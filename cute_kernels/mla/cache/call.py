@@ -1,4 +1,4 @@
-"""One call of append as data, and everything that can be wrong with it; errors name the argument."""
+"""A call of append as data, and its checks; errors name the argument."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TOKENS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
 class AppendMlaCall(NamedTuple):
-    """The arguments of `append_mla`, in the operator's order; see there."""
+    """The arguments of `append_mla`, in the operator's order."""
 
     latent: torch.Tensor
     k_rope: torch.Tensor
@@ -50,7 +50,7 @@ class AppendMlaCall(NamedTuple):
 
 
 def check_append(call: AppendMlaCall) -> CacheShape:
-    """The cache's shape; TypeError or ValueError unless the arguments describe an append.
+    """Returns the cache's shape; raises TypeError or ValueError unless the arguments describe an append.
 
     Checks shapes, dtypes, strides and devices only: nothing here waits for a GPU.
     """
@@ -100,9 +100,10 @@ def _check_rope(call: AppendMlaCall) -> None:
 
 
 def check_append_values(call: AppendMlaCall, shape: CacheShape) -> None:
-    """Raises ValueError, naming the token, if two tokens would share a slot; waits for the device.
+    """Raises ValueError, naming the tokens, for a slot outside the cache or one that two tokens share; waits for the
+    device.
 
-    Slots of -1 have no place on purpose and are no error.
+    A slot of -1 is no error: its token is not to be written.
     """
     slots = call.slot_mapping.cpu()
     lost = torch.nonzero((slots < -1) | (slots >= shape.num_slots))

@@ -13,7 +13,7 @@ from layouts.kv.mla import ROPE_DIM
 
 @dataclass(frozen=True, eq=False)
 class WriteSpec(KernelSpec):
-    """One kernel; the function takes :data:`.arguments.WRITE`."""
+    """The spec of a kernel that writes MLA tokens; its function takes :data:`.arguments.WRITE`."""
 
     family: ClassVar[str] = "mla_cache"
     config: WriteConfig
@@ -43,7 +43,8 @@ class WriteSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The specs that bundles hold and CI compiles: append of bf16 tokens, with DeepSeek's RoPE or rotated already."""
+    """Lists the kernels that bundles contain and CI compiles: append of bf16 tokens, with DeepSeek's RoPE or rotated
+    already."""
     return [
         WriteSpec(WriteConfig(kv_format, head_dim, "bf16", rope))
         for kv_format, head_dim in (("mla_fp8", 576), ("mla_model1", 512), ("mla_bf16", 576))

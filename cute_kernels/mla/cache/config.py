@@ -22,7 +22,7 @@ class WriteConfig:
     Attributes:
         kv_format: name of the cache format, see :mod:`cute_kernels.mla.formats`.
         head_dim: columns of a token, latent and RoPE.
-        dtype: "bf16", "fp16" or "fp32", of the numbers.
+        dtype: "bf16", "fp16" or "fp32", of the numbers that are read.
         rope: "none", "half" or "interleaved", over all 64 RoPE columns.
         placed: whether each token is given a slot; else token i takes slot i.
         unit: bytes of the widest store, 16 or 8: pages of single 584-byte tokens lie on multiples of 8.
@@ -51,7 +51,8 @@ class WriteConfig:
 
     @property
     def latent_lanes(self) -> int:
-        """Lanes of a warp that the latent columns take: 32, or 28, whose last four lanes' work the others repeat."""
+        """The number of lanes that the latent columns take: 32, or 28. The four lanes that are left repeat others'
+        work."""
         return self.latent_dim // LANE_COLUMNS
 
     @property
@@ -61,7 +62,7 @@ class WriteConfig:
         return 0 if isinstance(token, MlaDense) else token.tile_size // LANE_COLUMNS
 
     def field(self, name: str) -> Field:
-        """Returns where a part of the token lies in its bytes."""
+        """Returns the field called ``name`` in a token's bytes."""
         return next(field for field in self.token.fields if field.name == name)
 
     @property

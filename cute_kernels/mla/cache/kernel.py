@@ -1,16 +1,17 @@
-"""Writing MLA tokens: RoPE, quantisation and scatter of new tokens in one launch, and quantisation in bulk.
+"""The kernel that writes MLA tokens: RoPE, quantisation and scatter of new tokens in one launch, or quantisation in
+bulk.
 
-A warp takes a token. Of the latent columns a lane owns 16 in a row, so a tile that shares a scale is 8 lanes (128
-columns) or 4 (64), whose greatest magnitudes travel by xor shuffles; of the RoPE columns it owns two in a row, a pair
-of interleaved RoPE or what half-split RoPE turns with the lane 16 away. Everything a token needs is asked for before
-anything is waited for, and nothing is shared between warps.
+A warp writes a token. A lane owns 16 neighbouring latent columns, so a tile that shares a scale is 8 lanes (128
+columns) or 4 (64). They exchange their greatest magnitudes by xor shuffles. A lane also owns two neighbouring RoPE
+columns: a pair of interleaved RoPE, or with half-split RoPE half of two pairs, whose other half lane xor 16 owns. All
+loads of a token are issued before the first wait. Warps share nothing.
 
-448 latent columns are 28 lanes' worth: the last four lanes repeat the four before them, and write the same bytes to the
-same places, so that no lane takes another path.
+448 latent columns take 28 lanes. The last four lanes repeat the four before them and write the same bytes to the same
+places, so that lanes do not diverge.
 
 The scale is FlashMLA's, ``2 ** ceil(log2(max(absmax / 448, 1e-4)))`` (:mod:`layouts.kv.mla`). 448 is 1.75 * 2**8, so
-its exponent is absmax's less 8, and one more where the mantissa exceeds 1.75; the least, 2**-13, is the power of two
-above 1e-4. No division, and no logarithm, is needed for it.
+the scale's exponent is absmax's less 8, plus one where the mantissa exceeds 1.75. The least scale, 2**-13, is the power
+of two above 1e-4. So a scale needs no division and no logarithm.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class WriteKernel:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def store_token(self, columns, turned, base, row, place: Place, own, lane) -> None:
-        """Writes a token to row ``row`` of the page at ``base``."""
+        """Quantises a lane's columns of a token and writes them to row ``row`` of the page at ``base``."""
         split = self.config.form.split_pages
         stride = Int64(MlaModel1.DATA_BYTES) if split else place.token_stride
         address = base + row * stride
@@ -131,7 +132,7 @@ class WriteKernel:
         self.store_scale(scales, exponent, lane)
 
     def store_runs(self, address, own, words) -> None:
-        """Stores the lane's run of bytes, in accesses of the configuration's unit."""
+        """Stores the lane's latent bytes, in accesses of the configuration's unit."""
         count = self.config.unit // 4
         start = address + Int64(own * (4 * len(words)))
         for first in range(0, len(words), count):
@@ -156,14 +157,14 @@ class WriteKernel:
         return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
 
     def scale_exponent(self, columns) -> Int32:
-        """Biased exponent of the scale of the lane's tile, from 114 to 247."""
+        """Returns the biased exponent of the scale of the lane's tile, from 114 to 247."""
         largest = functools.reduce(ptx.fmax, [ptx.absolute(value) for value in columns])
         largest = lane_max(largest, neighbours(self.config.tile_lanes))
         above = ((numbers.bits(largest) + Uint32(ABOVE_1_75)) >> 23).to(Int32)
         return Int32(cutlass.max(above - EXPONENT_OF_448, Int32(SMALLEST_EXPONENT)))
 
     def encode(self, columns, exponent) -> list[Uint32]:
-        """E4M3 codes of the lane's columns, four to a word."""
+        """Returns the E4M3 codes of the lane's columns, four to a word."""
         inverse = numbers.from_bits(Uint32((254 - exponent) << 23))
         ratios = [numbers.multiply(value, inverse) for value in columns]
         pairs = [numbers.pack_e4m3x2(ratios[i], ratios[i + 1]) for i in range(0, LANE_COLUMNS, 2)]
@@ -171,7 +172,7 @@ class WriteKernel:
 
 
 def _byte_stride(tensor) -> Any:
-    """Bytes from one token to the next."""
+    """Returns the bytes from one token to the next."""
     return Int64(tensor.stride[0]) * (tensor.element_type.width // 8)
 
 
@@ -183,7 +184,7 @@ def _load_wide(base: Int64, index) -> Int64:
 
 @dataclass(frozen=True)
 class Source:
-    """Addresses of the tensors that are read, and bytes from token to token."""
+    """The addresses of the tensors that are read, and the bytes from token to token."""
 
     latent: Int64
     k_rope: Int64
@@ -207,7 +208,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Angle:
-    """The angles of RoPE."""
+    """The run-time values from which RoPE's angles are computed; see :mod:`.arguments`."""
 
     position_ids: Int64
     phase_steps: Int64

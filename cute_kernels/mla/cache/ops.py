@@ -1,4 +1,4 @@
-"""Calling the kernel that writes MLA tokens, and the registered operators."""
+"""Calls of the kernel that writes MLA tokens, and the registered operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from layouts.kv.mla import ROPE_DIM
 
 
 def append(call: AppendMlaCall) -> None:
-    """Append where the tensors are."""
+    """Appends tokens on the tensors' device."""
     route(cuda=launch_append, cpu=_append_here, operator=_append_through_operator, **call.tensors)(call)
 
 
@@ -83,7 +83,7 @@ launch_append = launcher(_append_key, _append_checked, _append_plan, empty=lambd
 
 
 def quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
-    """See `cute_kernels.mla.cache.quantize_mla_kv`."""
+    """Quantises on x's device, as `cute_kernels.mla.cache.quantize_mla_kv` says."""
     return route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=x)(x, kv_format, out)
 
 
@@ -151,7 +151,7 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
 
 
 def _call_of(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids) -> AppendMlaCall:
-    """The call of the operator's arguments, whose rope is a text."""
+    """Makes a call from the operator's arguments, whose rope is a text."""
     return AppendMlaCall(
         latent, k_rope, cache, slot_mapping, kv_format, None if rope is None else rope_of(rope), position_ids
     )

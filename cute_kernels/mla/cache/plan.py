@@ -1,4 +1,4 @@
-"""The part of a launch that stays the same from call to call: the configuration, the compiled function, its numbers."""
+"""Plans of writes: the configuration, the compiled function and the launch arguments that calls have in common."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from cute_kernels.runtime.device import arch_of
 
 @dataclass(frozen=True)
 class AppendMlaPlan:
-    """The part of an append that stays the same between calls of the same shapes, strides, dtypes, device and options.
+    """The plan of appends of the same shapes, strides, dtypes, device and options.
 
     Attributes:
-        send: the compiled kernel, its tensors by name.
-        phase_steps: of the angles, kept alive; None without RoPE.
+        send: the compiled kernel, which takes tensors and addresses by name.
+        phase_steps: RoPE's steps of angles, int64 [32], kept alive for the kernel; None without RoPE.
     """
 
     send: Callable[..., Any]
@@ -35,7 +35,7 @@ class AppendMlaPlan:
     phase_steps: torch.Tensor | None
 
     def launch(self, call: AppendMlaCall) -> None:
-        """Launches on the current stream of the plan's device, which is the current one."""
+        """Launches on the current stream of the plan's device, which must be the current device."""
         positions = call.position_ids
         self.send(
             latent=call.latent,
@@ -47,13 +47,13 @@ class AppendMlaPlan:
 
 
 def config_of(call: AppendMlaCall) -> WriteConfig:
-    """The kernel that an append uses."""
+    """Returns the configuration of the kernel for an append."""
     style = "none" if call.rope is None else call.rope.style
     return WriteConfig(call.kv_format, call.head_dim, DTYPES[call.latent.dtype], style)
 
 
 def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
-    """The plan of a checked call that has tokens."""
+    """Makes the plan of a checked call that has tokens."""
     config, device = config_of(call), call.latent.device
     check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)
     positions, index = call.position_ids, call.latent.get_device()
@@ -67,7 +67,7 @@ def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
 
 
 def place_arguments(shape: CacheShape) -> dict[str, int | float]:
-    """The kernel's arguments that say where tokens of a cache are, by name."""
+    """Returns the launch arguments that say where a cache's tokens lie, by name."""
     return {
         "num_slots": shape.num_slots,
         "page_size": shape.page_size,
@@ -78,7 +78,7 @@ def place_arguments(shape: CacheShape) -> dict[str, int | float]:
 
 
 def check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for tensors that the kernel's vectors cannot address."""
+    """Raises ValueError unless tensors are aligned for the kernel's vectors."""
     for name, tensor in tensors.items():
         unit = config.unit if name in ("latent", "cache") else 2 * tensor.element_size()
         check_aligned(name, tensor, unit)
@@ -88,12 +88,12 @@ def check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Ten
 
 
 def bulk_config(x: torch.Tensor, kv_format: str) -> WriteConfig:
-    """The kernel that quantises x [..., head_dim]."""
+    """Returns the configuration of the kernel that quantises x [..., head_dim]."""
     form = format_of(kv_format)
     row = form.row_bytes(x.shape[-1])
     return WriteConfig(kv_format, x.shape[-1], BULK_DTYPES[x.dtype], placed=False, unit=16 if row % 16 == 0 else 8)
 
 
 def function_of(config: WriteConfig, device_index: int | None) -> Callable[..., Any]:
-    """The compiled kernel for a device."""
+    """Returns the compiled kernel for a device."""
     return load(WriteSpec(config), arch_of(device_index))

@@ -1,4 +1,4 @@
-"""What appending and quantising MLA tokens mean, in PyTorch: the implementation on the CPU."""
+"""The reference of appending and quantising MLA tokens in PyTorch: the implementation on the CPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cute_kernels.mla.problem import CacheShape
 
 
 def append_mla_reference(call: AppendMlaCall, shape: CacheShape) -> None:
-    """Writes the tokens of a checked call to their slots; those outside the cache are not written."""
+    """Writes the tokens of a checked call to their slots, except tokens whose slots are outside the cache."""
     rows = call.form.quantize(tokens_of(call))
     inside = (call.slot_mapping >= 0) & (call.slot_mapping < shape.num_slots)
     call.form.scatter(call.cache, call.slot_mapping[inside], rows[inside])
 
 
 def tokens_of(call: AppendMlaCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers that are quantised, [tokens, head_dim]: latent columns as they are, RoPE columns rotated."""
+    """Returns the numbers that are quantised, [tokens, head_dim]: latent columns as they are, RoPE columns rotated."""
     k_rope = call.k_rope.to(compute_dtype)
     if call.rope is not None and call.position_ids is not None:
         k_rope = call.rope.apply(k_rope.unsqueeze(1), call.position_ids).squeeze(1)

@@ -1,1 +1,1 @@
-"""Turns accumulators into results: stores, partial results, and who adds them up."""
+"""The combine: it stores accumulators as results or partial results, and adds partial results up."""

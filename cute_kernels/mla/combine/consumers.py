@@ -15,7 +15,8 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
 
 
 class PersistentConsumers:
-    """Consumers of a CTA that processes work tile after work tile. mainloop: processes the blocks of each."""
+    """The consumers of a CTA that processes work tile after work tile. mainloop: processes the blocks of a work
+    tile."""
 
     def __init__(self, mainloop: Serial | Stepped | DelayedPV):
         self.mainloop, self.blocks = mainloop, BlockLoop(mainloop)
@@ -35,9 +36,9 @@ class PersistentConsumers:
 
     @cute.jit
     def score_tile(self, work, work_tiles, results, memory, softmax_scale, warp, lane, stage, phase):
-        """Processes a work tile in the first warpgroup, whose queries are loaded. Returns the next stage and phase.
+        """Processes a work tile, whose queries are loaded, in the first warpgroup. Returns the next (stage, phase).
 
-        It loads the next work tile's queries when it is done with this one's.
+        It starts loading the next work tile's queries when it has read this one's.
         """
         kept = self.mainloop.scoring(memory, softmax_scale, warp, lane)
         rows = kept.rows
@@ -61,7 +62,7 @@ class PersistentConsumers:
 
     @cute.jit
     def value_tile(self, work, work_tiles, results, memory, warp, lane, stage, phase):
-        """Processes a work tile in the second warpgroup. Returns the next stage and phase."""
+        """Processes a work tile in the second warpgroup. Returns the next (stage, phase)."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
         acc = Rows.make().acc
         if work.resumes:

@@ -1,10 +1,9 @@
-"""Parts of a row that the CTAs of one launch publish for each other and add up: where they lie, and which CTA reads
-them.
+"""The cooperative combine: the CTAs of one launch publish their parts of a row for each other and add them up.
 
-The CTAs with the same heads of a row divide these heads among themselves. Each publishes its part for all of them, with
-a flag for each. Then it loads all parts of its own heads and adds them up in their order, so results do not depend on
-which CTA was first. Parts are made in shared memory as they lie in global memory. So publishing takes one bulk copy for
-a warp and reader, and loading takes one for all parts.
+The CTAs with the same heads of a row divide these heads among themselves. Each CTA publishes its part of all heads,
+with a flag for each reader. Then it loads all parts of its own heads and adds them up in order of parts, so results do
+not depend on which CTA was first. A part has the same layout in shared and global memory. So a warp publishes with one
+bulk copy for each reader and piece, and a reader loads all parts with one.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """Where the parts of a CTA's row and block of heads lie; run-time values.
+    """The places of the parts of a CTA's row and block of heads in global memory; run-time values.
 
-    A reader adds up ``each`` neighbouring heads. For each reader memory holds its heads of every part, one part after
-    the other, and a flag.
+    A reader is a CTA that adds up ``each`` neighbouring heads. Memory holds, for each reader, its heads of every part,
+    one part after the other, and a flag for each part.
     """
 
     words: Int64  # addresses: of all parts
@@ -64,8 +63,8 @@ class PartPlaces:
 
     @staticmethod
     def of(work_tiles) -> PartPlaces:
-        """The places of a CTA. The more parts there are, the fewer heads has a reader: there are never more readers
-        than CTAs."""
+        """Returns the places of a CTA. The more parts there are, the fewer heads a reader has. There are never more
+        readers than CTAs."""
         count = work_tiles.shape.num_parts
         each = cutlass.select_(count >= 16, Int32(4), cutlass.select_(count >= 8, Int32(8), Int32(16)))
         readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
@@ -76,25 +75,25 @@ class PartPlaces:
 
     @property
     def piece_bytes(self):
-        """Bytes of a piece of a part of a reader's heads."""
+        """Bytes of a piece (128 columns) of one part of a reader's heads."""
         return self.each * PART_ROW_BYTES
 
     def place(self, reader, part, piece):
-        """The address of a piece of a part of a reader's heads."""
+        """Returns the address of a piece of one part of a reader's heads."""
         return self.words + Int64((reader * self.count + part) * PIECES + piece) * self.piece_bytes
 
     def flag(self, reader, part):
-        """The address of the flag that says that all pieces have been stored."""
+        """Returns the address of the flag that says that all pieces of a part have been stored."""
         return self.flags + Int64(reader * self.count + part) * 4
 
 
 @cute.jit
 def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Constexpr):
-    """Publishes a warp's half of its rows for the CTAs that add them up. They are staged in the queries' shared
-    memory in two pieces, so one piece is copied while the next is written.
+    """Publishes half of the columns of a warp's 16 rows for the CTAs that add them up. The half is staged in the
+    queries' shared memory in two pieces, so one piece is copied while the next is written.
 
-    accumulators: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the
-    right half."""
+    acc: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the right
+    half."""
     parts = PartPlaces.of(work_tiles)
     readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
     for own_piece in cutlass.range_constexpr(OWN_PIECES):
@@ -128,12 +127,14 @@ def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Const
 
 
 def row_place(lane):
-    """Bytes from a warp's rows to where a lane's matrix of :func:`stage_values` begins."""
+    """Returns the offset, in bytes from a warp's rows, of the address that a lane gives to stmatrix in
+    :func:`stage_values`."""
     return lane % WARP_ROWS * PART_ROW_BYTES + lane // WARP_ROWS * LANE_BYTES
 
 
 def stage_values(acc, scales, place) -> None:
-    """Stores a warp's 16 rows as scaled fp16, a row every `PART_ROW_BYTES`. place: an address and `row_place`."""
+    """Stores a warp's 16 rows as scaled fp16, a row every `PART_ROW_BYTES`. place: the rows' address plus
+    `row_place`."""
     for i in range(0, PIECE_COLUMNS // 2, 8):
         # Twice 8 columns of 16 rows.
         order = [(i + 4 * further + 2 * below, scales[below]) for further in range(2) for below in range(2)]
@@ -142,15 +143,15 @@ def stage_values(acc, scales, place) -> None:
 
 
 class CooperativeCombine:
-    """Adds up parts by four warps that are idle after their last tile: those that gathered tokens."""
+    """The code of the producer warps that add up parts after their last tile."""
 
     def __init__(self, config: MlaConfig):
         self.numbers = of_name(config.layout.dtype)
 
     @cute.jit
     def fetch(self, parts, memory, warp, lane):
-        """Waits for all parts of the CTA's heads and loads them into shared memory, in the memory of tiles.
-        `queries_full` counts them. Resets their flags."""
+        """Waits for all parts of the CTA's heads and loads them into the shared memory of tiles. The barrier
+        `queries_full` counts their bytes. Resets their flags."""
         # Nobody reads tiles any more, nor waits for queries.
         cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
         if warp == 0:
@@ -173,14 +174,14 @@ class CooperativeCombine:
 
     @cute.jit
     def add(self, work_tiles, parts, results, memory, head, wanted, lane):
-        """Adds up the ``head``-th head of the CTA and writes it if wanted is not 0."""
+        """Adds up the parts of the ``head``-th head of the CTA, and writes the result if ``wanted`` is not 0."""
         acc, maximum, total = self.add_parts(parts, memory.tiles + head * PART_ROW_BYTES, lane)
         self.write(work_tiles, results, parts.part * parts.each + head, acc, maximum, total, wanted, lane)
 
     @cute.jit
     def add_parts(self, parts, left, lane):
-        """Adds up the parts of a head. ``left``: shared address of the first piece of its first part. Returns fp32
-        [16] unnormalised columns, 4 lane onwards of every piece, and (maximum, total)."""
+        """Adds up the parts of a head. Returns (fp32 [16] unnormalised columns, maximum, total). The columns are 4 lane
+        to 4 lane + 3 of every piece. left: shared address of the first piece of the first part."""
         stride = PIECES * parts.piece_bytes
         own = cutlass.min(lane, parts.count - 1) * stride
         known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]
@@ -208,8 +209,8 @@ class CooperativeCombine:
 
     @cute.jit
     def write(self, work_tiles, results, own_head, acc, maximum, total, wanted, lane):
-        """Writes a head's results, its log-sum-exp, and the greatest score if it is asked for. own_head: of the block's
-        64."""
+        """Writes a head's results, its log-sum-exp, and the greatest score if there is an address for it. own_head: the
+        head's index in the block of 64."""
         head = work_tiles.head_block * BLOCK_HEADS + own_head
         denominator = total
         if exists_sink(results):

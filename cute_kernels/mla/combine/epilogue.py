@@ -1,4 +1,4 @@
-"""The end of a work tile: results, or the partial result of a row that another CTA ends."""
+"""The epilogue of a work tile: it stores results, or publishes accumulators for the CTA that resumes the row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 
 
 class Epilogue:
-    """The end of a work tile in both consumer warpgroups, after its last block.
+    """The epilogue of a work tile in both consumer warpgroups, after its last block.
 
     weights: how the first warpgroup lets the second one end, `WholeWeights` or `SteppedWeights`.
     """
@@ -24,7 +24,7 @@ class Epilogue:
 
     @cute.jit
     def end_scores(self, rows, work, work_tiles, results, memory, scale, warp, lane):
-        """Ends the first warpgroup, when the second one has read all that was published."""
+        """Ends a work tile in the first warpgroup, when the second one has read all that was published."""
         if work.publishes:
             self.weights.hand_over_end()
             work_tiles.exchange.publish(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)
@@ -47,7 +47,7 @@ class Epilogue:
 
 
 def end_rows(rows, scale) -> None:
-    """Ends a work tile, after its last block: totals over the four lanes of a row, maxima as exponents of 2."""
+    """Adds up totals over the four lanes of a row, and turns maxima into exponents of 2. Runs after the last block."""
     for row in range(2):
         rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
         rows.maxima[row] = rows.maxima[row] * scale

@@ -1,11 +1,12 @@
-"""Few rows in one launch: every CTA has a part of a row, and all of them combine the parts (cooperative combine).
+"""Producers and consumers under a cooperative combine: every CTA has a part of a row, and the CTAs combine the parts.
 
-A second launch costs the end of the first one, the start of other CTAs, and fetching their program from a cold cache.
-This launch is a cooperative one: all CTAs are resident at once, so each may wait for the others
-(:mod:`.combine.cooperative`). A CTA has one work tile, so there is no stream-K, no next work tile and no result of a
-whole row. With a cold cache, instructions that do not exist need not be fetched.
+It serves few rows. A second launch would wait for the end of the first one, start other CTAs, and fetch their program
+from a cold cache. This launch is cooperative: all CTAs are resident at once, so each may wait for the others
+(:mod:`.combine.cooperative`). A CTA has one work tile, so the program has no stream-K and no next work tile. A short
+program is fetched faster from a cold cache.
 
-The producer warps combine. They run that code once on nothing, so that it is in the cache when it is needed.
+The producer warps combine. They run the combine's code once without effect, so that it is in the cache when it is
+needed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
 
 
 def pipeline_place(block) -> tuple[Any, Any]:
-    """Returns (stage, phase of its release) of a part's ``block``-th tile."""
+    """Returns (stage, phase) in which a producer waits for the room of the part's ``block``-th tile."""
     return block % NUM_STAGES, (block // NUM_STAGES + 1) % 2
 
 
 class CombiningProducers:
-    """The producer warps after their last tile: they combine all parts of some heads."""
+    """The producer warps after their last tile: they add up all parts of the CTA's heads."""
 
     def __init__(self, config: MlaConfig):
         self.config, self.combine = config, CooperativeCombine(config)
@@ -56,15 +57,15 @@ class CombiningProducers:
 
 
 class PartConsumers:
-    """The consumer warpgroups, which process one part and publish it for the CTAs that combine. mainloop: processes its
-    blocks."""
+    """The consumer warpgroups: they process one part and publish it for the CTAs that combine. mainloop: processes the
+    part's blocks."""
 
     def __init__(self, mainloop: Stepped):
         self.mainloop, self.blocks = mainloop, BlockLoop(mainloop)
 
     @cute.jit
     def scores(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """The first warpgroup. warp: 0 to 3."""
+        """Runs the first warpgroup. warp: 0 to 3."""
         work = work_tiles.work(work_tiles.row, work_tiles.start, work_tiles.left)
         kept = self.mainloop.scoring(memory, softmax_scale, warp, lane)
         self.mainloop.pipeline.await_queries(memory, Int32(0))
@@ -78,7 +79,7 @@ class PartConsumers:
 
     @cute.jit
     def values(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """The second warpgroup. warp: 0 to 3."""
+        """Runs the second warpgroup. warp: 0 to 3."""
         work = work_tiles.work(work_tiles.row, work_tiles.start, work_tiles.left)
         operands = self.mainloop.value_operands(memory, warp, lane)
         acc = Rows.make().acc

@@ -1,4 +1,4 @@
-"""Turns a warpgroup's accumulators into the output, or into the partial result of a part of a row."""
+"""Writes a warpgroup's accumulators as output, or as the partial result of a part of a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ PIECE_PITCH = 64  # bytes from a lane's 16 bytes of a row to its next
 
 
 class Writer:
-    """Writes the output of the consumer warpgroups. numbers: the output's element type; partials: the form of parts."""
+    """The stores of the consumer warpgroups. numbers: the output's element type; partials: the form of partial
+    results."""
 
     def __init__(self, numbers: ElementType, partials: PartialForm):
         self.numbers = numbers
@@ -32,9 +33,10 @@ class Writer:
 
     @cute.jit
     def finish_rows(self, work, results, maxima, totals, warp, lane):
-        """Writes the statistics of a thread's two rows. Returns the factors of the accumulators.
+        """Writes the statistics of a thread's two rows. Returns the factors that the accumulators are to be multiplied
+        by.
 
-        maxima as exponents of 2, totals: rmem fp32 [2], the same in the four lanes of a row.
+        maxima (as exponents of 2), totals: rmem fp32 [2], the same in the four lanes of a row.
         """
         factors = []
         for i in cutlass.range_constexpr(2):
@@ -53,8 +55,8 @@ class Writer:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head, exists) -> Float32:
-        """Writes the log-sum-exp, and the greatest score if it is asked for. Returns 1 / (sum of the row's weights and
-        its sink's), 0 for a row without keys."""
+        """Writes the log-sum-exp, and the greatest score if there is an address for it. Returns 1 / (total of the row's
+        weights and its sink's), 0 for a row without tokens."""
         denominator = total
         if exists_sink(results):
             if exists:
@@ -74,7 +76,7 @@ class Writer:
 
     @cute.jit
     def write(self, work, results, acc, factors, warp, lane, half: cutlass.Constexpr):
-        """Writes a warpgroup's half of the columns."""
+        """Writes a warpgroup's half of the columns, as output or as a partial result."""
         if work.shape.num_parts > 1:
             if work.begin < work.end:
                 if const_expr(self.partials.value_bytes == 4):
@@ -97,7 +99,7 @@ class Writer:
                     ptx.store_global(place + PIECE_PITCH * i, pieces[i])
 
     def place(self, results, query_row, lane, half: int):
-        """Address of the first of a lane's pieces of a row."""
+        """Returns the address of a lane's first piece of a row."""
         return results.out + piece_offset(lane, half) + Int64(query_row) * (V_HEAD_DIM * 2)
 
     def pieces(self, acc, factor, below: int, lane, pack) -> list[list[Any]]:
@@ -120,8 +122,8 @@ class Writer:
 
     @cute.jit
     def write_scaled(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Writes unnormalised fp16 values, as :meth:`store` writes results, and the powers of 2 by which they are to be
-        multiplied."""
+        """Writes unnormalised fp16 values, as :meth:`store` writes results, and the powers of 2 by which the combine
+        multiplies them."""
         scales = [scale_of(acc, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
             # Else the compiler begins with all columns at once, which there are no registers for.
@@ -140,18 +142,19 @@ class Writer:
 
 
 def piece_offset(lane, half: int):
-    """Bytes from a row's first number to the first of a lane's pieces."""
+    """Returns the bytes from a row's first number to a lane's first piece."""
     return half * HALF * 2 + lane % 4 * 16
 
 
 def scale_of(acc, below: int) -> tuple[Float32, Float32]:
-    """Returns the result of :func:`scale_of_some` for half of a row."""
+    """Returns the result of :func:`scale_of_some` for the warpgroup's half of a row. below: 0 or 1, which of a lane's
+    two rows."""
     return scale_of_some([acc[i] for i in range(HALF // 2) if row_of(i) == below])
 
 
 def scale_of_some(acc) -> tuple[Float32, Float32]:
-    """Returns (a power of 2 that brings the greatest of a row's accumulators, some of them a lane's, between 2**14 and
-    2**15, its reciprocal)."""
+    """Returns (a power of 2, its reciprocal). Times that power the greatest of ``acc``, over the four lanes of a row,
+    is between 2**14 and 2**15."""
     tops: list[Any] = [Float32(0.0)] * 2
     for place, i in enumerate(range(len(acc))):
         tops[place % 2] = ptx.fmax(tops[place % 2], ptx.absolute(acc[i]))
@@ -162,5 +165,5 @@ def scale_of_some(acc) -> tuple[Float32, Float32]:
 
 
 def exists_sink(results):
-    """Whether there are sinks."""
+    """Returns whether there are sinks."""
     return results.sinks != 0

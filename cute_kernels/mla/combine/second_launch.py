@@ -1,8 +1,8 @@
-"""Adds up the parts of split rows: a thread per four columns of some parts of a head of a row of queries.
+"""The second launch, which adds up the parts of cut rows: a thread has four columns of some parts of a head.
 
-The launch begins before the one that writes the parts has ended (programmatic dependent launch), and waits for its end.
-Where few rows are cut into many parts, all parts have to be loaded at once, and by all SMs. A CTA then is so large that
-an SM holds one, since CTAs that start early would crowd on the few SMs that are idle.
+This launch begins before the launch that writes the parts has ended (programmatic dependent launch), and waits for its
+end. Where few rows are cut into many parts, all SMs should load, and all parts at once. A CTA is then so large that an
+SM holds only one. Small CTAs, which start early, would crowd on the few SMs that are idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LANE_PARTS = MAX_PARTS // WARP_THREADS  # whose statistics a lane has
 
 
 class CombineKernel:
-    """Adds up parts in an order that does not depend on which was done first, so neither does the result."""
+    """The kernel that adds up parts, in their order, so that results do not depend on which part was done first."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
@@ -70,8 +70,8 @@ class CombineKernel:
 
     @cute.jit
     def add_parts(self, results, shape, query_row, exists, group, groups, column):
-        """Returns (fp32 [4] accumulators of every ``groups``-th part from the ``group``-th on, the row's maximum, its
-        total)."""
+        """Returns (fp32 [4] accumulators of every ``groups``-th part from the ``group``-th on, the maximum of the row,
+        its total)."""
         stats = partial_stats(results, shape, query_row, 0, self.form)
         values = partial_values(results, shape, query_row, 0, self.form) + column * (4 * self.form.value_bytes)
         acc = cute.make_rmem_tensor(4, Float32)
@@ -99,8 +99,8 @@ class CombineKernel:
         return acc, maximum, total
 
     def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
-        """Loads (maximum, total, factor of the values of the thread's half) of a lane's parts; the second part is a
-        warp's size after the first. Parts that do not exist have no weight."""
+        """Loads (maximum, total, factor of the values of the thread's half) of a lane's two parts, ``lane`` and 32 +
+        ``lane``. A part that does not exist has the maximum LOWEST, so no weight."""
         found = []
         for i in range(LANE_PARTS):
             part = cute.arch.lane_idx() + i * WARP_THREADS
@@ -113,7 +113,8 @@ class CombineKernel:
         return found
 
     def load_values(self, words, values, first, groups, num_parts) -> None:
-        """Starts loading a thread's columns of a batch of parts, every ``groups``-th from ``first`` on."""
+        """Starts loading a thread's columns of a batch of parts into ``words``: every ``groups``-th part from ``first``
+        on."""
         for i in range(self.config.batch):
             part = first + i * groups
             exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))
@@ -122,7 +123,8 @@ class CombineKernel:
                 words[count * i + j] = word
 
     def values(self, words, i: int) -> list[Any]:
-        """A thread's four values of the ``i``-th part of a batch, as they were stored."""
+        """Returns a thread's four values of the ``i``-th part of a batch, in fp32, not yet multiplied by their
+        factor."""
         if self.form.value_bytes == 4:
             return [words[4 * i + j].bitcast(Float32) for j in range(4)]
         pairs = [words[2 * i + j] for j in range(2)]
@@ -130,7 +132,7 @@ class CombineKernel:
 
     @cute.jit
     def add_groups(self, acc, groups, rows, slot, column):
-        """Adds the accumulators of all groups of a row to those of the first one."""
+        """Adds the accumulators of all groups of a row to those of its first group, through shared memory."""
         smem = cutlass.utils.SmemAllocator()
         memory = smem.allocate(self.config.slots * (V_HEAD_DIM * 4), byte_alignment=16).toint()
         place = memory + slot * (V_HEAD_DIM * 4) + column * 16
@@ -144,8 +146,8 @@ class CombineKernel:
 
     @cute.jit
     def write(self, results, shape, query_row, column, acc, maximum, total):
-        """Writes a thread's four columns; the first thread also the log-sum-exp, and the greatest score if it is asked
-        for."""
+        """Writes a thread's four columns. The row's first thread also writes the log-sum-exp, and the greatest score if
+        there is an address for it."""
         denominator = total
         if exists_sink(results):
             head = query_row % shape.num_heads
@@ -159,13 +161,13 @@ class CombineKernel:
                 ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
 
     def outcome(self, acc, maximum, total, denominator) -> tuple[list[Any], Any, Any]:
-        """The outcome of four columns, as :func:`outcome_of` has it."""
+        """Returns the result of :func:`outcome_of` for four columns."""
         return outcome_of(acc, 4, maximum, total, denominator, self.numbers)
 
 
 def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[list[Any], Any, Any]:
-    """Returns (``count`` columns as words, log-sum-exp, greatest score). denominator: the total and the sink's
-    weight."""
+    """Returns (``count`` normalised columns as words, log-sum-exp, greatest score). denominator: the total plus the
+    sink's weight."""
     exists = total != 0.0
     lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
     top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
@@ -174,7 +176,7 @@ def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:
-    """Returns (factors of a lane's parts in the whole, the row's maximum, its total) from
+    """Returns (factors of a lane's parts in the row's sum, the row's maximum, its total). known: from
     `CombineKernel.load_stats`."""
     maximum = known[0][0]
     for other, _, _ in known[1:]:
@@ -189,7 +191,7 @@ def weigh(known) -> tuple[list[Any], Any, Any]:
 
 
 def weight_of(weights, part):
-    """A part's weight, from the lane that has it; ``part`` is the same in all lanes."""
+    """Returns a part's weight, from the lane that has it; ``part`` is the same in all lanes."""
     own = weights[0]
     for i, weight in enumerate(weights[1:], 1):
         own = cutlass.select_(part >= i * WARP_THREADS, weight, own)

@@ -1,9 +1,9 @@
-"""The parts of a row as one cluster: their accumulators meet in shared memory, and no second launch has to add them up.
+"""The cluster (DSMEM) reduction: the CTAs of a cluster have the parts of a row and add them up without a second launch.
 
-Every CTA of the cluster has a part of the row's tokens and, in the end, 512 / cluster columns of the row's output. Each
-publishes its heads' maxima and totals to the others, multiplies its accumulators by their weight in the whole, and
-stores them where their columns are added up, in the order of the parts. So results do not depend on which part ends
-first.
+Every CTA of the cluster computes a part of the row's tokens, and adds up 512 / cluster columns of the row's output.
+Each publishes its heads' maxima and totals to the others, and multiplies its accumulators by their weight in the row.
+It stores the products in the shared memory of the CTA that adds up their columns, in the order of the parts. So results
+do not depend on which part ends first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROW_PADDING = 16
 
 
 def cluster_sync() -> None:
-    """Waits for all threads of the cluster; what they have stored is visible to all of them then."""
+    """Waits for all threads of the cluster; all their earlier stores are then visible to the whole cluster."""
     cute.arch.sync_warp()
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
 
 class ClusterCombine:
-    """See the module."""
+    """The cluster reduction of one configuration; see the module's docstring."""
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config
@@ -44,7 +44,8 @@ class ClusterCombine:
     # -- maxima and totals --------------------------------------------------------------------------------------------
 
     def store_statistics(self, memory, head, maximum, total) -> None:
-        """Publishes a head's maximum (as an exponent of 2) and total to the cluster, for use after :func:`meet`."""
+        """Publishes a head's maximum (as an exponent of 2) and total to the cluster, for use after
+        :func:`cluster_sync`."""
         ptx.store_shared(memory.statistics + head * 8, 0, [maximum, total])
 
     def whole(self, memory, head) -> tuple[Any, Any]:
@@ -64,20 +65,20 @@ class ClusterCombine:
     # -- accumulators --------------------------------------------------------------------------------------------------
 
     def destination(self, memory, warp, lane, part) -> Any:
-        """Returns where a lane's columns 2g and 2g + 1 of its warp's first chunk, of head 2t, are stored. It is in the
-        CTA of the cluster that adds up the warp's columns, in the rows of this CTA's part."""
+        """Returns the cluster address of a lane's columns 2g and 2g + 1 of its warp's first chunk, for head 2t (g =
+        lane / 4, t = lane % 4). It is in the CTA that adds up the warp's columns, in the rows of this CTA's part."""
         owner = warp * self.config.cluster // VALUE_WARPS
         column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
         place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4
         return numbers.address_in(place, owner)
 
     def send(self, place, block: int, chunk: int, c: int, pair: Sequence[Float32]) -> None:
-        """Stores the two columns of a head; ``place`` from :meth:`destination`."""
+        """Stores two columns of head 8 block + 2t + c in the cluster; ``place`` from :meth:`destination`."""
         numbers.store_in_cluster(place, (8 * block + c) * self.pitch + 64 * chunk, pair)
 
     @cute.jit
     def write(self, work, results, memory, rank, warp, lane):
-        """Adds up a CTA's columns, a head of a warp at a time, and writes them; runs after :func:`meet`."""
+        """Adds up a CTA's columns, a head of a warp at a time, and writes them; runs after :func:`cluster_sync`."""
         for block in cutlass.range_constexpr(self.config.head_blocks):
             head = 8 * block + warp
             if work.first_head + head < work.shape.num_heads:
@@ -87,7 +88,7 @@ class ClusterCombine:
                     ptx.store_global(place, [self.total(memory, head, first, lane)], offset=2 * first)
 
     def total(self, memory, head, first: int, lane):
-        """A lane's two columns, from ``first`` on, of all parts, as a pair of bf16."""
+        """Returns a lane's two columns, counted from ``first``, added up over all parts, as a pair of bf16."""
         acc: list[Any] = [Float32(0.0)] * 2
         for part in range(self.config.cluster):
             place = memory.ring + head * self.pitch + lane * 8

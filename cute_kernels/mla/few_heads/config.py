@@ -51,11 +51,10 @@ assert NUM_TILES * TILE_COLUMNS == V_HEAD_DIM and LAYOUT.scale_bytes == 4 * NUM_
 class FewHeadsConfig:
     """One variant of MLA decode for few heads.
 
-    tokens, form: as in `MlaConfig`; there is one form.
-    heads: columns of a CTA's products: 8, 16 or 32. Rows with more of them take more CTAs.
-    stages: blocks of tokens that shared memory holds.
-    cluster: 1, or the number of parts of every row, which one cluster of CTAs then has and adds up.
-    ahead: blocks ahead of its copies that a token's index, or page, is asked for.
+    tokens: as in `MlaConfig`. heads: heads of a CTA, the columns of its MMAs: 8, 16 or 32. Rows with more heads take
+    more CTAs. stages: blocks of tokens that shared memory holds. cluster: the number of parts of every row, which a
+    cluster of as many CTAs adds up; 1 for no cluster. ahead: how many blocks before its tokens an entry (index or page
+    number) is loaded.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -78,7 +77,7 @@ class FewHeadsConfig:
 
     @property
     def head_blocks(self) -> int:
-        """Blocks of 8 heads: the N of an MMA."""
+        """The number of blocks of 8 heads of a CTA; 8 is the N of an MMA."""
         return self.heads // 8
 
     @property
@@ -88,47 +87,47 @@ class FewHeadsConfig:
 
     @property
     def step_vectors(self) -> int:
-        """The number of such loads for a step of 16 columns."""
+        """The number of loads of `vector_words` for a step of 16 columns."""
         return 2 * self.head_blocks // self.vector_words
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory of tokens."""
+        """Bytes of shared memory for tokens."""
         return self.stages * STAGE_BYTES
 
     @property
     def statistic_bytes(self) -> int:
-        """Shared memory of the two numbers for each head that a cluster's CTAs exchange."""
+        """Bytes of shared memory for the two numbers of each head that a cluster's CTAs exchange."""
         return 8 * self.heads if self.cluster > 1 else 0
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory of the queries, as operands."""
+        """Bytes of shared memory for the queries, as operands."""
         return NUM_STEPS * WARP_THREADS * self.head_blocks * 8
 
     @property
     def weight_bytes(self) -> int:
-        """Shared memory of a block's weights, for every tile its own."""
+        """Bytes of shared memory for a block's weights; every tile of 128 columns has its own."""
         return NUM_TILES * self.head_blocks * MATRIX_BYTES
 
     @property
     def head_bytes(self) -> int:
-        """Shared memory of a number a head."""
+        """Bytes of one fp32 number for each head."""
         return 4 * self.heads
 
     @property
     def factor_bytes(self) -> int:
-        """Shared memory of one number for each tile and head."""
+        """Bytes of one fp32 number for each tile and head."""
         return NUM_TILES * self.head_bytes
 
     @property
     def exchange_bytes(self) -> int:
-        """Shared memory through which score warps exchange a number a head, and one a tile."""
+        """Bytes of shared memory through which score warps exchange one number for each head and one for each tile."""
         return SCORE_WARPS * (self.head_bytes + 4 * NUM_TILES)
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         stages = self.ring_bytes + self.stages * (FLAG_BYTES + 2 * BARRIER_BYTES)
         # Buffers of weights have factors and a word that says whether these are to be used.
         buffers = WEIGHT_BUFFERS * (self.weight_bytes + self.factor_bytes + 16 + 2 * BARRIER_BYTES)
@@ -151,11 +150,11 @@ class FewHeadsConfig:
 
 
 def served_few_heads(tokens: str, heads: int, cluster: int = 1) -> FewHeadsConfig:
-    """The variant that calls use."""
+    """Returns the variant that calls use."""
     return FewHeadsConfig(tokens, heads, SERVED_STAGES[heads], cluster=cluster)
 
 
 def shipped_few_heads() -> list[FewHeadsConfig]:
-    """Lists the kernels that bundles hold."""
+    """Lists the configurations that bundles contain."""
     variants = (*((heads, 1) for heads in HEADS), SERVED_CLUSTER)
     return [served_few_heads(tokens, *variant) for tokens in TOKENS for variant in variants]

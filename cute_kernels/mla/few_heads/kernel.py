@@ -1,10 +1,10 @@
-"""MLA decode for up to 32 heads a CTA: raw FP8 tokens in a ring, decoded on their way into mma.sync.
+"""MLA decode for up to 32 heads a CTA: shared memory holds raw FP8 tokens, which are decoded into operands of mma.sync.
 
-Shape of the work: 4 producer warps keep the ring full (:mod:`.few_heads.producer`); 4 score warps make weights of
-scores (:mod:`.few_heads.score_loop`); 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`).
-They go on at their own pace, from stage to stage and from one buffer of weights to the other.
+4 producer warps fill the pipeline stages (:mod:`.few_heads.producer`). 4 score warps compute scores and weights
+(:mod:`.few_heads.score_loop`). 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`). All go
+on at their own pace, from stage to stage and from one buffer of weights to the other.
 
-docs/design/mla_few_heads.md has the balance of clocks and bytes after it.
+docs/design/mla_few_heads.md explains this by clocks and bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FewHeadsKernel:
 
     @cute.jit
     def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
-        """Launches both entries: the grid has a CTA for every work tile."""
+        """Launches a CTA for every work tile, for both kinds of decode."""
         head_blocks = (shape.num_heads + self.config.heads - 1) // self.config.heads
         self.kernel(ptx.address(q), source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),

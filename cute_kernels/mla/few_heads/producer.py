@@ -1,7 +1,7 @@
-"""The producer warps: they copy rows of the cache as they are into a ring of shared memory, asynchronously.
+"""The producer warps: they copy rows of the cache as they are into the pipeline stages, asynchronously.
 
-A warp copies 16 tokens of every block. Lanes l and l + 16 know where token l lies; 16 lanes copy a row together, 256
-bytes at once, and zeros where there is no token.
+A warp copies 16 tokens of every block. Lanes l and l + 16 have the address of token l. 16 lanes copy a row together,
+256 bytes at once; a row without a token becomes zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ assert WARP_TOKENS == ROW_LANES
 
 
 class Producer:
-    """See the module."""
+    """The producer warps of one configuration; see the module's docstring."""
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config
@@ -55,7 +55,7 @@ class Producer:
             stage, phase = advance(stage, phase, self.config.stages)
 
     def copy_rows(self, token: Token, target, lane) -> None:
-        """Starts copying 16 rows; ``token`` is that of row lane % 16."""
+        """Starts copying 16 rows to address ``target``. token: the token of row lane % 16."""
         piece = lane % ROW_LANES
         last = cutlass.select_(piece < LAST_PIECES, Int32(1), Int32(0))
         low, high = Uint32(token.address), Uint32(token.address >> 32)

@@ -1,12 +1,13 @@
-"""Queries as operands: fp16 for the codes, bf16 for the RoPE columns, both scaled by a power of 2 a head.
+"""Queries as operands: fp16 for the latent columns, bf16 for the RoPE columns. Each head is scaled by a power of 2.
 
-E4M3 codes are fp16 numbers, so the queries that meet them have to be. The largest of a head is brought into [2**14,
-2**15), where fp16 keeps every bit of a bf16 that is at least 2**-28 of it, and half a unit of 2**-24 of the others.
-The RoPE columns are bf16 in the cache; their queries are scaled alike, which is exact, so that all products of a head
-add up.
+E4M3 codes become fp16 numbers, so queries for latent columns have to be fp16. A head's largest query is scaled into
+[2**14, 2**15). Then fp16 keeps every bit of queries that are at least 2**-28 of the largest; smaller ones are rounded
+to a multiple of 2**-24. The RoPE columns are bf16 in the cache. Their queries are scaled by the same power, which is
+exact, so that all products of a head can be added up.
 
-An operand (B of m16n8k16) is two words of 16 columns. Which columns a lane's words stand for is free as long as keys
-agree: columns 4t to 4t + 3 of 16 codes, which are one word of codes, and the usual 2t, 2t + 1, 2t + 8, 2t + 9 of RoPE.
+An operand (B of m16n8k16) is two words for 16 columns. A lane's words may stand for any columns, if keys have the same
+order. For codes they are columns 4t to 4t + 3, which are one word of codes. For RoPE they are the usual 2t, 2t + 1, 2t
++ 8, 2t + 9.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ assert VALUE_WARPS == 8  # warp w has heads w, w + 8, ...: column g = w of every
 
 
 class Queries:
-    """Written by the value warps, read by the score warps."""
+    """The queries of a CTA in shared memory: value warps write them, score warps read them."""
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config
@@ -54,7 +55,7 @@ class Queries:
 
     @cute.jit
     def publish(self, blocks, memory, warp, lane):
-        """Stores the result of :meth:`load`."""
+        """Scales the result of :meth:`load`, and stores it and the inverse scales in shared memory."""
         for block in cutlass.range_constexpr(self.config.head_blocks):
             to_fp16, from_fp16 = self.store_latent(blocks[block], memory, block, warp, lane)
             pair = ptx.pack_bf16x2(to_fp16, to_fp16)
@@ -64,8 +65,8 @@ class Queries:
                 ptx.store_shared(memory.query_scales + (8 * block + warp) * 4, 0, [from_fp16])
 
     def store_latent(self, words, memory, block: int, warp, lane):
-        """Stores a head's queries for the codes. Returns the factor that they have been multiplied by, and its
-        inverse."""
+        """Stores a head's queries for the latent columns. Returns (the power of 2 that they are multiplied by, its
+        inverse)."""
         halves = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)
         values = [half(word) for word in words[: 4 * LATENT_VECTORS] for half in halves]
         largest = Float32(0.0)
@@ -89,14 +90,14 @@ class Queries:
             ptx.store_shared(place, 0, [word])
 
     def place(self, memory, step, lane, block: int):
-        """Address of the two words of a step, of the lane that reads them, and a block of 8 heads."""
+        """Returns the address of two words: of a step of 16 columns, a reading lane and a block of 8 heads."""
         words = self.config.vector_words
         vector, word = divmod(2 * block, words)
         index = (step * self.config.step_vectors + vector) * WARP_THREADS + lane
         return memory.queries + index * (4 * words) + word * 4
 
     def operands(self, address, step: int) -> list[list[Any]]:
-        """Returns [block of 8 heads] two words; ``address``: of the lane's first vector, see :meth:`reading_place`."""
+        """Returns a step's operands, two words for each block of 8 heads. address: from :meth:`reading_place`."""
         words: list[Any] = []
         count = self.config.vector_words
         for vector in range(self.config.step_vectors):
@@ -109,7 +110,7 @@ class Queries:
 
 
 def scaling(largest: Float32):
-    """Returns (2**k, 2**-k) that bring the largest query of a head into [2**14, 2**15), unless it is very small."""
+    """Returns (2**k, 2**-k); 2**k scales the largest query of a head into [2**14, 2**15), unless it is below 2**-30."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, Int32(MIN_EXPONENT))
     to_fp16 = Uint32((127 + EXPONENT - exponent) << 23).bitcast(Float32)
     from_fp16 = Uint32((127 - EXPONENT + exponent) << 23).bitcast(Float32)

@@ -1,14 +1,15 @@
-"""The score warps: scores of 16 tokens each, one softmax for all, weights for every tile of the values.
+"""The score warps: each scores 16 tokens of a block. They share one softmax and make weights for every tile of the
+values.
 
-S^T = K Q^T: 16 tokens are the rows of an MMA, 8 heads its columns, so that lane (g, t) has tokens g and g + 8 and heads
-2t and 2t + 1 of every block of 8. Codes become fp16 by the hardware's conversion, exactly; a tile's products are added
-up apart and multiplied by the token's scale of that tile in fp32.
+S^T = K Q^T: 16 tokens are the rows of an MMA, 8 heads its columns. So lane (g, t) has tokens g and g + 8 and heads 2t
+and 2t + 1 of every block of 8 heads. The hardware converts codes to fp16 exactly. Each tile's products are added up by
+themselves, then multiplied by the token's scale of that tile in fp32.
 
-Weights are stored for every tile on its own, as they contain the tokens' scales: weight * scale / limit * 2**7, where a
-tile's limit is a power of 2 above every scale seen so far. With weights up to 2**8 they are at most 2**15, where fp16
-ends; those of weight 1 lose bits where a token's scale is less than 2**-21 of another one's of the same tile. As the
-maximum, limits are raised now and then only (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026): all
-four warps ask each other once a block.
+Every tile has weights of its own, which contain the tokens' scales: weight * scale / limit * 2**7. A tile's limit is a
+power of 2 not below any scale so far. Weights up to 2**8 become at most 2**15, within fp16. A weight of 1 loses bits if
+its token's scale is less than 2**-21 of the tile's largest. Limits, like the running maximum, are raised only when they
+have to be (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026). Once a block all four warps ask each
+other.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ MIN_LIMIT, MAX_LIMIT = 2.0**-80, 2.0**126
 
 @dataclass(frozen=True)
 class State:
-    """Registers of a lane: by its columns, heads 8b + 2t and 8b + 2t + 1 of every block b; in powers of 2."""
+    """The registers of a lane for its columns: heads 8b + 2t and 8b + 2t + 1 of every block b. Maxima are exponents of
+    2."""
 
     scales: RegisterTensor[Float32]  # powers of 2 per unit of score
     maxima: RegisterTensor[Float32]
@@ -70,7 +72,7 @@ class State:
 
 
 class ScoreLoop:
-    """See the module."""
+    """The score warps of one configuration; see the module's docstring."""
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config
@@ -80,7 +82,8 @@ class ScoreLoop:
 
     @cute.jit
     def run(self, work, results, memory, softmax_scale, warp, lane):
-        """Makes weights of every block of the CTA's work tile, then the factors of accumulators. warp: 0 to 3."""
+        """Computes the weights of every block of the CTA's work tile, then the final factors of accumulators. warp: 0
+        to 3."""
         cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
         state = self.make_state(memory, softmax_scale * ptx.LOG2_E, lane)
         scores = cute.make_rmem_tensor(2 * self.columns, Float32)
@@ -125,13 +128,14 @@ class ScoreLoop:
     # -- scores: [block of heads][token g or g + 8][head 2t or 2t + 1] -------------------------------------------------
 
     def load_scales(self, rows, lane) -> list[list[Any]]:
-        """Returns [token][tile] of a lane's two tokens."""
+        """Loads scales [token][tile] of a lane's two tokens."""
         address = rows + lane // 4 * ROW_BYTES
         loads = (ptx.load_shared_vector(address, half * 8 * ROW_BYTES + SCALES_OFFSET, NUM_TILES) for half in range(2))
         return [[word.bitcast(Float32) for word in words] for words in loads]
 
     def scores(self, memory, rows, scales, lane) -> list[Any]:
-        """Computes products of 16 tokens, the first at address ``rows``, and all heads."""
+        """Computes a lane's scores of the warp's 16 tokens, the first of which is at address ``rows``, and all
+        heads."""
         address = rows + matrix_lane(lane)
         queries = self.queries.reading_place(memory, lane)
         blocks = range(self.config.head_blocks)
@@ -181,7 +185,7 @@ class ScoreLoop:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     def exceeds(self, state: State, scores, scales, slack) -> Int32:
-        """Whether a lane's weights would be too large: above 2**slack, or their tokens' scales above the limits."""
+        """Returns 1 if a lane has a weight above 2**slack, or a token's scale above its tile's limit; else 0."""
         found = scales[0][0] > state.limits[0]
         for tile in range(NUM_TILES):
             for half in range(2):
@@ -193,7 +197,8 @@ class ScoreLoop:
 
     @cute.jit
     def raise_references(self, state, scores, scales, memory, buffer, warp, lane):
-        """Makes the four warps' maxima the references, and stores the factors of accumulators under the old ones."""
+        """Raises the running maxima and the tiles' limits to those of all four warps. Stores the factors by which
+        earlier accumulators shrink."""
         tiles = memory.exchange + SCORE_WARPS * self.config.head_bytes
         own = memory.exchange + warp * self.config.head_bytes + lane * 8
         highest = self.highest(state, scores)
@@ -214,7 +219,7 @@ class ScoreLoop:
                     ptx.store_shared(place, tile * self.config.head_bytes + 32 * block, pair)
 
     def highest(self, state: State, scores) -> list[Any]:
-        """Returns [column] greatest scores of the warp's tokens, in powers of 2."""
+        """Returns the greatest score of the warp's tokens for each column, as an exponent of 2."""
         found = []
         for column in range(self.columns):
             first = 4 * (column // 2) + column % 2
@@ -222,7 +227,7 @@ class ScoreLoop:
         return found
 
     def follow(self, state: State, place) -> list[Any]:
-        """Raises a lane's maxima to those that all warps have stored. Returns the factors by which earlier weights
+        """Raises a lane's maxima to the greatest that any warp has stored. Returns the factors by which earlier weights
         shrink."""
         factors: list[Any] = []
         for block in range(self.config.head_blocks):
@@ -242,8 +247,8 @@ class ScoreLoop:
         return factors
 
     def follow_limits(self, state: State, place) -> list[Any]:
-        """Raises the tiles' limits above the scales that all warps have stored. Returns the factors by which earlier
-        weights shrink."""
+        """Raises the tiles' limits to a power of 2 not below any scale that a warp has stored. Returns the factors by
+        which earlier weights shrink."""
         loads = [ptx.load_shared_vector(place, warp * (4 * NUM_TILES), NUM_TILES) for warp in range(SCORE_WARPS)]
         factors = []
         for tile in range(NUM_TILES):
@@ -266,7 +271,7 @@ class ScoreLoop:
         return found
 
     def store_weights(self, weights, state: State, scales, memory, buffer, warp, lane) -> None:
-        """Stores weight * scale / limit of the warp's tokens for every tile: two 8 x 16 matrices at a time."""
+        """Stores weight * scale / limit * 2**7 of the warp's tokens for every tile, two 8 x 16 matrices at a time."""
         matrices = []
         for tile in range(NUM_TILES):
             unit = inverse_power(state.limits[tile]) * 2.0**WEIGHT_SLACK
@@ -309,7 +314,7 @@ class ScoreLoop:
 
     @cute.jit
     def finish_head(self, state, work, results, memory, head):
-        """Finishes one head, as :meth:`finish` does all."""
+        """Finishes one head: writes its statistics or its log-sum-exp, and stores the factors of its accumulators."""
         maximum, total = self.statistics(memory, head)
         factor = Float32(1.0)
         if work.first_head + head < work.shape.num_heads:
@@ -335,8 +340,8 @@ class ScoreLoop:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head) -> Float32:
-        """Writes the log-sum-exp, and the greatest score if it is asked for. Returns 1 / (sum of the weights and the
-        sink's), 0 for a row without keys."""
+        """Writes the log-sum-exp, and the greatest score if there is an address for it. Returns 1 / (total of the
+        weights and the sink's), 0 for a row without tokens."""
         denominator = total
         if exists_sink(results):
             sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
@@ -354,7 +359,7 @@ class ScoreLoop:
 
 
 def fragment(low, high) -> list[Any]:
-    """A operand of 16 tokens and 16 columns: words of four codes of tokens g and g + 8, which become their columns."""
+    """Returns an A operand of 16 tokens and 16 columns. low, high: words of four codes, of tokens g and g + 8."""
     lows, highs = ([ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)] for word in (low, high))
     return [lows[0], highs[0], lows[1], highs[1]]
 
@@ -365,10 +370,10 @@ def column_of(index: int) -> int:
 
 
 def power_above(x: Float32) -> Float32:
-    """The smallest power of 2 that is not below a positive normal x."""
+    """Returns the smallest power of 2 that is not below x, a positive normal number."""
     return numbers.from_bits((numbers.bits(x) + 0x7FFFFF) & 0xFF800000)
 
 
 def inverse_power(x: Float32) -> Float32:
-    """1 / x of a power of 2 between 2**-126 and 2**126."""
+    """Returns 1 / x. x: a power of 2 between 2**-126 and 2**126."""
     return numbers.from_bits(Uint32(254 << 23) - numbers.bits(x))

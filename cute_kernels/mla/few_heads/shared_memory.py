@@ -1,4 +1,4 @@
-"""Shared memory of the kernel for few heads, and the named barriers of its warps."""
+"""The shared memory of the kernel for few heads, and the named barriers of its warps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RAISING, EXCHANGING = 3, 4  # ... of score warps
 
 @dataclass(frozen=True)
 class FewHeadsMemory:
-    """Where everything lies: addresses as Int32, barriers as pointers."""
+    """The addresses of all regions as Int32, and the barriers as pointers."""
 
     ring: Int32  # raw tokens, stages of 64
     queries: Int32  # as operands: see `Queries`
@@ -69,7 +69,7 @@ def allocate(config: FewHeadsConfig) -> FewHeadsMemory:
 
 
 def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
-    """One thread initialises all barriers, before any other goes on."""
+    """Initialises all barriers; one thread calls it, before any other goes on."""
     for i in range(config.stages):
         # Every copying thread arrives when its copies have, and a lane of each of their warps for the flags.
         cute.arch.mbarrier_init(memory.full + i, PRODUCER_WARPS * (WARP_THREADS + 1))
@@ -81,6 +81,7 @@ def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
 
 
 def matrix_lane(lane: Int32) -> Any:
-    """A lane's address for ldmatrix in 16 tokens and 32 bytes of each. The matrices are tokens 0 to 7 and 8 to 15 of
-    the first 16 bytes, then of the other 16. Rows are an odd number of 16 bytes apart: no bank conflicts."""
+    """Returns the offset of a lane's address for ldmatrix, which loads 32 bytes of each of 16 tokens. The matrices are
+    tokens 0 to 7 and 8 to 15 of the first 16 bytes, then of the other 16. Rows are an odd number of 16 bytes apart, so
+    there are no bank conflicts."""
     return lane % 16 * ROW_BYTES + lane // 16 * 16

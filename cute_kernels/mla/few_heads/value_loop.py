@@ -1,8 +1,8 @@
-"""The value warps: 64 columns of the output each, O^T += V^T W^T.
+"""The value warps: each computes 64 columns of the output, O^T += V^T W^T.
 
-16 columns are the rows of an MMA, 16 tokens what it contracts, 8 heads its columns. Codes are read transposed: a lane's
-word is two neighbouring columns of two tokens, which become rows g and g + 8 of the operand (as the 8-bit readers of
-decode attention have it). A warp's columns lie in one tile, whose scales are in the weights.
+16 columns of the output are the M of an MMA, 16 tokens its K, 8 heads its N. Codes are read transposed: a lane's word
+is two neighbouring columns of two tokens. The columns become rows g and g + 8 of the operand, as in the 8-bit readers
+of decode attention. A warp's columns lie in one tile, whose scales are in the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BY_COLUMNS = 0x3120  # prmt: columns within tokens to tokens within columns
 
 
 class ValueLoop:
-    """See the module."""
+    """The value warps of one configuration; see the module's docstring."""
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config
@@ -48,7 +48,8 @@ class ValueLoop:
 
     @cute.jit
     def run(self, q, work, results, memory, warp, lane):
-        """Prepares the queries, then adds up every block of the CTA's work tile. warp: 0 to 7."""
+        """Publishes the queries, adds up P V of every block of the CTA's work tile, and writes the result. warp: 0 to
+        7."""
         self.queries.publish(self.queries.load(q, work, warp, lane), memory, warp, lane)
         cute.arch.barrier_arrive(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
         acc = cute.make_rmem_tensor(CHUNKS * self.config.head_blocks * 4, Float32)
@@ -82,12 +83,12 @@ class ValueLoop:
             self.write(acc, factors, work, results, warp, lane)
 
     def place(self, block: int, chunk: int) -> int:
-        """The first of four accumulators. The first two have column 2g of a chunk, the others column 2g + 1; of each
-        two, one has head 2t of a block of 8 and one head 2t + 1."""
+        """Returns the index of the first of four accumulators. In order they are column 2g of a chunk for heads 2t and
+        2t + 1 of a block of 8, then column 2g + 1 for the same heads."""
         return 4 * (chunk * self.config.head_blocks + block)
 
     def load_factors(self, place, tile, lane) -> list[Any]:
-        """Loads [2 * block + c] fp32 numbers of a tile and a lane's heads."""
+        """Loads one fp32 number of a tile for each of a lane's heads, [2 * block + c]."""
         address = place + tile * self.config.head_bytes + lane % 4 * 8
         blocks = range(self.config.head_blocks)
         return [word.bitcast(Float32) for block in blocks for word in ptx.load_shared_vector(address, 32 * block, 2)]
@@ -102,7 +103,8 @@ class ValueLoop:
                     acc[index] = acc[index] * factors[2 * block + i % 2]
 
     def add(self, acc, rows, weights, lane) -> None:
-        """Adds a block. rows: address of the warp's first column of token 0; weights: those of the tile's."""
+        """Adds P V of a block to ``acc``. rows: address of the warp's first column of token 0; weights: address of the
+        tile's."""
         blocks = range(self.config.head_blocks)
         operands = [self.load_weights(weights, block, lane) for block in blocks]
         address = rows + matrix_lane(lane)
@@ -119,7 +121,7 @@ class ValueLoop:
                             acc[first + i] = total[i]
 
     def load_weights(self, weights, block: int, lane) -> list[list[Any]]:
-        """Loads [step] B operands of a block of 8 heads."""
+        """Loads the B operands of a block of 8 heads, one for each step of 16 tokens."""
         found = []
         for first in range(0, STEPS, 2):
             place = block * MATRIX_BYTES + first * 16 * 16
@@ -149,7 +151,7 @@ class ValueLoop:
                             ptx.store_global(place, [word], offset=32 * chunk)
 
     def send(self, acc, factors, memory, part, warp, lane) -> None:
-        """Stores the accumulators where the cluster adds up their columns."""
+        """Stores the accumulators in the CTA of the cluster that adds up their columns."""
         place = self.cluster_combine.destination(memory, warp, lane, part)
         for block in range(self.config.head_blocks):
             for c in range(2):
@@ -158,13 +160,14 @@ class ValueLoop:
                     self.cluster_combine.send(place, block, chunk, c, pair)
 
     def pair(self, acc, factor, block: int, chunk: int, c: int) -> list[Any]:
-        """A head's two neighbouring columns of a chunk, multiplied by its factor."""
+        """Returns a head's two neighbouring columns of a chunk, multiplied by the head's factor."""
         first = self.place(block, chunk) + c
         return [acc[first] * factor, acc[first + 2] * factor]
 
 
 def fragment(first, last) -> list[Any]:
-    """A operand of 16 columns and 16 tokens: words of two columns of two tokens, of tokens 0 to 7 and 8 to 15."""
+    """Returns an A operand of 16 columns and 16 tokens. first, last: words of two columns of two tokens, of tokens 0 to
+    7 and 8 to 15."""
     words = []
     for word in (first, last):
         tokens = ptx.prmt(word, word, Uint32(BY_COLUMNS))

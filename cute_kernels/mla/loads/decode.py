@@ -1,10 +1,10 @@
-"""Turns FP8 tokens of a cache into rows of a tile of bf16: a lane's loads, decoding, and stores.
+"""Decodes FP8 tokens of a cache into rows of a bf16 tile: the loads, the arithmetic and the stores of a lane.
 
-A warp loads 8 tokens at a time, lane l's being token l % 8: the i-th load of a lane takes bytes 64 i + 16 (l / 8)
-onwards of its token's 512 or 448 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle
-atom, at 8 different pieces: no bank conflicts, and every address is one of three per lane plus a constant. Loads for
-the next 8 tokens go into the registers of what has just been decoded. So all of a warp's loads are always in flight,
-even while it waits for a free tile.
+A warp loads 8 tokens at a time; lane l has token l % 8. Its i-th load takes 16 bytes from byte 64 i + 16 (l / 8) of the
+token's 512 or 448 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle atom at 8 different
+pieces: there are no bank conflicts. Every address is one of three per lane plus a constant. Loads for the next 8 tokens
+go into the registers that have just been decoded. So all loads of a warp are always in flight, even while it waits for
+a free tile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 class TokenDecoder:
     """The loads and stores of a producer lane for its token.
 
-    tiles: where rows are written, `OwnTiles` or `CrossoverTiles`. constant: whether the compiler may postpone loads of
+    tiles: the destination of rows, `OwnTiles` or `CrossoverTiles`. constant: whether the compiler may postpone loads of
     tokens.
     """
 
@@ -43,14 +43,15 @@ class TokenDecoder:
         self.dequantizer = Dequantizer(config.tiles.load.scales, self.scale_words, exponents=self.layout.is_split)
 
     def registers(self) -> tuple[Any, Any]:
-        """The registers that a token's words and its scales are loaded into."""
+        """Makes the registers for (a token's words, its scales)."""
         words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
         return words, cute.make_rmem_tensor(self.scale_words, Uint32)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def load_piece(self, words, token: Token, place: LanePlaces, i: int, constant: bool = True) -> None:
-        """Starts loading a lane's i-th 16 bytes, of the codes, then of the RoPE columns. constant: see :meth:`load`."""
+        """Starts loading a lane's i-th 16 bytes; the codes come first, then the RoPE columns. constant: see
+        :meth:`load`."""
         codes = self.layout.code_slabs
         offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
         for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4, constant)):
@@ -64,19 +65,19 @@ class TokenDecoder:
             scales[j] = word
 
     def load(self, condition, address, offset: int, num_words: int, constant: bool) -> list[Uint32]:
-        """Starts loading words of the cache, zeros if condition is 0. constant: whether the compiler may postpone the
-        load, if it ever may."""
+        """Starts loading words of the cache, zeros if condition is 0. constant: whether the compiler may postpone this
+        load; False in the constructor forbids it for all loads."""
         return numbers.load_global_if(condition, address, offset, num_words, constant=constant and self.constant)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_group(self, words, scales, token, tile, place):
-        """Decodes the tokens held in registers into rows of the tile and loads those of ``token`` in their place,
-        except those of :meth:`load_last`.
+        """Decodes the tokens held in registers into rows of the tile, and starts loading ``token`` into the same
+        registers. :meth:`load_last` loads the rest.
 
-        The compiler postpones loads to the end of a basic block, since only the next block uses them. Branches that are
-        always taken keep them in their chunk.
+        The compiler postpones loads to the end of a basic block, since only a later one uses them. Branches that are
+        always taken keep loads in their chunk.
         """
         factors = self.factors(scales)
         for chunk in cutlass.range_constexpr(0, self.num_loads, self.config.tiles.load.chunk):
@@ -89,22 +90,22 @@ class TokenDecoder:
         self.tiles.send(tile)
 
     def load_last(self, words, scales, token, place) -> None:
-        """Starts loading the scales of ``token`` and the pieces whose registers the last chunk had. The loads must stay
-        after the fence, which would wait for them; the compiler does not move loads of this kind."""
+        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. The loads must
+        stay after the fence, which would wait for them. The compiler does not move loads that are not constant."""
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
             self.load_piece(words, token, place, i, constant=False)
 
     def factors(self, scales) -> Factors:
-        """The factors of a token's codes."""
+        """Returns the factors of a token's codes."""
         return self.dequantizer.factors(scales, self.layout.num_scales)
 
     def pieces_from(self, first: int) -> range:
-        """The lane's pieces that are written in the chunk that begins with its ``first``."""
+        """Returns the numbers of the lane's pieces in the chunk that begins with piece ``first``."""
         return range(first, min(first + self.config.tiles.load.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
-        """Decodes and stores a chunk, and loads the pieces of ``token`` in their place, if there is one."""
+        """Decodes and stores a chunk, and starts loading the same pieces of ``token``, if it is not None."""
         codes = self.layout.code_slabs
         for i in self.pieces_from(first):
             if i < codes:
@@ -119,7 +120,7 @@ class TokenDecoder:
                     self.load_piece(words, token, place, i)
 
     def decode(self, codes: list[Uint32], factors) -> list[Uint32]:
-        """Decodes 16 codes, 4 words, times their scale, to 8 words."""
+        """Multiplies 16 codes, 4 words, by their scale; returns 8 words of two bf16."""
         return [pair for word in codes for pair in self.dequantizer.word(word, factors)]
 
     def store_latent(self, values: list[Uint32], slab: int, tile, place) -> None:
@@ -129,8 +130,8 @@ class TokenDecoder:
 
     @cute.jit
     def raise_large(self, factors: Factors, tile, place, slabs: cutlass.Constexpr):
-        """Multiplies what a lane has written of some slabs by the 2**120 that its token's scales were too large to
-        contain. Such a token is very rare. tile: an address."""
+        """Multiplies a lane's stores of some slabs by 2**120 where its token's scales were too large to contain that
+        factor. Such tokens are very rare. tile: an address."""
         if const_expr(self.dequantizer.any_scale):
             if cute.arch.vote_any_sync(reduce(or_, factors.large) != 0):
                 for slab in slabs:

@@ -1,12 +1,11 @@
-"""E4M3 to bf16 by placing bits: two prmt, two shifts, two lop3 for four codes, then packed bf16 products.
+"""Converts E4M3 to bf16 by placing bits: two prmt, two shifts, two lop3 for four codes, then packed bf16 products.
 
-A code's sign goes to bit 15, its exponent and mantissa to bits 10 to 4 of a bf16: that is the code's value times
-2**-120, a bf16 subnormal where the code is an E4M3 subnormal, so that a product with 2**120 is exact for all codes.
-Scales contain it, but for those that are too large to: what was multiplied with such a scale meets 2**120 in a step of
-its own, which warps without one do not take. A byte under eight copies of its sign is a code whose sign is there
-already: shifted by 4, all bits are in place.
-(Bit placement with an exponent correction: Marlin's FP8 kernels, Frantar et al. and Neural Magic 2024.) The NaN codes
-0x7f and 0xff read as +-480.
+A code's sign goes to bit 15 of a bf16, its exponent and mantissa to bits 10 to 4. This bf16 is the code's value times
+2**-120. It is a subnormal where the code is an E4M3 subnormal, so a product with 2**120 is exact for all codes. Scales
+contain the factor 2**120, unless they are too large for it. Products with such a scale are multiplied by 2**120 in a
+step of their own, which warps without such a scale skip. prmt extends a byte by eight copies of its sign; shifted by 4,
+all bits are in place. (Bit placement with an exponent correction: Marlin's FP8 kernels, Frantar et al. and Neural Magic
+2024.) The NaN codes 0x7f and 0xff read as +-480.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ CARRY = (0x80 - (254 - UNIT_EXPONENT + 1 - 0x80)) * 0x01010101  # into the high 
 class Factors:
     """The factors of a token's codes; run-time values.
 
-    scales: of each scale, packed pairs of bf16. large: words with a bit for each scale that does not contain 2**120.
+    scales: one or two packed pairs of bf16 for each scale, which add up to it. large: words with a bit for each scale
+    that does not contain 2**120.
     """
 
     scales: list[list[Uint32]]
@@ -46,8 +46,8 @@ class Factors:
 class Dequantizer:
     """Multiplies the four codes of a word by their scale.
 
-    scales: as in `MlaConfig`. num_words: of a token's scales. exponents: whether they are stored as UE8M0, the
-    exponents of powers of 2, four in a word; else as fp32.
+    scales: as in `policies.Decode`. num_words: words of a token's scales. exponents: whether scales are stored as
+    UE8M0, the exponents of powers of 2, four in a word; else as fp32.
     """
 
     scales: str
@@ -56,14 +56,14 @@ class Dequantizer:
 
     @property
     def any_scale(self) -> bool:
-        """Whether there may be large ones."""
+        """Whether there may be scales that are too large to contain 2**120."""
         return self.scales != "power_of_2"
 
     def factors(self, words: cute.Tensor, count: int) -> Factors:
-        """The factors of the first ``count`` scales of a token, from its words.
+        """Returns the factors of a token's first ``count`` scales. words: the words of its scales.
 
-        fp32 scales become a sum of two bf16, which is the scale to within 2**-17 of it. Exponents are moved to where
-        bf16 has its own.
+        An fp32 scale becomes a sum of two bf16, with a relative error of at most 2**-17, or one bf16 where ``scales``
+        is "power_of_2". A UE8M0 exponent is moved to the exponent bits of a bf16.
         """
         of_all = self._of_exponents if self.exponents else self._of_numbers
         return of_all([Uint32(words[i]) for i in range(self.num_words)], count)
@@ -100,7 +100,7 @@ class Dequantizer:
         return [high, ptx.pack_bf16x2(rest, rest)]
 
     def word(self, codes: Uint32, factors: list[Uint32]) -> list[Uint32]:
-        """Four codes times their scale: two words of two bf16, in the order of the codes."""
+        """Returns four codes times their scale: two words of two bf16, in the order of the codes."""
         return [self._pair(ptx.prmt(codes, Uint32(0), Uint32(selector)), factors) for selector in PAIRS]
 
     def _pair(self, spread: Uint32, factors: list[Uint32]) -> Uint32:

@@ -1,8 +1,8 @@
-"""Says where producer warps write the rows of a tile that they decode: in the CTA's own memory, or in that of both CTAs
-of a pair (crossover).
+"""The destinations of decoded rows: a tile in the CTA's own shared memory, or in that of both CTAs of a pair
+(crossover).
 
-A destination knows which rows of a block a warp has, where they go, how they reach the consumers of both CTAs, and how
-a tile is announced.
+A destination says which rows of a block a warp decodes, stores them, sends them to the other CTA, and announces a tile
+to consumers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cute_kernels.mla.loads.gather import GROUP_BYTES, SLAB_BYTES, write_flags
 
 
 class OwnTiles:
-    """The CTA's own memory."""
+    """The destination of a CTA that decodes whole tiles for itself."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
 
     def first_row(self, warp):
-        """The first row of a block that a warp loads."""
+        """Returns the first row of a block that a warp loads."""
         return warp * (self.config.warp_groups * GROUP_TOKENS)
 
     def link(self, memory, first_row):
@@ -34,15 +34,15 @@ class OwnTiles:
         return
 
     def publish_flags(self, memory, link, stage, group, valid, lane) -> None:
-        """Publishes which of a group's 8 tokens exist."""
+        """Stores which of a group's 8 tokens exist, for the consumers."""
         write_flags(memory, stage, group, valid, lane)
 
     def tile(self, memory, link, stage, group: int):
-        """Returns where the rows of a warp's group are written in every slab."""
+        """Returns the address in the first slab to which a lane's offsets for the warp's ``group`` are added."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
     def here(self, tile):
-        """The address of a tile in the CTA's own memory."""
+        """Returns the address of a tile in the CTA's own memory."""
         return tile
 
     def store(self, tile, place, offset: int, values) -> None:
@@ -57,7 +57,7 @@ class OwnTiles:
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
-        """Arrives: the warp's part of a tile is written."""
+        """Arrives on the full barrier of a tile, when the warp's rows are written."""
         if const_expr(self.config.tiles.load.fence == "writer"):
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -75,8 +75,8 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class SharedTile:
-    """Where rows are written: here, and at the same offset in the other CTA, which counts them on its barrier; run-time
-    values."""
+    """The addresses of a warp's rows: here, and at the same offset in the other CTA, whose barrier counts their bytes;
+    run-time values."""
 
     address: Int32
     rows: Int32  # of the warp's group, the same in all lanes
@@ -85,14 +85,15 @@ class SharedTile:
 
 
 class CrossoverTiles:
-    """Half of the tokens of every block, written here and copied to the other CTA of the pair, which sends its half.
+    """The destination of half of every block's tokens: rows are written here and copied to the other CTA, which sends
+    its half.
 
-    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here
-    the 8 rows that a warp has written of a slab, 1 KB, are one bulk copy. The rows of all slabs are sent at once, since
-    the fence before them waits for loads in flight.
+    Crossover is from FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here the 8 rows of a
+    slab that a warp has written, 1 KB, are one bulk copy. The rows of all slabs are sent after one fence, since a fence
+    waits for loads in flight.
 
-    drains: whether producers wait in the end until both CTAs have released all tiles. A cooperative combine, which has
-    other things to do before, waits by itself.
+    drains: whether producers wait in the end until both CTAs have released all tiles. A cooperative combine does other
+    work first and then waits by itself.
     """
 
     def __init__(self, config: MlaConfig, drains: bool = True):
@@ -129,7 +130,7 @@ class CrossoverTiles:
         ptx.store_shared(tile.address + place, offset, values)
 
     def send(self, tile: SharedTile, part: int = 0) -> None:
-        """Copies a warp's rows of all slabs of a part."""
+        """Copies a warp's rows of all slabs of a part to the other CTA."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -144,8 +145,8 @@ class CrossoverTiles:
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane, part: cutlass.Constexpr = 0):
-        """Announces a part of a tile, after the fence of the copies. The first warp also says how many bytes the other
-        CTA sends."""
+        """Arrives on the full barrier of a part of a tile, after the fence of :meth:`send`. The first warp also adds
+        the bytes that the other CTA sends."""
         barrier = memory.full + self.config.part_number(stage, part)
         if lane == 0:
             if warp == 0:
@@ -155,8 +156,8 @@ class CrossoverTiles:
 
 
 def drain(config: MlaConfig, memory, stage, phase) -> None:
-    """Waits until both CTAs of a pair have released all tiles. The other CTA then has all that this one sent or asked
-    for, and its last arrival is here, so this one may exit."""
+    """Waits until both CTAs of a pair have released all tiles. Then the other CTA has all that this one sent or asked
+    for, and arrives here no more, so this CTA may exit."""
     for _ in range(NUM_STAGES):
         for part in range(config.tile_parts):
             cute.arch.mbarrier_wait(memory.empty + config.part_number(stage, part), phase)

@@ -1,8 +1,8 @@
-"""A producer warp's knowledge of blocks to come: entries in shared memory, their tokens prefetched into L2.
+"""The entries of blocks to come, which a producer warp keeps in shared memory; it prefetches their tokens into L2.
 
-The compiler waits with one counter for all loads that a loop carries in registers. Using an entry that was loaded a
-block ago would mean waiting for the tokens that were requested just now, 1000 clocks. So entries are copied to a ring
-in shared memory, past the registers. All of it is a warp's own: its rows of every block, written and read by its lanes.
+The compiler uses one counter to wait for all loads that a loop carries in registers. To use an entry from a register
+would mean waiting for the tokens that were requested just now, 1000 clocks. So entries are copied to shared memory,
+past the registers. Each warp has the entries of its own rows, which its lanes write and read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ LINE_BYTES = 128  # of L2
 
 @dataclass(frozen=True)
 class Entries:
-    """A producer warp's entries, a ring of some blocks of them.
+    """A producer warp's entries in a circular buffer of ``ring`` blocks.
 
-    Entries of a block are loaded ``lead + 1`` blocks ahead, a block before they are read. Its tokens are prefetched
-    into L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at once,
-    those up to ``prefetch`` after the first tile: at the beginning of a launch all SMs load together, and the queries
-    take the same path.
+    A block's entries are loaded ``lead + 1`` blocks ahead, and first read a block later. Its tokens are prefetched into
+    L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at once, the
+    next ones after the first tile. At the beginning of a launch all SMs load together, and queries take the same path.
     """
 
     locator: SparseLocator | PagedLocator
@@ -64,7 +63,8 @@ class Entries:
 
     @cute.jit
     def step(self, cursor, source, memory, number, first_row, lane):
-        """Asks for tokens, and for more entries, after the tile of a block."""
+        """Waits for earlier entries, loads those of one more block and prefetches tokens; runs after the tile of block
+        ``number``."""
         self.wait()  # for what the last step asked for
         self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
         if const_expr(self.prefetch > 0):
@@ -74,7 +74,7 @@ class Entries:
             self.ask(source, memory, number + self.prefetch, first_row, lane)
 
     def token(self, source, memory, number, first_row, row) -> Token:
-        """Returns where the token of a row of a block lies, whose entry has arrived."""
+        """Returns the token in row ``row`` of the CTA's ``number``-th block, whose entry has arrived."""
         entry = ptx.load_shared(self.place(memory, number, row), 0).to(Int32)
         mark = ptx.load_shared(self.mark_place(memory, number, first_row), 0).to(Int32)
         return self.locator.token(source, entry, self.locator.marked(mark), row)
@@ -83,7 +83,7 @@ class Entries:
         return memory.entries + (number & (self.ring - 1)) * ENTRY_BLOCK_BYTES + row * 4
 
     def mark_place(self, memory, number, first_row):
-        """The mark of a block, each warp's own."""
+        """Returns the address of a warp's mark of a block; `Locator` says what a mark is."""
         return self.place(memory, number, BLOCK_TOKENS + first_row // GROUP_TOKENS)
 
     @cute.jit
@@ -99,12 +99,12 @@ class Entries:
         cute.arch.cp_async_commit_group()
 
     def wait(self) -> None:
-        """Waits for all entries in flight: then all lanes may read them."""
+        """Waits for all entries in flight; then all lanes may read them."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
 
     def ask(self, source, memory, number, first_row, lane) -> None:
-        """Prefetches the tokens of a block into L2."""
+        """Prefetches the tokens of the CTA's ``number``-th block into L2."""
         token = self.token(source, memory, number, first_row, first_row + lane % self.rows)
         for offset in self.lines(lane // self.rows):
             numbers.prefetch_line_if(token.valid, token.address + offset)
@@ -112,7 +112,8 @@ class Entries:
             numbers.prefetch_line_if(cutlass.select_(lane < self.rows, token.valid, Int32(0)), token.behind)
 
     def lines(self, sharer) -> list[Any]:
-        """Offsets in a token, one in each line that its ``sharer``-th lane prefetches; tokens begin at any 16 bytes."""
+        """Returns offsets in a token, one in each line that the ``sharer``-th of its lanes prefetches. Tokens begin on
+        any multiple of 16 bytes."""
         count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
         share = -(-count // (WARP_THREADS // self.rows))
         last = self.token_bytes - wgmma_tiles.PIECE_BYTES

@@ -25,7 +25,7 @@ LEFT, RIGHT = 0, 1  # parts of a tile
 
 
 class Fp8Load:
-    """Loads whole tiles, for :mod:`.mainloops.serial` and :mod:`.mainloops.stepped`. tiles: where they are written."""
+    """The load of whole tiles, for :mod:`.mainloops.serial` and :mod:`.mainloops.stepped`. tiles: their destination."""
 
     def __init__(self, config: MlaConfig, tiles: OwnTiles | CrossoverTiles):
         self.config, self.tiles = config, tiles
@@ -66,19 +66,20 @@ class Fp8Load:
         self.tiles.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
-        """Returns (block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
+        """Returns (block, a lane's row in it) of the ``groups``-th group of the warp, counted from the first group of
+        block ``number``."""
         ahead, group = divmod(groups, self.config.warp_groups)
         return number + ahead, place.row + group * GROUP_TOKENS
 
 
 class SplitFp8Load:
-    """Loads tiles in two parts, for :mod:`.mainloops.delayed_pv`. Each part is written, sent and announced by itself;
-    the left half of the value with the columns after it is first.
+    """The load of tiles in two parts, for :mod:`.mainloops.delayed_pv`. Each part is written, sent and announced by
+    itself. The first part is the left half of the value with the columns after the value.
 
-    A fence stands behind each part, for the copies to the other CTA, and one would wait for tokens that have just been
-    asked for; and the first use of any of them waits for all, since the compiler counts what a loop carries on one
-    scoreboard. So a lane loads its whole next token right after the first fence. The second part is still to be
-    decoded and sent before anything waits. That part has registers of its own meanwhile.
+    Each part ends with a fence, for the copies to the other CTA. A fence waits for all loads in flight, and so does the
+    first use of a loaded register, as the compiler counts all of a loop's loads on one scoreboard. So a lane loads its
+    whole next token right after the first fence. Then the second part, which has registers of its own, is decoded and
+    sent before anything waits.
     """
 
     def __init__(self, config: MlaConfig):
@@ -122,21 +123,22 @@ class SplitFp8Load:
 
     @cached_property
     def pieces(self) -> tuple[list[int], ...]:
-        """A lane's 16-byte pieces, of the codes and then of the RoPE columns, that belong to each part."""
+        """For each part, the numbers of a lane's 16-byte pieces in it. Pieces are numbered by codes first, then RoPE
+        columns."""
         codes = self.decoder.layout.code_slabs
         return tuple(
             [i for i in range(self.decoder.num_loads) if min(i, codes) in slabs] for slabs in self.config.parts
         )
 
     def load_token(self, words, scales, token, place) -> None:
-        """Starts loading all that a lane has of a token."""
+        """Starts loading a lane's scales and pieces of a token."""
         self.decoder.load_scales(scales, token)
         for part in (LEFT, RIGHT):
             for i in self.pieces[part]:
                 self.decoder.load_piece(words, token, place, i)
 
     def taken(self, words) -> list[list[Uint32]]:
-        """A lane's pieces, 4 words each; those of the second part in registers that outlive the next load."""
+        """Returns a lane's pieces, 4 words each; those of the second part in registers that outlive the next load."""
         pieces = [[Uint32(words[4 * i + j]) for j in range(4)] for i in range(self.decoder.num_loads)]
         for i in self.pieces[RIGHT]:
             pieces[i] = [ptx.pinned(word) for word in pieces[i]]
@@ -156,6 +158,6 @@ class SplitFp8Load:
 
 
 def places_of(tiles: OwnTiles | CrossoverTiles, memory, warp, lane) -> tuple[Any, Any, Any]:
-    """Returns a warp's (first row of a block, lanes' rows and columns, link to another CTA)."""
+    """Returns (a warp's first row of a block, its lanes' `LanePlaces`, the link to the other CTA)."""
     first_row = tiles.first_row(warp)
     return first_row, LanePlaces.of(first_row, lane), tiles.link(memory, first_row)

@@ -28,7 +28,7 @@ GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
 
 @dataclass(frozen=True)
 class LanePlaces:
-    """A producer lane's constant places."""
+    """The row and the byte offsets of a producer lane, constant over all blocks."""
 
     row: Int32  # of its token in a block, in the warp's first group
     source: Int32  # bytes into a token
@@ -38,7 +38,7 @@ class LanePlaces:
 
     @staticmethod
     def of(first_row, lane) -> LanePlaces:
-        """first_row: of the warp's first group, in a block."""
+        """Returns a lane's places. first_row: the row, in a block, where the warp's first group begins."""
         row, quarter = lane % GROUP_TOKENS, lane // GROUP_TOKENS
         first = first_row + row
         places = [wgmma_tiles.piece_offset(first, piece) for piece in (2 * quarter, 2 * quarter + 1, quarter)]
@@ -47,19 +47,19 @@ class LanePlaces:
 
 @cute.jit
 def write_flags(memory, stage, group, valid, lane):
-    """Writes which of a group's 8 tokens exist."""
+    """Stores which of a group's 8 tokens exist, a bit each."""
     flags = cute.arch.vote_ballot_sync(valid != 0)
     if lane == 0:
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
 def leads(warp, lane) -> Int32:
-    """Returns 1 in one thread of the warpgroup, else 0."""
+    """Returns 1 in one thread of the producers, else 0."""
     return cutlass.select_((warp == 0) & (lane == 0), Int32(1), Int32(0))
 
 
 class CopyLoad:
-    """The producer warps over a cache of 16-bit numbers: asynchronous copies, which no producer waits for."""
+    """The load of 16-bit tokens by asynchronous copies, which no producer waits for."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -100,8 +100,8 @@ class CopyLoad:
             number = number + 1
 
     def copy_group(self, token: Token, tile, place: LanePlaces) -> None:
-        """Starts copying 8 rows of the tile. A lane's pieces are 64 bytes apart; rows of missing tokens become
-        zeros."""
+        """Starts copying 8 rows of the tile. A lane copies every fourth 16-byte piece of its row; rows of missing
+        tokens become zeros."""
         size = token.valid * wgmma_tiles.PIECE_BYTES
         for slab in range(self.config.layout.num_slabs):
             for i in range(2):

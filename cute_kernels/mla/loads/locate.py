@@ -1,6 +1,6 @@
-"""Where the tokens of a block lie: named by indices, or in order in the pages of a request.
+"""The locators: they find the tokens of a block, named by indices or in order in the pages of a request.
 
-An entry is what has to be read to know that: an index, or a page number. It is loaded well before its token.
+An entry is an index or a page number, which says where a token lies. It is loaded well before its token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEHIND_BYTES = 8  # of a token, after the data of all tokens of a split page
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache; run-time values, strides in bytes. Of split pages token_stride is that of the data."""
+    """A paged cache; run-time values, strides in bytes. With split pages, token_stride is that of tokens' data."""
 
     base: Int64
     page_stride: Int64
@@ -37,11 +37,11 @@ class Pages:
         return Pages(base, page_stride, token_stride, Divisor.of(page_size))
 
     def address(self, page, offset):
-        """Address of a token; page and offset Uint32."""
+        """Returns the address of a token; page and offset are Uint32."""
         return self.base + Int64(page) * self.page_stride + Int64(offset) * self.token_stride
 
     def token(self, page, offset, valid) -> Token:
-        """The token of a page; valid: a run-time truth."""
+        """Returns the token at an offset of a page. valid: whether it exists, a run-time Boolean."""
         address = self.address(page, offset)
         behind = self.address(page, self.page_size.value) + Int64(offset) * BEHIND_BYTES
         return Token(address, cutlass.select_(valid, Int32(1), Int32(0)), behind)
@@ -60,7 +60,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class SparseSource:
-    """The tokens of a row: those of the cache, then those of the extra one in blocks of their own."""
+    """The tokens of a row: tokens of the cache, then tokens of the extra cache in blocks of their own."""
 
     main: Chosen
     extra: Chosen
@@ -68,7 +68,7 @@ class SparseSource:
 
 @dataclass(frozen=True)
 class PagedSource:
-    """The first tokens of a request by its block table; run-time values."""
+    """The first tokens of each request, by its block table; run-time values."""
 
     pages: Pages
     num_pages: Int32
@@ -80,7 +80,7 @@ class PagedSource:
 
 @dataclass(frozen=True)
 class Token:
-    """Where a token lies and whether there is one; run-time values. One that does not exist must not be read."""
+    """The address of a token, and whether it exists; run-time values. A token that does not exist must not be read."""
 
     address: Int64
     valid: Int32  # 1 or 0
@@ -88,12 +88,12 @@ class Token:
 
 
 def load_int(address) -> Int32:
-    """A read-only int32."""
+    """Loads an int32 that the kernel does not write."""
     return ptx.load_global_words(address, 0, 1)[0].to(Int32)
 
 
 class Locator:
-    """The base of both locators."""
+    """The base of both locators. A mark is the number that a locator needs of a block besides its entries."""
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
         """Returns (address of the entry of a block's ``position``-th token, 1 if it counts, else 0)."""
@@ -116,7 +116,7 @@ class Locator:
 
 
 class SparseLocator(Locator):
-    """Tokens named by indices."""
+    """The locator of tokens named by indices. A block's mark: 1 if its tokens are those of the extra cache, else 0."""
 
     @cute.jit
     def lengths(self, source, request):
@@ -141,7 +141,7 @@ class SparseLocator(Locator):
         return base + (Int64(work.row) * topk + place) * 4, exists
 
     def mark(self, work, block):
-        """The fact about a block that finding its tokens takes: whether they are those of the extra cache."""
+        """Returns a block's mark: 1 if its tokens are those of the extra cache, else 0."""
         return cutlass.select_(block >= work.main_blocks, Int32(1), Int32(0))
 
     def marked(self, mark):
@@ -153,7 +153,7 @@ class SparseLocator(Locator):
         return self.token(source, entry, block >= work.main_blocks, position)
 
     def token(self, source, entry, in_extra, position) -> Token:
-        """The token of an entry of a block with that mark."""
+        """Returns the token of an entry. in_extra: whether its block is one of the extra cache."""
 
         def of(name: str, part: str | None = None):
             path = f"{part}.{name}" if part else name
@@ -166,7 +166,7 @@ class SparseLocator(Locator):
 
 
 class PagedLocator(Locator):
-    """Tokens in order."""
+    """The locator of tokens in order. A block's mark is its number."""
 
     @cute.jit
     def lengths(self, source, request):
@@ -176,14 +176,14 @@ class PagedLocator(Locator):
         return cutlass.max(cutlass.min(length, most), Int32(0)), Int32(0)
 
     def entry_place(self, work, source, block, position):
-        """Returns (address of the number of the page of a block's ``position``-th token, 1 if there is one, else 0)."""
+        """Returns (address of the page number of a block's ``position``-th token, 1 if the token exists, else 0)."""
         place = block * BLOCK_TOKENS + position
         exists = cutlass.select_((block < work.end) & (place < work.length), Int32(1), Int32(0))
         index, _ = source.pages.page_size.divide(Uint32(place))
         return source.table + (Int64(work.row) * source.table_stride + Int64(index)) * 4, exists
 
     def mark(self, work, block):
-        """The fact about a block that finding its tokens takes: its number."""
+        """Returns a block's mark: its number in the row."""
         return block
 
     def marked(self, mark):
@@ -195,7 +195,8 @@ class PagedLocator(Locator):
         return self.token(source, entry, block, position)
 
     def token(self, source, entry, block, position) -> Token:
-        """The token of an entry of a block; a token of a page that does not exist counts, as zeros."""
+        """Returns the token of an entry of a block. If its page does not exist the token is not valid: zeros are
+        loaded, and scored."""
         place = Uint32(block * BLOCK_TOKENS + position)
         _, offset = source.pages.page_size.divide(place)
         valid = (entry >= 0) & (entry < source.num_pages)
@@ -203,10 +204,10 @@ class PagedLocator(Locator):
 
 
 def make_locator(tokens: str) -> SparseLocator | PagedLocator:
-    """The locator of `MlaConfig.tokens`."""
+    """Makes the locator for `MlaConfig.tokens`."""
     return {"sparse": SparseLocator, "paged": PagedLocator}[tokens]()
 
 
 def count_blocks(length, extra_length):
-    """Returns (blocks of the cache, blocks in all)."""
+    """Returns (blocks of the cache, blocks of both caches)."""
     return blocks_of(length), blocks_of(length) + blocks_of(extra_length)

@@ -1,4 +1,4 @@
-"""Loads queries of a CTA's 64 heads into shared memory."""
+"""Loads the queries of a CTA's 64 heads into shared memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOX = (BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS)
 
 @dataclass(frozen=True)
 class QuerySource:
-    """The queries of a launch by a tensor map."""
+    """The queries of a launch, with their tensor map."""
 
     copy: cute.CopyAtom
     view: cute.Tensor  # coordinates [heads, columns, rows]
@@ -26,7 +26,7 @@ class QuerySource:
 
 
 class QueryLoader:
-    """How queries come."""
+    """The loads of queries, by TMA."""
 
     def __init__(self, config: MlaConfig):
         self.width = config.head_dim
@@ -44,7 +44,8 @@ class QueryLoader:
 
     @cute.jit
     def ask(self, queries, memory, row, head_block):
-        """Starts loading 64 heads into swizzled shared memory; heads that do not exist become 0. One warp."""
+        """Starts loading the queries of 64 heads into swizzled shared memory; heads that do not exist become 0. One
+        warp calls it."""
         tile = wgmma_tiles.tile(memory.query_pointer, BLOCK_HEADS, self.width, self.type)
         target, source = cpasync.tma_partition(
             queries.copy,

@@ -2,8 +2,8 @@
 
 One thread issues the loads. A tile is loaded and released in two parts, each with its own barriers: the left half of
 the value with the columns after it, and the right half, which :mod:`.mainloops.delayed_pv` reads a block later. Two
-CTAs of a cluster, with different heads of a row, need the same tokens: each loads half of them, and every copy goes to
-both (multicast).
+CTAs of a cluster, with different heads of a row, need the same tokens: each loads half of them for both (TMA
+multicast).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ HALF_PIECES = 4  # 16-byte pieces of a row of a slab that a lane's two loads are
 
 @dataclass(frozen=True)
 class TmaPagedSource(PagedSource):
-    """A paged cache with a tensor map of it."""
+    """A paged cache with its tensor map."""
 
     copy: cute.CopyAtom
     view: cute.Tensor  # coordinates [tokens of a page, columns, pages]
 
 
 class TmaTileMap:
-    """The tensor map of a cache: TMA tiles of 64 columns and the tokens that a CTA loads of a block."""
+    """The tensor map of a cache. A TMA tile is 64 columns of the tokens that a CTA loads of a block."""
 
     def __init__(self, config: MlaConfig | FewHeadsConfig):
         self.cluster, self.width = config.cluster, config.head_dim
@@ -48,8 +48,8 @@ class TmaTileMap:
         self.box = (BLOCK_TOKENS // config.cluster, wgmma_tiles.SLAB_COLUMNS)
 
     def source(self, paged: PagedSource, cache, page_stride, token_stride) -> TmaPagedSource:
-        """Makes the tensor map of the cache, on the host. cache: address, strides in bytes, all multiples of 16. Tokens
-        of pages that do not exist, and those after a page's last one, read as zeros."""
+        """Makes the tensor map of the cache, on the host. cache: its address. Strides are in bytes; all three are
+        multiples of 16. Tokens of pages that do not exist, and tokens after a page's last one, read as zeros."""
         rows, pages = paged.pages.page_size.value, paged.num_pages
         row, page = (cute.assume(Int64(stride) // 2, divby=8) for stride in (token_stride, page_stride))
         layout = cute.make_layout((rows, self.width, pages), stride=(row, 1, page))
@@ -62,7 +62,7 @@ class TmaTileMap:
 
 
 class TmaTileLoad:
-    """The producer warps, of which one works."""
+    """The load by TMA: only the first producer warp works."""
 
     def __init__(self, config: MlaConfig):
         self.config, self.parts = config, config.layout.parts
@@ -108,11 +108,11 @@ class TmaTileLoad:
             drain(self.config, memory, stage, phase)
 
     def rank(self):
-        """The rank of the CTA in its cluster."""
+        """Returns the rank of the CTA in its cluster."""
         return cute.arch.block_idx_in_cluster() if self.config.cluster > 1 else Int32(0)
 
     def prefetch(self, source, page, block, lane) -> None:
-        """Prefetches the tokens of a block that the CTA will load into L2, where they are contiguous."""
+        """Prefetches the CTA's share of a block's tokens into L2, if the tokens are contiguous."""
         _, offset = source.pages.page_size.divide(Uint32(block * BLOCK_TOKENS))
         size = self.config.head_dim * 2
         exists = (page >= 0) & (page < source.num_pages)
@@ -145,8 +145,8 @@ class TmaTileLoad:
 
     @cute.jit
     def copy_rows(self, source, memory, stage, page, block, tokens, lane, part: cutlass.Constexpr):
-        """Writes a part of a tile of fewer than 64 tokens, whole in each CTA and visible to MMAs. The missing tokens
-        become zeros, whatever the cache holds there."""
+        """Writes a part of a tile with fewer than 64 tokens; each CTA writes all of it, visible to MMAs. The missing
+        tokens become zeros, whatever the cache holds there."""
         place = LanePlaces.of(0, lane)
         tile = memory.tiles + stage * self.config.tile_bytes
         for group in cutlass.range(BLOCK_TOKENS // GROUP_TOKENS, unroll=1):
@@ -160,7 +160,8 @@ class TmaTileLoad:
         cute.arch.sync_warp()
 
     def copy_group(self, tile, token, size, place: LanePlaces, part: int) -> None:
-        """Starts copying a part of 8 rows. size: bytes of each piece that are read; the others become zeros."""
+        """Starts copying a part of 8 rows. size: bytes that are read of each 16-byte piece; the other bytes become
+        zeros."""
         apart = HALF_PIECES * wgmma_tiles.PIECE_BYTES
         for slab in self.parts[part]:
             for i in range(2):

@@ -1,1 +1,1 @@
-"""The mainloops of consumer warpgroups over tiles of tokens: scores, softmax, weights times values."""
+"""The mainloops of the consumer warpgroups over tiles of tokens: scores, softmax, P V."""

@@ -1,9 +1,10 @@
-"""The stepped order with the right half of the values delayed by a block, for tiles that are loaded in two parts.
+"""Delayed PV: the stepped mainloop, but with the right half of P V a block later, for tiles that are loaded in two
+parts.
 
-Between a block's scores and its first weights the tensor cores would be idle. Here the second warpgroup adds the right
-half of the block before then. It has loaded that block's weights as its A operand, in registers, so their room is free
-for the next ones. The first warpgroup queues the next scores after its own half. So the left part of a tile is
-released a block before the right one, whose MMAs come last.
+The tensor cores would be idle between a block's scores and its first weights. Here the second warpgroup meanwhile
+multiplies the right half of the block before. It has that block's weights in registers, as A operands, so shared memory
+is free for the next weights. The first warpgroup queues the next scores after its own half. So the left part of a tile
+is released a block before the right part.
 
     tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
     first          waits    | softmax b            | waits        | softmax b + 1
@@ -34,7 +35,7 @@ SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
 
 
 class DelayedPV:
-    """See the module."""
+    """The delayed PV mainloop; see the module's docstring."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -46,7 +47,8 @@ class DelayedPV:
         self.epilogue = Epilogue(config, self.weights)
 
     def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
-        """Begins a work tile, as :class:`.mainloops.serial.Serial` does."""
+        """Returns the first warpgroup's state before a work tile's first block; loads the queries that stay in
+        registers."""
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weights.place(memory, warp, lane))
         rows, factors = Rows.make(), cute.make_rmem_tensor(2, Float32)
@@ -54,8 +56,8 @@ class DelayedPV:
 
     @cute.jit
     def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
-        """Scores blocks as :class:`.mainloops.serial.Serial` does; a block's MMAs begin while the block before is
-        finished."""
+        """Processes a work tile's blocks in the first warpgroup. Returns the next (stage, phase). A block's scores
+        begin while the P V of the block before still runs."""
         rows, held = kept.rows, kept.held
         if work.begin < work.end:
             self.score_first(rows, held, memory, stage, phase)
@@ -87,13 +89,14 @@ class DelayedPV:
         softmax_steps.add_totals(rows, factors)
 
     def value_operands(self, memory, warp, lane):
-        """Registers for weights, and their places, as :class:`.mainloops.serial.Serial` has them."""
+        """Returns the operands of `value_block`: (registers for weights, the lane's address of weights in shared
+        memory)."""
         packed = cute.make_rmem_tensor(BLOCK_TOKENS // 4, Uint32)
         return packed, ptx.pinned(self.weights.place(memory, warp, lane))
 
     @cute.jit
     def value_block(self, acc, operands, memory, warp, lane, stage, phase):
-        """The second warpgroup's part in a block."""
+        """Adds the right half of P V of a block in the second warpgroup, when the first one lets it start."""
         packed, places = operands
         for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
             self.weights.await_part(part)
@@ -120,11 +123,11 @@ class DelayedPV:
         self.finish_scores(rows, scores)
 
     def score_next(self, rows, held, memory, stage, next_stage, next_phase, lane) -> None:
-        """Issues the next block's scores. Meanwhile it releases the left part of this one's tile and lets the second
-        warpgroup start.
+        """Issues the next block's scores and waits for them. Meanwhile it releases the left part of this block's tile
+        and lets the second warpgroup start.
 
-        Scores have registers of their own until they are complete. ptxas waits after every MMA if other instructions
-        write what an MMA adds to, or read it.
+        Scores have registers of their own until they are complete. If other instructions read or write the accumulators
+        of an MMA in flight, ptxas waits after every MMA.
         """
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
         eager = self.config.tiles.eager
@@ -150,7 +153,7 @@ class DelayedPV:
             self.score_slab(scores, held, memory, stage, slab)
 
     def score_rest(self, scores, held, memory, stage, phase) -> None:
-        """Issues the other MMAs of a block's scores; the last ones are a group of their own."""
+        """Issues the other MMAs of a block's scores; the last ones are a commit group of their own."""
         left, right = self.config.layout.parts
         wgmma_tiles.begin()
         for slab in left[HEAD_SLABS:]:
@@ -165,7 +168,8 @@ class DelayedPV:
         wgmma_tiles.commit()
 
     def finish_scores(self, rows, scores) -> None:
-        """Waits for scores, which go through a wait: otherwise LLVM puts copies of them before it."""
+        """Waits for scores and copies them to ``rows``. The registers go through the wait instruction: else LLVM copies
+        them before it."""
         wgmma_tiles.wait()
         values = wgmma.wait_all([scores[i] for i in range(softmax.NUM_SCORES)])
         for i in range(softmax.NUM_SCORES):
@@ -185,14 +189,15 @@ class DelayedPV:
                 wgmma_tiles.multiply(scores, a, keys, BLOCK_TOKENS, zero=first, steps=part)
 
     def held_steps(self, slab: int) -> range:
-        """The steps of 16 columns of a slab of the queries that are in registers: the first ones of the scores."""
+        """Returns the steps of 16 columns of a slab whose queries are held in registers: those whose MMAs come
+        first."""
         left = self.config.layout.parts[LEFT]
         count = self.config.held_steps
         before = left.index(slab) * SLAB_STEPS if slab in left else count
         return range(min(max(count - before, 0), SLAB_STEPS))
 
     def hold_queries(self, memory, warp, lane) -> dict:
-        """Loads `held_steps` of the slabs that have any, as A operands."""
+        """Loads the held steps of queries as A operands, by slab."""
         held, place = {}, wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
         for slab in self.config.layout.parts[LEFT]:
             steps = self.held_steps(slab)
@@ -203,7 +208,7 @@ class DelayedPV:
         return held
 
     def load_fragment(self, words, place, steps: range) -> None:
-        """Loads a lane's words of an A operand [64, 64], 16 columns a step. place: of its first piece, see
+        """Loads a lane's words of an A operand [64, 64], 16 columns a step. place: the address of its first piece, see
         `SteppedWeights.place`."""
         for step in steps:
             loaded = ptx.load_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, transpose=False)
@@ -213,7 +218,7 @@ class DelayedPV:
     # -- what a warpgroup tells others --------------------------------------------------------------------------------
 
     def start_right_half(self) -> None:
-        """Lets the second warpgroup add the right half of the block before."""
+        """Lets the second warpgroup add the right half of its block."""
         cute.arch.barrier_arrive(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
 
     def place(self, stage, part: int):

@@ -1,4 +1,5 @@
-"""How consumer warps wait for tiles and queries, release tiles, and load the next queries."""
+"""The consumers' side of the pipeline: waits for tiles and queries, releases of tiles, and loads of the next
+queries."""
 
 from __future__ import annotations
 
@@ -15,20 +16,21 @@ QUERIES_READ = 5  # named barrier of the first warpgroup
 
 
 class TilePipeline:
-    """The consumers' side of the pipeline of tiles."""
+    """The waits and arrivals of consumers on the barriers of tiles and queries."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
 
     def await_tile(self, memory, stage, phase) -> None:
-        """Waits for a tile, or, by the number of its barriers, a part of one."""
+        """Waits until a tile is full. stage: the index of its barrier, or of a part's, see `MlaConfig.part_number`."""
         cute.arch.mbarrier_wait(memory.full + stage, phase)
         if self.config.tiles.load.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def release(self, memory, stage, lane):
-        """Releases a tile, or a part of one, for a warp."""
+        """Releases a tile, or a part of a tile, for a warp: arrives on its empty barrier, with crossover in both
+        CTAs."""
         cute.arch.sync_warp()
         barrier = memory.empty + stage
         if lane == 0:
@@ -38,7 +40,7 @@ class TilePipeline:
                 numbers.arrive_in_cluster(numbers.address_in(barrier.toint(), other))
 
     def await_queries(self, memory, phase) -> None:
-        """Waits for a work tile's queries."""
+        """Waits until a work tile's queries are in shared memory."""
         cute.arch.mbarrier_wait(memory.queries_full, phase)
 
 
@@ -50,8 +52,8 @@ class NextQueries:
 
     @cute.jit
     def ask(self, wanted, work, work_tiles, memory, warp):
-        """Loads the queries of the next work tile, if there is one, once all warps of the warpgroup have read those of
-        this one."""
+        """Starts loading the queries of the next work tile, if ``wanted`` and if there is one. First it waits until all
+        warps of the warpgroup have read this work tile's queries."""
         if wanted:
             cute.arch.barrier(barrier_id=QUERIES_READ, number_of_threads=SCORE_THREADS)
             if (warp == 0) & (work.left > 0):
@@ -59,7 +61,7 @@ class NextQueries:
 
 
 class NoNextQueries:
-    """Loads nothing, where a CTA has one work tile."""
+    """The counterpart of `NextQueries` for CTAs with one work tile: it loads nothing."""
 
     def ask(self, wanted, work, work_tiles, memory, warp) -> None:
-        """Asks for nothing."""
+        """Does nothing: there is no next work tile."""

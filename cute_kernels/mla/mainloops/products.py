@@ -1,4 +1,4 @@
-"""Products of a tile: scores, and weights times values; and the registers that they change."""
+"""The MMAs of a tile: scores, and weights times values; and the registers that they change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALF_ACC = HALF // 2  # accumulators of a thread
 
 @dataclass(frozen=True)
 class Rows:
-    """A thread's state of its two rows: registers that all blocks change."""
+    """A thread's registers for its two rows, which every block changes."""
 
     acc: RegisterTensor[Float32]  # fp32 [128] of the output
     scores: RegisterTensor[Float32]  # fp32 [32]
@@ -52,11 +52,11 @@ class Scoring:
     """The first warpgroup's state over the blocks of a work tile.
 
     Attributes:
-        rows: a thread's.
+        rows: a thread's registers.
         scale: powers of 2 per unit of score.
-        factors: fp32 [2], by which a block shrinks earlier accumulators; of mainloops in steps.
-        places: where a thread's weights lie in shared memory; only for mainloops in steps.
-        held: the queries' slabs in registers; of `DelayedPV`.
+        factors: fp32 [2], by which a block shrinks earlier accumulators; only for `Stepped` and `DelayedPV`.
+        places: the address of a thread's weights in shared memory; only for `Stepped` and `DelayedPV`.
+        held: the queries in registers, by slab; only for `DelayedPV`.
     """
 
     rows: Rows
@@ -67,14 +67,14 @@ class Scoring:
 
 
 class Products:
-    """The MMAs that warpgroups issue; the mainloops `commit` and `wait`."""
+    """The MMAs that warpgroups issue. Mainloops wait for them."""
 
     def __init__(self, config: MlaConfig, pipeline: TilePipeline):
         self.config, self.pipeline = config, pipeline
         self.elements = of_name(config.layout.dtype)
 
     def score(self, scores, memory, stage, phase) -> None:
-        """Waits for a tile, and issues scores = queries times its keys."""
+        """Waits for a tile, issues scores = queries times its keys, and commits."""
         self.pipeline.await_tile(memory, stage, phase)
         wgmma_tiles.begin()
         for first, count in self.config.layout.score_runs:
@@ -87,9 +87,9 @@ class Products:
         wgmma_tiles.commit()
 
     def add_values(self, acc, weights, memory, stage, half: int, steps: range | None = None) -> None:
-        """Issues accumulators += weights times a half of the values of a tile; the caller commits it.
+        """Issues accumulators += weights times half of the values of a tile; the caller commits. half: 0 left, 1 right.
 
-        steps: the steps of 16 of its tokens; default all.
+        steps: the steps of 16 tokens to add; default all.
         """
         place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
         width = self.config.value_columns
@@ -101,10 +101,10 @@ class Products:
             wgmma_tiles.multiply(own, weights, values, width, b_transposed=True, steps=steps)
 
     def weight_tile(self, memory) -> cute.Tensor:
-        """The weights in shared memory, as an A operand [64 heads, 64 tokens]."""
+        """Returns the weights in shared memory as an A operand [64 heads, 64 tokens]."""
         return wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.elements.type)
 
     def weight_fragment(self, packed) -> cute.Tensor:
-        """The packed weights, which are in the order of the scores' accumulators, as an A operand in registers."""
+        """Returns packed weights, in the order of the scores' accumulators, as an A operand in registers."""
         layout = cute.make_layout(((2, 2, 2), 1, BLOCK_TOKENS // 16))
         return cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.elements.type), layout)

@@ -1,7 +1,7 @@
-"""The serial mainloop: scores, softmax, then both halves of the output concurrently.
+"""The serial mainloop: scores, softmax, then both halves of P V concurrently.
 
-The first warpgroup has the scores, the softmax and the left half of the output, the second the right half. The division
-is that of FlashMLA's FP8 kernel (DeepSeek 2025).
+The first warpgroup computes the scores, the softmax and the left half of the output, the second warpgroup the right
+half. FlashMLA's FP8 kernel (DeepSeek 2025) divides the work in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE, WEIGHTS_READY, Whol
 
 
 class Serial:
-    """See the module."""
+    """The serial mainloop; see the module's docstring."""
 
     def __init__(self, config: MlaConfig):
         self.pipeline = TilePipeline(config)
@@ -29,13 +29,14 @@ class Serial:
         self.epilogue = Epilogue(config, self.weights)
 
     def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
-        """Begins a work tile in the first warpgroup: its state before the first block."""
+        """Returns the first warpgroup's state before a work tile's first block."""
         scale = softmax_scale * ptx.LOG2_E
         return Scoring(Rows.make(), scale)
 
     @cute.jit
     def score_block(self, kept: Scoring, work, work_tiles, memory, stage, phase, block, warp, lane):
-        """Does the first warpgroup's part in a block; the last block loads the next work tile's queries."""
+        """Scores a block and adds the left half of P V, in the first warpgroup. In the last block it starts loading the
+        next work tile's queries."""
         rows = kept.rows
         self.products.score(rows.scores, memory, stage, phase)
         wgmma_tiles.wait()
@@ -53,16 +54,16 @@ class Serial:
         self.pipeline.release(memory, stage, lane)
 
     def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
-        """Processes a work tile's blocks in the first warpgroup. Returns the next stage and phase."""
+        """Processes a work tile's blocks in the first warpgroup. Returns the next (stage, phase)."""
         return BlockLoop(self).scores(kept, work, work_tiles, memory, warp, lane, stage, phase)
 
     def value_operands(self, memory, warp, lane):
-        """The operands of `value_block` besides accumulators: the weights in shared memory."""
+        """Returns the operands of `value_block` besides accumulators: the weights in shared memory."""
         return self.products.weight_tile(memory)
 
     @cute.jit
     def value_block(self, acc, weights, memory, warp, lane, stage, phase):
-        """The second warpgroup's part in a block."""
+        """Adds the right half of P V of a block in the second warpgroup."""
         self.pipeline.await_tile(memory, stage, phase)
         cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
         rescale(acc, self.weights.row_values.load(memory, warp, lane), HALF_ACC)

@@ -1,4 +1,4 @@
-"""Online softmax over the accumulators of a 64 x 64 product: two rows a thread, four threads a row.
+"""The online softmax over the accumulators of a 64 x 64 product: two rows a thread, four threads a row.
 
 The maximum is allowed to fall behind by a factor of 2**8 before accumulators are rescaled (FlashAttention-4, Zadouri et
 al. 2026), so most blocks rescale nothing."""
@@ -21,7 +21,7 @@ ALL_FLAGS = 0xFF
 
 
 def scores_of(scores, row: int) -> list[Float32]:
-    """The scores of a thread that belong to one of its two rows."""
+    """Returns a thread's scores in one of its two rows."""
     return [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]
 
 
@@ -36,7 +36,8 @@ def mask(scores, flags, lane):
 
 
 def hide(scores, flags, lane) -> None:
-    """Hides tokens as :func:`mask` does, without looking at flags."""
+    """Sets scores of tokens that do not exist to -inf, as :func:`mask` does, but does not test first whether all tokens
+    exist."""
     for i in range(NUM_SCORES):
         column = sum_place(i)[1]
         bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
@@ -46,8 +47,8 @@ def hide(scores, flags, lane) -> None:
 
 @cute.jit
 def mask_end(scores, work, block, warp, lane):
-    """Sets scores of tokens that a row does not see to -inf: beyond its request's length, or less where later queries
-    see more."""
+    """Sets scores of tokens that a row does not see to -inf: beyond its request's length, or with causal after its
+    query."""
     shape = work.shape
     later = (shape.num_heads - 1 - work.first_head) // shape.query_heads  # queries after that of the first row
     first = block * BLOCK_TOKENS
@@ -65,7 +66,7 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
     """Raises the running maxima. Returns the factors by which earlier accumulators shrink.
 
     maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 they
-    may fall behind, 0 where the maxima themselves are asked for.
+    may fall behind; 0 if the caller wants the exact maxima.
     """
     factors = []
     for row in range(2):
@@ -78,8 +79,8 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
 
 
 def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
-    """Computes weights = 2**((scores - maximum) * scale), the A operand of the next MMA, as ``pack`` packs two of them;
-    adds totals."""
+    """Computes weights = 2**((scores - maximum) * scale), and packs pairs of them by ``pack`` for the next MMA.
+    Rescales the totals by ``factors`` and adds the weights."""
     for row in range(2):
         shift = -maxima[row] * scale
         total = totals[row] * factors[row]

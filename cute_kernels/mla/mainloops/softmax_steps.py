@@ -1,4 +1,5 @@
-"""The online softmax of :mod:`.mainloops.softmax` in steps of 16 tokens, for :mod:`.mainloops.stepped`."""
+"""The online softmax of :mod:`.mainloops.softmax` in steps of 16 tokens, for the mainloops `stepped` and
+`delayed_pv`."""
 
 from __future__ import annotations
 
@@ -17,21 +18,21 @@ STEP_SCORES = STEP_TOKENS // 2
 
 
 def step_scores(step: int) -> range:
-    """A thread's scores that belong to the ``step``-th 16 tokens."""
+    """Returns the numbers of a thread's scores in the ``step``-th 16 tokens."""
     return range(STEP_SCORES * step, STEP_SCORES * (step + 1))
 
 
 @cute.jit
 def begin(rows, factors, scale, slack, count: cutlass.Constexpr):
-    """Lets the running maxima of a thread's two rows follow its scores, rescales its ``count`` accumulators, and makes
-    the weights of the first step.
+    """Raises the running maxima of a thread's two rows where they have to be, rescales its ``count`` accumulators, and
+    makes the weights of the first step.
 
-    rows: registers, see :class:`.multiply.Rows`; maxima are of unscaled scores. factors: rmem fp32 [2], by which
-    earlier accumulators shrink. scale: powers of 2 per unit of score. slack: by how many powers of 2 the maxima may
-    fall behind, 0 where they themselves are asked for.
+    rows: registers, see :class:`.products.Rows`; maxima are of unscaled scores. factors: rmem fp32 [2], set to the
+    factors by which earlier accumulators shrink. scale: powers of 2 per unit of score. slack: by how many powers of 2
+    the maxima may fall behind; 0 if the caller wants the exact maxima.
 
-    Lanes compare their own scores with their rows' maxima: only if one of the warp is beyond the slack do the lanes of
-    a row tell each other. The first weights are made meanwhile, by maxima that most likely stay.
+    Each lane compares its scores with its rows' maxima. Only if one lane of the warp is beyond the slack, the lanes of
+    a row exchange their maxima. Meanwhile the first weights are made with the old maxima, which most likely stay.
     """
     factors.fill(1.0)
     first = cute.make_rmem_tensor(STEP_SCORES, Float32)
@@ -53,7 +54,7 @@ def begin(rows, factors, scale, slack, count: cutlass.Constexpr):
 
 
 def weigh_step(scores, maxima, scale, step: int) -> None:
-    """Turns scores of the ``step``-th 16 tokens into weights."""
+    """Replaces scores of the ``step``-th 16 tokens by their weights."""
     weights = [None] * STEP_SCORES
     exponentiate(weights, scores, maxima, scale, step)
     for i, weight in zip(step_scores(step), weights, strict=True):
@@ -68,7 +69,7 @@ def exponentiate(weights, scores, maxima, scale, step: int) -> None:
 
 
 def add_totals(rows, factors) -> None:
-    """Adds a block's weights, which all scores have become, to the totals; the earlier totals shrink."""
+    """Rescales the totals and adds a block's weights, which have replaced the scores."""
     for row in range(2):
         total = in_pairs(operator.add, scores_of(rows.scores, row))
         rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)

@@ -1,8 +1,8 @@
-"""The stepped mainloop: scores, then weights of 16 tokens at a time during the MMAs of the 16 before.
+"""The stepped mainloop: scores, then the weights of 16 tokens at a time, during the MMAs of the 16 tokens before.
 
-As soon as 16 tokens have weights, the left half's MMAs with their values begin, and the next 16 tokens' weights are
-made while they run. The second warpgroup gets the weights in two parts. So the tensor cores are idle only until the
-first 16 weights of a row exist. Where memory or gathering is the limit, :mod:`.mainloops.serial` is faster.
+As soon as 16 tokens have weights, the left half of their P V begins. The next 16 tokens' weights are made while it
+runs. The second warpgroup gets the weights in two parts. So the tensor cores are idle only until the first 16 weights
+of a row exist. Where memory or gathering is the bottleneck, :mod:`.mainloops.serial` is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stepped:
         self.epilogue = Epilogue(config, self.weights)
 
     def scoring(self, memory, softmax_scale, warp, lane) -> Scoring:
-        """Begins a work tile, as :class:`.mainloops.serial.Serial` does."""
+        """Returns the first warpgroup's state before a work tile's first block."""
         # What steps need is kept in registers: they are short, and to read and multiply constants takes as long.
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weights.place(memory, warp, lane))
@@ -41,7 +41,7 @@ class Stepped:
 
     @cute.jit
     def score_block(self, kept: Scoring, work, work_tiles, memory, stage, phase, block, warp, lane):
-        """The first warpgroup's part in a block."""
+        """Scores a block and adds the left half of P V, in the first warpgroup."""
         rows, factors, scale = kept.rows, kept.factors, kept.scale
         self.products.score(rows.scores, memory, stage, phase)
         flags = self.weights.common_flags(memory, stage)
@@ -55,16 +55,16 @@ class Stepped:
         self.pipeline.release(memory, stage, lane)
 
     def score_blocks(self, kept: Scoring, work, work_tiles, memory, warp, lane, stage, phase):
-        """Scores blocks as :class:`.mainloops.serial.Serial` does."""
+        """Processes a work tile's blocks in the first warpgroup. Returns the next (stage, phase)."""
         return BlockLoop(self).scores(kept, work, work_tiles, memory, warp, lane, stage, phase)
 
     def value_operands(self, memory, warp, lane):
-        """Registers for weights, and their places, as :class:`.mainloops.serial.Serial` has them."""
+        """Returns the operands of `value_block` besides accumulators: the weights in shared memory."""
         return self.products.weight_tile(memory)
 
     @cute.jit
     def value_block(self, acc, weights, memory, warp, lane, stage, phase):
-        """Adds P V of a block in the second warpgroup."""
+        """Adds the right half of P V of a block in the second warpgroup."""
         self.pipeline.await_tile(memory, stage, phase)
         for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
             self.weights.await_part(part)

@@ -1,4 +1,5 @@
-"""Turns scores into weights, which the first consumer warpgroup hands to the second with the rows' factors."""
+"""The weights: the first consumer warpgroup computes them from scores, and hands them to the second with the rows'
+factors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PART_STEPS = STEPS // len(WEIGHTS_READY)
 
 
 class RowValues:
-    """A number for each row that one warpgroup publishes to the other."""
+    """The exchange of one number for each row, which the first warpgroup publishes and the second loads."""
 
     @cute.jit
     def publish(self, values, memory, warp, lane):
@@ -29,7 +30,7 @@ class RowValues:
             self.store(values, memory, warp, lane)
 
     def store(self, values, memory, warp, lane) -> None:
-        """Publishes as :meth:`publish` does, but by all lanes instead of one: a branch might delay MMAs in flight."""
+        """Stores as :meth:`publish` does, but in all four lanes of a row: a branch might delay MMAs in flight."""
         place = self.place(memory, warp, lane)
         ptx.store_shared(place, 0, [values[0]])
         ptx.store_shared(place, 32, [values[1]])
@@ -58,8 +59,7 @@ class WholeWeights:
 
     @cute.jit
     def weigh(self, rows: Rows, work, memory, stage, block, scale, warp, lane):
-        """Computes packed weights of a block's tokens from their scores, and the factors by which earlier accumulators
-        shrink."""
+        """Computes the packed weights of a block's tokens. Returns the factors by which earlier accumulators shrink."""
         if const_expr(self.config.tokens == "sparse"):
             softmax.mask(rows.scores, load_flags(memory, stage), lane)
         else:
@@ -69,7 +69,8 @@ class WholeWeights:
         return factors
 
     def publish(self, packed, tile, warp, lane) -> None:
-        """Stores a thread's weights as the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
+        """Stores a thread's weights in the K-major tile [64 heads, 64 tokens] that the other warpgroup multiplies with.
+        tile: its address."""
         row = warp * 16 + lane // 4
         for i in range(0, softmax.NUM_SCORES, 2):
             below, column = wgmma_tiles.sum_place(i)
@@ -81,20 +82,20 @@ class WholeWeights:
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 
     def hand_over_end(self) -> None:
-        """Lets the second warpgroup end a work tile, by the factors published last."""
+        """Lets the second warpgroup end a work tile, with the factors that were published last."""
         self.hand_over()
 
     def await_end(self) -> None:
-        """Waits until the second warpgroup may end a work tile. Before that it must not go on to the next one, where it
-        says that weights are free."""
+        """Waits, in the second warpgroup, until it may end a work tile. It must not begin the next one earlier, as it
+        would announce there that weights are free."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 
 
 class SteppedWeights:
-    """Hands over a block's weights 16 tokens at a time, in two parts.
+    """Makes a block's weights 16 tokens at a time, and hands them over in two parts.
 
-    fenced: whether the second warpgroup's MMAs read them from shared memory. The second warpgroup issues the fence that
-    makes stores visible to MMAs, as it has time for it: in the first one it would delay the next weights.
+    fenced: whether the second warpgroup's MMAs read weights from shared memory, which takes a fence. The second
+    warpgroup issues the fence, as in the first one it would delay the next weights.
     """
 
     def __init__(self, config: MlaConfig, products: Products, fenced: bool):
@@ -104,7 +105,7 @@ class SteppedWeights:
 
     @cute.jit
     def weigh_and_add(self, rows, factors, work, memory, places, stage, scale, warp, lane):
-        """Computes a block's weights, handed over in parts, and issues the left half's MMAs with its values."""
+        """Computes a block's weights, hands them over in two parts, and issues and commits the left half of P V."""
         for step in cutlass.range_constexpr(STEPS):
             if const_expr(step > 0):
                 # Slack is never negative. The compiler would make all weights before the second product, but not in
@@ -140,7 +141,8 @@ class SteppedWeights:
             softmax.mask_end(scores, work, block, warp, lane)
 
     def common_flags(self, memory, stage):
-        """The flags that all groups of 8 tokens of a block have in common, where tokens are chosen."""
+        """Returns the bitwise "and" of the flags of all groups of 8 tokens of a block; 0 where tokens are not
+        chosen."""
         if self.config.tokens == "sparse":
             return in_pairs(operator.and_, load_flags(memory, stage))
         return Uint32(0)
@@ -152,24 +154,26 @@ class SteppedWeights:
         return memory.weight_pointer.toint() + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
 
     def publish_step(self, packed, place, step: int) -> None:
-        """Stores a thread's weights of 16 tokens, two pieces of a row, whose places the swizzle gives by an xor."""
+        """Stores a thread's weights of 16 tokens. place: from :meth:`place`; under the swizzle a step is an xor of
+        it."""
         words = [packed[4 * step + i] for i in range(4)]
         ptx.store_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, words, transpose=False)
 
     def hand_over(self, part: int) -> None:
-        """Lets the second warpgroup begin with what was published last: factors with part 0, weights with each."""
+        """Lets the second warpgroup read a part that has been published: its weights, with part 0 also the rows'
+        factors."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
 
     def hand_over_end(self) -> None:
-        """Lets the second warpgroup end a work tile, by the factors published last."""
+        """Lets the second warpgroup end a work tile, with the factors that were published last."""
         self.hand_over(0)
 
     def await_part(self, part: int) -> None:
-        """Waits for what `hand_over` of the same part publishes; part 0 also for `hand_over_end`."""
+        """Waits for `hand_over` of the same part; part 0 also for `hand_over_end`."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
         if self.fenced:
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def await_end(self) -> None:
-        """Waits until the second warpgroup may end a work tile."""
+        """Waits, in the second warpgroup, until it may end a work tile."""
         self.await_part(0)
