@@ -216,7 +216,8 @@ class Columns:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Makes a pass over one column recorded or replayed within the context; only state on the device changes."""
+        """Marks a pass over one column as recorded or replayed, within the context. Only state on the device then
+        changes."""
         self.static = True
         try:
             yield

@@ -36,7 +36,7 @@ def recorded_columns() -> Columns | None:
 
 @contextmanager
 def recording(columns: Columns) -> Iterator[None]:
-    """Records a decode step over these columns within the context. Masks made in it have a constant size."""
+    """Marks a decode step over these columns as being recorded, within the context. Its masks have a constant size."""
     _recorded.columns = columns
     try:
         with columns.recording():
