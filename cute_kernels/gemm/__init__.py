@@ -1,7 +1,7 @@
 """Quantised linear layers: 4- and 8-bit weights, activations in bf16, fp16 or FP8.
 
-Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (what a layer means), `call` (a call and
-its checks), `ops` (the operator), `plan` and `product` (how a call is launched); `module` has the layer as an
+Read on in `weight` (what is stored), `quantize` (how it is made) and `reference` (what a layer means). A call goes
+through `call` (its checks), `ops` (the operator), `plan` and `product` (its launch); `module` has the layer as an
 nn.Module. `choice` compares the kernels: `stream` for few rows, `wgmma` for tiles and limbs; `layer` has a layer in one
 launch. Checkpoints of other projects come in through `cute_kernels.integrations.checkpoints`.
 """
@@ -86,8 +86,8 @@ def quantized_linear(
         out: contiguous, written and returned; not x's memory.
         norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight, ``norm_eps`` and
             ``norm_offset`` (its ``weight_offset``). The norm is a launch before the product.
-        activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`, with scales of their own
-            (of each 128 inputs where the weight has 8-bit codes in groups), and the weight is not rounded. Weights are
+        activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`; the weight is not rounded.
+            Each row has a scale, or one for each 128 inputs where the weight has 8-bit codes in groups. Weights are
             FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200 they gain time
             at many rows, and lose some at few (docs/design/fp8_gemm.md).
         activation_scale: with "fp8", the scale of all of x: fp32 of one element. None: x has scales of its own.

@@ -36,7 +36,7 @@ class LinearCall(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """(rows of x, N, K)."""
+        """The sizes (rows of x, N, K)."""
         n, k = self.weight.shape
         return self.x.numel() // k, n, k
 
@@ -104,7 +104,7 @@ def rows_wanted(x: object, weight: Packed | WeightTensors, leading: str) -> Want
 
 
 def norm_wanted(norm: object, x: torch.Tensor, name: str = "norm") -> Wanted:
-    """Returns what is wanted of a norm's weight for rows of x. name: of the argument."""
+    """Returns what is wanted of a norm's weight for rows of x. name: the argument's name in messages."""
     has_address = not is_compiling() and type(norm) in (torch.Tensor, torch.nn.Parameter)
     unit = ALIGNMENT if has_address and (x.is_cuda or GPU.takes_cpu) else 1
     return Wanted(name, norm, (x.dtype, torch.float32), (x.shape[-1],), x.device, contiguous=True, unit=unit)

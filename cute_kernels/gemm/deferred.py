@@ -1,9 +1,9 @@
-"""Products around an RMSNorm without a launch for it: `quantized_linear_norm` produces `NormedRows`, `quantized_linear`
-consumes them.
+"""Products before and after an RMSNorm that takes no launch of its own: `quantized_linear_norm` produces `NormedRows`,
+`quantized_linear` consumes them.
 
-Where the kernels of both products have the stores of :mod:`.wgmma.deferred_norm`, the first writes rows times the
-norm's weight, with sums of squares, and the second applies the rest of the norm to its accumulators. Everywhere else
-the same two calls are a product, `rms_norm` and a product.
+This holds where both products have kernels with the stores of :mod:`.wgmma.deferred_norm`. The first writes rows times
+the norm's weight, and sums of squares. The second applies the rest of the norm to its accumulators. Otherwise the same
+two calls launch a product, `rms_norm` and a product.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def no_launch_between(m: int, gives: Side, takes: Side, dtype: torch.dtype, devi
 
 
 def _takes(m: int, form: WeightForm, dtype: torch.dtype, index: int) -> bool:
-    """Whether a product of ``m`` rows applies the rest of a deferred norm."""
+    """Whether the product after a norm, of ``m`` rows, has a kernel that applies the rest of a deferred norm."""
     side = Side(*form.shape, form.format)
     return form.comes_as_it_is and deferred_product_of(m, side, dtype, index, TAKES) is not None
 

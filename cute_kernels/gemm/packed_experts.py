@@ -206,7 +206,7 @@ def quantize_experts(
 
 
 def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
-    """Interleaves gate and up, [E, N, K] each, to experts [E, 2 N, K]: even rows are gate's, odd rows are up's. See
+    """Interleaves gate and up, [E, N, K] each, into experts [E, 2 N, K]: even rows are gate's, odd rows are up's. See
     `interleave_weights`.
 
     Raises:

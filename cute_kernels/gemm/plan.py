@@ -133,8 +133,8 @@ def _normed_of(call: LinearCall) -> TensorOf:
 
 
 def ready(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns x [..., k] scaled and in packed order, as contiguous rows of whole 16-byte pieces that start on 16
-    bytes."""
+    """Returns x [..., k] scaled and in packed order, as contiguous rows [m, k]. They are whole 16-byte pieces and start
+    on 16 bytes."""
     return aligned(prepare_input(x, perm, input_scale).reshape(-1, x.shape[-1]).contiguous())
 
 

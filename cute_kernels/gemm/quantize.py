@@ -52,8 +52,8 @@ def quantize_weight(
 
     The range of a group always contains 0. Without a zero point the scale is the smallest that covers it with codes
     -8..7 (-128..127 for 8 bits); with one, 15 (255) steps span it and the zero point is the nearest code to 0. Scales
-    are rounded up to ``dtype`` before the codes are computed, so the range still fits and |W - w| is at most half a
-    scale. Groups of zeros give exact zeros. Other formats round by their own rules.
+    are rounded up to ``dtype`` before codes are computed. So the range still fits, and |W - w| is at most half a scale.
+    Groups of zeros give exact zeros. Other formats round by their own rules.
 
     Args:
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
@@ -336,7 +336,7 @@ def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]
 
 
 def wider(first: WeightFormat, other: WeightFormat) -> WeightFormat:
-    """Returns the format of two weights that are made one: the first, unless the other one includes it."""
+    """Returns the format of one weight that is made of two: the first one's format, unless the other's includes it."""
     return other if other.includes(first) else first
 
 

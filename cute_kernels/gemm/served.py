@@ -46,7 +46,7 @@ def is_noted(problem: LinearProblem) -> bool:
 
 
 def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
-    """Whether an optional kernel of a product may be loaded: it is compiled, or may be compiled now.
+    """Whether an optional kernel of a product may be loaded: it is compiled already, or may be compiled now.
 
     It may not be compiled where there is no compiler, nor for a server that has noted which kernels it made ready.
     """

@@ -292,7 +292,7 @@ class PackedWeight(Packed):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def shard_n(self, rank: int, world_size: int) -> PackedWeight:
-        """Copies a rank's output features (column-parallel): equals packing those rows alone.
+        """Copies a rank's output features (column-parallel). The result equals packing these rows alone.
 
         Raises:
             ValueError: N is no multiple of 64 * world_size, or rank is not below world_size.
@@ -311,7 +311,7 @@ class PackedWeight(Packed):
         return replace(self, shape=(n // world_size, k), **own, check_values=False)
 
     def shard_k(self, rank: int, world_size: int) -> PackedWeight:
-        """Copies a rank's inputs (row-parallel): equals packing those columns alone.
+        """Copies a rank's inputs (row-parallel). The result equals packing these columns alone.
 
         The partial products of all ranks add up to the layer; bias and residual are for one of them. With `perm` the
         rank's packed positions must take inputs of its own share, which act-order weights rarely do.
@@ -414,7 +414,7 @@ def format_of_numbers(
     """Returns (format, shape, further numbers) from `format_numbers`.
 
     Raises:
-        ValueError: they are not such numbers, or name no format.
+        ValueError: the numbers are not those of `format_numbers`, or name no format.
     """
     integer = 5 + more
     if found.dtype != torch.int64 or found.dim() != 1 or found.numel() < integer:
@@ -456,7 +456,8 @@ def check_presence(zeros: object, weight_format: WeightFormat) -> None:
 
 
 def check_format(bits: object, group_size: object, shape: object) -> None:
-    """Raises TypeError or ValueError unless there is such a format of integers."""
+    """Raises TypeError or ValueError unless there are integers with these bits and groups, and weights of this
+    shape."""
     if not is_one_of(bits, BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     group_size = per_row(group_size)

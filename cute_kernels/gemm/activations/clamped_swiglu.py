@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class ClampedSwiglu(ActivationFunction):
-    """gate * sigmoid(alpha * gate) * (up + shift), with gate clamped from above and up clamped on both sides.
+    """Clamped SwiGLU: gate * sigmoid(alpha * gate) * (up + shift), with gate clamped from above and up clamped on both
+    sides.
 
     | model | alpha | limit | shift |
     |---|---|---|---|

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class Relu2(ActivationFunction):
-    """max(x, 0)^2. NaN stays NaN."""
+    """The squared ReLU, max(x, 0)^2. NaN stays NaN."""
 
     kind: ClassVar[str] = "relu2"
 

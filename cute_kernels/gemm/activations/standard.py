@@ -23,7 +23,7 @@ GELU_END = 14.0  # where the tail is 2**-112: from there on gelu(x) is x, and ge
 @register
 @dataclass(frozen=True)
 class Silu(ActivationFunction):
-    """x / (1 + exp(-x))."""
+    """SiLU: x / (1 + exp(-x))."""
 
     kind: ClassVar[str] = "silu"
     number: ClassVar[int] = 1
@@ -39,7 +39,7 @@ class Silu(ActivationFunction):
 @register
 @dataclass(frozen=True)
 class Gelu(ActivationFunction):
-    """x (1 + erf(x / sqrt 2)) / 2."""
+    """The exact GELU: x (1 + erf(x / sqrt 2)) / 2."""
 
     kind: ClassVar[str] = "gelu"
     number: ClassVar[int] = 2
@@ -66,7 +66,7 @@ class Gelu(ActivationFunction):
 @register
 @dataclass(frozen=True)
 class Swiglu(ActivationFunction):
-    """silu(gate) * up."""
+    """SwiGLU: silu(gate) * up."""
 
     kind: ClassVar[str] = "swiglu"
     gated: ClassVar[bool] = True

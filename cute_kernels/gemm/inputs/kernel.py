@@ -112,7 +112,7 @@ class InputRowsKernel:
         return self.pairs(halves)
 
     def pairs(self, halves) -> list[Any]:
-        """Packs pairs from words that have an element in their lower halves."""
+        """Packs words that have an element in their lower halves into words of two elements."""
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]
 
     def scale(self, words, scales) -> list[Any]:

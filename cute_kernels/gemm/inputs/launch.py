@@ -63,8 +63,8 @@ def input_rows(
     """Returns the launch that prepares the rows of a checked x on a GPU, ``stride`` elements apart. None where torch
     has to prepare them.
 
-    torch does so if rows are not whole, aligned pieces of 16 bytes at one distance, if they are to be permuted and
-    exceed shared memory, and on other GPUs.
+    torch does so unless rows are whole, aligned pieces of 16 bytes at one distance. It also does so for rows that
+    change their order and exceed shared memory, and on other GPUs.
     """
     k, index, room = x.shape[-1], x.get_device(), 0 if perm is None else room_for(x.shape[-1])
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]

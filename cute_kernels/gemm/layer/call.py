@@ -85,7 +85,7 @@ def layer(call: LayerCall) -> LayerRows:
 
 
 _refused: dict[tuple[Hashable, ...], None] = {}
-"""Keys of calls that `is_one_launch` was asked about and `layer` refuses."""
+"""Keys of calls that `layer` refuses, as `is_one_launch` has found."""
 forgotten(_refused.clear)
 
 

@@ -4,8 +4,8 @@ A counter of stored work tiles would need a fence before each increment. The fen
 weights that are in flight: 4 us. Words that announce themselves need no fence; a word is a pair of bf16 results.
 
 There are two sets of words, used by launches in turn. A launch resets the words of the other set to EMPTY: the launch
-before it used them, and has ended by then. Before the sets lie the number of work tiles drawn, the number of CTAs that
-have left, the set that the launch before used, and how many of its words.
+before it used them, and has ended by then. Before the sets lie the numbers of work tiles drawn and of CTAs that have
+left. Then come the set that the launch before used, and how many of its words.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from cute_kernels.device.instruction import Asm, effect, pure
 
 @pure
 def multiply_bytes(sums: Sequence[Int32], a: Sequence[Uint32], b: Sequence[Uint32]) -> Asm[list[Int32]]:
-    """D = A B + C of signed bytes for one warp, exact in int32: A 16 x 32, B 32 x 8, C and D 16 x 8.
+    """Computes D = A B + C of signed bytes for one warp, exact in int32: A 16 x 32, B 32 x 8, C and D 16 x 8.
 
     In lane (g, t), A register 0 is row g, columns 4t to 4t + 3, and register 1 is 8 rows below. Registers 2 and 3 are
     16 columns to the right of these. B register 0 is column g, rows 4t to 4t + 3, and register 1 is 16 rows below. Sums

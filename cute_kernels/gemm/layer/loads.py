@@ -68,8 +68,8 @@ class Loader:
 
     @cute.jit
     def copy_tile(self, sizes: Sizes, memory: LayerMemory, number, tile, base, drawn, rank, lane):
-        """Loads a loader warp's stages of a work tile, as room becomes free. Returns how many stages the tile has, and
-        the number of the next one, in lane 0 of the first loader warp.
+        """Loads a loader warp's stages of a work tile, as they become free. Returns (how many stages the tile has, the
+        number of the next tile, in lane 0 of the first loader warp).
 
         The next number is drawn with one of the last stages, not before: a CTA that draws early keeps tiles that others
         could have begun.
@@ -116,8 +116,9 @@ class Loader:
         return number
 
     def window_of(self, sizes: Sizes, tile):
-        """Returns how many stages are in flight at a time. The window is wider in the middle of the second product,
-        except for each CTA's first work tile, which waits for rows, and its last, which others wait for."""
+        """Returns how many stages are in flight at a time. The window is wider for the second product's work tiles,
+        except for as many as there are CTAs at both ends. The first ones wait for rows, and other CTAs wait for the
+        last ones."""
         middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 

@@ -82,7 +82,8 @@ class Row:
 
     @cute.jit
     def make_group(self, sizes: Sizes, memory: LayerMemory, product: Product, group, words, weights, number: int, lane):
-        """Makes limbs of a lane's inputs of a pass."""
+        """Makes limbs of a lane's inputs in pass ``number``, and the group's scale. With a norm it also stores the
+        group's sum of squares."""
         if product.norm != 0:
             values, factors = (self.to_floats(self.kept(each, number)) for each in (words, weights))
             scaled = [value * (factor + sizes.offset) for value, factor in zip(values, factors, strict=True)]
@@ -118,7 +119,7 @@ class Row:
         return scale, rows.limbs(rows.fixed(words, factor))
 
     def store(self, memory: LayerMemory, group, lane, limbs) -> None:
-        """Stores a lane's limbs of a step where MMAs read them."""
+        """Stores a lane's limbs in shared memory, where MMAs read them as operands of one step."""
         step = lane % GROUP_LANES
         start = memory.limbs + (group * 2 + step // HALF_STEPS) * HALF_BYTES + step % HALF_STEPS * 4
         for limb in range(2):

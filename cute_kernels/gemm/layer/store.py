@@ -82,7 +82,7 @@ class Storer:
         return factor
 
     def add(self, added, factor, memory: LayerMemory, buffer, lane):
-        """Adds the consumer warps' accumulators in order, applies the row's factor, and adds the residual."""
+        """Adds up the consumer warps' accumulators in order, multiplies by the row's factor, and adds ``added``."""
         start = memory.parts + buffer * (self.config.consumer_warps * PART_BYTES) + lane * 4
         parts = [
             ptx.load_shared(start, warp * PART_BYTES).bitcast(Float32) for warp in range(self.config.consumer_warps)

@@ -38,8 +38,8 @@ MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
 
 
 def pitch_of(places: int, most_tile_m: int) -> int:
-    """Returns how many scales lie from one group to the next: a tile may load its scales from a multiple of 16 bytes
-    on, whatever its first row is."""
+    """Returns how many scales lie from one group to the next. There is room for a whole last tile, loaded from a
+    multiple of 16 bytes on."""
     return -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + most_tile_m + X_SCALE_ALIGNMENT
 
 
@@ -58,14 +58,14 @@ class ScaledRows:
 
     @property
     def pitch(self) -> int:
-        """Scales from a group of inputs to the next, for products."""
+        """How many scales lie from one group of inputs to the next, where rows are made for products."""
         return self.new_scales[0][1]
 
     def make(
         self, x: torch.Tensor, scale: torch.Tensor | None = None, end: int = 0, rows: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes (codes, scales) on the current device. x: 16 bits [.., k], k a multiple of 8, on 16 bytes. scale: of
-        all of x. end, rows: addresses, see `ROWS`."""
+        """Makes (codes, scales) on the current device. x: 16 bits [.., k], k a multiple of 8, on 16 bytes. scale: the
+        scale of all of x, or None. end, rows: addresses, see `ROWS`."""
         codes, scales = GPU.empty(*self.new_codes), GPU.empty(*self.new_scales)
         given = 0 if scale is None else scale.data_ptr()
         self.send(x=x, end=end, rows=rows, given=given, out=codes.data_ptr(), scales=scales.data_ptr())
@@ -99,8 +99,8 @@ def rows_for_products(
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> ScaledRows | None:
     """Returns the launch of `quantize_activations` for x on a GPU. None where torch has to compute it.
 
-    torch does so for fp32, for rows that are not whole, aligned pieces of 16 bytes without gaps, on other GPUs, and if
-    the kernel is not compiled and there is no compiler.
+    torch does so for fp32, for rows with gaps, and for rows that are not whole, aligned pieces of 16 bytes. It also
+    does so on other GPUs, and if the kernel is not compiled and there is no compiler.
     """
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:

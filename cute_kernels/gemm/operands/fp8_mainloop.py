@@ -131,7 +131,8 @@ class Fp8Mainloop(StageByStage):
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """See `StageByStage`."""
+        """Multiplies a work tile stage by stage, as `StageByStage.multiply` does, between the first and the last
+        arrival of `PingPong`."""
         self.ping_pong.begin(place.warp)
         here, last = StageByStage.multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m)
         self.ping_pong.end(place.warp)

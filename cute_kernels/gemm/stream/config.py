@@ -41,7 +41,7 @@ class Activations(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The activations' part of a kernel's name, after all others."""
+        """The activations' part of a kernel's name; it comes after all other parts."""
 
     @abstractmethod
     def kernel(self) -> CompiledAs:
@@ -69,7 +69,7 @@ class Slices(Activations):
         return STREAM_KERNEL
 
     def stage_warps(self, config: StreamConfig[Any]) -> int:
-        """All consumer warps release a stage."""
+        """Returns the number of consumer warps: all of them release a stage."""
         return config.consumer_warps
 
     def problem(self, config: StreamConfig[Any]) -> str | None:
@@ -155,7 +155,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def num_threads(self) -> int:
-        """Threads of consumer warps, producer warps, and those of the epilogue."""
+        """Threads of the consumer, producer and epilogue warps of a CTA."""
         return (self.consumer_warps + self.producer_warps + self.store.epilogue_warps) * WARP_THREADS
 
     @property
@@ -192,7 +192,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def k_block_stage_bytes(self) -> int:
-        """Bytes of a stage that a k block of a block takes."""
+        """Bytes that one k block of a block of output features takes in a stage."""
         return self.n_tiles * (self.k_block_bytes + self.k_block_scale_bytes + self.k_block_zero_bytes)
 
     @property

@@ -4,11 +4,11 @@ The work is cut twice, see :mod:`.schedule`. K is cut into slices, one for each 
 blocks of output features are cut into as many equal ranges as there are groups (stream-K, Osama et al. 2023, with fixed
 cuts).
 
-One thread of a persistent CTA keeps a pipeline of bulk copies full. The consumer warps wait for a stage, decode 16
-bytes of each thread into the A operand of mma.m16n8k16 (`decoder`), and multiply with the activations of their slice of
-K. These are loaded with the first weights that need them, and stay in shared memory. Scales are applied to the fp32
-accumulators of a group. Results of a block go through a staging buffer to the epilogue warps (:mod:`.epilogue`), so
-that neither reduction nor stores hold up the stream. There is no CTA barrier after the first one.
+One thread of a persistent CTA keeps a pipeline of bulk copies full. The consumer warps wait for a stage, and decode 16
+bytes of each thread into the A operand of mma.m16n8k16 (`decoder`). They multiply it with the activations of their
+slice of K. These are loaded with the first weights that need them, and stay in shared memory. Scales are applied to the
+fp32 accumulators of a group. Results of a block go through a staging buffer to the epilogue warps (:mod:`.epilogue`),
+so that neither reduction nor stores hold up the stream. There is no CTA barrier after the first one.
 
 The tensor cores are used as on sm_80, by mma.sync: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an
 A operand.

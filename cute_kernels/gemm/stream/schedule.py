@@ -1,8 +1,8 @@
 """Chooses the configuration of a product, and how its weights are cut among CTAs. Plain Python, no GPU.
 
-A memory-bound product reads every byte of its weights once. So its time is what they take at the memory's rate, plus
-what the schedule adds: SMs with larger shares than others, activations that every group of CTAs reads again, partial
-results. The model adds up these terms; its rates are those of an H200 (docs/design/weight_only_linear.md).
+A memory-bound product reads every byte of its weights once. So its time is that of these bytes at the memory's rate,
+plus what the schedule adds: SMs with larger shares than others, activations that every group of CTAs reads again,
+partial results. The model adds up these terms; its rates are those of an H200 (docs/design/weight_only_linear.md).
 """
 
 from __future__ import annotations

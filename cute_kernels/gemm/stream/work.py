@@ -42,7 +42,7 @@ class StreamSizes:
 class Segment:
     """The k blocks of one block that a CTA multiplies: [begin, end) of its slice; run-time integers.
 
-    ``last``: whether the CTA's group is the last of those that share the block. The last one adds up the result.
+    ``last``: whether the CTA's group is the last of the groups that share the block. The last group adds up the result.
     """
 
     block: Int32
@@ -106,8 +106,8 @@ class Work:
         return self.slice_index * self.shape.slice_k_blocks
 
     def missing_x(self, index, k_block, end, k_block_bytes: int):
-        """Returns (first byte in the slice, bytes) of a token's activations that k blocks [k block, end) of a segment
-        need and earlier ones did not load.
+        """Returns (first byte in the slice, bytes) of a token's activations to load for k blocks [k block, end) of a
+        segment. Earlier k blocks have not loaded them.
 
         The first segment loads the activations of its k blocks, the second one those of the rest of the slice. Further
         segments find all of them loaded.
