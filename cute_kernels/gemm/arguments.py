@@ -1,9 +1,9 @@
 """The arguments that kernels of linear layers are launched with; they are listed nowhere else.
 
 Dense products (`STREAM`, `TILES` and what begins with them) take x [m, k]; k and the distance of rows are multiples of
-8, and rows begin on 16 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of x's
-dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as out, of x's dtype, or 0; out [m, n] (half of n
-for swiglu) of the kind ``out_kind``; workspace fp32, every word EMPTY before and after.
+8, and rows begin on 16 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of the
+format's dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as out, of x's dtype, or 0; out [m, n]
+(half of n for swiglu) of the kind ``out_kind``; workspace fp32, every word EMPTY before and after.
 
     k_blocks              padded K / the k block of the configuration
     activation, out_kind  numbers of :mod:`.activations` and :mod:`.out_kinds`

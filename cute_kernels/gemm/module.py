@@ -132,8 +132,8 @@ class QuantizedLinear(OfWeight):
     Attributes:
         batch_invariant: as in `cute_kernels.quantized_linear`; False, and may be set. A state dict does not have it.
         activations: as in `cute_kernels.quantized_linear`; None, and may be set to "fp8". A state dict does not have
-            it. On a GPU a layer whose FP8 codes have one scale per row keeps a second copy of them. Its first call
-            makes the copy, if enough memory is free.
+            it. On a GPU a layer whose FP8 codes have one scale per row keeps a second copy of them. The first call that
+            torch's product computes makes the copy, if enough memory is free.
         activation_scale: with "fp8", the scale of all of x, fp32 of one element; None: x has scales of its own.
 
     Raises:
