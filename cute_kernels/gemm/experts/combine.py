@@ -173,7 +173,7 @@ class CombineKernel:
         return self.unpack()[0](ptx.load_relaxed_part(source + 2 * index, 2))
 
     def unpack(self):
-        """The function that splits a word into its two halves."""
+        """Returns the function that splits a word into its two halves."""
         if self.config.source == "bf16":
             return ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float
         return ptx.half2_low_to_float, ptx.half2_high_to_float

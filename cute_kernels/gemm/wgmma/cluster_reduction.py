@@ -36,7 +36,8 @@ class Partials:
         self.config = config
 
     def exists(self, tile, i: int) -> Any:
-        """Whether the ``i``-th tile of its warpgroup exists in the block; the last block may have fewer tiles."""
+        """Returns whether the ``i``-th tile of its warpgroup exists in the block; the last block may have fewer
+        tiles."""
         return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:

@@ -257,5 +257,5 @@ COSTS: dict[type[Mainloop], MainloopCost] = {
 
 
 def cost_of(config: WgmmaConfig) -> MainloopCost:
-    """The cost model of a configuration; KeyError if its mainloop has none."""
+    """Returns the cost model of a configuration; KeyError if its mainloop has none."""
     return COSTS[type(config.mainloop)]

@@ -93,7 +93,8 @@ class DeferredNorm(StagedStore):
         return -(-config.n_tiles // (config.cluster if config.reduction.dsmem else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:
-        """The offset of a warpgroup's additional memory in its staging buffer, after two chunks of a residual."""
+        """Returns the offset of a warpgroup's additional memory in its staging buffer, after two chunks of a
+        residual."""
         return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 
     def extra_bytes(self, config: WgmmaConfig[Any]) -> int:

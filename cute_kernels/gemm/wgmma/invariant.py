@@ -118,7 +118,7 @@ class Configs(NamedTuple):
 
 @lru_cache(maxsize=64)
 def configs_of(problem: LinearProblem) -> Configs:
-    """The configurations of a problem, made once for all numbers of parts that are compared."""
+    """Returns the configurations of a problem, made once for all numbers of parts that are compared."""
     tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES, *plain.wide_shapes(problem)))
     return Configs(
         tiles,

@@ -3,8 +3,8 @@
 The blob holds each thread's A operands of several k16 steps in 16 bytes (`layouts.weights.hopper`). So decoded weights
 go straight from a thread's registers to the tensor cores, and these read only X from shared memory. One producer warp
 loads X as the swizzled B operand through TMA, one the codes and scales by bulk copies. The consumer warpgroups, 64 or
-128 output features each, overlap: while one decodes the next k16 steps, the tensor cores run its own last MMAs and
-those of the others.
+128 output features each, overlap: while one decodes the next k16 steps, the tensor cores run its own last MMAs and the
+other warpgroups' MMAs.
 
 A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`, `.synchronous`,
 `.limbs`, `cute_kernels.gemm.operands.fp8_mainloop`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
@@ -80,7 +80,7 @@ def make_mainloop(
 
 
 def reduction_of(config: WgmmaConfig) -> Any:
-    """The class of a reduction's device code."""
+    """Returns the class of a reduction's device code."""
     module, _, name = config.reduction.made_by.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -95,7 +95,7 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
 class SpareWarps(Protocol):
     """The work of the producer warps that copy nothing, while others multiply.
 
-    registers: those of a thread that loads, and those of a thread that multiplies.
+    registers: how many a thread that loads has, and how many a thread that multiplies has.
     """
 
     registers: tuple[int, int]

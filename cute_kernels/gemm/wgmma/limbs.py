@@ -220,7 +220,7 @@ class LimbReader:
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
 
     def descriptor(self, memory, stage):
-        """The matrix descriptor of a stage's limbs."""
+        """Returns the matrix descriptor of a stage's limbs."""
         return wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * self.config.x_stage_bytes)
 
     def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
@@ -321,7 +321,7 @@ class StageByStage:
         return here, last
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int) -> None:
-        """Adds a k block's products."""
+        """Adds the products of a staged or resident k block to ``acc``."""
         raise NotImplementedError
 
 
@@ -337,7 +337,7 @@ class LimbMainloop(StageByStage):
         return self.products.bytes_of.masks(nothing(shape, lane))
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
-        """Adds a k block's products."""
+        """Decodes a staged k block, multiplies it, and waits for its MMAs."""
         words, scales, x_scales = self.reader.load(memory, stage, place, x_place, tile_m)
         x = self.reader.descriptor(memory, stage)
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)

@@ -108,7 +108,7 @@ class TmaLoads:
                 here = pipeline.next(here)
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
-        """Returns (part, TMA tile among those of all stages) where a TMA tile is stored, if ``present`` parts have
+        """Returns (part, number among all stages' TMA tiles) where a TMA tile is stored, if ``present`` parts have
         rows. With limbs, the parts of both limbs lie one after the other, since both are one operand."""
         tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
         if not self.config.limbs:

@@ -63,13 +63,13 @@ class Mainloop(ABC):
         limbs: whether x is two int8 limbs with a scale per row and `LIMB_GROUP` inputs. Products are then exact in
             int32.
         scaled_rows: whether an earlier launch makes x, with an fp32 scale for each row and k block.
-        registers: those of a consumer thread, by the number of warpgroups.
-        producer_registers: those of a thread that loads.
-        more_threads: threads in addition to those of the consumer warpgroups.
+        registers: registers of a consumer thread, by the number of warpgroups.
+        producer_registers: registers of a thread that loads.
+        more_threads: threads in addition to the consumer warpgroups.
         copies: number of warps whose copies fill a stage.
         multicasts: whether neighbouring CTAs may multicast activations.
         rows_apart: whether a dense product's x may have gaps between its rows, as TMA loads it directly.
-        limits: those of the architecture that its instructions are for.
+        limits: limits of the architecture that its instructions are for.
         spare: how many fewer tiles of 64 features the last warpgroup has than the others.
         half_last: whether the last k block begins half a block earlier.
     """
@@ -102,7 +102,7 @@ class Mainloop(ABC):
         return TILES_KERNEL
 
     def kernel_name(self, config: WgmmaConfig) -> str:
-        """The name of a configuration with this mainloop."""
+        """Returns the kernel's name for a configuration with this mainloop."""
         parts = f"p{config.row_parts}" if config.row_parts > 1 else ""
         shape = f"m{config.tile_m}{parts}n{TILE_N * config.n_tiles}x{config.warpgroups}k{config.block_k}"
         stages = f"r{config.num_stages}" + (f"c{config.store.chunk}" if config.store.chunk != CHUNK_M else "")
@@ -122,7 +122,7 @@ class Mainloop(ABC):
         return 0
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
-        """Bytes of shared memory for scales of rows of x."""
+        """Returns the bytes of shared memory for scales of rows of x."""
         return config.num_stages * self.x_scale_stage_bytes(config)
 
     def x_bytes(self, config: WgmmaConfig) -> int:
@@ -142,7 +142,7 @@ class Mainloop(ABC):
         )
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """The pipeline's mbarriers: full and empty stages."""
+        """Returns the pipeline's mbarriers: full and empty stages."""
         return (
             Barriers("full", config.num_stages, config.mainloop.copies),
             Barriers("empty", config.num_stages, config.stage_warps),
@@ -153,7 +153,7 @@ class Mainloop(ABC):
         return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """All regions of a CTA."""
+        """Returns all regions of a CTA's shared memory, in order."""
         return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
@@ -255,7 +255,7 @@ class Limbs(Mainloop):
     name: ClassVar[str] = "s2limbs"
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
+        """Returns the bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -283,8 +283,7 @@ class ResidentLimbs(Mainloop):
         scaled: whether inputs are multiplied by factors before limbs are made of them.
 
     A zero point, or a shift, is multiplied by the sum of a group's inputs, apart from the group's products. The warps
-    that make limbs compute that sum for each row of x. Groups smaller than those of limbs have accumulators of their
-    own.
+    that make limbs compute that sum for each row of x. Groups of fewer than 128 inputs have accumulators of their own.
     """
 
     k_blocks: int = 64

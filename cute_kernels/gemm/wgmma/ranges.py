@@ -128,7 +128,8 @@ class RangeReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """See `TileReduction`."""
+        """Publishes the accumulators of a tile that ends after the range. Otherwise adds the partials of preceding CTAs
+        and stores the tile: see `TileReduction`."""
         if work_tile.end < shape.k_blocks:
             place = self.place(operands, store, work_tile.split)
             publish_acc(acc, place, self.config.thread_vectors)

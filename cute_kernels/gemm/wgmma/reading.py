@@ -71,13 +71,13 @@ class StageReader:
         )
 
     def first_tile(self, group):
-        """The first tile of a warpgroup, among the block's."""
+        """Returns the first tile of a warpgroup, among the block's tiles."""
         if self.config.k_warpgroups > 1:
             group = group % (self.config.warpgroups // self.config.k_warpgroups)
         return group * self.config.n_tiles
 
     def k_rank(self, group):
-        """A warpgroup's number among those that interleave the k blocks of its tiles."""
+        """Returns a warpgroup's number among the warpgroups that interleave the k blocks of its tiles."""
         if self.config.k_warpgroups == 1:
             return Int32(0)
         return Int32(group // (self.config.warpgroups // self.config.k_warpgroups))
@@ -85,7 +85,7 @@ class StageReader:
     # -- stages -------------------------------------------------------------------------------------------------------
 
     def next_state(self, memory, state):
-        """The pipeline's state of a warpgroup's next k block."""
+        """Returns the pipeline's state at the next k block of a warpgroup."""
         return memory.pipeline.next(state, self.config.k_warpgroups)
 
     @cute.jit

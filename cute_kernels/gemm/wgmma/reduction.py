@@ -80,7 +80,7 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """See `TileReduction`."""
+        """Adds up the parts of K, and stores the tiles of which this CTA has the last part: see `TileReduction`."""
         config = self.config
         tile_acc = config.tile_m // 2
         if const_expr(config.reduction.splits_k):
@@ -157,7 +157,8 @@ class SequentialReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """See `TileReduction`."""
+        """Adds a part of K to the second set of accumulators, and stores the tile after its last part: see
+        `TileReduction`."""
         tile_acc = self.config.tile_m // 2
         begins = work_tile.split == 0
         for i in cutlass.range_constexpr(self.config.thread_acc):
@@ -181,7 +182,7 @@ class RowReduction(StoringReduction):
         self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
 
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
-        """See `TileReduction`."""
+        """Sums this CTA's share of the rows over the cluster, and stores it: see `TileReduction`."""
         self.join(store, memory.x_address, work_tile.split, acc)
         self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
         cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more
@@ -210,7 +211,7 @@ class RowReduction(StoringReduction):
         cute.arch.cluster_arrive()
 
     def shares_place(self, store: Store, state):
-        """The address of a thread's first share: shares of a warpgroup lie one after the other."""
+        """Returns the address of a thread's first share; shares of a warpgroup lie one after the other."""
         return state + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
 
     def publish_share(self, place, acc, share: int):

@@ -90,7 +90,7 @@ class ResidentMainloop:
         return here
 
     def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
-        """Adds a k block's products."""
+        """Decodes a k block, multiplies it by its resident limbs, and waits for its MMAs."""
         words, scales, x_scales = self.reader.load(memory, stage, place, x_place, tile_m)
         x = self.reader.descriptor(memory, stage)
         zeros = self.reader.load_zeros(memory, stage, place, x_place, tile_m)

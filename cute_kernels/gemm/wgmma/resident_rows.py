@@ -88,7 +88,7 @@ class RowsRoom:
 
     Attributes:
         k_blocks: k blocks of x that there is room for.
-        loads: whether consumer warps load x; if not, it comes by TMA.
+        loads: whether consumer warps load x; if not, TMA loads it.
         scaled: whether inputs are multiplied by factors before limbs are made of them.
         sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
     """

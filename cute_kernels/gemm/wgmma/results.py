@@ -66,7 +66,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
         return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """The store's shared memory: the staging buffers of all warpgroups."""
+        """Returns the store's shared memory: the staging buffers of all warpgroups."""
         return (Region("staging", config.warpgroups * config.staging_bytes, STAGING_ALIGNMENT),)
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -243,7 +243,7 @@ class RangeSplitK(Reduction):
 
     A CTA waits only for the previous one, and only at its end, when it has published all parts that others need
     (docs/design/forward_progress.md). Ranges of less than a tile are refused. Some of them would be the middle of a
-    tile, published only at their end, and others would wait for them, 4 us on an H200.
+    tile, published only at their end. Others would wait for them, 4 us on an H200.
 
     Attributes:
         end: k blocks that take as long as storing a tile's results. A tile counts as that many k blocks more, among

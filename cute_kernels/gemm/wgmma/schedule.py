@@ -180,7 +180,7 @@ class TileSchedule:
 
     @property
     def blocks(self) -> int:
-        """Blocks of output features; those of CTAs that share activations by TMA multicast count as one."""
+        """Blocks of output features; CTAs that share activations by TMA multicast have one block together."""
         return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
 
     @property
@@ -355,8 +355,8 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns configurations of one tile of 64 features a CTA in clusters of four, for layers with few features.
 
-    Up to 64 rows they are those of `dsmem_configs`, with more CTAs. With more rows the partial sums that a CTA receives
-    leave room for four stages only, too few for intra-CTA split-K.
+    Up to 64 rows they have intra-CTA split-K, and tiles as in `dsmem_configs`. With more rows the partial sums that a
+    CTA receives leave room for four stages only, too few for intra-CTA split-K.
     """
     if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []
@@ -385,8 +385,7 @@ def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, in
 
 
 def is_plain(problem: LinearProblem) -> bool:
-    """Returns whether weights and dtype are those that the tables of short products and of many CTAs were measured
-    for."""
+    """Returns whether weights and dtype are those for which short products and `CROWDED_SHAPES` were measured."""
     return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
 
 

@@ -63,7 +63,7 @@ class EntryLimbs(Activations):
         return ROW_WARPS
 
     def k_block_limb_bytes(self, config: RangeConfig) -> int:
-        """Bytes of limbs of a k block of as many rows as there is room for."""
+        """Returns the bytes of the limbs of a k block, of as many rows as there is room for."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def k_block_scale_bytes(self, config: RangeConfig) -> int:
@@ -71,7 +71,7 @@ class EntryLimbs(Activations):
         return ROW_SCALE_BYTES * config.tile_m
 
     def k_block_bytes(self, config: RangeConfig) -> int:
-        """Bytes of limbs of a k block and of their scales."""
+        """Returns the bytes of the limbs of a k block and of their scales."""
         return self.k_block_limb_bytes(config) + self.k_block_scale_bytes(config)
 
     def room_k_blocks(self, config: RangeConfig) -> int:

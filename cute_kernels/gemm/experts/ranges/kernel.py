@@ -158,8 +158,8 @@ class RangeRoles:
     def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
         """Starts loading the chunk of a block that begins at ``k_block``; one lane.
 
-        If the last k block is half a k block, the stage's other half keeps codes of an earlier k block, which meet
-        limbs that are 0. The other half's scales must not be NaN, so they are those of the first half.
+        If the last k block is half a k block, the stage's other half keeps codes of an earlier k block. They are
+        multiplied by limbs that are 0. The other half's scales must not be NaN, so they are those of the first half.
         """
         config, parts = self.config, self.parts
         count = config.chunk_k_blocks

@@ -36,7 +36,7 @@ class MainloopCost(ABC):
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Whether weights are of the format whose scaled decoding the tables in tests/facts/moe.json measure."""
+    """Returns whether weights are of the format whose scaled decoding tests/facts/moe.json measures."""
     return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 
@@ -105,5 +105,5 @@ COSTS: dict[type[Mainloop], MainloopCost] = {
 
 
 def cost_of(mainloop: Mainloop) -> MainloopCost:
-    """The cost model of a mainloop; KeyError if it has none."""
+    """Returns the cost model of a mainloop; KeyError if it has none."""
     return COSTS[type(mainloop)]

@@ -167,7 +167,8 @@ class EntryResults:
 
     @cute.jit
     def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
-        """See `TileReduction`."""
+        """Stages the first column of each row of the work tile, and stores it at the row's assignment: see
+        `TileReduction`."""
         corner = corner_of(self.config, self.places, shape, work_tile, 0)
         self.epilogue.add_bias(operands, shape, store, corner, acc, 0)
         self.epilogue.wait(store)

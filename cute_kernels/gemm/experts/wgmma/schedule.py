@@ -47,7 +47,7 @@ SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
 
 
 class TileShape(NamedTuple):
-    """A tile to choose from; the fields are those of `WgmmaConfig`."""
+    """A tile to choose from; its fields are the same as in `WgmmaConfig`."""
 
     tile_m: int
     n_tiles: int
