@@ -144,6 +144,17 @@ def linear() -> Any:
     return ck.quantized_linear(x, known(64, 64).pack(), out=out)
 
 
+def experts(bias: str) -> Any:
+    gate_up, down = (ck.quantize_experts(torch.zeros(2, n, 64), group_size=64) for n in (128, 64))
+    biases: dict[str, Any] = {
+        "gate_up_bias": torch.zeros(2, 128).bfloat16(),
+        "down_bias": torch.zeros(2, 64).bfloat16(),
+    }
+    ids = torch.zeros(2, 1, dtype=torch.int32)
+    out = biases[bias].view(-1)[:128].view(2, 64)
+    return ck.fused_moe(torch.zeros(2, 64).bfloat16(), gate_up, down, torch.ones(2, 1), ids, **biases, out=out)
+
+
 def bulk(function: Callable[..., Any], **options: Any) -> Any:
     x = torch.zeros(4, 2, 64).bfloat16()
     return function(x, kv_format="bf16", out=x, **options)
@@ -188,6 +199,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "quantize": (lambda: bulk(ck.quantize_kv), "out: got memory that x takes too"),
     "dequantize": (lambda: bulk(ck.dequantize_kv, head_dim=64), "out: got memory that rows takes too"),
     "linear, a part": (linear, "out: got memory that x takes too"),
+    "experts, first bias": (lambda: experts("gate_up_bias"), "out: got memory that gate_up_bias takes too"),
+    "experts, second bias": (lambda: experts("down_bias"), "out: got memory that down_bias takes too"),
 }
 
 

@@ -265,12 +265,6 @@ def out_wanted(out: object, q: torch.Tensor, sizes: tuple[int, ...], why: str) -
 def check_out(out: torch.Tensor, q: torch.Tensor, v_head_dim: int) -> None:
     """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its address and
     strides are not checked."""
-    check_result(out, q, [*q.shape[:3], v_head_dim], ": q's, with the head_dim of V")
-
-
-def check_result(out: torch.Tensor, q: torch.Tensor, wanted: list[int], why: str) -> None:
-    """Checks a result of a given shape, as :func:`check_out` does. why: ends the message, and says where the shape
-    comes from."""
     check_tensors(out=out)
     check_dtype("out", out, q.dtype, why=", that of q")
-    check_shape("out", out, *wanted, why=why)
+    check_shape("out", out, *q.shape[:-1], v_head_dim, why=": q's, with the head_dim of V")

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import (
-    check_dtype,
-    overlaps,
-    shape_of,
-    strides_of,
-)
+from cute_kernels.arguments import check_dtype, overlaps, shape_of, strides_of
 from cute_kernels.attention import checks
 from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
 from cute_kernels.formats.kv import KvFormat, format_of
@@ -90,12 +85,6 @@ def check_new(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> tuple[t
     for name, tensor in (("new_k", new_k), ("new_v", new_v)):
         check_rows(name, tensor)
     return new_k, new_v
-
-
-def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its address and
-    strides are not checked."""
-    checks.check_result(out, q, shape_of(q), ", that of q")
 
 
 def check_query(q: torch.Tensor) -> None:

@@ -23,10 +23,11 @@ from cute_kernels.arguments import (
     check_vector,
 )
 from cute_kernels.attention.call import make_extend_call
+from cute_kernels.attention.checks import check_out
 from cute_kernels.attention.decode import decode_attention
 from cute_kernels.attention.device_values import check_device_values
 from cute_kernels.attention.extend import extend_attention
-from cute_kernels.attention.extend_checks import check_out, check_query
+from cute_kernels.attention.extend_checks import check_query
 from cute_kernels.attention.extend_schedule import decode_sms
 from cute_kernels.attention.options import keys_seen
 from cute_kernels.formats.kv import format_of, format_pair
@@ -119,7 +120,7 @@ def mixed_attention(
     if out is None:
         out = torch.empty_like(q)
     else:
-        check_out(out, q)
+        check_out(out, q, q.shape[-1])
         check_place("out", out, q.device)
         check_contiguous("out", out)
     if 0 < num_decodes < len(seq_lens) and (arguments.DEBUG or q.is_cpu) and not is_compiling():

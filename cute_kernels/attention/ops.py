@@ -19,7 +19,7 @@ from cute_kernels.arguments import (
     check_tensors,
     check_together,
 )
-from cute_kernels.attention import extend_checks, few_queries
+from cute_kernels.attention import few_queries
 from cute_kernels.attention.call import AttentionCall, Given, make_call, make_extend_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.chosen_blocks import as_paged, planned
@@ -255,10 +255,7 @@ def dispatch(given: Given) -> tuple[torch.Tensor, Any]:
     result, lse = operator(*given.tensors.values(), *format_pair(given.kv_format), **named)
     if out is None:
         return result, lse
-    if ends is None:
-        check_out(out, given.q, result.shape[3])
-    else:
-        extend_checks.check_out(out, given.q)
+    check_out(out, given.q, result.shape[-1])
     return written(out, result, ends), lse
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import needs_dispatch
+from cute_kernels.arguments import check_together, needs_dispatch
 from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.plans import keep
 
@@ -179,9 +179,21 @@ class Operator:
     ) -> None:
         self.name = schema.partition("(")[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self.arguments = getattr(torch.ops.cute_kernels, self.name).default._schema.arguments
         _library.impl(self.name, as_kernels(cpu), "CPU")
         _library.impl(self.name, cuda, "CUDA")
-        torch.library.register_fake(f"cute_kernels::{self.name}", meta, lib=_library)
+        torch.library.register_fake(f"cute_kernels::{self.name}", self.together(meta), lib=_library)
+
+    def together(self, meta: Callable[P, ResultT]) -> Callable[P, ResultT]:
+        """The function after a check that tensors are on one device: where one is on "meta", torch calls nothing but
+        the fake function, and what it makes on other devices is memory as it was found."""
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+            named = dict(zip((one.name for one in self.arguments), args, strict=False)) | kwargs
+            check_together(**{name: value for name, value in named.items() if isinstance(value, Tensor)})
+            return meta(*args, **kwargs)
+
+        return run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():  # there is no way back, so nothing may look as if there were

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels import arguments
+from cute_kernels import arguments, decode_attention
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.operator import Operator, launcher, route
 
@@ -178,3 +179,15 @@ def test_an_operator_is_registered_for_tracing():
     x = torch.ones(3)
     assert torch.equal(scaled(x, 2.0), torch.ops.cute_kernels.test_scaled(x, 2.0))
     torch.library.opcheck(torch.ops.cute_kernels.test_scaled.default, (x, 2.0))
+
+
+@pytest.mark.parametrize("moved", ["q", "k_cache", "v_cache", "seq_lens", "sinks"])
+def test_a_compiled_call_with_a_tensor_left_on_meta_is_refused_by_name(moved):
+    """Torch calls the fake function alone there, and its result on the CPU is memory as it was found."""
+    cache = torch.zeros(1, 16, 1, 64).bfloat16()
+    given: dict[str, Any] = {"q": torch.zeros(1, 1, 2, 64).bfloat16(), "k_cache": cache, "v_cache": cache.clone()}
+    given |= {"seq_lens": torch.ones(1, dtype=torch.int32), "sinks": torch.zeros(2)}
+    given[moved] = given[moved].to("meta")
+    call = torch.compile(functools.partial(decode_attention, kv_format="bf16"), backend="eager")
+    with pytest.raises(RuntimeError, match=": got a tensor on (meta|cpu), want it on (meta|cpu), where q is"):
+        call(**given)

@@ -157,6 +157,9 @@ def moe_key(call: MoeCall) -> tuple[Any, ...]:
     )
 
 
+KEPT = "topk_weights", "topk_ids", "gate_up_bias", "down_bias"  # what a result of experts may not lie over
+
+
 def check_moe(call: MoeCall) -> MoeCall:
     """Raises TypeError or ValueError, which name the argument, unless the layer can be computed."""
     gate_up, down = call.gate_up, call.down
@@ -169,8 +172,8 @@ def check_moe(call: MoeCall) -> MoeCall:
     wanted = _moe_wanted(call)
     check_wanted(wanted)
     check_flag("batch_invariant", call.batch_invariant)
-    if call.out is not None:  # x and the biases have been read when the last launch writes
-        check_apart("out", call.out, {"topk_weights": call.topk_weights, "topk_ids": call.topk_ids})
+    if call.out is not None:  # x has been read when the last launch writes
+        check_apart("out", call.out, {name: getattr(call, name) for name in KEPT})
     return call
 
 
