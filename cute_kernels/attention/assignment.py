@@ -1,11 +1,11 @@
 """Decides which tokens a CTA takes, on the device from the lengths: no host synchronisation, one graph for all lengths.
 
-A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles: what a CTA works on at a time. If
-the lengths are alike, every row has as many parts as the launch has CTAs for it. A CTA then takes the part and row of
-its own number, so it may load its first tile before it knows any length. If lengths differ, all rows are cut into parts
-of about equal size, numbered row by row, and CTA i takes unit i. So one request of 100,000 tokens among a thousand
-short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may have more;
-CTAs that are left over have nothing to do.
+A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles, on which one CTA works at a time.
+If the lengths are alike, every row has as many parts as the launch has CTAs for it. A CTA then takes the part and row
+of its own number, so it may load its first tile before it knows any length. If lengths differ, all rows are cut into
+parts of about equal size, numbered row by row, and CTA i takes unit i. So one request of 100,000 tokens among a
+thousand short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may
+have more; CTAs that are left over have nothing to do.
 
 `tests/attention/cut_rows.py` says in plain Python how rows are cut.
 """
@@ -26,9 +26,9 @@ class Requests:
     """Lengths and counts of the requests of a launch; run-time values.
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: the number of tokens at a
-    request's end that its queries see at most (:meth:`.terms.ScoreTerms.reach`); None for all. parts: CTAs of a row.
-    more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: how many
-    parts of about equal size that all requests together are cut into where lengths differ.
+    request's end that its queries see at most (:meth:`.terms.ScoreTerms.reach`); None if they see all. parts: CTAs of a
+    row. more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: how
+    many parts of about equal size that all requests together are cut into where lengths differ.
     """
 
     address: Int64

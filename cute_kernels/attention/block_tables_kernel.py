@@ -27,9 +27,9 @@ from cute_kernels.device.types import extents
 class Lists:
     """The lists of chosen blocks and the block table that they are looked up in: int32 addresses; run-time values.
 
-    strides: elements from one request, KV head and block of a list to the next; count_strides: the same of counts.
-    table: the block table; 0 for contiguous caches, where a request's ``pages`` pages lie one behind the other.
-    table_stride: entries from row to row.
+    strides: elements from one request, KV head and block of a list to the next; count_strides: elements from one
+    request and KV head of the counts to the next. table: the block table; 0 for contiguous caches, where a request's
+    ``pages`` pages lie one behind the other. table_stride: entries from row to row.
     """
 
     blocks: Int64

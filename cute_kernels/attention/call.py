@@ -67,18 +67,18 @@ class AttentionCall:
         k, v: the caches.
         seq_lens: int32 [batch].
         block_table: int32 [batch, max_pages], columns contiguous, or None for contiguous caches.
-        num_kv_heads, max_seq_len: of the caches; max_seq_len is what a request's row of the table, or its contiguous
-            cache, has room for.
+        num_kv_heads, max_seq_len: of the caches; max_seq_len counts the tokens that a request's row of the table, or
+            its contiguous cache, has room for.
         page_size: tokens of a page; max_seq_len for contiguous caches, whose requests are one block each.
         num_blocks: pages of the cache; the batch for contiguous caches.
         head_major: whether the caches are "HND".
-        softmax_scale: the default filled in.
+        softmax_scale: as given, or the default.
         causal: whether keys after the query are hidden; a window implies it.
-        window: None where it would hide nothing.
-        soft_cap: None for none.
+        window: keys that a query sees, itself included; None where the window would hide nothing.
+        soft_cap: None without a soft cap.
         sinks, alibi_slopes: fp32 [num_q_heads], contiguous.
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
-        v_rotation, v_factor: what the kernel has to undo of V's transform (the reference does not look at it).
+        v_rotation, v_factor: the parts of V's transform that the kernel has to undo (the reference ignores them).
         bias: over [batch, q_len, num_q_heads, max_seq_len].
         terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that it has.
         score_tensors: their tensors, by name.

@@ -50,7 +50,7 @@ class FeatureValues:
 
 @dataclass(frozen=True)
 class Results:
-    """Where a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values.
+    """The addresses that a CTA writes to: output, log-sum-exps and workspace; run-time values.
 
     shifts: address of the queries' shifts and the softmax's scale; out_factor: address of the output's factors. Both
     are None without their feature.

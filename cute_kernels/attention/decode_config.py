@@ -41,7 +41,7 @@ class DecodeConfig:
         k, v: how tiles of the two caches are loaded, and their formats.
         q_dtype: dtype of q and out, "bf16" or "fp16"; a 16-bit cache has the same.
         mainloop: which consumer warps multiply what.
-        pipeline: what an SM has in flight.
+        pipeline: the CTAs and tiles that an SM has in flight.
         runs: which bytes of the caches lie together.
         features: what the kernel computes beyond softmax(q K^T) V.
         units: whether rows are cut by their lengths where those differ (see :mod:`cute_kernels.attention.assignment`);
@@ -297,7 +297,7 @@ class DecodeConfig:
         return None
 
     def _problem_of_sizes(self) -> str | None:
-        """Returns why a CTA does not fit an SM."""
+        """Returns why a CTA does not fit an SM, or None."""
         limits = self.limits
         if self.cta_threads > limits.threads:
             most = limits.threads // WARP_THREADS

@@ -220,7 +220,7 @@ class DecodeKernel:
 
     @cute.jit
     def run(self, cta, place, requests, q, row, part):
-        """Starts all loads that a CTA can start before it knows its unit, then finds the unit."""
+        """Starts all loads that a CTA can start before it knows its unit, then finds the unit and processes it."""
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
@@ -254,7 +254,7 @@ class DecodeKernel:
 
     @cute.jit
     def process_expected(self, cta, work, q, query, early, pages, expected):
-        """Processes a unit, which is ``expected`` if its first tile is the early one.
+        """Processes a unit. It is ``expected`` if the early tile is its first tile.
 
         | early | expected, from tile 0, with tokens | the early tile |
         |---|---|---|

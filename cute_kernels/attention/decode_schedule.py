@@ -1,8 +1,8 @@
-"""Chooses the configuration of a call, and the splits and clusters that its rows are cut into. Plain Python, no GPU.
+"""Chooses the configuration of a decode call, and the splits that its rows are cut into. Plain Python, no GPU.
 
-Decode attention reads every byte of the cache once. So its time is what those bytes take at the memory's rate, plus
-what the schedule adds: SMs with smaller shares than others, and the merge of the splits. The model below adds up these
-terms; its constants were measured on an H200 (docs/design/decode_attention.md says how).
+Decode attention reads every byte of the cache once. So its time is that of streaming these bytes at the memory's rate,
+plus two overheads of the schedule: SMs with smaller shares than others, and the merge of the splits. The model below
+adds up all three; its constants were measured on an H200 (docs/design/decode_attention.md says how).
 """
 
 from __future__ import annotations

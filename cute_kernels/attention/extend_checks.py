@@ -75,8 +75,8 @@ def check_positional(**positional: object) -> None:
 
 
 def check_new(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns K and V of the queries' own tokens, or None without them. Checks their strides; sizes and dtypes are
-    checked."""
+    """Returns K and V of the queries' own tokens, or None without them. Checks their strides; the caller has checked
+    sizes and dtypes."""
     if new_k is None and new_v is None:
         return None
     if new_k is None or new_v is None:

@@ -67,10 +67,10 @@ class ExtendConfig(ReadsCache):
             formats in the cache, or formats that unpack alike.
         q_dtype: dtype of q and out, "bf16" or "fp16"; a 16-bit cache has the same.
         head_dim: of q, K, V and out.
-        pipeline: tiles, stages, warps.
+        pipeline: tokens of a tile, stages and producer warps.
         keys: where K and V lie.
         features: what the kernel computes beyond softmax(q K^T) V.
-        merges: whether the result is merged with that of another launch over other keys.
+        merges: whether the result is merged with another launch's result over other keys.
         tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
         tile_rows: packed queries of a work tile. With fewer than 128, queries are columns of MMAs whose rows are keys,
             see :mod:`.mainloops.key_rows`.
@@ -329,7 +329,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def query_code_bytes(self) -> int:
-        """Bytes of a warpgroup's queries in E4M3, which are kept apart from those that are loaded."""
+        """Bytes of a warpgroup's queries in E4M3, which lie apart from the loaded queries; 0 without FP8 products."""
         return 0 if self.fp8 is None else WARPGROUP_ROWS * self.columns
 
     @property

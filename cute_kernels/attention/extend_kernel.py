@@ -1,9 +1,9 @@
 """Extend attention: many new queries over a cache, in one warp-specialised, persistent launch.
 
 A CTA draws work tiles of 128 rows (positions x heads of a KV head's group) from a counter (:mod:`.work_tiles`).
-Producer warps fill tiles of 128 keys and of 128 values in shared memory, by TMA (`.loads.tma`) or by decoding rows of
-codes once for all 128 rows of queries (:mod:`.loads.rows`). Two consumer warpgroups multiply them
-(:mod:`.mainloops.tiles`).
+Producer warps fill tiles of keys and of values in shared memory, 128 tokens at head_dim 128. They load 16-bit tiles by
+TMA (:mod:`.loads.tma`) and decode rows of codes once for all 128 rows of queries (:mod:`.loads.rows`). Two consumer
+warpgroups multiply them (:mod:`.mainloops.tiles`).
 
     warps                    what they do
     0 to 3, 4 to 7           consumers: the first and the last rows of a work tile (of key rows: 64 of a

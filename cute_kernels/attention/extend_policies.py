@@ -1,5 +1,5 @@
 """The policies that an extend attention kernel is composed of, as data. They say how tiles are loaded, where keys and
-values lie, what unpacks them, and the numbers that these share. There are no GPU types here."""
+values lie, and what unpacks them. The numbers that they share stand here, too. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class RaggedKeys:
 
 @dataclass(frozen=True)
 class Fp8Products:
-    """How E4M3 operands are multiplied, see :mod:`.mainloops.two_level`.
+    """The order in which E4M3 operands are multiplied, see :mod:`.mainloops.two_level`.
 
     behind: whether P V of a block runs during the next block's softmax, in accumulators of its own. Otherwise it runs
     before the next block's Q K, in the same registers.

@@ -1,4 +1,4 @@
-"""Chooses the configuration of a call. Plain Python, no GPU."""
+"""Chooses the configuration of an extend call. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
 
 
 def choose(problem: AttentionProblem) -> ExtendConfig:
-    """Returns the configuration of a problem."""
+    """Returns the configuration that reads the cache as it lies."""
     formats = problem.k_format, problem.v_format
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),
@@ -253,7 +253,7 @@ def choose_splits(
     tile_heads: int = 1,
     value_parts: int = 1,
 ) -> int:
-    """Returns the number of parts that each work tile's keys are cut into, such that the busiest CTA has least work.
+    """Returns the number of parts that each work tile's keys are cut into, so that the busiest CTA has the least work.
 
     Lengths are known on the device alone. Queries count as if all requests had equally many, and keys as if all had
     max_seq_len.

@@ -35,8 +35,8 @@ class DecodeLaunch:
     Attributes:
         send: the compiled kernel, bound to its constant arguments; it takes the other arguments
             (:mod:`cute_kernels.attention.arguments`) by name, and finds further ones in ``options`` and ``new``. In
-            native code it compares the shape, strides, dtype, alignment and device of every tensor that it is given
-            with what it was compiled for, and launches on torch's current stream of the tensors' device.
+            native code it compares the shape, strides, dtype, alignment and device of every tensor with its compiled
+            signature. It launches on torch's current stream of the tensors' device.
         new_out, new_lse: shapes and dtypes of results that the caller gives no tensor for.
         k_view, v_view: dtypes that the function takes the caches as, None for their own.
         num_words: of workspace, 0 if there is nothing to combine.
@@ -57,8 +57,8 @@ class DecodeLaunch:
     def launch(
         self, given: Given, partials: torch.Tensor | None = None, new: tuple[Any, ...] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
-        asked for).
+        """Launches on the current stream of the plan's device, which is the current device. Returns (out or a new
+        tensor, lse if asked for).
 
         ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: for a
         decode step in one launch: k and v of the newest tokens, [batch, num_kv_heads, head_dim] each, and where a
@@ -129,7 +129,7 @@ class ExtendLaunch:
         num_sms: SMs that a launch may use.
         max_seq_len: tokens that a request may have.
         num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
-        combine: the compiled kernel that puts splits together, its arguments by name; None where there are never any.
+        combine: the compiled kernel that combines splits, its arguments by name; None where keys are never split.
     """
 
     send: Callable[..., Any]
@@ -291,8 +291,8 @@ class ExtendLaunches:
     newer: ExtendLaunch | None = None
 
     def launch(self, given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream of the plan's device, which is the current one: (out or a new one, lse if
-        asked for)."""
+        """Launches on the current stream of the plan's device, which is the current device. Returns (out or a new
+        tensor, lse if asked for)."""
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, cu_seqlens_q = given
         assert isinstance(options, dict) and cu_seqlens_q is not None
         if out is None:

@@ -75,7 +75,7 @@ def merge_over_ranks(
     Args:
         out, lse: this rank's, as `merge_states` takes them, of one shape on all ranks. A rank whose part has no keys
             passes lse -inf.
-        group: the ranks whose parts make a whole; default: all.
+        group: the ranks that hold the parts; default: all ranks.
 
     Returns:
         (out, lse) for all keys. Parts are merged in the order of the ranks, so every rank has the same bits; they are

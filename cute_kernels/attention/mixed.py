@@ -1,7 +1,7 @@
 """Batches in which some requests decode and others prefill: two kernels run concurrently, each with its own requests.
 
-One query a request is limited by bandwidth, hundreds are limited by MMAs. Over 16-bit caches the two kernels leave each
-other what they need, if both have SMs to run on. So a prefill leaves some SMs free, and decoding runs on these. Over
+One query a request is limited by bandwidth, hundreds are limited by MMAs. Over 16-bit caches the two kernels do not
+slow each other much, if both have SMs to run on. So a prefill leaves some SMs free, and decoding runs on these. Over
 codes both need all SMs, and the kernels run one after the other; docs/design/extend_attention.md has the figures.
 """
 

@@ -29,7 +29,7 @@ class CacheOperand:
 
     Attributes:
         cache: 4 dimensions as the call's layout orders them; rows are contiguous, other strides free.
-        form: its format.
+        form: the cache's format.
         head_dim: elements that a row stands for.
         block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
             or KV head to the next. The row of a token lies at block * block_stride + place in the block * token_stride
@@ -67,8 +67,8 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """An additive bias, fp32 or bf16. The element for request b, query i, head h and key j is b * strides[0] + i *
-    strides[1] + h * strides[2] + j * strides[3], with strides 0 where it repeats."""
+    """An additive bias, fp32 or bf16. The element for (request, query, head, key) is found at the dot product of this
+    index with ``strides``, which are 0 where the bias repeats."""
 
     tensor: torch.Tensor
     strides: tuple[int, int, int, int]

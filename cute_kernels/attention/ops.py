@@ -1,6 +1,7 @@
 """Calls the kernels: plan and launch in eager mode, the reference on a CPU, registered operators under torch.compile.
 
-Both calls of attention share this path: extend attention's has ``cu_seqlens_q``, decode attention's has none.
+Both calls of attention share this path: a call of extend attention has ``cu_seqlens_q``, one of decode attention has
+none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part of a call that stays the same from call to call: compiled kernels, their numbers, and what decides between
+"""The part of a call that stays the same from call to call: compiled kernels, their numbers, and the choice between
 them."""
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def _decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """Returns (arguments that follow from the plan alone, places of those that are looked up in the options of a
-    call)."""
+    """Returns (arguments that follow from the plan alone, where in a call's options the other arguments are looked
+    up)."""
     config = schedule.config
     features = config.features
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
@@ -345,8 +345,8 @@ def lies_in_maps(call: AttentionCall) -> bool:
 
 
 def _lies_in_maps(operand: CacheOperand) -> bool:
-    """Returns whether a tensor map can describe K or V. Rows of a multiple of 16 bytes may lie anywhere; others must be
-    those of a token, one head's after the other's."""
+    """Returns whether a tensor map can describe K or V. Rows of a multiple of 16 bytes may lie anywhere; in others, a
+    token's heads must lie one after the other."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
@@ -400,7 +400,7 @@ def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., A
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
-    """Returns the specs of all kernels that calls with ``config`` may launch, except those of new tokens.
+    """Returns the specs of all kernels that calls with ``config`` may launch, except the kernels over new tokens.
 
     splits: whether keys may be cut.
     """

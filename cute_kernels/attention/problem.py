@@ -1,4 +1,4 @@
-"""What a call computes, as far as its schedule depends on it. Plain Python, no GPU."""
+"""The problem of a call: the properties that its schedule depends on. Plain Python, no GPU."""
 
 from __future__ import annotations
 

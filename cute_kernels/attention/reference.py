@@ -3,7 +3,7 @@
 The last `q_len` tokens of each request attend to the first `seq_lens[b]` tokens of its K and V cache. Everything is
 written for reading: fetch and dequantise a block of tokens, score, mask, running softmax, accumulate. The loop over
 blocks of tokens exists only to bound memory; softmax state carries over between blocks as in FlashAttention's online
-softmax (Milakov and Gimelshein, 2018), so the result does not depend on the block size beyond rounding.
+softmax (Milakov and Gimelshein, 2018). So the result does not depend on the block size beyond rounding.
 
 For one query at position p, one key at position j and query head h:
 

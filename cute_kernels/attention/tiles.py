@@ -23,10 +23,11 @@ BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take wh
 
 
 def map_paddings(token_words: int) -> tuple[int, ...]:
-    """Returns two numbers of words that a tensor map may load besides those of a token's heads.
+    """Returns two numbers of words that a tensor map may load besides the words of a token's heads.
 
-    A tensor map loads whole vectors and begins at one. So up to three words before the heads' own come along, or none
-    or two where their number is even. The second choice has one vector more, which may spare bank conflicts.
+    A tensor map loads whole vectors and begins at one. So up to three words before the heads' own words come along;
+    none or two if the heads have an even number of words. The second choice has one vector more, which may spare bank
+    conflicts.
     """
     before = {0: 0, 2: 2}.get(token_words % MAP_WORDS, MAP_WORDS - 1)
     least = -(-(token_words + before) // MAP_WORDS) * MAP_WORDS - token_words

@@ -82,7 +82,8 @@ def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any
     """Returns the transformed inputs of a call with these options.
 
     Raises:
-        TypeError, ValueError: the transform is none, does not fit, or would have to be undone inside the kernel.
+        TypeError, ValueError: ``transform`` is no transform, does not fit, or would have to be undone inside the
+            kernel.
     """
     check_transform("transform", transform)
     new_k, new_v = options["new_k"], options["new_v"]

@@ -116,8 +116,8 @@ class Lengths:
     """The lengths of a launch; addresses of int32.
 
     cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, for ragged keys, where each request's begin, [batch + 1]. counter:
-    of work tiles, None where there is none. prefix_only: 1 if a request's last tokens, the queries' own, are left to
-    another launch, else 0.
+    of work tiles; None for a launch without a counter. prefix_only: 1 if a request's last tokens, the queries' own, are
+    left to another launch, else 0.
     """
 
     cu_seqlens_q: Int64
@@ -153,7 +153,7 @@ def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
 
 
 class Worker:
-    """Finds work tiles and what they see, for a configuration and its score options."""
+    """Finds work tiles and the keys that they see, for a configuration and its score options."""
 
     def __init__(self, config: ExtendConfig, terms: ScoreTerms):
         self.terms = terms

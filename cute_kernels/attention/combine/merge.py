@@ -7,8 +7,8 @@ between a split's result and the combined output. (The idea of data that announc
 protocol.)
 
 EMPTY is a NaN that no arithmetic yields: the hardware's own NaN is 0x7fffffff. A combiner waits for CTAs of lower
-index, and for other combiners of its row, which have stored their results before they wait. CTAs of a grid start in
-the order of their index, so whatever a combiner waits for has started, or is among fewer CTAs than the GPU holds:
+index, and for other combiners of its row, which have stored their results before they wait. CTAs of a grid start in the
+order of their index. So a CTA that a combiner waits for has started, or is among fewer CTAs than the GPU holds:
 docs/design/forward_progress.md.
 """
 

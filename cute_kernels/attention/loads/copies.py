@@ -230,7 +230,7 @@ class TileCopier:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Where a CTA's tiles are copied from and to; run-time values."""
+    """The source and destination of a CTA's tiles; run-time values."""
 
     ring: Int32  # shared-memory address
     pipeline: Pipeline

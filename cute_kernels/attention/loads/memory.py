@@ -119,7 +119,7 @@ class ExtendMemory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of K or V lie in global memory; run-time values.
+    """The place of K's or V's rows in global memory; run-time values.
 
     Attributes:
         base: address of the first row.
@@ -152,7 +152,7 @@ class Rows:
 @dataclass(frozen=True)
 class Source:
     """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches (:mod:`.tma`), else None.
-    tile_scales: for unpacked keys, the address of those of :class:`.unpack.UnpackTarget`."""
+    tile_scales: for unpacked keys, the address of ``tile_scales`` of :class:`.unpack.UnpackTarget`."""
 
     keys: Rows
     values: Rows

@@ -5,9 +5,9 @@ A warp loads 32 neighbouring words of a row, or of several consecutive rows. A l
 become 8 or 16 bytes of the tile. So neither loads nor stores have bank conflicts, and a store's address is one of few
 per lane plus a constant.
 
-Half of the warps decode K, half V. A warp issues the loads of its rows of the next tile when it has decoded those of
-this one, and then waits until the tile is free. It issues no loads in between: the hardware counts a thread's loads
-together, so a warp that decodes would wait for all of them. The pages of a tile are loaded one tile ahead.
+Half of the warps decode K, half V. When a warp has decoded its rows of one tile, it issues the loads of the next tile's
+rows, then waits until that tile is free. It issues no loads in between: the hardware counts a thread's loads together,
+so a warp that decodes would wait for all of them. The pages of a tile are loaded one tile ahead.
 
 Byte codes with one scale for a head or tensor become fp16 numbers without the scale. A row's scale is multiplied in, in
 fp16, up to a power of 2 that a warp's rows have in common (:mod:`.powers`). K's warps read V's scales, too: consumers
@@ -97,8 +97,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a warp's rows of a tile lie: registers, one for each run. entries, places: what :meth:`.pages.Pages.ask`
-    returns for the run's first row."""
+    """The places of a warp's rows of a tile: registers, one for each run. entries, places: what
+    :meth:`.pages.Pages.ask` returns for the run's first row."""
 
     entries: RegisterTensor[Int32]
     places: RegisterTensor[Int32]
@@ -177,7 +177,7 @@ class CodedRows:
 
     @cute.jit
     def load(self, held: Held, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
-        """Starts loading a warp's rows of a block; those that no query of the request sees become zeros."""
+        """Starts loading a warp's rows of a block; rows that no query of the request sees become zeros."""
         rows = source.rows(self.operand)
         first = block * self.tile_tokens + warp * self.warp_rows
         low = cutlass.max(first_valid - first, 0)
@@ -212,7 +212,7 @@ class CodedRows:
             scales[k] = load_word_below(row - low, count, address)
 
     def scale_place(self, lane, k: int) -> tuple[Any, Any]:
-        """Returns (row, group) of a lane's ``k``-th scale, among those of the warp."""
+        """Returns (row, group) of a lane's ``k``-th scale; the row is counted among the warp's."""
         if self.num_groups == 1:
             return lane % self.warp_rows, 0
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
@@ -257,7 +257,7 @@ class CodedRows:
         return ptx.load_global_words(address, offset, 1)[0]
 
     def lane_place(self, lane) -> tuple[Int32, Int32]:
-        """Returns (row, word) of a lane's part of a load, among those of the load."""
+        """Returns (row, word) of a lane's part of a load; both are counted within the load."""
         if self.row_units < WARP_THREADS:
             return lane // self.row_units, lane % self.row_units
         return Int32(0), lane
@@ -334,8 +334,8 @@ class RowProducer:
     """The producer warps of a cache of codes, of K, of V or of both: half of the warps fill K's tiles, half V's.
 
     Where K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2
-    with K's tile. If V's rows have scales and K is not decoded, K's warps read these scales: each reads those of one
-    of V's warps.
+    with K's tile. If V's rows have scales and K is not decoded, K's warps read these scales: each reads the scales of
+    one V warp's rows.
     """
 
     def __init__(self, config: ExtendConfig):

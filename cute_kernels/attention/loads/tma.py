@@ -1,7 +1,7 @@
 """The producer of 16-bit caches: TMA tiles of 128-byte rows in the 128-byte swizzle, without decoding.
 
-Where a block reaches beyond the tokens that a request has (and some query sees), its rows are copied one by one and the
-others become zeros. Memory there may hold anything, and NaN times a probability of 0 is NaN.
+A block may reach beyond the tokens that a request has and some query sees. Its valid rows are then copied one by one,
+and the others become zeros. Memory there may hold anything, and NaN times a probability of 0 is NaN.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class TmaTileProducer:
                 cute.copy(atom, origin, target, tma_bar_ptr=pipeline.full_barrier(state))
 
     def parts_before(self, operand: int, work):
-        """Returns the parts of a row that lie before the one that a work tile has."""
+        """Returns how many parts of a row lie before the work tile's part."""
         return work.value_part if operand == VALUES and self.config.value_parts > 1 else 0
 
     @cute.jit

@@ -7,10 +7,10 @@ For FP8 products rows stay codes: K's as they are, V's with rows and columns exc
 
 A CTA takes a tile of one KV head, of K or of V. All of its UNPACK_WARPS warps do the same, and wait for each other only
 at barrier 0, where tiles have a scale. A warp issues the loads of all of its rows at once, and decodes them when they
-have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. A tile holds what a decoding
-producer would have put there, except that a row's fp32 scale is multiplied in: the product with the code is rounded
-once, to fp16. To allow any scale, a tile has a power of 2 that its numbers are to be multiplied by (:mod:`.powers`).
-Its warps exchange their rows' greatest scale for it, and attention gets it with the tile.
+have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. A tile holds the numbers that a
+decoding producer would have written, except that a row's fp32 scale is multiplied in: the product with the code is
+rounded once, to fp16. To allow any scale, a tile has a power of 2 that its numbers are to be multiplied by
+(:mod:`.powers`). Its warps exchange their rows' greatest scale for it, and attention gets it with the tile.
 
 Code that runs once a tile must be short: it comes through the instruction cache as rows come through memory.
 
@@ -67,8 +67,8 @@ class UnpackSizes:
 
 @dataclass(frozen=True)
 class UnpackTarget:
-    """Where rows are written; addresses. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales: fp32
-    [batch, kv_heads, tiles, 4]: the factor of K's tile, 0, log2 of the factor of V's, its reciprocal."""
+    """The addresses that rows are written to. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales:
+    fp32 [batch, kv_heads, tiles, 4]: the factor of K's tile, 0, log2 of the factor of V's, its reciprocal."""
 
     keys: Int64
     values: Int64
@@ -237,8 +237,8 @@ class UnpackKernel:
 
     @cute.jit
     def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
-        """Decodes what a warp holds of a tile into the target's rows, whose first is at ``address``. factor: by which
-        rows' scales are multiplied."""
+        """Decodes a warp's loaded words of a tile into the target's rows, the first of them at ``address``. factor:
+        rows' scales are multiplied by it."""
         below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
         unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane
         own = address + Int64(below * self.row_bytes + unit * rows.unit_bytes)
@@ -255,7 +255,7 @@ class UnpackKernel:
                 ptx.store_global(own, words, offset=offset)
 
     def store_codes(self, operand: int, held, tile: Int64, first: Int32, lane) -> None:
-        """Stores what a warp holds of a tile, 16 rows from ``first`` on, into the tile at an address. K's rows stay
+        """Stores a warp's codes of a tile, 16 rows from ``first`` on, into the tile at address ``tile``. K's rows stay
         rows; V's rows become columns, see `mainloops.fp8`. A lane's words are 4 columns of each row."""
         words = [held.words[k] for k in range(self.config.warp_rows)]
         if operand == KEYS:

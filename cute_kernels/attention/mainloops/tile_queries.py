@@ -42,7 +42,8 @@ def query_row(shape, work, row):
 
 @dataclass(frozen=True)
 class QueryRows:
-    """Where queries lie, each one's heads together; run-time values. token_bytes: from a query to the next one."""
+    """The place of queries in global memory; a query's heads lie together. Run-time values. token_bytes: from a query
+    to the next one."""
 
     base: Int64
     token_bytes: Int64

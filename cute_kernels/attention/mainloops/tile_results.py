@@ -126,8 +126,9 @@ class ResultWriter:
         return [factor * scale.bitcast(Float32) for scale in scales]
 
     def merge(self, operands, work, number, reference, total, lane) -> tuple[Any, ...]:
-        """Merges a row with the other launch's. Returns the common reference and total, the factor of its own
-        accumulators, and the other's values times their weight, of the thread's columns in order."""
+        """Merges a row with the other launch's result. Returns (common reference, total, factor of the row's own
+        accumulators, the other result's values times their weight). The values are in the order of the thread's
+        columns."""
         other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
         common, (own, weight) = weights_of([reference, other])
         address = operands.other_out + Int64(number) * (self.config.head_dim * ELEMENT_BYTES)

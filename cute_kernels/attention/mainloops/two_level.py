@@ -1,4 +1,4 @@
-"""Two-level accumulation: the values of a block in the tensor cores' accumulators, those of all blocks in fp32.
+"""Two-level accumulation: the tensor cores add up P V of one block, and fp32 sums in registers add up all blocks.
 
 The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. A block's
 accumulators begin at zero, and are then added to fp32 sums of the same thread. On the way, the fp32 sums are multiplied
@@ -26,7 +26,7 @@ from cute_kernels.device.softmax import row_of
 
 
 class TwoLevelSums:
-    """Processes the blocks of a configuration's consumer; arguments as `tiles.Consumer` has them."""
+    """The processing of blocks for FP8 products; arguments as `tiles.Consumer` has them."""
 
     def __init__(self, config: ExtendConfig, consumer: Any):
         assert config.fp8 is not None
@@ -83,7 +83,8 @@ class TwoLevelSums:
         return part
 
     def add(self, rows, sums, part, factors, memory, state, lane) -> None:
-        """Waits for a block's accumulators and adds them to the sums of all blocks; those of ones go to the totals."""
+        """Waits for a block's accumulators and adds them to the sums of all blocks. The products of ones go to the
+        totals."""
         wgmma_tiles.wait()
         for i, value in enumerate(wgmma.wait_all([part[i] for i in range(self.products.rows // 2)])):
             row = row_of(i)

@@ -112,7 +112,8 @@ class WarpMainloop:
 
     @cute.jit
     def share_query(self, cta, vectors):
-        """Writes what the key reader needs of a role's queries to shared memory. Returns the lane's address of it."""
+        """Writes a role's queries, as the key reader needs them, to shared memory. Returns the lane's address of
+        them."""
         config, roles = self.config, cta.roles
         role = cta.warp % config.num_roles
         address = cta.queries + role * config.role_query_bytes + cta.lane * QUERY_VECTOR_BYTES

@@ -6,7 +6,7 @@ the probabilities; K and V may be of different formats. `int4` and `bytes` say h
 any format that can make fp16 numbers of its codes.
 
 Every method runs in all lanes of a warp. ``g = lane // 4`` and ``t = lane % 4``; ``j`` in 0..3 numbers the row halves
-of a block, so that a lane holds the tokens ``(g, j)`` as scores, and ``column`` its query heads: ``2 block + c`` for
+of a block: a lane holds the scores of tokens ``(g, j)``. ``column`` numbers the lane's query heads: ``2 block + c`` for
 query head ``2t + c`` of a block of 8.
 """
 

@@ -4,10 +4,10 @@ Every code is a number that fp16 holds exactly, so bytes become operands without
 
 - E4M3: the hardware converts pairs of neighbouring bytes.
 - E5M2 is the upper byte of an fp16: bytes are put in place.
-- INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24, which
-    tensor cores multiply exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias.
-    For K the addition is saved: 128 * sum(Q), which every key has too much, is taken off where the dot products start.
-    The usual magic number (a byte 0x64 in front, FasterTransformer) costs a register for it or a move for each use.
+- INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24. Tensor
+  cores multiply it exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias. For K
+  the addition is saved: 128 * sum(Q), which every key has too much, is taken off where the dot products start. The
+  usual magic number (a byte 0x64 in front, FasterTransformer) costs a register for it or a move for each use.
 
 A scale in the row stays out of the elements: scores are multiplied by it, and so are probabilities on their way through
 the MMA, whose softmax reference bounds the product (see :mod:`.int4`). A scale given beside the cache touches nothing
@@ -61,7 +61,7 @@ class Codes:
 
 
 class Int8Codes(Codes):
-    """INT8 codes: operands are subnormal, and those of keys as if codes began at 0."""
+    """INT8 codes: operands are subnormal numbers. Operands of keys are 128 too large, as if codes began at 0."""
 
     unit, key_offset = SUBNORMAL_UNIT, 128.0
 
@@ -115,7 +115,8 @@ class _ByteKeys(CodeKeyReader):
         self.sum_factor = -self.codes.key_offset / self.codes.unit if self.codes.key_offset else None
 
     def _fetch_words(self, addresses, num_units: int, lane: Int32):
-        """Returns [block][unit] words of the lane's columns: neighbours, four or (as many as an MMA contracts) two."""
+        """Returns [block][unit] words of the lane's columns: four neighbours, or two where an MMA contracts 8
+        columns."""
         column_bytes = 2 * self.lane_codes
         count = self.lane_codes // 2
         first = lane % 4 * column_bytes
@@ -280,7 +281,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         return result
 
     def _output_scales(self, state: State, chunk: int):
-        """Returns what the lane's two columns of a chunk are multiplied by, or None."""
+        """Returns the factors of the lane's two columns of a chunk, or None."""
         if self.given_scale is None:
             return None if self.codes.unit == 1.0 else [self.codes.unit] * 2
         if self.given_scale != "channel":

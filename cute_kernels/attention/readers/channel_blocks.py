@@ -5,12 +5,12 @@ With k_tc = scale_c q_tc + shift_c over a block of tokens t,
     S_t = sum_c q_tc (scale_c Q_c) + sum_c shift_c Q_c
 
 so scales go into the queries, once a block: two fp16 numbers an instruction, for each B register of the codes' MMAs.
-The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators, alike in all rows, are the start
-of those of the codes. Per block of 32 tokens and 128 columns that is 16 packed products (8 more for the shifts) and 8
-MMAs, where rows with four groups spend a conversion, a product and a sum on each group, row and query.
+The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators, alike in all rows, are what the
+codes' MMAs start from. Per block of 32 tokens and 128 columns that is 16 packed products (8 more for the shifts) and 8
+MMAs. Rows with four groups would spend a conversion, a product and a sum on each group, row and query.
 
-The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6, and 16 times a shift
-is an fp16 number (registers of high nibbles hold a 16th of their queries, see `.int4`).
+The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6. 16 times a shift is an
+fp16 number, too, since registers of high nibbles hold a 16th of their queries (see `.int4`).
 
 **The tail.** The block that is not full yet lies in 16 bits beside the cache, in a ring of 64 rows a sequence. Its rows
 are A operands as they lie; the queries' pairs are put in the same order.
@@ -65,8 +65,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
         """Returns the lane's pairs of scales (kind 0) or shifts (kind 1) of a unit: words r = 0..3, for columns r and r
         + 4.
 
-        Lane t takes word t of each of four vectors of four words. Where a row's header is one vector, ldmatrix loads it
-        as an 8 x 8 matrix of equal rows, without bank conflicts.
+        Lane t takes word t of each of four vectors of four words. Where a row's header is one vector, ldmatrix loads
+        each vector as an 8 x 8 matrix of equal rows, without bank conflicts.
         """
         address = state.scale_offset + tile_address
         rows = RUN_WORDS // self.tile.header_words  # that a vector lies in

@@ -84,7 +84,7 @@ class CodeKeyReader:
         num_groups: groups of columns with their own sums of queries.
         units_per_group: units of columns of a group.
         pairs: for each B register of a unit, the lane's codes that it meets, low half and high half.
-        factors: for each B register of a unit, what queries are multiplied by, as the codes they meet are worth more.
+        factors: for each B register of a unit, the factor of queries; it evens out that the codes they meet count more.
         code_unit: 1 / the value of the operand that stands for code 1.
         sum_factor: ``query_sums`` are the queries' sums per group times this; None where they are not needed.
         query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).

@@ -1,10 +1,10 @@
 """Turns INT4 rows into MMA operands.
 
 Nibbles become fp16 operands without an arithmetic instruction: a nibble masked out of a word at bit 0 or 4 of a 16-bit
-half *is* an fp16 subnormal, q * 2**-24 or q * 2**-20, which tensor cores multiply exactly and at full speed. The factor
-16 between the two positions is taken into Q (exact) and into the output rows. So 8 elements of K cost one shift and
-four masks; V, whose pairs run along tokens, costs two byte permutes more per 16 elements. The usual magic-number decode
-(Kim et al. 2022, "Who says elephants can't run", FasterTransformer) needs an exact subtraction per pair on top.
+half *is* an fp16 subnormal, q * 2**-24 or q * 2**-20. Tensor cores multiply subnormals exactly and at full speed. The
+factor 16 between the two positions is taken into Q (exact) and into the output rows. So 8 elements of K cost one shift
+and four masks; V, whose pairs run along tokens, costs two byte permutes more per 16 elements. The usual magic-number
+decode (Kim et al. 2022, "Who says elephants can't run", FasterTransformer) needs an exact subtraction per pair on top.
 
 Scale and shift stay out of the elements: with x = q * scale + shift,
     S = scale_t * (q_t . Q) + shift_t * sum(Q)            per group of columns

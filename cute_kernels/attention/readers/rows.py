@@ -39,7 +39,7 @@ class RowLoads:
         return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
 
     def _load_codes(self, address: Int32, offset: int) -> Any:
-        """Loads what a lane decodes at once: a word, or a list of the words of its run."""
+        """Loads the codes that a lane decodes at once: a word, or a list of the words of its run."""
         if self.tile.run_words == 1:
             return ptx.load_shared(address, offset)
         return [ptx.load_shared(address, offset + WORD_BYTES * i) for i in range(self.tile.run_words)]
@@ -56,7 +56,7 @@ class RowLoads:
 class RowKeyReader(RowLoads, CodeKeyReader):
     """Scores raw rows: per group of columns, an MMA over the codes, then the row's header.
 
-    Subclasses make operands of codes, and say what a group's product is worth.
+    Subclasses make operands of codes, and scale a group's product.
     """
 
     def __init__(self, config: DecodeConfig):

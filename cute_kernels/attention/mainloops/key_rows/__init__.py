@@ -1,10 +1,10 @@
 """Extend attention of few queries over codes: keys times queries.
 
 A request's 17 queries of 4 heads are 68 rows, of which tiles of 128 rows waste half. Here keys are the 64 rows of a
-product and queries its columns, 72 or fewer of them: S^T = K Q^T and O^T = V^T P^T. Codes become A operands in the
-registers of the warps that multiply; queries and probabilities lie in shared memory. docs/design/extend_attention.md,
-"17 queries: keys times queries", has the numbers.
+product and queries its columns, at most 72: S^T = K Q^T and O^T = V^T P^T. Codes become A operands in the registers of
+the warps that multiply; queries and probabilities lie in shared memory. docs/design/extend_attention.md, "17 queries:
+keys times queries", has the numbers.
 
-`memory` says what lies where, `copies` brings raw rows, `codes` makes operands of them, `multiply` has the consumer
-warps' loop, `queries` and `results` its begin and end.
+`memory` lays out shared memory, `copies` loads raw rows, and `codes` makes operands of them. `multiply` has the
+consumer warps' loop, `queries` and `results` its begin and end.
 """

@@ -220,7 +220,8 @@ class RawRowProducer:
         self.tiles = tuple(TileRows(config, operand, self.runs, by_tma) for operand in (KEYS, VALUES))
 
     def make_maps(self, k_cache, v_cache):
-        """Makes the tensor maps of K and of V, see :meth:`TileRows.make_map`; None without. Runs on the host."""
+        """Makes the tensor maps of K and of V, see :meth:`TileRows.make_map`; None if no maps are used. Runs on the
+        host."""
         if not self.tiles[KEYS].by_tma:
             return None
         head_major = self.config.features.head_major

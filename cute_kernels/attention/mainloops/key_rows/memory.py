@@ -46,7 +46,7 @@ class KeyRowsMemory:
 
     Attributes:
         tile_pointer, tiles: raw codes of K's stages, then V's.
-        headers: [stage][header words of K, then those of V][token], a word each.
+        headers: [stage][header words of K, then of V][token], a word each.
         queries: of each head a B operand [tile_rows, head_dim], by slabs of 64 columns.
         probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
         told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: numbers that warps exchange.

@@ -2,14 +2,14 @@
 
 A warp scores 16 tokens, and accumulates a quarter of the values' columns over all of its warpgroup's tokens. So the
 four warps share probabilities and a softmax reference. They write probabilities under the current reference. The
-barrier after which these are read also tells whether one of them was too large; only then is the reference raised, and
-they are written again.
+barrier after which probabilities are read also tells whether one of them was too large. Only then do the warps raise
+the reference and write their probabilities again.
 
-A warpgroup issues all of its MMAs in one turn: scores of a block, then values of the one before, which become operands
-while the scores are computed. Its softmax overlaps with the other warpgroup's turn. A warp that issues MMAs with
-register operands waits for the ones before, so all else stands before or after a turn. A block is a chain of waits, so
-codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are loaded after the block before, whose
-softmax hides the test whether they have arrived.
+A warpgroup issues all of its MMAs in one turn: scores of a block, then values of the block before, which become
+operands while the scores are computed. Its softmax overlaps with the other warpgroup's turn. A warp that issues MMAs
+with register operands waits for the ones before, so all else stands before or after a turn. A block is a chain of
+waits, so codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are loaded after the block
+before, whose softmax hides the test whether they have arrived.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Ahead:
     Attributes:
         codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
         state: where its tiles are in the pipeline.
-        missing: whether there is such a block, and its tiles had not arrived when asked.
+        missing: whether there is a next block whose tiles had not arrived when asked.
         source: the stage to load from. After the last block it is the current stage, and the codes are not used.
         start: the address of the lane's keys in that stage.
     """
@@ -401,8 +401,8 @@ class KeyRowsConsumer:
         return ptx.pinned(Int32(cutlass.select_(masked, Int32(1), Int32(0))))
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
-        """Loads the scales of the lane's two tokens, the first its warpgroup's ``row``; none where rows have none. The
-        loads overlap with MMAs."""
+        """Loads the scales of the lane's two tokens, the first its warpgroup's ``row``; returns none where rows have no
+        scales. The loads overlap with MMAs."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
@@ -412,7 +412,8 @@ class KeyRowsConsumer:
 
     @cute.jit
     def mask(self, shape, features, work, s, place, token: Int32):
-        """Hides keys that a query does not see. token: the lane's first one; its other one is 8 further on."""
+        """Hides keys that a query does not see. token: the lane's first token; its second one is 8 tokens further
+        on."""
         for column in cutlass.range_constexpr(self.columns):
             row = work.first_row + 8 * (column // 2) + 2 * (place.lane % 4) + column % 2
             _, query, _ = query_row(shape, work, row)
