@@ -1,4 +1,5 @@
-"""Decides which tokens a CTA takes, on the device from the lengths: no host synchronisation, one graph for all lengths.
+"""Decides on the device, from the lengths, which tokens a CTA takes: no host synchronisation, one graph for all
+lengths.
 
 A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles, on which one CTA works at a time.
 If the lengths are alike, every row has as many parts as the launch has CTAs for it. A CTA then takes the part and row

@@ -11,12 +11,12 @@ ROWS_WRITTEN = 10
 
 
 def announce_ready(config: DecodeConfig) -> None:
-    """A producer warp arrives: the ring's barriers are initialised. It does not wait."""
+    """Arrives, in a producer warp, once the ring's barriers are initialised; does not wait."""
     cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
 def await_ready(config: DecodeConfig) -> None:
-    """A consumer warp waits until all producer warps have arrived."""
+    """Waits, in a consumer warp, until all producer warps have arrived."""
     cute.arch.barrier(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
@@ -25,21 +25,21 @@ def _ready_threads(config: DecodeConfig) -> int:
 
 
 def sync_consumers(config: DecodeConfig) -> None:
-    """All consumer warps wait for each other."""
+    """Synchronises all consumer warps."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=config.num_threads)
 
 
 def announce_rows(config: DecodeConfig) -> None:
-    """A consumer warp arrives: it has written its part of the newest token's rows. It does not wait."""
+    """Arrives, in a consumer warp, once it has written its part of the newest token's rows; does not wait."""
     cute.arch.barrier_arrive(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
 
 
 def await_rows(config: DecodeConfig) -> None:
-    """A producer warp waits until all consumer warps have arrived."""
+    """Waits, in a producer warp, until all consumer warps have arrived."""
     cute.arch.barrier(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
 
 
 def sync_producers(config: DecodeConfig) -> None:
-    """All producer warps wait for each other."""
+    """Synchronises all producer warps."""
     if config.filling_warps > 1:
         cute.arch.barrier(barrier_id=PRODUCERS, number_of_threads=config.filling_warps * WARP_THREADS)

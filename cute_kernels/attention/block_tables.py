@@ -11,7 +11,8 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 
 @dataclass(frozen=True)
 class BlockTablesConfig:
-    """The one compiled variant. cta_entries: entries of a row of pages that a CTA finds, one each thread."""
+    """The configuration of the kernel's only variant. cta_entries: entries of a row of pages that a CTA finds, one each
+    thread."""
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_block_tables"
     use: ClassVar[Use] = "decode"

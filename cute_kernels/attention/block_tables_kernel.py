@@ -46,7 +46,7 @@ class Lists:
 
 
 class BlockTablesKernel:
-    """The one compiled variant, see :class:`BlockTablesConfig`."""
+    """The kernel that makes the tables of chosen blocks, see :class:`BlockTablesConfig`."""
 
     def __init__(self, config: BlockTablesConfig):
         self.config = config

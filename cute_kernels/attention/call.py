@@ -1,4 +1,4 @@
-"""A call of attention as one object: checked, with every option in the form that kernels and reference take."""
+"""A checked call of attention as one object, with every option in the form that kernels and reference take."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One checked call.
+    """One checked call of decode or extend attention.
 
     Attributes:
         q: [batch, q_len, num_q_heads, head_dim], the last two dimensions contiguous; of extend attention [total_q,

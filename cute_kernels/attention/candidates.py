@@ -1,4 +1,4 @@
-"""The configurations that a schedule chooses from: those for which registers, shared memory and copies suffice.
+"""The decode configurations that a schedule chooses from: their registers, shared memory and copies suffice.
 
 Plain Python, no GPU. docs/design/decode_attention.md has the measurements behind the choices.
 """

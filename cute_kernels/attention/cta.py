@@ -1,4 +1,4 @@
-"""The position of a CTA and its warps: sizes of the launch, heads and queries, the current unit. Run-time values."""
+"""The run-time values that a CTA works with: sizes of the launch, its heads and queries, and its current unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode attention: one to 16 queries of each request, the newest of its cached tokens."""
+"""Decode attention: each request has one to 16 queries, which are the newest of its cached tokens."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 
 @dataclass(frozen=True)
 class ExtendConfig(ReadsCache):
-    """One compiled variant.
+    """One compiled variant of extend attention.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
     keys and values. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by

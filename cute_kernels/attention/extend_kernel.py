@@ -55,7 +55,7 @@ from cute_kernels.device.types import extents
 
 
 class ExtendKernel:
-    """One compiled variant; :class:`ExtendConfig` says which."""
+    """The extend attention kernel, in the variant of an :class:`ExtendConfig`."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config

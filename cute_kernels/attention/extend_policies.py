@@ -93,7 +93,7 @@ def cannot_multiply_fp8(formats: tuple[KvFormat, KvFormat], head_dim: int) -> st
 
 
 class ReadsCache:
-    """A configuration that reads rows of two cache formats, and what follows from the formats.
+    """The base of configurations that read rows of two cache formats, with the properties that follow from the formats.
 
     Attributes:
         k_format, v_format: names of the formats. head_dim: of rows.
@@ -147,7 +147,7 @@ class ReadsCache:
 
 
 def columns_of(head_dim: int) -> int:
-    """Columns of the operands that hold rows of head_dim, which is one of `EXTEND_HEAD_DIMS`."""
+    """Returns the columns of operands that hold rows of head_dim, which is one of `EXTEND_HEAD_DIMS`."""
     return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
 
 
@@ -171,8 +171,8 @@ TWO_STAGES = ProducerPipeline()
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """K and V are rows of a cache. With pages, ``page_tokens`` tokens (a power of two) are always contiguous; with 0,
-    all tokens of a request are.
+    """The policy for K and V that are rows of a cache. With pages, ``page_tokens`` tokens (a power of two) are always
+    contiguous; with 0, all tokens of a request are.
 
     mapped: for :mod:`.mainloops.key_rows`, whether tensor maps bring rows with their headers. If not, these are
         copied in pieces of 16 bytes, or of words. Rows without headers always come by maps.
@@ -187,7 +187,8 @@ TOKEN_BY_TOKEN = CachedKeys()
 
 @dataclass(frozen=True)
 class RaggedKeys:
-    """K and V of all requests lie one after the other in 16 bits, as the queries do."""
+    """The policy for K and V in 16 bits, without a cache: all requests' tokens lie one after the other, as queries
+    do."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +265,8 @@ class UnpackConfig(ReadsCache):
 
 @dataclass(frozen=True)
 class UnpackedKeys:
-    """K and V are rows of 16 bits that :mod:`.loads.unpack` made of a cache. Requests follow each other, head by head.
-    Zeros fill a request's last tile.
+    """The policy for K and V that :mod:`.loads.unpack` made of a cache, as rows of 16 bits. Requests follow each other,
+    head by head. Zeros fill a request's last tile.
 
     fp8: if given, rows stay E4M3 codes, V's tiles are transposed, and MMAs are FP8.
     """

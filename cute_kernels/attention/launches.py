@@ -1,4 +1,4 @@
-"""Launches of attention: the part that stays the same from call to call, and the arguments of each call.
+"""The launches of attention: what a plan keeps from call to call, and the arguments of each call.
 
 Decode attention is one launch. Extend attention has three algorithms: the cache is read as it lies; it is unpacked
 first, for many queries; or its keys are rows of MMAs, for few.

@@ -164,7 +164,7 @@ def _empty_of(state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, t
 
 
 def _always(states: States) -> bool:
-    """Always True: a key with all that matters of four tensors would take as long to make as checking them."""
+    """Returns True: every repeated call is checked, since a complete key of four tensors would take as long to make."""
     return True
 
 

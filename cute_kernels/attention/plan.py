@@ -1,5 +1,4 @@
-"""The part of a call that stays the same from call to call: compiled kernels, their numbers, and the choice between
-them."""
+"""The plans of calls: compiled kernels, the numbers of their launches, and the choice between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: what the operators mean, and what runs on a CPU.
+"""Attention in plain PyTorch: the definition of the operators, and the implementation on a CPU.
 
 The last `q_len` tokens of each request attend to the first `seq_lens[b]` tokens of its K and V cache. Everything is
 written for reading: fetch and dequantise a block of tokens, score, mask, running softmax, accumulate. The loop over

@@ -1,4 +1,4 @@
-"""The layout of the caches' rows in the kernel's shared memory, and which copies can load them."""
+"""The layout of the caches' rows in the decode kernel's shared memory, and the copies that can load them."""
 
 from __future__ import annotations
 

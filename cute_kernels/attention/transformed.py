@@ -62,7 +62,7 @@ def transform_query(
 
 
 def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Transforms a result over the transformed V back, into ``out`` if there is one."""
+    """Undoes V's transform in a result, and writes it into ``out`` if there is one."""
     restored = transform.restore(result)
     return restored if out is None else out.copy_(restored)
 

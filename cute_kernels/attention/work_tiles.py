@@ -1,4 +1,4 @@
-"""The work tiles of a CTA: 128 rows of queries of a request that share a KV head, one tile after the other.
+"""The work tiles of a CTA: each is 128 rows of queries of one request that share a KV head.
 
 A work tile's keys may be cut into splits, each for another CTA (:mod:`.combine.kernel` combines their results).
 

@@ -14,7 +14,7 @@ NDIMS = (3, 4)  # [tokens, num_heads, head_dim] and [batch, q_len, num_heads, he
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """One compiled variant.
+    """One compiled variant of the kernel that combines parts.
 
     Attributes:
         dtype: of the result, one of `DTYPES`.

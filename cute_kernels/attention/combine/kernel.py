@@ -30,7 +30,7 @@ WARP_COLUMNS = WARP_THREADS * LANE_COLUMNS
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts, and where the result goes: addresses and run-time numbers.
+    """The parts to combine, and the destination of the result: addresses and run-time numbers.
 
     values: of the first part [rows, head_dim]; sums: its fp32 [rows] log-sum-exps. value_stride, sum_stride: bytes from
     a part's values, or sums, to the next part's. lse: fp32 [rows] or 0. sinks: fp32 [num_heads] or 0. rows: queries
@@ -51,7 +51,7 @@ class Parts:
 
 
 class CombineKernel:
-    """One compiled variant; :class:`CombineConfig` says which."""
+    """The kernel that combines parts, in the variant of a :class:`CombineConfig`."""
 
     num_warps: ClassVar[int] = 4
 

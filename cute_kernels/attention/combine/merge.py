@@ -54,7 +54,8 @@ class Share:
 
 
 class Merger:
-    """The end of a CTA: it merges the accumulators of its warps, then of the splits of its row, into the output."""
+    """The last phase of a CTA, which merges the accumulators of its warps, then of its row's splits, into the
+    output."""
 
     def __init__(self, config: DecodeConfig, value_reader):
         self.config = config
@@ -218,7 +219,7 @@ class Merger:
             self.clear(work, results, share, index, group)
 
     def add(self, sums, pairs, vectors):
-        """Adds partial results to ``sums``: (maximum, sum, four values)."""
+        """Adds partial results to ``sums``, which holds (maximum, sum, four values)."""
         merged = _merge([[sums[0], sums[1]], *pairs], [[sums[2 + c] for c in range(4)], *vectors])
         for i, value in enumerate((merged[0], merged[1], *merged[2])):
             sums[i] = value

@@ -29,7 +29,7 @@ PLACE_BYTES = 128  # that what a tensor map brings begins at a multiple of
 
 
 class TileCopier:
-    """Fills the ring's stages with tiles of K and V.
+    """The copier that fills the ring's stages with tiles of K and V.
 
     Attributes:
         operands: the loader of K and the loader of V.
@@ -325,8 +325,8 @@ class AddressedRows(RowOperand):
 
 
 class BulkOperand(AddressedRows):
-    """Copies runs of whole tokens by cp.async.bulk, counted in bytes on the stage's barrier; one lane of a producer
-    warp issues them."""
+    """The loader of runs of whole tokens by cp.async.bulk, counted in bytes on the stage's barrier. One lane of a
+    producer warp issues a copy."""
 
     copy = "bulk"
 
@@ -345,8 +345,8 @@ class BulkOperand(AddressedRows):
 
 
 class WordOperand(AddressedRows):
-    """Copies single words by cp.async, for caches whose rows no bulk copy can address. All lanes of the producer warps
-    issue copies."""
+    """The loader of single words by cp.async, for caches whose rows no bulk copy can address. All lanes of the producer
+    warps issue copies."""
 
     copy = "word"
 
@@ -374,7 +374,7 @@ class RowMapSource:
 
 
 class RowMapOperand(RowOperand):
-    """Copies some heads' raw rows by cp.async.bulk.tensor, a page's tokens at a time, where a bulk copy would take each
+    """The loader of some heads' raw rows by tensor maps, a page's tokens at a time, where a bulk copy would take each
     token alone.
 
     The padding after a token's words in shared memory is copied, too: it gets the cache's next words, or zeros.
@@ -463,7 +463,7 @@ class TensorMapSource:
 
 
 class TensorMapOperand(_Operand):
-    """Copies a KV head's tile at a time by cp.async.bulk.tensor with a swizzle; what lies outside the cache reads as
+    """The loader of one KV head's tile at a time by tensor maps with a swizzle; elements outside the cache read as
     0."""
 
     copy = "tma"

@@ -30,7 +30,7 @@ KEYS, VALUES = 0, 1
 
 @dataclass(frozen=True)
 class ExtendMemory:
-    """Pointers and addresses of shared memory; a tile is found by its operand (KEYS or VALUES) and stage.
+    """The shared memory of an extend attention CTA; a tile is found by its operand (KEYS or VALUES) and stage.
 
     Attributes:
         tile_pointer, tiles: of K's stages, then V's.
@@ -100,7 +100,7 @@ class ExtendMemory:
         return operand * self.config.pipeline.num_stages + stage
 
     def tile(self, operand: int, stage):
-        """Byte offset of a tile."""
+        """Returns the byte offset of a tile."""
         rooms = self.config.tile_rooms
         return operand * self.config.pipeline.num_stages * rooms[KEYS] + stage * rooms[operand]
 

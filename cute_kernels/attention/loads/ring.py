@@ -11,7 +11,8 @@ from cute_kernels.device.pipeline import PipelineState, fence_init
 
 
 class RingFiller:
-    """Loads tiles, with :class:`TileCopier`, into stages of the ring that the consumer warps have released.
+    """The producer warps' loop: it loads tiles, with :class:`TileCopier`, into stages that the consumer warps have
+    released.
 
     Every stage has two barriers: full, on which a tile's bytes arrive, and empty, on which every consumer warp arrives
     when it has read the tile.

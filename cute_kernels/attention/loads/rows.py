@@ -139,7 +139,7 @@ class RowRuns:
 
 
 class CodedRows:
-    """K or V: which words each lane loads, and how a warp's rows of a tile are loaded.
+    """The loads of a warp's rows of K or V: which words each lane loads, and their decoding.
 
     looks_first: whether separate code loads rows that all exist, without a check of each.
     """
@@ -268,7 +268,7 @@ class CodedRows:
 
 
 class TileWriter:
-    """Writes a warp's rows of K or V into a tile in shared memory."""
+    """The writer of a warp's rows of K or V into a tile in shared memory."""
 
     def __init__(self, config: ExtendConfig, operand: int):
         self.config, self.operand = config, operand
@@ -325,7 +325,7 @@ class TileWriter:
 
     @cute.jit
     def tell(self, word: Uint32, address: Int32, lane: Int32):
-        """Publishes both powers of 2 for the consumers, with K's tile."""
+        """Publishes K's and V's powers of 2 (``word``) for the consumers, with K's tile."""
         if lane == 0:
             ptx.store_shared(address, 0, [word])
 
@@ -370,7 +370,8 @@ class RowProducer:
 
     @cute.jit
     def decode_tiles(self, operand: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """Decodes K's or V's codes. warp: among the warps of that operand."""
+        """Decodes the tiles of K or of V. warp: number among the warps of that operand. Returns the next pipeline
+        state."""
         source, work, first_valid = filling.source, filling.work, filling.first_valid
         pipeline = filling.memory.pipelines[operand]
         held, places = self.writers[operand].rows.make(), self.runs.make()
@@ -399,7 +400,7 @@ class RowProducer:
 
     @cute.jit
     def copy_tile(self, operand: cutlass.Constexpr, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """Copies a tile of 16 bits. warp: among the warps of K or of V."""
+        """Copies a tile of 16 bits. warp: number among the warps of K or of V."""
         if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
             self.tell_powers(filling, at.block, warp, lane, state)
         if warp == 0:

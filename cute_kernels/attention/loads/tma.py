@@ -37,8 +37,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """A block of tokens, and where it lies: what `TmaTileProducer.locate` finds for each TMA tile, one for each
-    lane."""
+    """A block of tokens, and its place in the cache: `TmaTileProducer.locate` of each TMA tile, one for each lane."""
 
     block: Int32
     found: Int32
@@ -76,7 +75,8 @@ class TmaTileProducer:
 
     @cute.jit
     def fill_by(self, copy: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """Fills the tiles by a function that copies a block's tiles; it is called as `copy_warps` is."""
+        """Fills the tiles of a work tile. copy: a function with the arguments of `copy_warps` that copies a block's
+        tiles."""
         found, place = self.locate(filling, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
@@ -88,7 +88,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_warps(self, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """Copies a block's tiles of K and V: one warp both, or each of two warps its own."""
+        """Copies a block's tiles of K and V: one warp copies both, or each of two warps one."""
         if const_expr(self.config.filling_warps == 1):
             for operand in cutlass.range_constexpr(2):
                 self.copy(operand, filling, at, lane, state)
@@ -100,7 +100,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy(self, operand: cutlass.Constexpr, filling, at, lane: Int32, state: PipelineState):
-        """Fills a tile when it is free."""
+        """Fills a block's tile of K or of V once its stage is free."""
         first = at.block * self.config.tile_tokens
         pipeline = filling.memory.pipelines[operand]
         pipeline.producer_acquire(state)

@@ -80,7 +80,7 @@ class UnpackTarget:
 
 @dataclass(frozen=True)
 class UnpackWork:
-    """A tile's request, head and block, and the request's tokens: some query sees those from first_valid to kv_stop."""
+    """A tile's request, head and block, and the request's tokens: some query sees tokens first_valid to kv_stop - 1."""
 
     request: Int32
     head: Int32
@@ -90,7 +90,7 @@ class UnpackWork:
 
 
 class UnpackKernel:
-    """One compiled variant; :class:`UnpackConfig` says which."""
+    """The kernel that unpacks a cache, in the variant of an :class:`UnpackConfig`."""
 
     def __init__(self, config: UnpackConfig):
         self.config = config
@@ -169,7 +169,7 @@ class UnpackKernel:
 
     @cute.jit
     def unpack_tile(self, shape, source, target, work: UnpackWork, index: Int32, tops: Int32, warp: Int32, lane: Int32):
-        """Unpacks a tile of K or V. index: of the tile in its request, where tiles of K and V alternate."""
+        """Unpacks a tile of K or V. index: number of the tile in its request, where tiles of K and V alternate."""
         if (index & 1) == KEYS:
             self.copy(KEYS, shape, source, target, work, tops, warp, lane)
         else:

@@ -1,4 +1,4 @@
-"""Warpgroup MMAs of E4M3: operands, and the order of keys in which probabilities need no lane but their own.
+"""Warpgroup MMAs of E4M3: their operands, and the order of keys in which probabilities need no exchange between lanes.
 
 Both operands are K-major, rows of 128 bytes in the 128-byte swizzle: a row of K, or of V's transpose, in which a tile's
 keys are columns. As an accumulator a thread has columns 2t and 2t + 1 of each 8 (t = lane % 4); as operand A it has

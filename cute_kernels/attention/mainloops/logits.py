@@ -18,7 +18,7 @@ from cute_kernels.formats.scores.terms import QueryColumn, ScoreState, ScoreTerm
 
 
 class Logits:
-    """Turns a block's raw scores into logits, for the features of a configuration."""
+    """The conversion of a block's raw scores to logits, for the features of a configuration."""
 
     def __init__(self, config: DecodeConfig):
         self.config = config

@@ -16,7 +16,7 @@ MMA_K = 16  # columns of a product of 16 bits
 
 
 class HalfProducts:
-    """Products with operands of 16 bits."""
+    """The MMAs with operands of 16 bits."""
 
     def __init__(self, config: ExtendConfig):
         self.config, (self.keys, self.values) = config, map(of_name, config.operand_types)
@@ -50,7 +50,7 @@ class HalfProducts:
 
 
 class Fp8Products:
-    """Products with operands in E4M3, each into accumulators that begin at zero."""
+    """The MMAs with operands in E4M3, each into accumulators that begin at zero."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config

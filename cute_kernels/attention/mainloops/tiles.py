@@ -1,4 +1,4 @@
-"""The consumer warpgroups: scores, softmax and values of 64 rows of queries, one work tile after the other.
+"""The consumer warpgroups. Each computes scores, softmax and P V of 64 rows of queries, one work tile after the other.
 
 A block's softmax overlaps with the PV MMAs of the block before, as in FlashAttention-3 (Shah et al. 2024). The two
 warpgroups take turns issuing MMAs, so that one's softmax also overlaps with the other's MMAs.
@@ -90,7 +90,7 @@ class Operands:
 
 
 class Consumer:
-    """The code of the consumer warps."""
+    """The loop of the consumer warps, over work tiles and blocks of keys."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -133,8 +133,8 @@ class Consumer:
 
     @cute.jit
     def attend(self, shape, operands, features, work, memory, group, warp, lane, slot, state: PipelineState):
-        """Processes one work tile, whose queries are loading. Returns (the next one, the next state of K's and V's
-        pipelines)."""
+        """Processes one work tile, whose queries are loading. Returns (the next work tile, the next state of K's and
+        V's pipelines)."""
         span = self.worker.span(shape, work)
         tile = memory.queries + group * self.config.query_bytes
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
@@ -176,7 +176,7 @@ class Consumer:
         self.products.pack(values, packed)
 
     def go_on(self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state) -> None:
-        """Adds the values of the block before, in the state's stage, and makes probabilities of the next one."""
+        """Adds P V of the block in the state's stage, and computes the probabilities of the next block, ``block``."""
         if self.two_level is not None:
             given = (features, work, span, rows, sums, packed, factors, memory, group, lane, block, state)
             self.two_level.go_on(*given)
@@ -197,7 +197,7 @@ class Consumer:
         self.products.pack(values, packed)
 
     def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
-        """Adds the values of the last block."""
+        """Adds P V of the last block."""
         if self.two_level is not None:
             self.two_level.finish(rows, sums, packed, factors, memory, lane, state)
             return

@@ -12,17 +12,17 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 
 def sync_warpgroup(group) -> None:
-    """The warps of a warpgroup wait for each other."""
+    """Synchronises the warps of a warpgroup."""
     cute.arch.barrier(barrier_id=FIRST_WARPGROUP + group, number_of_threads=WARPGROUP_THREADS)
 
 
 def sync_consumers() -> None:
-    """All consumer warps wait for each other."""
+    """Synchronises all consumer warps."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=MMA_THREADS)
 
 
 def await_turn(group) -> None:
-    """A warpgroup waits until the other one has issued its MMAs."""
+    """Waits, in a warpgroup, until the other warpgroup has issued its MMAs."""
     cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
 
 

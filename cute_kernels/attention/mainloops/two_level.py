@@ -70,7 +70,7 @@ class TwoLevelSums:
         self.products.pack(values, packed)
 
     def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
-        """Adds the values of the block that ``packed`` belongs to."""
+        """Adds P V of the block whose probabilities are ``packed``."""
         part = self.multiply(packed, memory, state)
         self.add(rows, sums, part, factors, memory, state, lane)
 

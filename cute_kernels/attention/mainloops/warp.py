@@ -1,4 +1,4 @@
-"""Consumer warps of decode attention, each for itself: scores, online softmax and P V of the tiles of a unit."""
+"""The consumer warps of decode attention. Each by itself computes scores, online softmax and P V of a unit's tiles."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 @dataclass(frozen=True)
 class WarpState:
-    """The state of a warp between tiles, in registers: those of its readers, softmax and logits."""
+    """The state of a warp between tiles, in registers: the states of its readers, softmax and logits."""
 
     keys: State
     values: State
@@ -32,7 +32,7 @@ class WarpState:
 
 
 class WarpMainloop:
-    """Each warp multiplies its own slice of a tile's tokens, and has a softmax of its own."""
+    """The mainloop in which each warp multiplies its own slice of a tile's tokens, and has a softmax of its own."""
 
     def __init__(
         self, config: DecodeConfig, copier: TileCopier, key_reader, value_reader, logits: Logits, merger: Merger

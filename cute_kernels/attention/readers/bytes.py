@@ -91,7 +91,7 @@ class E4m3Codes(Codes):
 
 
 class E5m2Codes(Codes):
-    """E5M2: the upper bytes of fp16 numbers."""
+    """E5M2 codes, which are the upper bytes of fp16 numbers."""
 
     def keys(self, word) -> list[Any]:
         return [ptx.prmt(word, Uint32(0), Uint32(0x2404)), word & ODD_BYTES]
@@ -103,7 +103,7 @@ def codes_of(form: KvFormat) -> Codes:
 
 
 class _ByteKeys(CodeKeyReader):
-    """Makes queries for keys of bytes, in raw rows or swizzled tiles."""
+    """The part of key readers of bytes that makes queries, for raw rows or swizzled tiles."""
 
     lane_codes = LANE_COLUMNS  # of a unit of columns
 

@@ -40,7 +40,7 @@ RUN_WORDS = 4  # words of parameters side by side, one for each lane of four
 
 
 class ChannelBlockKeyReader(Int4KeyReader):
-    """Scores a block whose parameters lie in the headers of its rows, or one whose rows are in the tail."""
+    """The key reader of blocks whose scales and shifts lie in the headers of their rows; it also reads the tail."""
 
     query_exponent = QUERY_EXPONENT
     sum_factor = None
@@ -148,8 +148,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride)
 
     def tail_scores(self, state: State, first_token: Int32):
-        """Scores of the block that is not quantised yet, as :meth:`scores` has them. Rows after the request's end may
-        be anything."""
+        """Returns scores of the block that is not quantised yet, in the form of :meth:`scores`. Rows after the
+        request's end may be anything."""
         blocks, units = range(self.config.mainloop.blocks_per_warp), range(self.tile.k_units)
         ring = self._ring(state, first_token) + Int64(16 * state.t)
         dots: list[list[Any]] = []

@@ -76,7 +76,8 @@ def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> 
 
 
 class CodeKeyReader:
-    """Reads keys whose codes are multiplied with fp16 queries, and scales the queries by a power of two to fit fp16.
+    """The base of readers of keys whose codes are multiplied with fp16 queries; it scales the queries by a power of
+    two.
 
     Subclasses say which codes of a unit of columns a lane holds, and how they pair up.
 

@@ -37,7 +37,7 @@ def codes_of(form: KvFormat) -> Codes:
 
 
 class DecodedKeyReader(RowKeyReader):
-    """Scores decoded rows: a lane's run of keys is multiplied with as many neighbouring queries."""
+    """The key reader of decoded rows: a lane's run of codes is multiplied with the queries of the same columns."""
 
     code_unit = 1.0
     sum_factor = None
@@ -69,7 +69,7 @@ class DecodedKeyReader(RowKeyReader):
 
 
 class DecodedValueReader(RowValueReader):
-    """Multiplies P by decoded V: MMAs take pairs of tokens in a column, made of two tokens' pairs of columns."""
+    """The value reader of decoded rows: MMAs take pairs of tokens in a column, made of two tokens' pairs of columns."""
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)

@@ -20,7 +20,7 @@ _MMA_DTYPES = {"bf16": "bf16", "fp16": "f16"}
 
 
 class SwizzledLoads:
-    """ldmatrix loads of the rows of a block: each of 16 tokens and two chunks of a row."""
+    """The ldmatrix loads of a block's rows: each brings 16 tokens and two chunks of a row."""
 
     config: DecodeConfig
     tile: SwizzledTile

@@ -15,7 +15,7 @@ from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile
 
 
 class RowLoads:
-    """Loads of codes and headers of the rows of a block."""
+    """The loads of codes and headers of a block's rows."""
 
     config: DecodeConfig
     tile: RowTile
@@ -54,7 +54,7 @@ class RowLoads:
 
 
 class RowKeyReader(RowLoads, CodeKeyReader):
-    """Scores raw rows: per group of columns, an MMA over the codes, then the row's header.
+    """The base of key readers of raw rows: per group of columns, an MMA over the codes, then the row's header.
 
     Subclasses make operands of codes, and scale a group's product.
     """

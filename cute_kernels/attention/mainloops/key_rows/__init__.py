@@ -1,4 +1,4 @@
-"""Extend attention of few queries over codes: keys times queries.
+"""Extend attention of few queries over codes, with keys as the rows of MMAs and queries as their columns.
 
 A request's 17 queries of 4 heads are 68 rows, of which tiles of 128 rows waste half. Here keys are the 64 rows of a
 product and queries its columns, at most 72: S^T = K Q^T and O^T = V^T P^T. Codes become A operands in the registers of

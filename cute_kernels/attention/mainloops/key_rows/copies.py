@@ -33,7 +33,7 @@ def _aligned(address: Int64) -> Int64:
 
 
 class TileRows:
-    """Copies a warp's rows of K or V. by_tma: whether tensor maps copy whole tiles."""
+    """The copies of a warp's rows of K or V. by_tma: whether tensor maps copy whole tiles."""
 
     def __init__(self, config: ExtendConfig, operand: int, runs: RowRuns, by_tma: bool):
         form = config.formats[operand]
@@ -143,7 +143,7 @@ class TileRows:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(rows), (rows, length))
 
     def copy_tma_tiles(self, source, head, memory, places: Places, state: PipelineState, warp) -> None:
-        """Copies a warp's whole rows, a run of them as a TMA tile."""
+        """Copies all of a warp's rows; each run of rows is a TMA tile."""
         atom, view = source.maps[self.operand]
         shape, heads = (self.runs.rows, self.rows.row_bytes), [head]
         run_bytes = shape[0] * shape[1]
@@ -230,7 +230,7 @@ class RawRowProducer:
         )
 
     def prefetch_maps(self, source) -> None:
-        """Prefetches the tensor maps, before it is known what they load."""
+        """Prefetches the tensor maps, before the first work tile is known."""
         for atom, _ in source.maps or ():
             cpasync.prefetch_descriptor(atom)
 

@@ -1,4 +1,4 @@
-"""Shared memory of a CTA that multiplies keys with queries."""
+"""The shared memory of a CTA whose MMAs have keys as rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store_matrix_x2(address: Int32, offset: int, words: Sequence[Uint32]) -> Asm
 
 @dataclass(frozen=True)
 class KeyRowsMemory:
-    """Pointers and addresses; a tile is found by its operand (KEYS or VALUES) and stage.
+    """The shared memory of a CTA with key rows; a tile is found by its operand (KEYS or VALUES) and stage.
 
     Attributes:
         tile_pointer, tiles: raw codes of K's stages, then V's.

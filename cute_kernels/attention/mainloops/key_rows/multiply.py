@@ -1,4 +1,5 @@
-"""The consumer warpgroups: scores, softmax and values of 64 of a tile's tokens each, times all queries of a work tile.
+"""The consumer warpgroups of key rows. Each takes 64 of a tile's tokens and all queries of a work tile: scores, softmax
+and P V.
 
 A warp scores 16 tokens, and accumulates a quarter of the values' columns over all of its warpgroup's tokens. So the
 four warps share probabilities and a softmax reference. They write probabilities under the current reference. The
@@ -108,7 +109,7 @@ class Lane:
 
 
 class KeyRowsConsumer:
-    """The code of the consumer warps."""
+    """The loop of the consumer warps, over work tiles and blocks of keys."""
 
     receive, release = Consumer.receive, Consumer.release
 

@@ -95,7 +95,7 @@ class QueryWriter:
         return values
 
     def store(self, values, tile, warp, lane) -> None:
-        """Puts the warp's rows into the operand."""
+        """Stores the warp's rows into the B operand."""
         step, t = self.rows.query_step(lane)
         slab, chunk = step // 4, step % 4 * 2
         slab_bytes = self.config.tile_rows * SLAB_COLUMNS * ELEMENT_BYTES

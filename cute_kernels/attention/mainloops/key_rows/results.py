@@ -36,7 +36,7 @@ def sum_index(column: int, half: int) -> int:
 
 
 class KeyRowsResults:
-    """Stores a work tile's accumulators."""
+    """The writer of a work tile's results."""
 
     def __init__(self, config: ExtendConfig):
         self.config, self.rows = config, rows_of(config.formats[1])
@@ -89,7 +89,7 @@ class KeyRowsResults:
                     self.write_rows(operands.partials, PARTIAL_BYTES, memory, sums, place, group)
 
     def tell(self, memory, sums, place) -> None:
-        """Publishes the warp's totals, and its warpgroup's references, of all columns."""
+        """Publishes, for all columns, the warp's totals and its warpgroup's references."""
         told = memory.told + place.group * self.shape.group_told_bytes + 8 * (place.lane % 4)
         row_bytes = 4 * self.config.tile_rows
         for block in range(self.columns // 2):
