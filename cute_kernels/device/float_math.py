@@ -31,7 +31,7 @@ class FloatMath:
         return ptx.fma(Float32(a), b, Float32(c))
 
     def max(self, a: Float32, b: Number) -> Float32:
-        """The larger; NaN loses against a number."""
+        """Returns the larger; NaN loses against a number."""
         return ptx.fmax(a, Float32(b))
 
     def max_or_nan(self, a: Float32, b: Number) -> Float32:

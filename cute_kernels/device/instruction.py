@@ -52,18 +52,18 @@ def effect(function: Callable[..., Asm]) -> Callable[..., Any]:
 
 
 def struct_of(element, count: int):
-    """The MLIR type that an instruction with several results returns."""
+    """Returns the MLIR type that an instruction with several results returns."""
     return llvm.StructType.get_literal([element] * count)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def loaded(num_words: int) -> str:
-    """The suffix of a load's name: its type, and the words that are its results."""
+    """Returns the suffix of a load's name: its type, and the words that are its results."""
     results = ", ".join(f"${i}" for i in range(num_words))
     return f".v{num_words}.u32 {{{results}}}" if num_words > 1 else ".u32 $0"
 
 
 def stored(values: Sequence[Any], first: int) -> tuple[str, str]:
-    """The suffix of a store's name: its type, and its values of 32 bits, whose first is operand ``first``."""
+    """Returns the suffix of a store's name: its type, and its values of 32 bits, whose first is operand ``first``."""
     kind = "f32" if isinstance(values[0], Float32) else "u32"
     inputs = ", ".join(f"${first + i}" for i in range(len(values)))
     return (f".v{len(values)}.{kind}", f"{{{inputs}}}") if len(values) > 1 else (f".{kind}", inputs)
@@ -100,7 +100,7 @@ def _instruction(function: Callable[..., Asm], has_effect: bool) -> Callable[...
 
 
 def _scalar(hint: object) -> Any:
-    """The DSL scalar of an annotation, or None: the first of a union, that of a sequence."""
+    """Returns the DSL scalar of an annotation, or None: the first of a union, that of a sequence."""
     return next((kind for kind in (hint, *get_args(hint)) if kind in REGISTERS), None)
 
 
@@ -109,7 +109,7 @@ def _is_sequence(hint: object) -> bool:
 
 
 def _emitted(asm: Asm, result: object, operands: Sequence[Any], has_effect: bool, loc, ip):
-    """The results, as they are annotated, of a text and its operands."""
+    """Returns the results, as they are annotated, of a text and its operands."""
     kind = _scalar(result)
     registers = [] if kind is None else [("=&" if asm.early else "=") + REGISTERS[kind]] * asm.count
     registers += [REGISTERS.get(type(operand), "r") for operand in operands]  # others are words as the DSL adds them up

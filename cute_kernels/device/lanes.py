@@ -31,7 +31,8 @@ def over_lanes(combine: Callable[[T, T], T], value: T, offsets: Iterable[int]) -
 
 
 def neighbours(count: int) -> list[int]:
-    """The bits in which the numbers of ``count`` neighbouring lanes differ, count a power of two: 1, 2, 4 ..."""
+    """Returns the bits in which the numbers of ``count`` neighbouring lanes differ, count a power of two: 1, 2, 4
+    ..."""
     return [1 << bit for bit in range(count.bit_length() - 1)]
 
 
@@ -61,10 +62,10 @@ def lane_prefix(value: Int32, lane: Int32, none: Int32) -> tuple[Int32, Int32]:
 
 
 def lane_max(value: Float32, offsets: Iterable[int]) -> Float32:
-    """Maximum over the lanes whose numbers differ in the bits ``offsets``."""
+    """Returns the maximum over the lanes whose numbers differ in the bits ``offsets``."""
     return over_lanes(ptx.fmax, value, offsets)
 
 
 def lane_sum(value: Float32, offsets: Iterable[int]) -> Float32:
-    """Sum over the lanes whose numbers differ in the bits ``offsets``."""
+    """Returns the sum over the lanes whose numbers differ in the bits ``offsets``."""
     return over_lanes(operator.add, value, offsets)

@@ -34,7 +34,7 @@ def max_or_nan(a: Float32, b: Float32) -> Asm[Float32]:
 
 @pure
 def greater_magnitude(a: Uint32, b: Uint32, *, dtype: str) -> Asm[Uint32]:
-    """The elements of greater magnitude of two packed pairs, NaN if either is; their signs mean nothing.
+    """Returns the elements of greater magnitude of two packed pairs, NaN if either is; their signs mean nothing.
 
     dtype: "bf16" or "fp16".
     """
@@ -95,49 +95,49 @@ def sine(x: Float32) -> Asm[Float32]:
 
 @pure
 def to_float(x: Int32) -> Asm[Float32]:
-    """A signed integer rounded to nearest fp32."""
+    """Returns a signed integer rounded to nearest fp32."""
     return Asm("cvt.rn.f32.s32 $0, $1;")
 
 
 @pure
 def bits(x: Float32) -> Asm[Uint32]:
-    """The bits of an fp32."""
+    """Returns the bits of an fp32."""
     return Asm("mov.b32 $0, $1;")
 
 
 @pure
 def from_bits(x: Uint32) -> Asm[Float32]:
-    """The fp32 with these bits."""
+    """Returns the fp32 with these bits."""
     return Asm("mov.b32 $0, $1;")
 
 
 @pure
 def pack_e4m3x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Two fp32 rounded to nearest-even E4M3, saturating at 448, in the low two bytes; the others are 0."""
+    """Returns two fp32 rounded to nearest-even E4M3, saturating at 448, in the low two bytes; the others are 0."""
     return Asm("{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }")
 
 
 @pure
 def pack_e5m2x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Two fp32 rounded to nearest-even E5M2, saturating at 57344, in the low two bytes; the others are 0."""
+    """Returns two fp32 rounded to nearest-even E5M2, saturating at 57344, in the low two bytes; the others are 0."""
     return Asm("{ .reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }")
 
 
 @pure
 def e4m3x2_to_f16x2(x: Uint32) -> Asm[Uint32]:
-    """The low two bytes, E4M3, as a packed fp16 pair (exact)."""
+    """Returns the low two bytes, E4M3, as a packed fp16 pair (exact)."""
     return Asm("{ .reg .b16 t; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 $0, t; }")
 
 
 @pure
 def multiply_high(a: Uint64, b: Uint64) -> Asm[Uint64]:
-    """The upper 64 bits of a 128-bit product."""
+    """Returns the upper 64 bits of a 128-bit product."""
     return Asm("mul.hi.u64 $0, $1, $2;")
 
 
 @pure
 def multiply_high_u32(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """The upper 32 bits of a 64-bit product."""
+    """Returns the upper 32 bits of a 64-bit product."""
     return Asm("mul.hi.u32 $0, $1, $2;")
 
 
@@ -163,7 +163,7 @@ def store_global_words(address: Int64, offset: int, words: Sequence[Uint32]) -> 
 
 @pure
 def multiply_bf16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """Products of two packed bf16 pairs, each rounded to nearest even, subnormals kept."""
+    """Returns the products of two packed bf16 pairs, each rounded to nearest even, subnormals kept."""
     return Asm("mul.rn.bf16x2 $0, $1, $2;")
 
 
@@ -211,7 +211,7 @@ def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int) -> Asm
 
 @effect
 def active_lanes() -> Asm[Uint32]:
-    """The lanes of the warp that are active. It is never 0, which no compiler knows: a branch on it stays."""
+    """Returns the lanes of the warp that are active. It is never 0, which no compiler knows: a branch on it stays."""
     return Asm("activemask.b32 $0;", memory=False)
 
 
@@ -244,7 +244,7 @@ def prefetch_bulk_if(condition: Int32, address: Int64, num_bytes: Int32) -> Asm[
 
 @pure
 def address_in(address: Int32, rank: Int32) -> Asm[Int32]:
-    """The address, in CTA ``rank`` of the cluster, of the same place in this CTA's shared memory."""
+    """Returns the address, in CTA ``rank`` of the cluster, of the same place in this CTA's shared memory."""
     return Asm("mapa.shared::cluster.u32 $0, $1, $2;")
 
 

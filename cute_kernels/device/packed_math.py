@@ -19,21 +19,21 @@ class HopperMath:
         self.dtype = dtype
 
     def word(self, value: int | Uint32) -> Uint32:
-        """A Uint32; the operators of Python compute with it."""
+        """Returns a Uint32; the operators of Python compute with it."""
         return Uint32(value)
 
     def bits(self, number: Float32) -> Uint32:
         return Uint32(number.bitcast(Uint32))
 
     def number(self, bits: Uint32) -> Float32:
-        """The fp32 number of 32 bits."""
+        """Returns the fp32 number of 32 bits."""
         return Float32(bits.bitcast(Float32))
 
     def most(self, a: Uint32, b: Uint32) -> Uint32:
         return Uint32(cutlass.max(a, b))
 
     def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32:
-        """Four of the eight bytes of a and b: nibble i of the selector's lower half says which is byte i."""
+        """Returns four of the eight bytes of a and b: nibble i of the selector's lower half says which is byte i."""
         return ptx.prmt(a, b, selector)
 
     def add(self, a: Uint32, b: Uint32) -> Uint32:

@@ -35,7 +35,8 @@ class Pages:
         return Int32(ptx.load_global_words(self._address(request, index), 0, 1)[0]), place
 
     def of_head(self, head, batch) -> Pages:
-        """The pages of a KV head, where each head has rows of its own: one head's of all requests after the other's."""
+        """Returns the pages of a KV head, where each head has rows of its own: one head's of all requests after the
+        other's."""
         return replace(self, table=self.table + Int64(head * batch) * self.stride * 4)
 
     def existing(self, entry):

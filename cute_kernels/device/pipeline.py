@@ -71,15 +71,16 @@ class Pipeline:
         return PipelineState(Int32(first), Int32(0))
 
     def consumer_state_of(self, use) -> PipelineState:
-        """The state of the ``use``-th use of all stages, for consumers who count uses."""
+        """Returns the state of the ``use``-th use of all stages, for consumers who count uses."""
         return PipelineState(use % self.num_stages, use // self.num_stages & 1)
 
     def producer_state_of(self, use) -> PipelineState:
-        """The same of producers."""
+        """Returns the same of producers."""
         return PipelineState(use % self.num_stages, (use // self.num_stages & 1) ^ 1)
 
     def next(self, state: PipelineState, step: int = 1) -> PipelineState:
-        """The state ``step`` uses later; roles that interleave uses take every ``step``-th. It divides the stages."""
+        """Returns the state ``step`` uses later; roles that interleave uses take every ``step``-th. It divides the
+        stages."""
         stage = state.stage + step
         wrapped = stage == self.num_stages if step == 1 else stage >= self.num_stages
         following = Int32(0) if step == 1 else stage - self.num_stages
@@ -88,7 +89,7 @@ class Pipeline:
         )
 
     def shifted(self, first, num_stages: int) -> Pipeline:
-        """The pipeline of ``num_stages`` of its stages from the ``first`` on."""
+        """Returns the pipeline of ``num_stages`` of its stages from the ``first`` on."""
         return Pipeline(self.full + first, self.empty + first, num_stages, self.fills, self.releases, self.multicast)
 
     # -- producers ----------------------------------------------------------------------------------------------------
@@ -107,11 +108,11 @@ class Pipeline:
         cute.arch.mbarrier_arrive(self.full + state.stage)
 
     def full_barrier(self, state: PipelineState) -> Any:
-        """The barrier on which TMA counts its bytes."""
+        """Returns the barrier on which TMA counts its bytes."""
         return self.full + state.stage
 
     def full_address(self, state: PipelineState) -> Any:
-        """The address of its full barrier in shared memory, as bulk copies take it."""
+        """Returns the address of its full barrier in shared memory, as bulk copies take it."""
         return Int32((self.full + state.stage).toint())
 
     # -- consumers ----------------------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.full + state.stage, state.phase)
 
     def has_filled(self, state: PipelineState) -> Boolean:
-        """Whether the stage is full. No thread is suspended; the answer takes as long as an MMA."""
+        """Returns whether the stage is full. No thread is suspended; the answer takes as long as an MMA."""
         return _has_completed(self.full + state.stage, state.phase)
 
     def consumer_release(self, state: PipelineState) -> None:
@@ -175,6 +176,6 @@ def fence_init() -> None:
 
 @dsl_user_op
 def _has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean:
-    """Whether a phase of an mbarrier is over, without a wait, unlike `mbarrier_try_wait`."""
+    """Returns whether a phase of an mbarrier is over, without a wait, unlike `mbarrier_try_wait`."""
     address, parity = barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)
     return Boolean(nvvm.mbarrier_wait_parity(address, parity, nvvm.MBarrierWaitKind.TEST, loc=loc, ip=ip))

@@ -16,7 +16,7 @@ LN_2 = 0.6931471805599453
 
 
 def address(tensor) -> Int64:
-    """Address of a tensor's first element."""
+    """Returns the address of a tensor's first element."""
     return tensor.iterator.toint()
 
 
@@ -28,49 +28,49 @@ def prmt(a: Uint32, b: Uint32, selector: Uint32) -> Asm[Uint32]:
 
 @pure
 def half2_low_to_float(x: Uint32) -> Asm[Float32]:
-    """The low fp16 of a packed pair as fp32 (exact)."""
+    """Returns the low fp16 of a packed pair as fp32 (exact)."""
     return Asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }")
 
 
 @pure
 def half2_high_to_float(x: Uint32) -> Asm[Float32]:
-    """The high fp16 of a packed pair as fp32 (exact)."""
+    """Returns the high fp16 of a packed pair as fp32 (exact)."""
     return Asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, hi; }")
 
 
 @pure
 def pack_f16x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Two fp32 values rounded to nearest-even fp16 and packed, ``low`` in the low half."""
+    """Returns two fp32 values rounded to nearest-even fp16 and packed, ``low`` in the low half."""
     return Asm("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 
 @pure
 def pack_bf16x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Two fp32 values rounded to nearest-even bf16 and packed, ``low`` in the low half."""
+    """Returns two fp32 values rounded to nearest-even bf16 and packed, ``low`` in the low half."""
     return Asm("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
 @pure
 def add_f16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """Sums of two packed fp16 pairs, each rounded to nearest even."""
+    """Returns the sums of two packed fp16 pairs, each rounded to nearest even."""
     return Asm("add.rn.f16x2 $0, $1, $2;")
 
 
 @pure
 def add_bf16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """Sums of two packed bf16 pairs, each rounded to nearest even (sm_90)."""
+    """Returns the sums of two packed bf16 pairs, each rounded to nearest even (sm_90)."""
     return Asm("add.rn.bf16x2 $0, $1, $2;")
 
 
 @pure
 def mul_f16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """Products of two packed fp16 pairs, each rounded to nearest even."""
+    """Returns the products of two packed fp16 pairs, each rounded to nearest even."""
     return Asm("mul.rn.f16x2 $0, $1, $2;")
 
 
 @pure
 def mul_bf16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """Products of two packed bf16 pairs, each rounded to nearest even (sm_90)."""
+    """Returns the products of two packed bf16 pairs, each rounded to nearest even (sm_90)."""
     return Asm("mul.rn.bf16x2 $0, $1, $2;")
 
 
@@ -82,19 +82,19 @@ def fma_f16x2(a: Uint32, b: Uint32, c: Uint32) -> Asm[Uint32]:
 
 @pure
 def max_f16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """The larger ones of two packed fp16 pairs; of a number and a NaN the number."""
+    """Returns the larger ones of two packed fp16 pairs; of a number and a NaN the number."""
     return Asm("max.f16x2 $0, $1, $2;")
 
 
 @pure
 def e4m3x2_low_to_f16x2(x: Uint32) -> Asm[Uint32]:
-    """Bytes 0 and 1 of a word, FP8 E4M3, as packed fp16 (exact)."""
+    """Returns bytes 0 and 1 of a word, FP8 E4M3, as packed fp16 (exact)."""
     return Asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }")
 
 
 @pure
 def e4m3x2_high_to_f16x2(x: Uint32) -> Asm[Uint32]:
-    """Bytes 2 and 3 of a word, FP8 E4M3, as packed fp16 (exact)."""
+    """Returns bytes 2 and 3 of a word, FP8 E4M3, as packed fp16 (exact)."""
     return Asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, hi; }")
 
 
@@ -124,19 +124,19 @@ def log2(x: Float32) -> Asm[Float32]:
 
 @pure
 def bf16x2_low_to_float(x: Uint32) -> Asm[Float32]:
-    """The low bf16 of a packed pair as fp32 (exact)."""
+    """Returns the low bf16 of a packed pair as fp32 (exact)."""
     return Asm("{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }")
 
 
 @pure
 def bf16x2_high_to_float(x: Uint32) -> Asm[Float32]:
-    """The high bf16 of a packed pair as fp32 (exact)."""
+    """Returns the high bf16 of a packed pair as fp32 (exact)."""
     return Asm("{ .reg .b32 t; and.b32 t, $1, 0xffff0000; mov.b32 $0, t; }")
 
 
 @dsl_user_op
 def pinned(x, *, loc=None, ip=None):
-    """The value, hidden so that the compiler cannot compute it again: keeps loop invariants in registers."""
+    """Returns the value, hidden so that the compiler cannot compute it again: keeps loop invariants in registers."""
     kind = type(x)
     move, letter, value = f"mov.b{kind.width} $0, $1;", REGISTERS[kind], x.ir_value(loc=loc, ip=ip)
     kept = llvm.inline_asm(kind.mlir_type, [value], move, f"={letter},{letter}", has_side_effects=True, loc=loc, ip=ip)
@@ -301,12 +301,12 @@ def atomic_add(address: Int64, value: Int32) -> Asm[Int32]:
 
 @effect
 def warp_sum(x: Int32) -> Asm[Int32]:
-    """Sum over the lanes of a warp, in all of them."""
+    """Returns the sum over the lanes of a warp, in all of them."""
     # A warp-collective, as is `warp_max`: must not be moved into divergent code.
     return Asm("redux.sync.add.s32 $0, $1, 0xffffffff;", memory=False)
 
 
 @effect
 def warp_max(x: Int32) -> Asm[Int32]:
-    """Maximum over the lanes of a warp, in all of them."""
+    """Returns the maximum over the lanes of a warp, in all of them."""
     return Asm("redux.sync.max.s32 $0, $1, 0xffffffff;", memory=False)

@@ -38,7 +38,7 @@ class Divisor:
         return quotient_of(self._scaled(value), self.step, self.reciprocal)
 
     def tame(self, value: Float32) -> Float32:
-        """A value whose plain division by `tame_step` gives the quotient."""
+        """Returns a value whose plain division by `tame_step` gives the quotient."""
         value = self._scaled(value)
         value = cutlass.select_(self.finite, value, numbers.multiply(value, Float32(0.0)))
         return self.or_zero(value)

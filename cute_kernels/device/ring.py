@@ -5,7 +5,7 @@ from cutlass import Int32
 
 
 def advance(stage, phase, num_stages: int):
-    """The next stage of a ring and the parity of its barrier."""
+    """Returns the next stage of a ring and the parity of its barrier."""
     stage = stage + 1
     wrapped = stage == num_stages
     return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)

@@ -50,7 +50,8 @@ class Piece:
         return -(-self.num_bytes // 4)
 
     def load(self, row: Int64, lane: Int32, offset: int = 0) -> list[Uint32]:
-        """The runs of a lane of the row ``offset`` bytes (known at compile time) past ``row``, in whole words."""
+        """Returns the runs of a lane of the row ``offset`` bytes (known at compile time) past ``row``, in whole
+        words."""
         address, first = row + Int64(lane * self.num_bytes), self.start + offset
         return [word for r in range(self.runs) for word in self._load_run(address, first + r * self.run_bytes)]
 
@@ -116,7 +117,7 @@ class Elements:
         return Piece(self.count * self.width // self.runs, 0, self.row_bytes, self.runs, self.row_bytes // self.runs)
 
     def unpack(self, words) -> list[Float32]:
-        """The lane's numbers in fp32, exactly."""
+        """Returns the lane's numbers in fp32, exactly."""
         if self.dtype == "fp32":
             return [numbers.from_bits(words[i]) for i in range(self.count)]
         low, high = {
@@ -133,5 +134,5 @@ class Elements:
         return [pair(values[i], values[i + 1]) for i in range(0, self.count, 2)]
 
     def load(self, row: Int64, lane: Int32) -> list[Float32]:
-        """The lane's numbers of the row at address ``row``."""
+        """Returns the lane's numbers of the row at address ``row``."""
         return self.unpack(self.piece.load(row, lane))

@@ -47,7 +47,7 @@ class OnlineSoftmax:
         return OnlineSoftmax(references, totals)
 
     def exceeds(self, query: int, highest) -> Any:
-        """Whether a query's reference has to be raised for a logit."""
+        """Returns whether a query's reference has to be raised for a logit."""
         return highest > self.references[query] + RESCALE_SLACK
 
     def raise_to(self, query: int, *highest) -> Any:

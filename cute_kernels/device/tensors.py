@@ -9,5 +9,5 @@ from cutlass import Int32
 
 
 def matrix_shape(x: cute.Tensor) -> tuple[Int32, Int32]:
-    """Rows and columns of a matrix; the DSL types a shape as any nest of integers."""
+    """Returns the rows and columns of a matrix; the DSL types a shape as any nest of integers."""
     return cast("tuple[Int32, Int32]", x.shape)

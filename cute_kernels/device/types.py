@@ -29,6 +29,6 @@ class RegisterTensor(Protocol[ScalarT]):
 
 
 def extents(tensor: cute.Tensor) -> tuple[Int32, ...]:
-    """Sizes of a tensor whose modes are not nested, which `cute.Tensor.shape` says nothing of."""
+    """Returns the sizes of a tensor whose modes are not nested, which `cute.Tensor.shape` says nothing of."""
     assert isinstance(tensor.shape, tuple)
     return cast("tuple[Int32, ...]", tensor.shape)

@@ -39,7 +39,7 @@ def descriptor(address) -> Uint32:
 
 
 def advanced(low: Uint32, num_bytes: int) -> Uint32:
-    """The descriptor ``num_bytes`` further on."""
+    """Returns the descriptor ``num_bytes`` further on."""
     return low + Uint32(num_bytes // _UNIT)
 
 

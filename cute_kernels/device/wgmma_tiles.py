@@ -29,18 +29,19 @@ def piece_offset(row: Int32, piece: Index) -> Int32:
 
 
 def tile(pointer, rows: int, columns: int, dtype: type[Numeric] = BFloat16) -> cute.Tensor:
-    """The K-major tensor [rows, columns] at a pointer to shared memory aligned to 1024 bytes; BFloat16 or Float16."""
+    """Returns the K-major tensor [rows, columns] at a pointer to shared memory aligned to 1024 bytes; BFloat16 or
+    Float16."""
     return _tensor(pointer, tile_layout(rows, columns, dtype), dtype)
 
 
 def tile_layout(rows: int, columns: int, dtype: type[Numeric] = BFloat16):
-    """The layout of :func:`tile`, with its swizzle."""
+    """Returns the layout of :func:`tile`, with its swizzle."""
     atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
 
 
 def transposed_tile(pointer, rows: int, columns: int, dtype: type[Numeric] = BFloat16) -> cute.Tensor:
-    """The bytes of :func:`tile` as the MN-major tensor [columns, rows]."""
+    """Returns the bytes of :func:`tile` as the MN-major tensor [columns, rows]."""
     atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.MN_SW128, dtype)
     return _tensor(pointer, cute.tile_to_shape(atom, (columns, rows), order=(1, 0)), dtype)
 
@@ -53,8 +54,8 @@ def _tensor(pointer, layout, dtype) -> cute.Tensor:
 def mma(
     n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: type[Numeric] = BFloat16
 ) -> cute.TiledMma:
-    """The MMA of one warpgroup with M = 64, N = ``n`` and fp32 accumulators; made anew for every use, as it holds
-    state."""
+    """Returns the MMA of one warpgroup with M = 64, N = ``n`` and fp32 accumulators; made anew for every use, as it
+    holds state."""
     operation = warpgroup.MmaF16BF16Op(
         dtype,
         Float32,

@@ -51,7 +51,7 @@ TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 
 @functools.cache
 def append_arguments(transformed: bool) -> LaunchArguments:
-    """The arguments of an append, to caches that are transformed or not."""
+    """Returns the arguments of an append, to caches that are transformed or not."""
     return joined(APPEND, TRANSFORM if transformed else ())
 
 

@@ -44,7 +44,7 @@ class Quantize(NamedTuple):
     half: CacheTransform | None = None
 
     def numbers(self) -> torch.Tensor:
-        """The numbers that are quantised."""
+        """Returns the numbers that are quantised."""
         if self.half is None:
             return self.x
         check_half(self.half, self.x)
@@ -73,7 +73,7 @@ def _quantize_through_operator(call: Quantize) -> torch.Tensor:
 
 
 def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
-    """The part of a transform that applies to K or to V, as a transform of K; None where it changes nothing.
+    """Returns the part of a transform that applies to K or to V, as a transform of K; None where it changes nothing.
 
     Raises:
         TypeError, ValueError: there is a transform and no operand or an operand and no transform, or it is none of

@@ -546,7 +546,7 @@ class KVCache:
                     part[:, target].copy_(part[:, source])
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
-        """The arguments of both operators that describe the cache."""
+        """Returns the arguments of both operators that describe the cache."""
         k_scale, v_scale = self._constants.scales(layer)
         tails = {}
         if self.tails is not None:

@@ -57,7 +57,7 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
 
 
 def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tuple[tuple[KvFormat, KvFormat], ...]:
-    """The `formats_for` each layer; either all layers have keys in blocks or none has."""
+    """Returns the `formats_for` each layer; either all layers have keys in blocks or none has."""
     check_layers(kv_format, num_layers)
     found = tuple(formats_for(formats_of_layer(kv_format, layer), dtype) for layer in range(num_layers))
     in_blocks = next((keys for keys, _ in found if keys.in_blocks), None)
@@ -79,8 +79,8 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Whether q of a layer with a transform is already transformed. Raises ValueError if the call does not say so, or
-    lacks its shift."""
+    """Returns whether q of a layer with a transform is already transformed. Raises ValueError if the call does not say
+    so, or lacks its shift."""
     if given is None:
         raise ValueError(
             f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
@@ -96,7 +96,8 @@ def is_transformed(layer: int, transform: CacheTransform, given: bool | None, op
 
 
 def sees_shift(options: dict[str, Any]) -> bool:
-    """Whether attention with these options depends on absolute scores, which centred keys shift by a constant."""
+    """Returns whether attention with these options depends on absolute scores, which centred keys shift by a
+    constant."""
     asked = options.get("return_lse") or options.get("score_options")
     return bool(asked) or any(options.get(name) is not None for name in ("softcap", "sinks"))
 
@@ -104,7 +105,8 @@ def sees_shift(options: dict[str, Any]) -> bool:
 def checked_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A layer's scale; TypeError or ValueError unless it is given, and right, exactly where the format needs one.
+    """Returns a layer's scale; TypeError or ValueError unless it is given, and right, exactly where the format needs
+    one.
 
     held: where it goes; None for a format without.
     """

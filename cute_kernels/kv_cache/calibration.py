@@ -109,7 +109,8 @@ class Calibrator:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def _percentile(self, counts: torch.Tensor) -> torch.Tensor:
-        """The upper end of the bin that holds the percentile, fp32 [scales]; infinity for the last, which has none."""
+        """Returns the upper end of the bin that holds the percentile, fp32 [scales]; infinity for the last, which has
+        none."""
         rank = torch.ceil(counts.sum(1, keepdim=True).double() * self.percentile / 100)
         found = (counts.cumsum(1) < rank).sum(1)
         upper = ((found + _FIRST_KEY) << _SHIFT).to(torch.int32).view(torch.float32)
@@ -145,7 +146,7 @@ def compute_kv_scale(
 
 
 def scale_shape(granularity: str, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Shape of a scale beside the cache, as it broadcasts over [..., num_kv_heads, head_dim]."""
+    """Returns the shape of a scale beside the cache, as it broadcasts over [..., num_kv_heads, head_dim]."""
     return {"tensor": (), "head": (num_kv_heads, 1), "channel": (num_kv_heads, head_dim)}[granularity]
 
 

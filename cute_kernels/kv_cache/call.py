@@ -107,7 +107,7 @@ NUM_USUAL = AppendCall._fields.index("cu_seqlens")
 
 
 def split_bias(name: str, bias: object) -> tuple[Any, Any, Any]:
-    """q's, k's and v's of a bias argument that is given; TypeError unless it is a tuple of three."""
+    """Returns q's, k's and v's of a bias argument that is given; TypeError unless it is a tuple of three."""
     if not isinstance(bias, (tuple, list)) or len(bias) != 3:
         found = f"{len(bias)} of them" if isinstance(bias, (tuple, list)) else type(bias).__name__
         raise TypeError(f"{name}: got {found}, want a tuple of q's, k's and v's, each a tensor or None")

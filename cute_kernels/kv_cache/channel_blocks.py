@@ -63,7 +63,8 @@ def append(
 
 
 def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | None) -> Fill:
-    """The checked arguments of an append's second launch; raises TypeError or ValueError as `append_kv` does."""
+    """Returns the checked arguments of an append's second launch; raises TypeError or ValueError as `append_kv`
+    does."""
     k_format, v_format = call.formats
     if call.slot_mapping is not None or call.seq_lens is None:
         raise ValueError(

@@ -105,8 +105,8 @@ class BulkSpec(_RowSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The specs that bundles hold and CI compiles: append with RoPE over the whole head in Llama's order, for decode
-    and for all else.
+    """Returns the specs that bundles hold and CI compiles: append with RoPE over the whole head in Llama's order, for
+    decode and for all else.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """
@@ -126,7 +126,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """Fake tensors for an append, by name; a compiled function takes only tensors that fit them.
+    """Returns fake tensors for an append, by name; a compiled function takes only tensors that fit them.
 
     memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
     """
@@ -174,7 +174,7 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
 
 
 def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """The tensors of the kernel that fills blocks of keys, as `fake_tensors` has those of an append."""
+    """Returns the tensors of the kernel that fills blocks of keys, as `fake_tensors` has those of an append."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor

@@ -24,7 +24,7 @@ HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
 def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
-    """Lanes that share a row: a power of two that gives each an even number of columns for every head_dim,
+    """Returns the lanes that share a row: a power of two that gives each an even number of columns for every head_dim,
     ``lane_columns`` if it can.
 
     Groups of columns are then whole numbers of lanes for up to 8 groups a row.
@@ -38,7 +38,8 @@ def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
 
 
 def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> int:
-    """Bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of it.
+    """Returns the bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of
+    it.
 
     That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for words in front of them.
     """
@@ -90,7 +91,8 @@ class RowTransform:
 
 
 def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform | None:
-    """The row transform of a cache transform, with or without queries' shifts; None where it changes nothing."""
+    """Returns the row transform of a cache transform, with or without queries' shifts; None where it changes
+    nothing."""
     if given is None or given.identity:
         return None
     return RowTransform(
@@ -218,12 +220,12 @@ class AppendConfig:
 
     @classmethod
     def alike(cls, kv_format: str, dtype: str, head_dim: int, prologue: RowPrologue = AS_THEY_COME) -> AppendConfig:
-        """The configuration whose rows of K and V have one format, and as many columns."""
+        """Returns the configuration whose rows of K and V have one format, and as many columns."""
         rows = WrittenRows(kv_format, head_dim)
         return cls(rows, rows, dtype, prologue)
 
     def for_decode(self, num_tokens: int = 1) -> AppendConfig:
-        """The configuration that does the same faster where ``decode`` holds.
+        """Returns the configuration that does the same faster where ``decode`` holds.
 
         A warp then runs most of its code once, and waits for instructions longer than for arithmetic: twice the lanes
         to a row have half as many to fetch. It stays as it is for many tokens whose rows have several constants: their
@@ -234,7 +236,7 @@ class AppendConfig:
         return replace(self, decode=True, teams=teams)
 
     def for_all(self) -> AppendConfig:
-        """The configuration that does the same, and all that `for_decode` leaves out."""
+        """Returns the configuration that does the same, and all that `for_decode` leaves out."""
         return replace(self, decode=False, teams=replace(self.teams, lane_columns=TWO_WARPS.lane_columns))
 
     @property
@@ -421,7 +423,8 @@ def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choo
 
 
 def divisor_of(divisor: int) -> int:
-    """The number that replaces ``divisor`` in the kernels' divisions: ceil(2**63 / divisor) as a signed 64-bit number.
+    """Returns the number that replaces ``divisor`` in the kernels' divisions: ceil(2**63 / divisor) as a signed 64-bit
+    number.
 
     floor(value / divisor) is then the upper 64 bits of its product with 2 * value, for value < 2**63 / divisor.
     """

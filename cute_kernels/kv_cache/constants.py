@@ -127,7 +127,7 @@ class CacheConstants:
 
 
 def constants_of(constants: CacheConstants | str | Path) -> CacheConstants:
-    """Constants as given, or those of a file; TypeError for anything else."""
+    """Returns the constants as given, or those of a file; TypeError for anything else."""
     if isinstance(constants, (str, Path)):
         return CacheConstants.load(constants)
     if not isinstance(constants, CacheConstants):
@@ -136,7 +136,7 @@ def constants_of(constants: CacheConstants | str | Path) -> CacheConstants:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """A file's header and tensors."""
+    """Returns a file's header and tensors."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -155,7 +155,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def _rotations(path: str | Path, header: Mapping[str, str]) -> list[tuple[int, int]]:
-    """The widths that a header gives, for each layer."""
+    """Returns the widths that a header gives, for each layer."""
     try:
         found = json.loads(header["rotations"])
         widths = [(k, v) for k, v in found]

@@ -191,8 +191,8 @@ class AppendKernel:
     # -- getting there ------------------------------------------------------------------------------------------------
 
     def source_of(self, inputs, heads, token, lane, is_q, is_v):
-        """The address of the team's first row; for decode that of the lane's part, which otherwise each row's branch
-        computes."""
+        """Returns the address of the team's first row; for decode that of the lane's part, which otherwise each row's
+        branch computes."""
         base = cutlass.select_(is_q, inputs.q, cutlass.select_(is_v, inputs.v, inputs.k))
         stride = cutlass.select_(is_q, inputs.q_stride, cutlass.select_(is_v, inputs.v_stride, inputs.k_stride))
         row_bytes = cutlass.select_(is_v, Int32(self.v_elements.row_bytes), Int32(self.k_elements.row_bytes))
@@ -231,7 +231,7 @@ class AppendKernel:
         return length, own, _join(slot_words[0], slot_words[1])
 
     def asks_scales(self, cache_row) -> bool:
-        """Whether given scales are loaded with the rows. Prefill, with many rows to a team, hides their latency
+        """Returns whether given scales are loaded with the rows. Prefill, with many rows to a team, hides their latency
         otherwise."""
         return self.config.decode and cache_row.scale_stride is not None
 
@@ -328,7 +328,7 @@ class AppendKernel:
         return ptx.load_global_words(address, 0, 1)[0].to(Int32)
 
     def page_of(self, place):
-        """The page of a team. It is read where a row is ready, and no earlier, because it arrives last.
+        """Returns the page of a team. It is read where a row is ready, and no earlier, because it arrives last.
 
         Except for decode, a shuffle of equal words keeps the compiler from waiting for the page before the loop.
         """
@@ -338,7 +338,8 @@ class AppendKernel:
 
     @cute.jit
     def find_request(self, where, token, lane):
-        """The last request that begins at or before a token. The lanes of a team look at as many requests at a time."""
+        """Returns the last request that begins at or before a token. The lanes of a team look at as many requests at a
+        time."""
         lanes = self.config.lanes
         team_lane = lane % lanes
         low, span = Int32(0), where.batch
@@ -474,7 +475,7 @@ class AppendKernel:
             store_row(cache_row, encoded, cache + row, place.lane)
 
     def unpack(self, raw, values, elements: Elements, slot: int):
-        """Numbers of row ``slot`` of ``raw`` in fp32."""
+        """Returns the numbers of row ``slot`` of ``raw`` in fp32."""
         words = [raw[slot * self.row_words + i] for i in range(elements.piece.num_words)]
         for i, value in enumerate(elements.unpack(words)):
             values[i] = value

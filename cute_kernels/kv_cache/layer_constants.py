@@ -41,7 +41,7 @@ class LayerConstants:
         self.transforms: tuple[CacheTransform | None, ...] = (None,) * self._num_layers
 
     def _unset(self, form: KvFormat, head_dim: int) -> torch.Tensor | None:
-        """A layer's scale of a format that keeps one beside the cache; None for others."""
+        """Returns a layer's scale of a format that keeps one beside the cache; None for others."""
         if form.given_scale is None:
             return None
         shape = scale_shape(form.given_scale, self._num_kv_heads, head_dim)
@@ -83,7 +83,8 @@ class LayerConstants:
         self._given.add(layer)
 
     def checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:
-        """Each layer's transform on the device; ValueError, naming the argument and layer, for one of other sizes."""
+        """Returns each layer's transform on the device; ValueError, naming the argument and layer, for one of other
+        sizes."""
         transforms = check_transforms(name, given, self._num_layers)
         for layer, transform in enumerate(transforms):
             if transform is not None:

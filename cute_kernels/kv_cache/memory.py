@@ -82,7 +82,7 @@ class MemoryReport:
 
 
 def _size(num_bytes: int) -> str:
-    """Bytes in the greatest binary unit that keeps at least one digit before the point."""
+    """Returns the bytes in the greatest binary unit that keeps at least one digit before the point."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -158,7 +158,7 @@ def group_of(form: KvFormat, head_dim: int) -> int:
 
 
 def can_rotate(head_dim: int) -> bool:
-    """Whether the kernels rotate rows of a number of columns: powers of two."""
+    """Returns whether the kernels rotate rows of a number of columns: powers of two."""
     return not head_dim & (head_dim - 1)
 
 
@@ -182,7 +182,8 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 
 
 def _balanced(importance: torch.Tensor, block: int) -> torch.Tensor:
-    """Factors f, fp32 [heads, columns], with the least sum of M_de f_d^2 / f_e^2 over pairs in blocks of columns.
+    """Returns the factors f, fp32 [heads, columns], with the least sum of M_de f_d^2 / f_e^2 over pairs in blocks of
+    columns.
 
     Each block's geometric mean is 1. importance: fp64 [heads, columns, columns].
     """
@@ -213,7 +214,7 @@ def _factor(logs: torch.Tensor) -> torch.Tensor:
 def _signed(
     factor: torch.Tensor | None, width: int, like: torch.Tensor, columns: int, generator: torch.Generator
 ) -> torch.Tensor | None:
-    """A factor with random signs where a rotation follows, fp32 [heads, columns]; None for neither."""
+    """Returns a factor with random signs where a rotation follows, fp32 [heads, columns]; None for neither."""
     if width == 1:
         return factor
     signs = (torch.randint(0, 2, (len(like), columns), generator=generator) * 2 - 1).float().to(like.device)

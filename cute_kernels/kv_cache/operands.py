@@ -230,5 +230,5 @@ def _any(value) -> Any:
 
 
 def _byte_strides(tensor) -> Any:
-    """Bytes from one index of each dimension but the last to the next."""
+    """Returns the bytes from one index of each dimension but the last to the next."""
     return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])

@@ -67,8 +67,8 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 
 def _checked(given: Given) -> AppendCall:
-    """The call as an object, after all checks that need not wait for the device; in debug mode lengths and pages are
-    checked as well."""
+    """Returns the call as an object, after all checks that need not wait for the device; in debug mode lengths and
+    pages are checked as well."""
     call, extras = given
     checked = AppendCall(*call, *(extras or ()))
     check_append(checked)

@@ -41,7 +41,7 @@ class PageFetch:
         self.teams = WARP_THREADS // lanes
 
     def allocate(self, warp, lane) -> PageSlot:
-        """The slots of all teams, in shared memory; returns this one's."""
+        """Returns the slots of all teams, in shared memory; returns this one's."""
         smem = cutlass.utils.SmemAllocator()
         slots = smem.allocate(BLOCK_BYTES * self.teams * self.num_warps, byte_alignment=BLOCK_BYTES).toint()
         barriers = smem.allocate_array(cutlass.Int64, self.num_warps)

@@ -81,7 +81,7 @@ class PageTable:
         return len(self._sequences)
 
     def __getitem__(self, seq_id: SeqId) -> SequencePages:
-        """The sequence; ValueError if there is none of that name, TypeError for what cannot be a name."""
+        """Returns the sequence; ValueError if there is none of that name, TypeError for what cannot be a name."""
         check_name("seq_id", seq_id)
         try:
             return self._sequences[seq_id]
@@ -198,7 +198,7 @@ class PageTable:
         return copy
 
     def _page_written_next(self, sequence: SequencePages) -> int | None:
-        """The page that the next token goes to if the sequence already has it."""
+        """Returns the page that the next token goes to if the sequence already has it."""
         return sequence.pages[-1] if sequence.length % self.page_size else None
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -241,7 +241,8 @@ class PageTable:
 
 
 def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> list[int]:
-    """A count for each sequence, from one for all or one for each; raises TypeError or ValueError for anything else."""
+    """Returns a count for each sequence, from one for all or one for each; raises TypeError or ValueError for anything
+    else."""
     if not isinstance(counts, Sequence):
         check_count(name, counts, 0)
         return [counts] * num_sequences

@@ -133,7 +133,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
 
 
 def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
-    """The plan of a checked call that has tokens; ``leads`` as `config_of` has it."""
+    """Returns the plan of a checked call that has tokens; ``leads`` as `config_of` has it."""
     device, rope = call.k.device, call.rope
     steps = None if rope is None else rope.phase_steps(device)
     positions = call.position_ids
@@ -167,7 +167,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
 
 
 def _sender(config: AppendConfig, device_index: int, **fixed: int | float) -> Callable[..., Any]:
-    """The compiled kernel, bound to the arguments that follow from the plan alone."""
+    """Returns the compiled kernel, bound to the arguments that follow from the plan alone."""
     transformed = config.transform is not None
     extras: dict[str, Place] = {name: ("extras", i) for i, name in enumerate((*EXTRAS, *["q_shift"] * transformed))}
     constants: dict[str, Place] = {name: ("constants", i) for i, name in enumerate(CONSTANTS) if transformed}

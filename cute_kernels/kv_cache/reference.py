@@ -31,7 +31,7 @@ def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.flo
 def transform(
     call: AppendCall, positions: torch.Tensor, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """q (None without), k and v after bias, norm, RoPE and the cache's transform, as they are quantised."""
+    """Returns q (None without), k and v after bias, norm, RoPE and the cache's transform, as they are quantised."""
     v = _with_bias(call.v.to(compute_dtype), call.v_bias)
     results: list[torch.Tensor | None] = []
     for x, bias, weight in ((call.q, call.q_bias, call.q_norm), (call.k, call.k_bias, call.k_norm)):
@@ -51,7 +51,7 @@ def transform(
 
 
 def shifts(call: AppendCall, q: torch.Tensor | None) -> torch.Tensor:
-    """q . k_center of queries [tokens, num_q_heads, head_dim] that are not transformed yet."""
+    """Returns q . k_center of queries [tokens, num_q_heads, head_dim] that are not transformed yet."""
     assert call.transform is not None and q is not None
     shift = call.transform.shift(q)
     assert shift is not None
@@ -112,12 +112,12 @@ def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def quantize(form: KvFormat, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Numbers [..., num_kv_heads, head_dim] to rows; a scale per head may be [num_kv_heads] too."""
+    """Returns the numbers [..., num_kv_heads, head_dim] to rows; a scale per head may be [num_kv_heads] too."""
     return form.quantize(x, shaped_scale(form, scale))
 
 
 def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """The scale in the shape that :mod:`layouts.kv` has it."""
+    """Returns the scale in the shape that :mod:`layouts.kv` has it."""
     if scale is None or form.given_scale == "channel":
         return scale
     return scale.reshape(()) if form.given_scale == "tensor" else scale.reshape(-1, 1)

@@ -155,7 +155,7 @@ class YarnScaling:
         return blended
 
     def _dimension(self, turns: float, rotary_dim: int, theta: float) -> float:
-        """The pair whose frequency makes ``turns`` turns within the trained context."""
+        """Returns the pair whose frequency makes ``turns`` turns within the trained context."""
         return rotary_dim * math.log(self.original_max_position / (turns * TURN)) / (2 * math.log(theta))
 
     def amplitude(self) -> float:
@@ -234,7 +234,7 @@ class Rope:
     def rotation(
         self, positions: torch.Tensor, dtype: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines times `attention_factor`, each rounded once to ``dtype``.
+        """Returns the cosines and sines times `attention_factor`, each rounded once to ``dtype``.
 
         positions: int32 or int64, of any shape. Returns two tensors [*positions.shape, rotary_dim / 2].
         """
@@ -254,7 +254,8 @@ class Rope:
 
 
 def _to_text(rope: Rope) -> str:
-    """A Python literal, by nothing but formatting: torch.compile traces it when a compiled function makes a Rope."""
+    """Returns a Python literal, by nothing but formatting: torch.compile traces it when a compiled function makes a
+    Rope."""
     scaling = ""
     if rope.scaling is not None:
         values = [f"{getattr(rope.scaling, name)!r}, " for name in _FIELDS[type(rope.scaling).__name__]]

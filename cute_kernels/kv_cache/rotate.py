@@ -40,7 +40,7 @@ class Rotator:
         self.num_angles = 0 if style == "none" else self.count // (2 if self.interleaved or self.halves else 1)
 
     def make_angles(self, cos, sin, steps, position: Int32, factor: Float32, lane: Int32) -> None:
-        """Cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.
+        """Returns the cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.
 
         steps: what `load_steps` gave.
 
@@ -78,7 +78,7 @@ class Rotator:
         return words
 
     def _pair(self, lane: Int32, i: int):
-        """The pair of the lane's i-th angle; any pair for columns that are not rotated."""
+        """Returns the pair of the lane's i-th angle; any pair for columns that are not rotated."""
         if self.interleaved or self.halves:
             return cutlass.min(lane * self.num_angles + i, self.half - 1)
         column = self._column(lane, i)
@@ -108,7 +108,7 @@ class Rotator:
                 values[i] = cutlass.select_(self._column(lane, i) < self.rotary_dim, turned[i], values[i])
 
     def _partner(self, values, i: int, lane: Int32):
-        """The other column of the pair of the lane's i-th column."""
+        """Returns the other column of the pair of the lane's i-th column."""
         if self.even and self.whole:
             return cute.arch.shuffle_sync_bfly(values[i], offset=self.distance)
         base = cute.arch.lane_idx() - lane

@@ -48,7 +48,7 @@ class RowExtras:
         self.one_code = one_code and self.asks_bias
 
     def registers(self) -> Asked:
-        """The registers of what is loaded."""
+        """Returns the registers of what is loaded."""
         bias = self.ahead * self.row_words if self.asks_bias else 1
         norm = self.k_elements.piece.num_words if self.asks_norm else 1
         asked = Asked(cute.make_rmem_tensor(bias, Uint32), cute.make_rmem_tensor(norm, Uint32))
@@ -57,8 +57,8 @@ class RowExtras:
         return asked
 
     def behind(self, source, extras, is_q, is_v) -> Any:
-        """A 0 that, with ``one_code``, is not known before all addresses of a team's first loads are there. source: of
-        rows.
+        """Returns a 0 that, with ``one_code``, is not known before all addresses of a team's first loads are there.
+        source: of rows.
 
         It is added to the address of the first load that is waited for. Without it, that load might share a scoreboard
         with loads of addresses, and later loads would wait until it has come from memory.
@@ -69,11 +69,11 @@ class RowExtras:
         return Int32((bits | self.weight_of(extras, is_q, is_v) if self.asks_norm else bits) >> 63)
 
     def bias_of(self, extras, is_q, is_v) -> Any:
-        """Address of the biases of a team's kind of rows, 0 for none."""
+        """Returns the address of the biases of a team's kind of rows, 0 for none."""
         return cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
 
     def weight_of(self, extras, is_q, is_v) -> Any:
-        """Address of the weights of their norm, 0 for none."""
+        """Returns the address of the weights of their norm, 0 for none."""
         return cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
 
     @cute.jit
@@ -162,7 +162,7 @@ class RowExtras:
                     values[i] = values[i] * root * factors[i]
 
     def root_of(self, values, eps):
-        """The reciprocal root of the mean square of a row."""
+        """Returns the reciprocal root of the mean square of a row."""
         total = Float32(0.0)
         for i in range(self.k_elements.count):
             total = ptx.fma(values[i], values[i], total)

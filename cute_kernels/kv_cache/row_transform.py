@@ -56,19 +56,20 @@ class RowTransformer:
             self.ask_k(constants, given, head, lane)
 
     def addresses(self, given):
-        """Addresses of the parts of K's, q's and V's constants, in the order in which they are applied to rows."""
+        """Returns the addresses of the parts of K's, q's and V's constants, in the order in which they are applied to
+        rows."""
         parts = self.parts
         of_k = [given.k_center] * parts.center + [given.k_factor] * parts.factor
         of_q = [given.k_center] * parts.shift + [given.q_factor] * parts.factor
         return of_k, of_q, [given.v_factor] * parts.v_factor
 
     def address_of(self, given, part: int, is_q, is_v):
-        """The address of a part of the constants of the team's kind of rows; 0 if they have no such part."""
+        """Returns the address of a part of the constants of the team's kind of rows; 0 if they have no such part."""
         of_k, of_q, of_v = (own[part] if part < len(own) else Int64(0) for own in self.addresses(given))
         return cutlass.select_(is_q, of_q, cutlass.select_(is_v, of_v, of_k))
 
     def kv_head(self, given, q_head):
-        """The KV head that a q head reads."""
+        """Returns the KV head that a q head reads."""
         return (q_head * given.group_reciprocal) >> GROUP_BITS
 
     def ask_k(self, constants, given, head, lane):

@@ -147,7 +147,7 @@ class CodedRow:
         return self.sets * self.set_statistics
 
     def of_set(self, values, s: int) -> list:
-        """The values of set ``s``."""
+        """Returns the values of set ``s``."""
         size = self.count // self.sets
         return [values[i] for i in range(s * size, (s + 1) * size)]
 
@@ -222,7 +222,7 @@ class NibbleRow(CodedRow):
         return [self._over_group(combine[i % 2], statistics[i]) for i in range(self.num_statistics)]
 
     def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32]]:
-        """Codes in whole words, and the words of the lane's groups."""
+        """Returns the codes in whole words, and the words of the lane's groups."""
         rounded, header = [], []
         for s in range(self.sets):
             codes, word = encode_nibbles(self.of_set(values, s), statistics[2 * s], statistics[2 * s + 1])
@@ -273,7 +273,7 @@ class ScaledRow(CodedRow):
         raise NotImplementedError
 
     def unpack(self, words, count: int) -> list[Float32]:
-        """The first ``count`` codes of a run's words as numbers, exactly."""
+        """Returns the first ``count`` codes of a run's words as numbers, exactly."""
         raise NotImplementedError
 
     def measure(self, values) -> list[Float32]:
@@ -290,7 +290,7 @@ class ScaledRow(CodedRow):
         return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
 
     def load_scale(self, scale: Int64, head: Int32, lane: Int32):
-        """The given scale of a head's columns: one number, or one per column of the lane."""
+        """Returns the given scale of a head's columns: one number, or one per column of the lane."""
         if self.given_scale == "channel":
             return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
                 scale + Int64(head) * (4 * self.head_dim), lane
@@ -299,25 +299,26 @@ class ScaledRow(CodedRow):
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:
-        """The divisors of the lane's sets. They are kept apart from `tame`'s, since headers hold these."""
+        """Returns the divisors of the lane's sets. They are kept apart from `tame`'s, since headers hold these."""
         if self.has_header:
             return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Whether a plain quotient could go wrong or saturate, which almost never happens. NaN counts as well."""
+        """Returns whether a plain quotient could go wrong or saturate, which almost never happens. NaN counts as
+        well."""
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
         if not self.has_header:
             plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(self.code_max)))
         return ~functools.reduce(operator.and_, plain)
 
     def tame(self, value: Float32, step: Float32) -> tuple[Float32, Float32]:
-        """A value and a divisor that are not `awkward`, with the same code as those that may be."""
+        """Returns a value and a divisor that are not `awkward`, with the same code as those that may be."""
         divisor = Divisor(step, None if self.has_header else self.code_max)
         return divisor.tame(self.repair(value)), divisor.tame_step
 
     def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32] | None]:
-        """Codes in whole words, and the words of the lane's groups if rows have them.
+        """Returns the codes in whole words, and the words of the lane's groups if rows have them.
 
         steps: `find_steps`', tamed as the values are if they were `awkward`.
         """
@@ -337,7 +338,7 @@ class ScaledRow(CodedRow):
         return self._pack(ratios), header
 
     def _pack(self, ratios: list[Float32]) -> list[Uint32]:
-        """The lane's codes, run by run."""
+        """Returns the lane's codes, run by run."""
         size = self.count // self.runs
         return [word for end in range(0, len(ratios), size) for word in self.pack(ratios[end : end + size])]
 
@@ -392,7 +393,7 @@ CacheRow = DenseRow | CodedRow
 
 
 def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheRow:
-    """The class of a format's rows, for a team of ``lanes`` lanes with ``runs`` runs of columns each."""
+    """Returns the class of a format's rows, for a team of ``lanes`` lanes with ``runs`` runs of columns each."""
     return load_code(format_of(kv_format).writer)(kv_format, head_dim, lanes, runs)
 
 

@@ -49,7 +49,7 @@ def smooth_keys(
     alpha: float = 0.5,
     rope: RotaryPairs | None = None,
 ) -> torch.Tensor:
-    """Factors f for which k / f is easier to quantise; use q * f with it.
+    """Returns the factors f for which k / f is easier to quantise; use q * f with it.
 
     f = max|k| ** alpha / max|q| ** (1 - alpha) per channel; without q_samples max|k| ** alpha. A factor common to a
     head would change nothing but the range of q, so each head's factors have geometric mean 1.
@@ -160,7 +160,7 @@ def check_pairs(factors: torch.Tensor, rope: RotaryPairs) -> None:
 
 
 def pairs(rope: RotaryPairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columns that are rotated together: two int64 tensors of rotary_dim / 2."""
+    """Returns the columns that are rotated together: two int64 tensors of rotary_dim / 2."""
     if rope.interleaved:
         even = torch.arange(0, rope.rotary_dim, 2, device="cpu")
         return even, even + 1
@@ -180,7 +180,7 @@ def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
 
 
 def _channel_maxima(name: str, samples: torch.Tensor) -> torch.Tensor:
-    """Greatest magnitude of every channel: [..., heads, head_dim] to fp32 [heads, head_dim]."""
+    """Returns the greatest magnitude of every channel: [..., heads, head_dim] to fp32 [heads, head_dim]."""
     check_floating(**{name: samples})
     if samples.dim() < 2 or not samples.numel():
         raise ValueError(f"{name}: got shape {list(samples.shape)}, want [..., heads, head_dim], not empty")

@@ -30,7 +30,7 @@ POSITIONS = (*arguments("address", "position_ids"), *arguments("int64", "positio
 
 
 def step_arguments(config: StepConfig) -> LaunchArguments:
-    """The arguments of a step in one launch."""
+    """Returns the arguments of a step in one launch."""
     attention = config.attention
     of_attention = decode_arguments(attention.features, attention.page_tokens > 0).arguments
     of_transform = () if config.append.transform is None else arguments("address", *CONSTANTS)
@@ -77,7 +77,7 @@ def compile_step(config: StepConfig, arch: str, *options: str) -> Any:
 
 
 def fake_tensors(config: StepConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """Fake tensors for a launch, by name."""
+    """Returns fake tensors for a launch, by name."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor

@@ -15,7 +15,7 @@ MOST_WAVES = 6  # of CTAs, whose queries meet more than RoPE
 
 
 def query_pitch(attention: DecodeConfig) -> int:
-    """Bytes from a query's row in shared memory to the next: eight rows begin in different banks."""
+    """Returns the bytes from a query's row in shared memory to the next: eight rows begin in different banks."""
     return 2 * attention.head_dim + QUERY_VECTOR_BYTES
 
 
@@ -84,7 +84,7 @@ class StepConfig:
 def serving_config(
     problem: AttentionProblem, schedule: DecodeSchedule, append: AppendConfig, positions: bool = False
 ) -> StepConfig | None:
-    """The configuration of `step_config` where one launch is the way to serve; else None.
+    """Returns the configuration of `step_config` where one launch is the way to serve; else None.
 
     Further steps on queries than RoPE delay the beginning of each CTA. Where many waves of CTAs follow each other an
     append does it sooner: measured at 15 waves, and not at 4 (docs/design/kv_append.md).
@@ -98,7 +98,7 @@ def serving_config(
 
 
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
-    """The configuration that does both launches' work in one, or None where there is none.
+    """Returns the configuration that does both launches' work in one, or None where there is none.
 
     Rows are bit for bit those of `append_kv` with these arguments: a norm is summed by as many lanes.
     """

@@ -188,7 +188,7 @@ def _key(step: Step) -> tuple[Any, ...]:
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_plan.OneLaunchPlan:
-    """The plan of a checked step that has tokens."""
+    """Returns the plan of a checked step that has tokens."""
     assert append.q is not None
     alone = step_plan.make_plan(append, attention)
     if alone is not None:
@@ -209,8 +209,8 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_p
 
 
 def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """The two calls of a step, after all checks that need not wait for the device; in debug mode lengths and pages are
-    checked as well."""
+    """Returns the two calls of a step, after all checks that need not wait for the device; in debug mode lengths and
+    pages are checked as well."""
     append, attention = make_calls(step)
     append_plan.check_alignment(append, leads=True)
     attention_plan.check_alignment(attention)
@@ -230,7 +230,7 @@ launch = launcher(_key, _checked, _plan_of, lambda calls: attention_ops.without_
 
 
 def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """The two calls that a step stands for. Attention's q is a tensor of the kind that the append will make.
+    """Returns the two calls that a step stands for. Attention's q is a tensor of the kind that the append will make.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
@@ -322,7 +322,7 @@ def _check_values(append: AppendCall, attention: AttentionCall) -> None:
 
 @as_kernels
 def reference(step: Step) -> tuple[torch.Tensor, Any]:
-    """A step on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
+    """Returns a step on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
     softmax_scale, out = step.softmax_scale, step.out
     check_optional_positive("softmax_scale", softmax_scale)
     append, attention = make_calls(step)

@@ -67,13 +67,13 @@ class OneLaunchPlan:
 
 
 def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
-    """Options of attention that reverses V's transform in its output."""
+    """Returns the options of attention that reverses V's transform in its output."""
     assert transform is not None
     return {**(options or NO_OPTIONS), "out_factor": transform.out_factor}
 
 
 def lie_well(q: torch.Tensor) -> bool:
-    """Whether attention can read 16-bit rows of q where they are; an append takes other rows, too."""
+    """Returns whether attention can read 16-bit rows of q where they are; an append takes other rows, too."""
     return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
 
 
@@ -87,7 +87,7 @@ class Chosen:
 
 
 def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
-    """The kernel of a step with one token a request in one launch; None where two launches do it."""
+    """Returns the kernel of a step with one token a request in one launch; None where two launches do it."""
     assert append.q is not None
     more = (append.cu_seqlens, append.slot_mapping, append.q_shift)
     if any(given is not None for given in more) or not lie_well(append.q):
@@ -100,7 +100,7 @@ def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
-    """The plan of a checked step that has tokens; None where two launches do it."""
+    """Returns the plan of a checked step that has tokens; None where two launches do it."""
     found = chosen(append, attention)
     if found is None:
         return None

@@ -118,7 +118,7 @@ class NewRows:
         )
 
     def _strides_of(self, cache) -> Any:
-        """Bytes from a block, a token and a head to the next one."""
+        """Returns the bytes from a block, a token and a head to the next one."""
         block, outer, inner = (Int64(stride) * (cache.element_type.width // 8) for stride in cache.stride[:3])
         return (block, inner, outer) if self.attention.features.head_major else (block, outer, inner)
 
@@ -188,7 +188,7 @@ class NewRows:
         return cta.roles.head if self.attention.mainloop.num_heads > 1 else 0
 
     def first_row(self, cta):
-        """The first query of its KV head that a warp rotates: warps of a head take turns."""
+        """Returns the first query of its KV head that a warp rotates: warps of a head take turns."""
         turn = cta.warp // self.attention.mainloop.num_heads if self.attention.mainloop.num_heads > 1 else cta.warp
         return turn * self.teams
 
@@ -233,7 +233,8 @@ class NewRows:
                 ptx.store_shared(row + lane * piece.num_bytes, offset, own[first : first + piece.unit // 4])
 
     def query_addresses(self, cta, work) -> list[Any]:
-        """Shared addresses of the lane's query in each of the warp's blocks; lanes past the last query use that one."""
+        """Returns the shared addresses of the lane's query in each of the warp's blocks; lanes past the last query use
+        that one."""
         place, roles = work.place, cta.roles
         addresses = []
         for block in range(self.attention.mainloop.blocks_per_warp):
@@ -252,14 +253,15 @@ class NewRows:
         return max(1, min(wanted, self.attention.num_warps // 2))
 
     def writes(self, cta, elements) -> Any:
-        """Whether the warp writes rows of K, or of V. The last warps do: they have no queries if there are few."""
+        """Returns whether the warp writes rows of K, or of V. The last warps do: they have no queries if there are
+        few."""
         last, of_k = self.attention.num_warps - 1, int(elements is self.k_elements)
         if self.writers == 1:
             return cta.warp == max(last - of_k, 0)
         return (last - cta.warp < 2 * self.writers) & ((last - cta.warp) % 2 == of_k)
 
     def first_head(self, cta):
-        """The first of the CTA's KV heads whose row such a warp writes."""
+        """Returns the first of the CTA's KV heads whose row such a warp writes."""
         return (self.attention.num_warps - 1 - cta.warp) // 2 * self.teams if self.writers > 1 else 0
 
     @cute.jit
@@ -345,6 +347,6 @@ class NewRows:
             raw[i] = word
 
     def unpack(self, values, elements: Elements, raw) -> None:
-        """A lane's numbers, in fp32."""
+        """Returns a lane's numbers, in fp32."""
         for i, value in enumerate(elements.unpack([raw[i] for i in range(elements.piece.num_words)])):
             values[i] = value

@@ -52,7 +52,7 @@ class KeyTails:
         self._first: dict[SeqId, int] = {}  # position of the oldest row that the ring has
 
     def slot(self, seq_id: SeqId) -> int:
-        """A sequence's slot."""
+        """Returns a sequence's slot."""
         return self._slots[seq_id]
 
     def check_free(self, name: str, seq_id: SeqId) -> None:

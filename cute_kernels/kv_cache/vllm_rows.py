@@ -23,7 +23,7 @@ SIGNS_SEED = 0x9E3779B9  # of vLLM's generator, on the CPU
 def vllm_transform(
     num_kv_heads: int, head_dim: int, v_head_dim: int | None = None, device: torch.device | str = "cpu"
 ) -> CacheTransform:
-    """The transform that rotates K and V as vLLM does before it quantises them.
+    """Returns the transform that rotates K and V as vLLM does before it quantises them.
 
     Args:
         num_kv_heads: of the layer; all have the same signs.

@@ -20,5 +20,5 @@ INPUTS = arguments("address", "order", "factors")
 
 
 def norm_arguments(config: NormConfig) -> LaunchArguments:
-    """The arguments of a configuration's kernel."""
+    """Returns the arguments of a configuration's kernel."""
     return joined(NORM.arguments, INPUTS) if config.inputs else NORM

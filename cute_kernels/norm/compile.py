@@ -26,7 +26,7 @@ class NormSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The specs that bundles hold and CI compiles: hidden sizes of models in bf16. Others compile on demand."""
+    """Returns the specs that bundles hold and CI compiles: hidden sizes of models in bf16. Others compile on demand."""
     makes_inputs = [
         NormConfig("rms", "bf16", *launch_shape(n), has_residual=has_residual, inputs=inputs)
         for n in INPUT_COLUMNS

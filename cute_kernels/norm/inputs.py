@@ -53,8 +53,8 @@ class LayerInputs:
         return [word for at in offsets for word in ptx.load_global_words(start, at, 4, constant=False)]
 
     def make(self, vectors, columns, asked, memory) -> list[Any]:
-        """The vectors at ``columns``, scaled and rounded as a product in their dtype is; then those at the same columns
-        of the row in its permuted order. memory: shared, of `shared_bytes`."""
+        """Returns the vectors at ``columns``, scaled and rounded as a product in their dtype is; then those at the same
+        columns of the row in its permuted order. memory: shared, of `shared_bytes`."""
         orders, factors = asked
         if factors:
             vectors = [self.times(vector, words) for vector, words in zip(vectors, factors, strict=True)]
@@ -67,7 +67,7 @@ class LayerInputs:
         return [self.gather(room, places) for places in orders]
 
     def times(self, words, factors) -> list[Any]:
-        """Products of packed pairs, rounded."""
+        """Returns the products of packed pairs, rounded."""
         pairs = zip(self.unpack(words), self.unpack(factors), strict=True)
         return self.pack([value * factor for value, factor in pairs])
 

@@ -110,7 +110,7 @@ class NormKernel:
         return self.inputs.ask(order, factors, places)
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
-        """Words of the results: values times scale and weight, plus the bias where there is one."""
+        """Returns the words of the results: values times scale and weight, plus the bias where there is one."""
         results = []
         for v, vector in enumerate(vectors):
             normed = [value * scale * (w + weight_offset) for value, w in zip(vector, weights[v], strict=True)]
@@ -143,7 +143,7 @@ class NormKernel:
         return [self.pack(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
     def add(self, a: Sequence[Uint32], b: Sequence[Uint32]) -> list[Any]:
-        """The sum of two vectors, rounded as a separate addition rounds it."""
+        """Returns the sum of two vectors, rounded as a separate addition rounds it."""
         return self.pack_all([x + y for x, y in zip(self.unpack(a), self.unpack(b), strict=True)])
 
     @cute.jit
@@ -154,7 +154,7 @@ class NormKernel:
                 ptx.store_global(start + (element + column) * 2, words)
 
     def row_sum(self, vectors, columns, n, sums, thread):
-        """The sum over a row, the same in every thread. ``sums``: shared memory of one fp32 a warp."""
+        """Returns the sum over a row, the same in every thread. ``sums``: shared memory of one fp32 a warp."""
         parts = [lanes.in_pairs(operator.add, vector) for vector in vectors]
         counted = [cutlass.select_(column < n, part, Float32(0.0)) for column, part in zip(columns, parts, strict=True)]
         own = lanes.lane_sum(lanes.in_pairs(operator.add, counted), lanes.neighbours(self.config.warp))

@@ -88,7 +88,7 @@ class NormPlan:
 
 
 def _inputs_of(call: NormCall) -> dict[str, int]:
-    """Further arguments of a kernel whose rows are made for a layer's inputs; none for others."""
+    """Returns further arguments of a kernel whose rows are made for a layer's inputs; none for others."""
     order, scale = call.order, call.input_scale
     if order is scale is None:
         return {}
@@ -115,7 +115,8 @@ def _checked(call: NormCall) -> NormCall:
 
 
 def _may_meet(call: NormCall) -> bool:
-    """Whether a result of the caller's lies in the storage of another tensor: where it does is no part of the key.
+    """Returns whether a result of the caller's lies in the storage of another tensor: where it does is no part of the
+    key.
 
     A result that takes the place of a whole x or residual is as it should be.
     """
@@ -131,7 +132,7 @@ def _may_meet(call: NormCall) -> bool:
 
 
 def config_of(call: NormCall) -> NormConfig:
-    """The configuration of the kernel for a checked call."""
+    """Returns the configuration of the kernel for a checked call."""
     return NormConfig(
         call.kind,
         DTYPES[call.x.dtype],
@@ -174,7 +175,7 @@ def _call_of(x, weight, bias, residual, kind, eps, weight_offset, order=None, in
 
 
 def _both(results: Results) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two tensors that an operator returns: an empty one stands for no sum."""
+    """Returns the two tensors that an operator returns: an empty one stands for no sum."""
     y, total = results
     return y, y.new_empty(0) if total is None else total
 

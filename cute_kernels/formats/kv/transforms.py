@@ -231,7 +231,7 @@ def named_parts_of(transform: CacheTransform | None) -> dict[str, Any]:
 
 
 def parts_of(transform: CacheTransform | None) -> tuple[Any, ...]:
-    """A transform as the arguments of `TRANSFORM_SCHEMA`, in their order; none for None."""
+    """Returns a transform as the arguments of `TRANSFORM_SCHEMA`, in their order; none for None."""
     if transform is None:
         return ()
     arrays = transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor, transform.out_factor
@@ -247,7 +247,8 @@ def transform_of(
     k_rotation: int = 1,
     v_rotation: int = 1,
 ) -> CacheTransform | None:
-    """The transform of these parts, which a transform had. They are not checked again, which would wait for a GPU."""
+    """Returns the transform of these parts, which a transform had. They are not checked again, which would wait for a
+    GPU."""
     if k_center is k_factor is v_factor is None and k_rotation == v_rotation == 1:
         return None
     made = object.__new__(CacheTransform)
@@ -269,7 +270,7 @@ def check_transform(name: str, transform: object) -> None:
 
 
 def check_transforms(name: str, transforms: object, num_layers: int) -> tuple[CacheTransform | None, ...]:
-    """A transform or None for every layer, from one for all or from a sequence of ``num_layers``.
+    """Returns a transform or None for every layer, from one for all or from a sequence of ``num_layers``.
 
     Raises:
         TypeError, ValueError: it is neither.

@@ -84,8 +84,8 @@ class ScoreTerm:
         calls it a block ahead, extend attention before the block's first `change`."""
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """The number of tokens, counted back from a query, that it and the ``queries`` - 1 before it see at most; None
-        for all.
+        """Returns the number of tokens, counted back from a query, that it and the ``queries`` - 1 before it see at
+        most; None for all.
 
         Tiles before those are left out, and rows before those may hold anything. values: of the launch, its numbers: in
         extend attention the tensors of registered options are not among them.
@@ -93,11 +93,11 @@ class ScoreTerm:
         return None
 
     def may_hide(self, state: ScoreState, token: Int32) -> Any:
-        """Whether it hides keys of a tile that begins with ``token`` from some query; None for never."""
+        """Returns whether it hides keys of a tile that begins with ``token`` from some query; None for never."""
         return None
 
     def hides(self, state: ScoreState, position: Int32, token: Int32) -> Any:
-        """Whether the query at ``position`` does not see a key; None for never."""
+        """Returns whether the query at ``position`` does not see a key; None for never."""
         return None
 
 
@@ -170,7 +170,7 @@ class BiasTerm(ScoreTerm):
                 state.bias[self.columns * j + column] = self.load(state, kept[column], token)
 
     def load(self, state, row, token) -> Uint32:
-        """The bias of a key, its bits; of the last one for tokens past the request's end, which are hidden."""
+        """Returns the bias of a key, its bits; of the last one for tokens past the request's end, which are hidden."""
         token = cutlass.max(cutlass.min(token, state.length - 1), 0)
         size = self.num_bytes
         address = row + Int64(token) * (state.values.bias_strides[3] * size)
@@ -201,14 +201,14 @@ class WindowTerm(ScoreTerm):
 
 
 def _nearer(reach, other):
-    """The lesser of two; None is no bound."""
+    """Returns the lesser of two; None is no bound."""
     if reach is None or other is None:
         return other if reach is None else reach
     return cutlass.min(reach, other)
 
 
 def load_shift(base, row):
-    """The shift of a query; the kernel before this one may have written it."""
+    """Returns the shift of a query; the kernel before this one may have written it."""
     return ptx.load_global_words(base + row * 4, 0, 1, constant=False)[0].bitcast(Float32)
 
 
@@ -247,7 +247,7 @@ class ScoreTerms:
             term.ask(state, state.kept[name], tokens)
 
     def reach(self, values, queries) -> Any:
-        """The longest `ScoreTerm.reach` that all terms allow together."""
+        """Returns the longest `ScoreTerm.reach` that all terms allow together."""
         reaches = (term.reach(values, queries) for term in self.terms.values())
         return functools.reduce(_nearer, reaches, None)
 

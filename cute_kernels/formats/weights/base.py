@@ -267,7 +267,8 @@ class WeightFormat(ABC):
 
 
 def with_row_scales(scales: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor:
-    """Stored scales [rows, G + more_groups] of those of groups [rows, G] and of the second level, fp32 [rows]."""
+    """Returns stored scales [rows, G + more_groups] of those of groups [rows, G] and of the second level, fp32
+    [rows]."""
     return torch.cat((scales, of_rows.float().unsqueeze(-1).contiguous().view(scales.dtype)), dim=-1)
 
 
@@ -331,5 +332,5 @@ def spelling(weight_format: WeightFormat) -> str:
 
 
 def _registered(_kind: type[WeightFormat], key: str) -> WeightFormat:
-    """The registered object of a pickled one, whose class came first, and with it its module."""
+    """Returns the registered object of a pickled one, whose class came first, and with it its module."""
     return weight_format(key)

@@ -64,11 +64,11 @@ class PowerScales(ByteScales):
             raise ValueError(f"scales: got 255, which is NaN, want exponents up to {E8M0_MOST}")
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The least power of two that is not below a value."""
+        """Returns the least power of two that is not below a value."""
         return ceil_log2(values.clamp(2.0**-E8M0_BIAS, 2.0**E8M0_BIAS)).add(E8M0_BIAS).to(torch.uint8)
 
 
 def power_word(math: PackedMath, word: Any) -> Any:
-    """The bf16 number of an E8M0 byte up to 254, in the low half of a word."""
+    """Returns the bf16 number of an E8M0 byte up to 254, in the low half of a word."""
     # 2**-127 is subnormal in bf16: the bit below those of the exponent.
     return word << 7 | (math.word(1) - (word + 255 >> 8)) << 6

@@ -44,12 +44,13 @@ class ByteDecoder(ABC):
     """
 
     def masks(self, nothing: Uint32) -> Any:
-        """Constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
+        """Returns constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
         return None
 
     @abstractmethod
     def fragment(self, word: Uint32, masks: Any) -> list[Uint32]:
-        """Two registers of the A operand: bytes of a k16 step of the thread's rows g and g + 8; word: its codes."""
+        """Returns two registers of the A operand: bytes of a k16 step of the thread's rows g and g + 8; word: its
+        codes."""
 
 
 class E4m3Decoder(ABC):
@@ -73,7 +74,8 @@ class E4m3Decoder(ABC):
 
     @abstractmethod
     def fragment(self, words: Sequence[Uint32]) -> list[Uint32]:
-        """Two registers of the A operand, of rows g and g + 8 of a k16 step, from a thread's codes in ``words``."""
+        """Returns two registers of the A operand, of rows g and g + 8 of a k16 step, from a thread's codes in
+        ``words``."""
 
     def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
         """Returns, for each group of a k block, what `fragment` takes besides ``words``; and the scales that two rows
@@ -111,11 +113,12 @@ class CodeDecoder(ABC):
         self.steps = 4 // self.words_per_step
 
     def scale_word(self, word: Uint32) -> Uint32:
-        """A word whose low 16 bits are a scale in the activations' dtype; word: a stored scale, zero-extended."""
+        """Returns a word whose low 16 bits are a scale in the activations' dtype; word: a stored scale,
+        zero-extended."""
         return word
 
     def masks(self, nothing: Uint32) -> tuple[Uint32, ...]:
-        """Constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
+        """Returns constants for `fragment`, to be made before a loop; nothing: a run-time word that is 0."""
         return ()
 
     def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
@@ -130,7 +133,7 @@ class CodeDecoder(ABC):
     def fragment(
         self, words: Sequence[Uint32], step: int, rows: Any, masks: Sequence[Uint32] | None = None
     ) -> list[Uint32]:
-        """The four registers of the A operand of a k16 step.
+        """Returns the four registers of the A operand of a k16 step.
 
         words: the thread's 16 bytes, four registers. rows: as `row_numbers` returns them. masks: as
         `masks` returns them, or None.

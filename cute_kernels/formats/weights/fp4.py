@@ -182,7 +182,7 @@ class Fp4Decoder(CodeDecoder):
         return [self.math.multiply(pair, self.math.word(TWO_TO_126)) for pair in self.placed(words[step])]
 
     def placed(self, codes) -> list[Any]:
-        """Pairs of the four registers, times 2**-126."""
+        """Returns the pairs of the four registers, times 2**-126."""
         math = self.math
         return [
             (word & math.word(pair)) * math.word(copies) & math.word(SIGNS_AND_NUMBERS)
@@ -238,7 +238,7 @@ class E2m1Codes(E4m3Decoder):
         return tables, [scale for _, scale in halves]
 
     def _fold_row(self, powers) -> tuple[list[Any], Any]:
-        """Tables of a row's groups, and the scale that is left. powers: E8M0 bytes."""
+        """Returns the tables of a row's groups, and the scale that is left. powers: E8M0 bytes."""
         math, base = self.math, self.math.word(LEAST_BASE)
         for power in powers:
             base = math.most(base, power)
@@ -271,7 +271,8 @@ class Fp4Bytes(ByteDecoder):
         self.math = math
 
     def masks(self, nothing) -> Any:
-        """Half of each table, as PRMT has room for one constant; and a factor, which keeps a product what it is.
+        """Returns half of each table, as PRMT has room for one constant; and a factor, which keeps a product what it
+        is.
 
         Products of floats are in no uniform register, of which each lookup would make a copy.
         """
@@ -285,7 +286,7 @@ class Fp4Bytes(ByteDecoder):
         return [math.prmt(first, second, math.word(select)) for select in (EVEN_BYTES, ODD_BYTES)]
 
     def _four(self, word, turned, masks) -> Any:
-        """Bytes of the four codes in the lower half of a word; turned: the same with the other signs."""
+        """Returns the bytes of the four codes in the lower half of a word; turned: the same with the other signs."""
         math = self.math
         plus = math.prmt(masks[0], math.word(BYTES[1]), word)
         return math.prmt(masks[1], math.word(LESS_THAN_128[1]), turned) * masks[2] + plus

@@ -144,7 +144,7 @@ class PowerFp8(PowerScales, Fp8Format):
 
 
 def is_nan(codes: torch.Tensor) -> torch.Tensor:
-    """Whether uint8 codes are NaN."""
+    """Returns whether uint8 codes are NaN."""
     return codes & NAN_CODE == NAN_CODE
 
 
@@ -161,7 +161,7 @@ class Fp8Decoder(CodeDecoder):
         return [self.math.multiply(pair, power) for pair in self.placed(words, step)]
 
     def placed(self, words, step: int) -> list[Any]:
-        """Pairs of the four registers, times two to minus `EXPONENTS`."""
+        """Returns the pairs of the four registers, times two to minus `EXPONENTS`."""
         first, found = step * self.words_per_step, []
         for word in words[first : first + self.words_per_step]:
             found += [self._placed(word << 8), self._placed(word)]
@@ -202,7 +202,7 @@ class ScaledFp8Decoder(Fp8Decoder):
         self.unit = 2.0 ** UNIT_EXPONENTS[dtype]
 
     def row_numbers(self, scales, points) -> Any:
-        """Factors of placed codes. scales: fp32."""
+        """Returns the factors of placed codes. scales: fp32."""
         exponent = EXPONENTS[self.dtype] - UNIT_EXPONENTS[self.dtype]
         return [self.math.scaled(scale, 2.0**exponent) for scale in cast(Any, scales)]
 

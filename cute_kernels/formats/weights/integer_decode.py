@@ -40,7 +40,7 @@ class NibbleBytes(ByteDecoder):
     codes take three instructions: a word's lower nibbles are row g's, its upper ones row g + 8's."""
 
     def masks(self, nothing) -> Any:
-        """A constant kept in a register, as an instruction has room for one."""
+        """Returns a constant kept in a register, as an instruction has room for one."""
         return nothing + Uint32(SIGNS)
 
     def fragment(self, word, masks) -> list[Any]:
@@ -66,7 +66,7 @@ class IntegerDecoder(CodeDecoder):
         }[bits, dtype]
 
     def offsets(self, zeros) -> list[Any]:
-        """The offsets of the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
+        """Returns the offsets of the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
         zeros = [Uint32(zero) for zero in zeros]
         if (self.bits, self.dtype) == (8, "bf16"):
             return [(zero | Uint32(MINUS_TWO_TO_23)).bitcast(Float32) for zero in zeros]
@@ -78,7 +78,7 @@ class IntegerDecoder(CodeDecoder):
         return [zero * Uint32(0x00010001) + Uint32(magic) for zero in zeros]
 
     def masks(self, nothing) -> tuple[Any, Any]:
-        """Constants for `fragment`, to be made before a loop.
+        """Returns constants for `fragment`, to be made before a loop.
 
         A code is put between two constants by one LOP3, of which only one can be part of the instruction; the assembler
         would make the other again for each, an eighth of all it issues. ``nothing`` is a run-time word that is 0, which
@@ -129,7 +129,7 @@ class IntegerDecoder(CodeDecoder):
 
 
 def packed_power(exponent: int) -> int:
-    """Two to an exponent, in both halves of a packed bf16 pair."""
+    """Returns two to an exponent, in both halves of a packed bf16 pair."""
     return BF16_ONES + exponent * BF16_EXPONENT
 
 
@@ -181,7 +181,7 @@ class SubnormalDecoder(CodeDecoder):
         return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
-        """Scaled weights, in units of 1 / ``unit``."""
+        """Returns scaled weights, in units of 1 / ``unit``."""
         first = step * self.words_per_step
         pairs = self._pairs(words[first : first + self.words_per_step])
         return [self._scaled(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]

@@ -192,7 +192,7 @@ def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = Fa
 
 
 def _size_of(group_size: object) -> Any:
-    """The group size: 0 for one scale per row, None for what is no group size."""
+    """Returns the group size: 0 for one scale per row, None for what is no group size."""
     if group_size is None or (is_one_of(group_size, (0, -1))):
         return 0
     return group_size if is_one_of(group_size, GROUP_SIZES) else None
@@ -244,6 +244,6 @@ def _range_of(numbers: torch.Tensor) -> list[float]:
 
 
 def _round_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest numbers in a 16-bit ``dtype`` that are not below ``values``, fp32 and not negative."""
+    """Returns the smallest numbers in a 16-bit ``dtype`` that are not below ``values``, fp32 and not negative."""
     rounded = values.to(dtype)
     return (rounded.view(torch.int16) + (rounded.float() < values)).view(dtype)

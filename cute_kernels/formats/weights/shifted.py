@@ -125,7 +125,7 @@ class ShiftedDecoder(CodeDecoder):
         self.half_range = self._power(bits - 1 + UNIT[dtype]) | 0x80008000
 
     def _power(self, exponent: int) -> int:
-        """Two to an exponent, twice."""
+        """Returns two to an exponent, twice."""
         return (BIAS[self.dtype] + exponent << MANTISSA[self.dtype]) * 0x00010001
 
     def row_numbers(self, scales, points) -> list[Any]:
@@ -138,7 +138,7 @@ class ShiftedDecoder(CodeDecoder):
         return found
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
-        """Weights, scaled and shifted."""
+        """Returns weights, scaled and shifted."""
         math, found = self.math, []
         for i, pair in enumerate(self._pairs(words, step)):
             power, (scale, shift) = math.word(self.powers[i % 2]), rows[i % 2]
@@ -146,7 +146,7 @@ class ShiftedDecoder(CodeDecoder):
         return found
 
     def _pairs(self, words, step: int) -> list[Any]:
-        """Codes of the four registers."""
+        """Returns the codes of the four registers."""
         math = self.math
         if self.bits == 4:
             word = words[step]
