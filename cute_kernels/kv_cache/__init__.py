@@ -1,4 +1,5 @@
-"""KV caches: append with everything that comes before it, bulk quantisation, and an owner of pages and sequences.
+"""KV caches: the append of new tokens, bulk quantisation, and `KVCache`, which owns pages and sequences. An append
+includes biases, QK-norm, RoPE and the cache's transform.
 
 Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`;
 in `step` and `step_ops` (append, alone and with attention as one call); and in `cache`, `pages`, `batch`, `memory`,
@@ -62,16 +63,16 @@ def quantize_kv(
     transform: CacheTransform | None = None,
     operand: Literal["k", "v"] | None = None,
 ) -> torch.Tensor:
-    """Converts numbers to cache rows, bit for bit those of :mod:`cute_kernels.formats.kv`.
+    """Converts numbers to cache rows. The bytes equal those of the formats in :mod:`cute_kernels.formats.kv`.
 
     Args:
         x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192, 256 or 512. Contiguous, or
-            in blocks that are evenly spaced and dense in themselves, such as a part of a fused projection.
+            in dense blocks at equal distances, such as a part of a fused projection.
         kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
-        out: where to write the rows, contiguous or in such blocks: the pages of ``kv[:, 0]``.
-        transform, operand: the transform of the cache, and whether x is "k" (after RoPE) or "v". Rows then hold the
-            transformed numbers, as those of `append_kv` do. Rotations are for head_dim 64, 128 and 256.
+        out: the tensor for the rows, contiguous or in blocks as x: for example the pages of ``kv[:, 0]``.
+        transform, operand: the transform of the cache, and whether x is "k" (after RoPE) or "v". Rows then hold
+            transformed numbers, as `append_kv` writes them. Rotations are for head_dim 64, 128 and 256.
 
     Returns:
         Rows [..., num_kv_heads, row] in the format's dtype: out, or a new tensor.
@@ -103,7 +104,7 @@ def dequantize_kv(
         head_dim: columns of a row.
         dtype: bf16, fp16 or fp32.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
-        out: where to write the numbers, contiguous or in such blocks.
+        out: the tensor for the numbers, contiguous or in blocks as ``rows``.
 
     Returns:
         [..., num_kv_heads, head_dim] in ``dtype``: out, or a new tensor.

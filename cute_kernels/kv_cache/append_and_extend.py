@@ -1,7 +1,7 @@
-"""Attends with new tokens to a cache while they are written into it.
+"""`append_and_extend`, which attends to a cache while it writes the new tokens into the cache.
 
-Attention reads the new tokens in 16 bits from the tensors that they come in, and only older ones from the cache. So the
-launch that quantises the new tokens can overlap with all of attention.
+Attention reads the new tokens in 16 bits from ``new_k`` and ``new_v``, and reads only older tokens from the cache. So
+the launch that quantises the new tokens can overlap with all of attention.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def append_and_extend(
     concurrently.
 
     Args:
-        q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`; seq_lens with the new
-            tokens. The pages of all tokens are in the block table.
-        new_k, new_v: K and V of the new tokens, [total_q, num_kv_heads, head_dim] in q's dtype, the last two dimensions
-            contiguous, tokens on multiples of 16 bytes. Rotated, where there is RoPE.
+        q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`. seq_lens count the new
+            tokens, and the block table has their pages, too.
+        new_k, new_v: K and V of the new tokens, [total_q, num_kv_heads, head_dim] in q's dtype. The last two dimensions
+            are contiguous, tokens begin on multiples of 16 bytes, and K is already rotated if the model has RoPE.
         return_lse: also return the log-sum-exp of the scores, fp32 [total_q, num_q_heads], natural log.
-        options: others of :func:`extend_attention`.
+        options: further arguments of :func:`extend_attention`.
 
-    Returns what :func:`extend_attention` does. On a GPU the new tokens are appended on a stream of its own, which the
-    current one waits for; graphs capture both. An attention that is refused appends nothing.
+    Returns what :func:`extend_attention` does. On a GPU the append runs on a second stream, for which the current
+    stream waits; CUDA graphs capture both. If the arguments of attention are refused, nothing is appended.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
@@ -110,7 +110,7 @@ def append_and_extend(
 
 
 def _check_heads(name: str, rows: torch.Tensor) -> None:
-    """Raises ValueError unless a token's heads lie together, as `append_kv` wants them."""
+    """Raises ValueError unless the heads of a token are contiguous, as `append_kv` needs them."""
     if rows.dim() == 3 and rows.numel() and strides_of(rows)[1:] != (rows.shape[2], 1):
         raise ValueError(
             f"{name}: got strides {rows.stride()} for shape {shape_of(rows)}, want the last two dimensions contiguous"

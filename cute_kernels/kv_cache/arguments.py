@@ -1,23 +1,24 @@
-"""The arguments that appends are launched with; they are listed nowhere else.
+"""The launch arguments of the append, fill and bulk kernels; no other module lists them.
 
-Tensors: q, k, v, q_out [tokens, heads, head_dim], any token stride; caches [pages, page_size, num_kv_heads, row] with
-any strides but the last, a contiguous cache having a page of max_seq_len tokens for each request; seq_lens int32
+Tensors: q, k, v, q_out [tokens, heads, head_dim], any token stride; caches [pages, page_size, num_kv_heads, row], whose
+last dimension is contiguous; a contiguous cache has a page of max_seq_len tokens for each request; seq_lens int32
 [batch]; block_table int32 [batch, max_pages], any row stride. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`,
-says which of q, seq_lens and block_table count; the others may be any tensors of their kind.
+says which of q, seq_lens and block_table are used; the unused ones may be any tensors of their dtype and rank.
 
     cu_seqlens, slots, position_ids  int32 [batch + 1], int64 [tokens], int32 or int64 [tokens]
     q_bias, k_bias, v_bias           [heads, head_dim] in q's dtype
     q_norm, k_norm                   [head_dim] in q's dtype
     phase_steps                      int64 [rotary_dim / 2]
     k_scale, v_scale                 fp32
-    wave                             CTAs that the GPU holds at a time
+    wave                             CTAs that the GPU runs at a time
     k_center ... q_shift             of a transform, see :class:`cute_kernels.kv_cache.operands.Transforms`; q_out then
                                      gets the transformed q
 
-Of whole caches (`bulk_arguments`): numbers [num_rows, head_dim], contiguous; rows [num_rows, row], contiguous; scale
-fp32 for formats that are given one, of head ``row % num_heads``; every ``*_divisor`` is `divisor_of` what it is named
-after. Where numbers or rows lie in blocks, dense rows of one block, bytes from one to the next, and ``numbers`` the
-first of num_rows rows alone. center, factor of a transform: fp32 [num_heads, head_dim].
+The bulk kernels (`bulk_arguments`) take numbers [num_rows, head_dim] and rows [num_rows, row], both contiguous; scale,
+fp32, for formats with a scale beside the cache: a row belongs to head ``row % num_heads``; and ``*_divisor``, which is
+`divisor_of` the argument that it is named after. If numbers or rows lie in blocks, further arguments are the rows of a
+block and the bytes from one block to the next; ``numbers`` is then the first row alone, and num_rows the number of
+rows. center and factor of a transform are fp32 [num_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ FILL = LaunchArguments(
         *arguments("int32", "max_pages", "max_blocks"),
     )
 )
-"""Of the kernel that fills blocks of keys: k_new fp16 [tokens, num_kv_heads, head_dim]; k_tail fp16 [slots, 64,
-num_kv_heads, head_dim]; tail_slots int32 [batch]; the cache, lengths, bounds and table of an append; the blocks that
-one request's new tokens touch at most."""
+"""The arguments of the kernel that fills blocks of keys: k_new fp16 [tokens, num_kv_heads, head_dim]; k_tail fp16
+[slots, 64, num_kv_heads, head_dim]; tail_slots int32 [batch]; the cache, lengths, bounds and block table of an append;
+the greatest number of blocks that new tokens of one request touch."""
 CONSTANTS = ("k_center", "k_factor", "q_factor", "v_factor")
 TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 
 
 @functools.cache
 def append_arguments(transformed: bool) -> LaunchArguments:
-    """Returns the arguments of an append, to caches that are transformed or not."""
+    """Returns the arguments of an append; ``transformed``: to caches with a transform."""
     return joined(APPEND, TRANSFORM if transformed else ())
 
 
@@ -71,5 +72,5 @@ BLOCKS = (
 
 @functools.cache
 def bulk_arguments(strided: bool, transformed: bool) -> LaunchArguments:
-    """Returns the arguments for whole caches. strided: whether rows come in blocks; those of transformed caches do."""
+    """Returns the arguments for whole caches. strided: whether rows come in blocks; with a transform they always do."""
     return joined(BULK, BLOCKS if strided else (), arguments("address", "center", "factor") if transformed else ())

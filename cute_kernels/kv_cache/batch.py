@@ -16,21 +16,22 @@ _NOTHING = SequencePages()
 
 
 class Batch:
-    """Block table and lengths of the sequences of one step, in buffers whose addresses never change.
+    """The block table and lengths of the sequences of one step, in buffers whose addresses never change.
 
-    A captured CUDA graph reads these buffers; `update` between replays gives it the next step. The host remembers
-    what the buffers hold. So an update sends only lengths and entries of the block table that have changed, in one
-    asynchronous copy, or nothing. It never waits for the device. Call it outside the capture, on the stream that
-    replays.
+    A captured CUDA graph reads these buffers; call `update` between replays to describe the next step. The host
+    remembers what the buffers hold. So an update copies only changed lengths and changed entries of the block table, in
+    one asynchronous copy, and never waits for the device. Call `update` outside the capture, on the stream that replays
+    the graph.
 
-    An engine keeps one for decoding and one for prefill. Made by `KVCache.make_batch`.
+    An engine keeps one batch for decoding and one for prefill. `KVCache.make_batch` makes them.
 
     Attributes:
         seq_ids: the sequences of the last update, in order; row i of the tensors is sequence i.
         num_new_tokens: how many of each sequence's last tokens this step writes.
         size: rows of the tensors.
-        version: of the page table at the last update.
-        shared: a sequence whose new tokens lie in pages that others refer to, which must not be written; or None.
+        version: the page table's version at the last update.
+        shared: a sequence whose new tokens lie in pages that other sequences use, too, so that they must not be
+            written; or None.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Batch:
         self._one_token_each = True
 
     def is_of(self, pages: PageTable) -> bool:
-        """Returns whether the sequences are those of a page table."""
+        """Returns whether the batch was made for this page table."""
         return self._pages is pages
 
     @property
@@ -85,10 +86,10 @@ class Batch:
 
     @property
     def tail_slots(self) -> torch.Tensor | None:
-        """int32 [size]: the slot of each sequence's newest keys, for caches whose keys are written by blocks; else
-        None.
+        """int32 [size]: the slot of each sequence's newest keys, for caches whose keys are written in blocks; None for
+        other caches.
 
-        Rows that hold no sequence have another sequence's slot, and nothing is written to it.
+        A padding row has the slot of another sequence, but nothing is written through it.
         """
         return None if self._slots is None else self._slots[: self.size]
 
@@ -97,14 +98,14 @@ class Batch:
     ) -> Batch:
         """Describes the next step; returns the batch itself.
 
-        Rows that hold no sequence have length 0: attention gives 0 for them and their tokens are not stored. So a
-        graph captured at a larger batch may be replayed.
+        Padding rows have length 0: attention returns 0 for them, and their tokens are not stored. So a graph that was
+            captured with a larger batch can be replayed.
 
         Args:
-            seq_ids: sequences, each once, already extended by their new tokens.
-            num_new_tokens: how many of each sequence's last tokens are new, for all or for each. Rows without a
-                sequence have as many in the first case, none in the second.
-            pad_to: rows that the tensors shall have; default: as many as there are sequences.
+            seq_ids: distinct sequences, already extended by their new tokens.
+            num_new_tokens: how many of each sequence's last tokens are new: one number for all, or one for each.
+                Padding rows have as many in the first case, none in the second.
+            pad_to: number of rows of the tensors; default: the number of sequences.
 
         Raises:
             ValueError: an unknown sequence, one named twice, more than max_batch, or more new tokens than it has.
@@ -141,7 +142,7 @@ class Batch:
             raise ValueError(f"{got}, want at most max_batch {self.max_batch}")
 
     def _changed_entries(self, sequences: Sequence[SequencePages]) -> tuple[np.ndarray, np.ndarray]:
-        """Flat indices and values of the block table's entries that differ from what the device holds."""
+        """Returns (flat indices, values) of the block table's entries that differ from the device's copy."""
         indices, values = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
         idle = itertools.repeat(_NOTHING, self.max_batch - len(sequences))
         for row, sequence in enumerate(itertools.chain(sequences, idle)):
@@ -159,7 +160,7 @@ class Batch:
     def _send(
         self, lens: np.ndarray, starts: np.ndarray, slots: np.ndarray, entries: tuple[np.ndarray, np.ndarray]
     ) -> None:
-        """Copies everything that has changed to the device at once, and distributes it there."""
+        """Copies all changes to the device in one transfer, and writes them into the buffers there."""
         indices, values = entries
         held = (self._host_lens, self._host_starts, self._host_slots)
         lens, starts, slots = (

@@ -1,7 +1,7 @@
-"""Converts whole caches: numbers to rows, and rows to numbers.
+"""The kernels that convert whole caches: numbers to rows, and rows to numbers.
 
-A team of lanes takes rows that lie a CTA's teams apart, so that what a CTA reads at a time is one run of bytes; it asks
-for all its rows before it works on the first.
+Each *team* of lanes converts several rows. Neighbouring teams take neighbouring rows, so a CTA reads one run of bytes
+at a time. A team loads all its rows before it works on the first.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from cute_kernels.kv_cache.rows import make_row
 class RowBlocks:
     """Rows in blocks that begin ``stride`` bytes apart and hold ``inner`` dense rows each; run-time values.
 
-    divisor: `divisor_of` inner, None where all rows are one block.
+    divisor: `divisor_of` inner; None if all rows are one block.
     """
 
     base: Int64
@@ -147,7 +147,8 @@ class BulkKernel:
                 raw[i] = raw[i + self.row_words]
 
     def fetch(self, raw, u: int, source, row, lane):
-        """Starts loading a row's numbers, or its codes and the word of the lane's group."""
+        """Starts loading a row into slot ``u`` of ``raw``: its numbers, or its codes and the header word of the lane's
+        group."""
         if self.config.direction == "quantize":
             words = self.elements.piece.load(source.address(row), lane)
         else:
@@ -160,7 +161,7 @@ class BulkKernel:
 
     @cute.jit
     def restore(self, raw, numbers, row, scale, head, valid, lane):
-        """Stores the numbers of the first row in ``raw``."""
+        """Dequantises the first row in ``raw`` and stores its numbers."""
         words = [raw[i] for i in range(self.code_words)]
         header = raw[self.code_words] if const_expr(self.cache_row.has_header) else None
         if valid:

@@ -1,4 +1,4 @@
-"""Calling the bulk kernels, and their registered operators."""
+"""The calls of the bulk kernels, and their registered operators."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
 class Quantize(NamedTuple):
-    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`. half: the part of a transform that applies to x, see
-    `half_of`."""
+    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`. half: the part of a transform that applies to x
+    (`half_of`)."""
 
     x: torch.Tensor
     kv_format: str
@@ -73,11 +73,11 @@ def _quantize_through_operator(call: Quantize) -> torch.Tensor:
 
 
 def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
-    """Returns the part of a transform that applies to K or to V, as a transform of K; None where it changes nothing.
+    """Returns the part of a transform that applies to ``operand`` ("k" or "v"), as a transform of K. Returns None if
+    that part changes nothing.
 
     Raises:
-        TypeError, ValueError: there is a transform and no operand or an operand and no transform, or it is none of
-            these.
+        TypeError, ValueError: only one of transform and operand is given, or one of them is invalid.
     """
     check_transform("transform", transform)
     if operand not in ("k", "v"):
@@ -97,7 +97,7 @@ def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTrans
 
 
 def check_half(half: CacheTransform, x: torch.Tensor) -> None:
-    """Raises ValueError unless a part of a transform fits numbers [..., heads, head_dim]."""
+    """Raises ValueError unless the result of `half_of` fits numbers [..., heads, head_dim]."""
     for array in half.arrays.values():
         if array.shape != x.shape[-2:]:
             raise ValueError(f"transform: got constants {shape_of(array)}, want {list(x.shape[-2:])}, x's heads")
@@ -164,9 +164,10 @@ def _check_blocks(name: str, tensor: torch.Tensor) -> None:
 
 
 def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Returns (rows of the last dimension that are dense together, elements from one such block to the next).
+    """Returns (rows of a dense block, elements from the start of one block to the next).
 
-    None unless one such pair of numbers says where all rows are. Of a contiguous tensor all rows are one block.
+    Rows are those of the last dimension; a contiguous tensor is one block. Returns None unless all blocks are equally
+    large and equally far apart.
     """
     *outer, (size, stride) = zip(tensor.shape, tensor.stride(), strict=True)
     if not tensor.numel():
@@ -194,7 +195,7 @@ def _result(
     device: torch.device,
     **read: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns the caller's memory for a result, checked, or new memory of the first dtype."""
+    """Returns ``out`` after checking it, or a new tensor of the first of ``dtypes``."""
     if out is None:
         return torch.empty(shape, dtype=dtypes[0], device=device)
     check_tensors(out=out)

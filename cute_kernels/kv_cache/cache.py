@@ -1,6 +1,6 @@
-"""`KVCache`: the paged KV cache of a model, for whoever writes an inference engine around it.
+"""`KVCache`, the paged KV cache of a model, for authors of inference engines.
 
-It owns the memory and knows which tokens lie where. When to run which sequence is the engine's business.
+It owns the memory and knows in which pages tokens lie. The engine decides which sequence runs when.
 
     formats = ("int8_token_head", "int4_g4")  # of K and of V
     cache = KVCache(num_layers, num_pages, 64, num_kv_heads, head_dim, kv_format=formats, device="cuda")
@@ -57,7 +57,7 @@ CACHE_LAYOUTS = ("NHD", "HND")
 def _pages(
     forms: Sequence[KvFormat], shape: tuple[int, ...], head_dim: int, device: torch.device | None
 ) -> torch.Tensor:
-    """Zeros for K or V of all layers: [layers, *shape, row]; a tuple by layer, indexed alike, where formats differ."""
+    """Returns zeros for K or V of all layers: [layers, *shape, row], or a tuple of [*shape, row] if formats differ."""
     alike = all(form == forms[0] for form in forms)
     made = tuple(
         torch.zeros(*layers, *shape, form.row_elements(head_dim), dtype=form.cache_dtype, device=device)
@@ -67,38 +67,38 @@ def _pages(
 
 
 class KVCache:
-    """K and V of all layers in pages, and the sequences that own them.
+    """The pages of K and V of all layers, and the sequences that own them.
 
-    A page number means the same page in every layer. A sequence's length counts the tokens it has pages for: it grows
-    by `allocate` and `extend`. Call them once per step, before the layers' `append`, which writes the last tokens.
-    `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every method
-    that takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
+    A page number means the same page in every layer. A sequence's length counts the tokens that it has pages for:
+    `allocate` and `extend` make it grow. Call `extend` once per step, before any layer's `append`, which writes the
+    last tokens. `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every
+    method that takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
 
-    Not thread-safe; all of a cache's device work belongs on one stream, so that a page is not reused before its last
-    reader is done.
+    Not thread-safe; run all of a cache's device work on one stream, so that a page is not reused before its last reader
+    is done.
 
     Args:
         num_layers, num_pages: pages per layer.
         page_size: tokens per page, a multiple of 16 from 16 to 256.
         num_kv_heads, head_dim: of K; V has the same heads and ``v_head_dim`` (default: head_dim).
-        kv_format: a name in `cute_kernels.formats.kv.FORMATS`, "int4", "int8" or "fp8" for the recommended ones, or a
-            pair of names for K and V; one or a pair for each layer by its number (-1: all others), or a file of these
-            (``*.json``, see `LayerFormats`).
+        kv_format: a name in `cute_kernels.formats.kv.FORMATS`; "int4", "int8" or "fp8" for the recommended format of
+            that kind; or a pair of names for K and V. To choose by layer: a mapping from a layer's number (-1: all
+            others) to a name or pair, or the path of a file (``*.json``, see `LayerFormats`).
         cache_layout: "NHD" ([num_pages, page_size, num_kv_heads, row] in a layer) or "HND" ([num_pages, num_kv_heads,
             page_size, row]).
-        dtype: of q, k and v: bf16 or fp16. Dense formats must be of the same.
+        dtype: of q, k and v: bf16 or fp16. A dense format must have the same dtype.
         device: where the pages lie. On a CPU the reference implementations run.
-        max_seq_len: tokens that a sequence may reach, which sets the block table's width; default: all pages'.
-        max_seqs: the most sequences at a time. Needed for keys in blocks ("int4_channel32"), whose last rows lie
-            outside the pages.
-        transform: how K and V are written (see `CacheTransform`): one for all layers, or one, or None, for each.
-            `set_constants` sets the result of a calibration.
+        max_seq_len: the most tokens of a sequence, which set the block table's width; default: the tokens of all pages.
+        max_seqs: the most sequences at a time; only for keys in blocks ("int4_channel32"), whose last rows lie outside
+            the pages.
+        transform: how K and V are written: a `CacheTransform` for all layers, or a sequence with a transform or None
+            for each layer. `set_constants` sets the result of a calibration.
 
     Attributes:
-        k_pages, v_pages: what `append_kv` and `decode_attention` take, by layer: [num_layers, *a layer's cache], or a
-            tuple of caches where layers differ in format.
-        layer_formats: K's and V's of each layer.
-        tails: of keys in blocks (`KeyTails`), or None.
+        k_pages, v_pages: the caches that `append_kv` and `decode_attention` take, indexed by layer: one tensor
+            [num_layers, *a layer's cache], or a tuple of tensors if layers differ in format.
+        layer_formats: (K's format, V's format) of each layer.
+        tails: the newest keys if keys are in blocks (`KeyTails`); else None.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class KVCache:
 
     @property
     def transforms(self) -> tuple[CacheTransform | None, ...]:
-        """Each layer's, or None."""
+        """The transform of each layer, or None."""
         return self._constants.transforms
 
     # -- sequences ----------------------------------------------------------------------------------------------------
@@ -164,11 +164,11 @@ class KVCache:
 
     @property
     def seq_ids(self) -> tuple[SeqId, ...]:
-        """The sequences there are, oldest first."""
+        """All sequences, oldest first."""
         return tuple(self._pages)
 
     def seq_len(self, seq_id: SeqId) -> int:
-        """Returns the number of tokens of a sequence. Raises ValueError if there is none of that name."""
+        """Returns the number of tokens of a sequence. Raises ValueError if the sequence is unknown."""
         return self._pages[seq_id].length
 
     def page_ids(self, seq_id: SeqId) -> tuple[int, ...]:
@@ -190,11 +190,12 @@ class KVCache:
             self.tails.lengthened(self._pages, [seq_id])
 
     def extend(self, seq_id: SeqId, num_tokens: int = 1) -> None:
-        """Lengthens one sequence; as `extend_all`."""
+        """Lengthens one sequence, as `extend_all` does."""
         self.extend_all([seq_id], num_tokens)
 
     def extend_all(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int] = 1) -> None:
-        """Lengthens sequences by one number of tokens, or by one number each. It lengthens all or, if it raises, none.
+        """Lengthens sequences by ``num_tokens`` tokens: one number for all, or one for each. If it raises, no sequence
+        has changed.
 
         Raises:
             OutOfPagesError: there are not enough free pages for all.
@@ -205,7 +206,7 @@ class KVCache:
             self.tails.lengthened(self._pages, seq_ids)
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
-        """Makes a sequence that shares all tokens of another. It takes no page until one of the two is extended."""
+        """Makes a sequence that shares all tokens of another. No page is taken until one of the two is extended."""
         if self.tails is not None:
             self.tails.check_free("new_id", new_id)
         self._pages.fork(seq_id, new_id)
@@ -243,17 +244,17 @@ class KVCache:
 
         Args:
             layer: 0 to num_layers - 1.
-            batch: as updated for this step; its new tokens are those that k and v hold, sequence by sequence.
+            batch: as updated for this step. k and v hold its new tokens, sequence by sequence.
             k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], before RoPE if ``rope`` is given.
             options: ``q``, ``q_out``, ``qkv_bias``, ``rope``, ``position_ids``, ``q_norm``, ``k_norm``, ``norm_eps``,
                 ``q_shift`` of `append_kv`.
 
         Returns:
-            The rotated q if one was given, else None; where the layer has a transform, q is transformed, too.
+            The rotated q, or None without q. If the layer has a transform, q is transformed, too.
 
         Raises:
             ValueError: sequences have changed since the batch was updated, its new tokens lie in shared pages, or a
-                scale was never given; else as `append_kv`.
+                scale was never given. Further errors are those of `append_kv`.
         """
         self._check_append(layer, batch)
         given: dict[str, Any] = {**self._layer(layer, batch), **options}
@@ -304,18 +305,18 @@ class KVCache:
             layer: 0 to num_layers - 1.
             batch: as updated for this step.
             q: [batch.size, q_len, num_q_heads, head_dim], queries of each sequence's last q_len tokens, rotated.
-            q_transformed: wanted for a layer with a transform: True for q as `append` returns it, False for q after
-                RoPE alone, which is transformed here by a few launches more. Nothing for other layers.
+            q_transformed: required for a layer with a transform: True for q as `append` returns it, False for q after
+                RoPE alone, which is then transformed here in a few more launches. Leave it None for other layers.
             options: further arguments of `decode_attention`: ``softmax_scale``, ``window_size``, ``return_lse``,
-                ``out`` and so on; ``q_shift``, as `append` has written it, for a soft cap, sinks, ``score_options``
-                or the log-sum-exp of queries that are transformed.
+                ``out`` and so on. With transformed queries a soft cap, sinks, ``score_options`` and the log-sum-exp
+                need ``q_shift``, as `append` has written it.
 
         Returns:
             As `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
 
         Raises:
             ValueError: sequences have changed since the batch was updated, a scale was never given, or the layer's
-                transform wants to know more; else as `decode_attention`.
+                transform needs ``q_transformed`` or ``q_shift``. Further errors are those of `decode_attention`.
         """
         self._check_step(layer, batch)
         operands = self._layer(layer, batch)
@@ -374,8 +375,7 @@ class KVCache:
     def append_and_attend(
         self, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> Any:
-        """Does `append` and `attend` in one call that overlaps them: `append_and_decode` with the cache's arguments
-        filled in.
+        """Appends and attends in one call that overlaps both: `append_and_decode` with the cache's arguments filled in.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -389,7 +389,7 @@ class KVCache:
             As `append_and_decode`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
 
         Raises:
-            ValueError: a sequence's new tokens are not q_len; else as `append` and `attend`.
+            ValueError: a sequence has not exactly q_len new tokens. Further errors are those of `append` and `attend`.
         """
         self._check_append(layer, batch)
         check_new_tokens(batch.num_new_tokens, q)
@@ -400,31 +400,31 @@ class KVCache:
     def set_scales(
         self, layer: int, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
     ) -> None:
-        """Sets a layer's scales, for formats with a scale beside the cache; they are copied into place.
+        """Copies a layer's scales into the cache, for formats with a scale beside the cache.
 
         Args:
             layer: 0 to num_layers - 1.
             k_scale, v_scale: as from `compute_kv_scale`: [] or [1] per tensor, [num_kv_heads] or [num_kv_heads, 1] per
-                head, [num_kv_heads, head_dim] per channel. None for a format without one.
+                head, [num_kv_heads, head_dim] per channel. None for a format without such a scale.
 
         Raises:
-            ValueError: a scale is missing, not wanted, of another shape, not positive or not finite; or the cache
-                holds sequences, which were written with other scales.
+            ValueError: a scale is missing, not wanted, of another shape, not positive or not finite; or the cache holds
+                sequences, whose rows were written with the old scales.
         """
         self._check_layer(layer)
         self._check_empty(f"layer: got {layer}")
         self._constants.set_scales(layer, k_scale, v_scale)
 
     def set_constants(self, constants: CacheConstants | str | Path) -> None:
-        """Sets the constants of a calibration for all layers: transforms, and scales of formats with a scale beside it.
+        """Sets the constants of a calibration for all layers: transforms, and scales that lie beside the cache.
 
         Args:
-            constants: or the file that `cute-kernels calibrate` has written.
+            constants: the constants, or the path of a file that `cute-kernels calibrate` has written.
 
         Raises:
-            FileNotFoundError, ConstantsError: there is no such file, or it is no file of constants.
+            FileNotFoundError, ConstantsError: there is no such file, or the file holds no constants.
             ValueError: the number of layers or the sizes differ; a scale is missing or not wanted; or the cache holds
-                sequences, which were written with other constants.
+                sequences, whose rows were written with the old constants.
         """
         constants = constants_of(constants)
         self._check_empty("constants: got some")
@@ -438,13 +438,12 @@ class KVCache:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Returns a key for each layer. Layers with equal keys can read each other's rows. Waits
-        for the device."""
+        """Returns a key for each layer. Layers with equal keys can read each other's rows. Waits for the device."""
         return self._constants.keys
 
     def export_sequence(self, seq_id: SeqId) -> ExportedSequence:
-        """Copies a sequence's rows of all layers, and what they were written with, for `import_sequence` of another
-        cache. ValueError for an unknown sequence."""
+        """Copies a sequence's rows of all layers, and their layers' keys, for `import_sequence` of another cache.
+        Raises ValueError if the sequence is unknown, keys are in blocks, or layers differ in format."""
         sequence = self._pages[seq_id]
         if self.tails is not None:
             raise ValueError(
@@ -457,11 +456,11 @@ class KVCache:
         return ExportedSequence(k, v, self.keys)
 
     def import_sequence(self, seq_id: SeqId, exported: ExportedSequence) -> None:
-        """Makes a sequence from rows that a cache has exported.
+        """Makes a sequence from rows that `export_sequence` has copied from a cache.
 
         Raises:
-            TypeError: it is no exported sequence.
-            ValueError: its rows were written with another format, scale or transform than this cache reads; or as
+            TypeError: ``exported`` is no `ExportedSequence`.
+            ValueError: the rows were written with another format, scale or transform than this cache's; or as
                 `allocate`.
             OutOfPagesError: there are not enough free pages.
         """
@@ -484,7 +483,8 @@ class KVCache:
     # -- looking in ---------------------------------------------------------------------------------------------------
 
     def read(self, layer: int, seq_id: SeqId, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads a sequence's K and V, dequantised and without the transform: [seq_len, num_kv_heads, head_dim] each.
+        """Returns a sequence's K and V, dequantised and with the transform undone: [seq_len, num_kv_heads, head_dim]
+        each.
 
         Waits for the device.
         """
@@ -516,7 +516,7 @@ class KVCache:
         return k, v
 
     def memory_report(self) -> MemoryReport:
-        """Reports the bytes and pages in use now."""
+        """Returns the bytes and pages in use now."""
         names = dict.fromkeys(" + ".join(dict.fromkeys(form.name for form in pair)) for pair in self.layer_formats)
         rows = sum(
             form.row_bytes(dim) for pair in self.layer_formats for form, dim in zip(pair, self.head_dims, strict=True)
@@ -546,7 +546,7 @@ class KVCache:
                     part[:, target].copy_(part[:, source])
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
-        """Returns the arguments of both operators that describe the cache."""
+        """Returns the arguments that describe a layer's cache, for append and attention alike."""
         k_scale, v_scale = self._constants.scales(layer)
         tails = {}
         if self.tails is not None:
@@ -563,12 +563,12 @@ class KVCache:
         }
 
     def _rows(self, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Pages [layers, pages, ...] as rows [layers, length, num_kv_heads, row], copied."""
+        """Copies pages [layers, pages, ...] into rows [layers, length, num_kv_heads, row]."""
         pages = pages.transpose(2, 3) if self.cache_layout == "HND" else pages
         return pages.flatten(1, 2)[:, :length].contiguous()
 
     def _one_tensor_each(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns K's and V's pages; ValueError where layers differ in format."""
+        """Returns K's and V's pages, one tensor each. Raises ValueError if layers differ in format."""
         if isinstance(self.k_pages, tuple) or isinstance(self.v_pages, tuple):
             raise ValueError(f"{what} for a cache whose layers differ in format, want one format in all of them")
         return self.k_pages, self.v_pages

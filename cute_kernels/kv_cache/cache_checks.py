@@ -23,7 +23,7 @@ def check_sizes(
     head_dims: tuple[object, object],
     max_seq_len: object,
 ) -> None:
-    """Raises TypeError or ValueError for a size that no cache has. head_dims: of K and V."""
+    """Raises TypeError or ValueError if a size of a cache is invalid. head_dims: of K and V."""
     for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads)):
         check_count(name, value, 1)
     if max_seq_len is not None:
@@ -36,7 +36,7 @@ def check_sizes(
 
 
 def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
-    """Raises ValueError unless every sequence has as many new tokens as q. The operators check other shapes."""
+    """Raises ValueError unless every sequence has q_len new tokens. The operators check the other shapes."""
     q_len = q.shape[1] if q.dim() == 4 else None
     wrong = next((count for count in counts if q_len is not None and count != q_len), None)
     if wrong is not None:
@@ -44,7 +44,7 @@ def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
 
 
 def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
-    """Returns K's and V's format; TypeError or ValueError unless a model in ``dtype`` may have them."""
+    """Returns K's and V's format. Raises TypeError or ValueError unless a model in ``dtype`` can use them."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
     k_name, v_name = format_pair(kv_format)
@@ -57,7 +57,7 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
 
 
 def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tuple[tuple[KvFormat, KvFormat], ...]:
-    """Returns the `formats_for` each layer; either all layers have keys in blocks or none has."""
+    """Returns `formats_for` each layer. Raises ValueError if only some layers have keys in blocks."""
     check_layers(kv_format, num_layers)
     found = tuple(formats_for(formats_of_layer(kv_format, layer), dtype) for layer in range(num_layers))
     in_blocks = next((keys for keys, _ in found if keys.in_blocks), None)
@@ -67,8 +67,7 @@ def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tu
 
 
 def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
-    """Raises ValueError unless keys in blocks, and no others, come with a number of sequences, and attention can read
-    them."""
+    """Raises ValueError unless ``max_seqs`` is given exactly for keys in blocks, and attention can read such keys."""
     if (max_seqs is None) == keys.in_blocks:
         want = "the number of sequences that there may be at a time" if keys.in_blocks else "None"
         raise ValueError(f"max_seqs: got {max_seqs!r}, want {want} for {keys.name} keys")
@@ -79,8 +78,8 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Returns whether q of a layer with a transform is already transformed. Raises ValueError if the call does not say
-    so, or lacks its shift."""
+    """Returns whether q of a layer with a transform is already transformed. Raises ValueError if ``given`` is None, or
+    if the options need a shift of transformed q and lack it."""
     if given is None:
         raise ValueError(
             f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
@@ -105,10 +104,10 @@ def sees_shift(options: dict[str, Any]) -> bool:
 def checked_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Returns a layer's scale; TypeError or ValueError unless it is given, and right, exactly where the format needs
-    one.
+    """Returns a layer's scale after checking it. Raises TypeError or ValueError if it is invalid, missing, or not
+    needed.
 
-    held: where it goes; None for a format without.
+    held: the tensor that the scale will be copied to; None for a format that keeps no scale beside the cache.
     """
     if held is None:
         if scale is not None:

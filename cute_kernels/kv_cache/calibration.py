@@ -1,8 +1,8 @@
 """Scales that lie beside the cache, found ahead of time from samples of K or V.
 
-The least scale without saturation maps the greatest magnitude to the greatest code (absmax). Where a few outliers make
-that scale coarse for everything else, one that lets them saturate is better: a percentile of the magnitudes, as in
-TensorRT's and vLLM's calibrators.
+The least scale without saturation maps the greatest magnitude to the greatest code (absmax). A few outliers can make
+that scale too coarse for all other numbers. Then a scale from a percentile of the magnitudes is better, although
+outliers saturate; TensorRT's and vLLM's calibrators do the same.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class Calibrator:
         kv_format: a format with a scale beside the cache: "int8_tensor", "int8_head", "int8_channel", "e4m3_tensor" or
             "e4m3_head".
         method: "absmax": the greatest magnitude seen, exact. "percentile": the least magnitude that ``percentile`` %
-            of the elements do not exceed. A histogram of 3074 logarithmic bins per scale finds it, for any number of
-            samples. The histogram errs upwards only: for magnitudes from 2**-24 to 2**24 the result is at least the
-            percentile, below 1 + 2**-6 times it, and never above the greatest magnitude.
+            of the elements do not exceed. A histogram of 3074 logarithmic bins per scale finds that magnitude, for any
+            number of samples. The histogram errs upwards only: for magnitudes from 2**-24 to 2**24 the result is at
+            least the percentile, below 1 + 2**-6 times it, and never above the greatest magnitude.
         percentile: above 0, at most 100.
 
-    One scale is found for all elements ("tensor"), for each head or for each head's column ("channel").
+    The result is one scale for all elements ("tensor"), one for each head, or one for each column of each head
+    ("channel").
     """
 
     def __init__(self, kv_format: str, method: Method = "absmax", percentile: float = 99.9) -> None:
@@ -79,7 +80,8 @@ class Calibrator:
 
     def scale(self) -> torch.Tensor:
         """Returns the scale, fp32, in a shape that operators and formats take: [], [num_kv_heads, 1] or [num_kv_heads,
-        head_dim]. It is 1 for what was 0 in all samples. Raises ValueError if there were no samples."""
+        head_dim]. A scale is 1 if all its elements were 0 in all samples. Raises ValueError if there were no
+        samples."""
         if self._top is None:
             raise ValueError("x: got no samples, want at least one update")
         top = _grouped(self._top, self.granularity).amax(1)
@@ -89,7 +91,7 @@ class Calibrator:
         return scale.masked_fill(scale == 0, 1).reshape(scale_shape(self.granularity, *self._top.shape))
 
     def _take(self, size: torch.Tensor) -> None:
-        """size: fp32 [samples, num_kv_heads, head_dim], not negative."""
+        """Adds the magnitudes ``size``, fp32 [samples, num_kv_heads, head_dim], to the maxima or the histogram."""
         if not len(size):
             return
         assert self._top is not None
@@ -109,8 +111,7 @@ class Calibrator:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def _percentile(self, counts: torch.Tensor) -> torch.Tensor:
-        """Returns the upper end of the bin that holds the percentile, fp32 [scales]; infinity for the last, which has
-        none."""
+        """Returns the upper end of the bin that holds the percentile, fp32 [scales]; infinity for the last bin."""
         rank = torch.ceil(counts.sum(1, keepdim=True).double() * self.percentile / 100)
         found = (counts.cumsum(1) < rank).sum(1)
         upper = ((found + _FIRST_KEY) << _SHIFT).to(torch.int32).view(torch.float32)
@@ -132,7 +133,7 @@ def compute_kv_scale(
 
     Returns:
         fp32 [] ("tensor"), [num_kv_heads, 1] ("head") or [num_kv_heads, head_dim] ("channel"), for ``k_scale`` or
-        ``v_scale``. By "absmax" it is `layouts.kv.ScaledRow.compute_scale`'s.
+        ``v_scale``. With "absmax" the result equals that of `layouts.kv.ScaledRow.compute_scale`.
 
     Raises:
         TypeError, ValueError: as `Calibrator`.

@@ -1,4 +1,4 @@
-"""One call of append as data, and everything that can be wrong with it; errors name the argument."""
+"""`AppendCall`, one call of append as data, and its checks; their errors name the argument."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POSITION_DTYPES = (torch.int32, torch.int64)
 
 
 class AppendCall(NamedTuple):
-    """The arguments of `append_kv`, in the operator's order; see there."""
+    """The arguments of `append_kv`, which documents them, in the operator's order."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -70,7 +70,7 @@ class AppendCall(NamedTuple):
 
     @property
     def row_transform(self) -> RowTransform | None:
-        """The transform of rows; None where there is none."""
+        """The compile-time facts of the call's transform; None without one."""
         return row_transform_of(self.transform, self.q_shift is not None)
 
     @property
@@ -83,7 +83,7 @@ class AppendCall(NamedTuple):
 
     @property
     def num_q_heads(self) -> int:
-        """0 without q."""
+        """Number of q heads; 0 without q."""
         return 0 if self.q is None else self.q.shape[1]
 
     @property
@@ -103,11 +103,12 @@ class AppendCall(NamedTuple):
 
 
 NUM_USUAL = AppendCall._fields.index("cu_seqlens")
-"""How many fields most calls have: what follows are extras."""
+"""The number of fields that most calls use; the fields after them are extras."""
 
 
 def split_bias(name: str, bias: object) -> tuple[Any, Any, Any]:
-    """Returns q's, k's and v's of a bias argument that is given; TypeError unless it is a tuple of three."""
+    """Returns the biases of q, k and v from a ``qkv_bias`` that is not None. Raises TypeError unless it is a tuple of
+    three."""
     if not isinstance(bias, (tuple, list)) or len(bias) != 3:
         found = f"{len(bias)} of them" if isinstance(bias, (tuple, list)) else type(bias).__name__
         raise TypeError(f"{name}: got {found}, want a tuple of q's, k's and v's, each a tensor or None")
@@ -147,7 +148,7 @@ def check_append(call: AppendCall) -> None:
 
 
 def _check_memory(call: AppendCall) -> None:
-    """Checks that nothing that is written is read or written elsewhere; q_out may be q."""
+    """Raises ValueError if a tensor that is written overlaps with another argument. q_out may be q itself."""
     others = {name: value for name, value in call._asdict().items() if isinstance(value, torch.Tensor)}
     for name in ("v_cache", "k_cache", "q_shift", "q_out"):
         written = others.pop(name, None)
@@ -156,8 +157,8 @@ def _check_memory(call: AppendCall) -> None:
 
 
 def check_kinds(call: AppendCall) -> None:
-    """Raises TypeError or ValueError unless arguments are tensors on k's device, and those without free strides
-    contiguous."""
+    """Raises TypeError or ValueError unless arguments are tensors on k's device, and contiguous where strides are not
+    free."""
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
         "q_norm k_norm k_scale v_scale q_shift"

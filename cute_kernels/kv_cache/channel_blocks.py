@@ -1,8 +1,8 @@
-"""Appends keys in blocks: new keys wait in 16 bits until their block is full, and then its rows are written.
+"""The append of keys in blocks: new keys wait in 16 bits until their block is full, and then its rows are written.
 
-An append is two launches. The first (`.kernel`) is that of every other format, except that it leaves the keys, ready to
-be quantised, in a temporary. The second (`.channel_blocks_kernel`) puts them into the ring of 64 rows beside the cache,
-and fills the blocks that they complete. Lengths on the device decide which blocks those are.
+An append is two launches. The first (`.kernel`) is the append of every other format, except that it writes keys in fp16
+to a temporary. The second (`.channel_blocks_kernel`) puts these keys into the ring of 64 rows beside the cache, and
+writes the blocks that they complete. Lengths on the device decide which blocks are complete.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
 
 
 class Fill(NamedTuple):
-    """The arguments of the second launch: the first one's keys fp16 [tokens, num_kv_heads, head_dim], and where they
-    go."""
+    """The arguments of the second launch: the keys of the first launch, fp16 [tokens, num_kv_heads, head_dim], and
+    where to write them."""
 
     k_new: torch.Tensor
     k_tail: torch.Tensor
@@ -49,7 +49,7 @@ def append(
     k_tail: torch.Tensor | None,
     tail_slots: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """`cute_kernels.kv_cache.ops.append` for keys in blocks."""
+    """Appends keys in blocks; the counterpart of `cute_kernels.kv_cache.ops.append`."""
     given = AppendCall(*call, *(extras or ()))
     fill = _checked(given, k_tail, tail_slots)
     dim = 1 if given.cache_layout == "NHD" else 2
@@ -94,7 +94,7 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
 
 
 def launch(*given: Any) -> None:
-    """Does the second launch on CUDA tensors, on the current stream."""
+    """Launches the second kernel on CUDA tensors, on the current stream."""
     fill = Fill(*given)
     if not fill.k_new.numel() or not fill.k_cache.numel():
         return
@@ -109,7 +109,7 @@ def launch(*given: Any) -> None:
 
 
 def _fill(fill: Fill, index: int) -> None:
-    """Does the second launch on the current device, which has this index."""
+    """Launches the second kernel on the current device, which has this index."""
     tokens, _, head_dim = fill.k_new.shape
     if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
         raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
@@ -131,7 +131,8 @@ def _fill(fill: Fill, index: int) -> None:
 
 
 def reference(*given: Any) -> None:
-    """Computes the second launch in plain PyTorch: what it means, and what runs on a CPU."""
+    """Computes the second launch in plain PyTorch: the definition of its result, and the implementation for CPU
+    tensors."""
     fill = Fill(*given)
     _check_slots(fill)
     form = format_of(fill.k_format)
@@ -157,7 +158,7 @@ def reference(*given: Any) -> None:
 
 
 def _check_slots(fill: Fill) -> None:
-    """Raises ValueError unless each request with new tokens has a slot of k_tail of its own; waits for the device."""
+    """Raises ValueError unless each request with new tokens has its own slot of k_tail. Waits for the device."""
     lengths, slots, most = fill.seq_lens.tolist(), fill.tail_slots.tolist(), fill.k_tail.shape[0]
     counts = [1] * len(lengths) if fill.cu_seqlens is None else fill.cu_seqlens.diff().tolist()
     seen: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""Fills blocks of keys: new rows join those that wait, and the rows of a block that is full are written.
+"""The kernel that fills blocks of keys: it adds new keys to the waiting ones, and writes the rows of each full block.
 
-A CTA takes one block of 32 tokens of one request's KV head, a thread two neighbouring columns of it. Positions before
-the new ones come from the ring of 64 rows beside the cache, new ones from where the append left them. Only the first
+A CTA takes one block of 32 tokens of one request's KV head; a thread takes two neighbouring columns of the block. Keys
+of older positions come from the ring of 64 rows beside the cache, new keys from the append's temporary. Only the first
 two blocks of a request with new tokens may need rows of the ring. Their CTAs also put the newest rows into the ring.
-Each writes the half of the ring that it reads, so no CTA overwrites what another has yet to read.
+Each of these CTAs writes the half of the ring that it reads, so none overwrites rows that another has yet to read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, RUN_COLUMNS, TAIL_TOKENS, UN
 
 @dataclass(frozen=True)
 class Cache:
-    """Where rows are written; run-time values. table: address of int32 [batch, max_pages], or 0: a page is a
-    request."""
+    """Where rows are written; run-time values. table: address of int32 [batch, max_pages], or 0 if each request has one
+    page (contiguous caches)."""
 
     base: Int64
     strides: tuple[Int64, Int64, Int64]  # bytes from page to page, token to token, head to head
@@ -39,7 +39,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Keys:
-    """Where keys are read; run-time values: addresses, and the KV heads of a token."""
+    """Where keys are read; run-time values: addresses, and the number of KV heads."""
 
     new: Int64
     tail: Int64
@@ -49,22 +49,23 @@ class Keys:
 
 @dataclass(frozen=True)
 class Requests:
-    """Addresses of int32 lengths [batch], new tokens included, and of the new tokens' bounds [batch + 1]. 0 for
-    bounds: each request has one new token."""
+    """Addresses of two int32 arrays: lengths [batch], new tokens included, and bounds of the new tokens [batch + 1]. An
+    address of 0 for bounds means that each request has one new token."""
 
     seq_lens: Int64
     cu_seqlens: Int64
 
 
 class ColumnPair:
-    """Two neighbouring columns of a block: their codes, scales and shifts, and where these are written."""
+    """Two neighbouring columns of a block: makes their codes, scales and shifts, and says where these are written."""
 
     def __init__(self, head_dim: int):
         self.header_words = head_dim // BLOCK_TOKENS
         self.units = head_dim // UNIT_COLUMNS
 
     def encode(self, words) -> tuple[list[Uint32], list[Any]]:
-        """Returns (a byte of two codes for each token, (scale, shift) of both columns), of fp16 pairs of 32 tokens."""
+        """Encodes fp16 pairs of 32 tokens. Returns (a byte with two codes for each token, (scale, shift) of both
+        columns)."""
         halves = (ptx.half2_low_to_float, ptx.half2_high_to_float)
         columns = [[half(words[i]) for i in range(BLOCK_TOKENS)] for half in halves]
         found = [
@@ -74,7 +75,8 @@ class ColumnPair:
         return [pack_nibbles(list(pair)) for pair in zip(low, high, strict=True)], [low_header, high_header]
 
     def place(self, column):
-        """Returns (row of the block, byte of it) of a column's scale; its shift lies 16 rows further on."""
+        """Returns (row of the block, byte of the row) of a column's scale. The column's shift lies 16 rows further
+        on."""
         unit, place = column // UNIT_COLUMNS, column % RUN_COLUMNS
         run = column % UNIT_COLUMNS // RUN_COLUMNS
         word = (unit * 4 + place % 4) * 4 + run
@@ -138,7 +140,8 @@ class FillKernel:
 
     @cute.jit
     def keep(self, new, tail, token_bytes, start, length, base):
-        """Writes the newest rows into the half of the ring that begins like ``base``."""
+        """Writes new rows into the ring: those of the newest block that shares a half of the ring with the block at
+        ``base``."""
         last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         last = last - (last - base) % TAIL_TOKENS
         position = cutlass.max(last, start)
@@ -150,7 +153,7 @@ class FillKernel:
 
     @cute.jit
     def write(self, words, cache, request, head, base, thread):
-        """Quantises a full block's two columns of a thread, and stores them if there is a page for it."""
+        """Quantises a thread's two columns of a full block, and stores them if the cache has a page for the block."""
         index = base // cache.page_size
         page, inside = request, index == 0
         if cache.table != 0:

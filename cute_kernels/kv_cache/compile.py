@@ -20,7 +20,7 @@ SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
 
 
 class _RowSpec(KernelSpec):
-    """A kernel that rows of a cache format are compiled into."""
+    """The common part of the specs: a kernel whose key names the formats of its rows."""
 
     family: ClassVar[str] = "kv_cache"
 
@@ -32,13 +32,13 @@ class _RowSpec(KernelSpec):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Names of the formats of the rows."""
+        """Names of the rows' formats."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class AppendSpec(_RowSpec):
-    """One append kernel; the function's arguments are listed in :mod:`cute_kernels.kv_cache.arguments`."""
+    """One append kernel; :mod:`cute_kernels.kv_cache.arguments` lists the compiled function's arguments."""
 
     config: AppendConfig
 
@@ -59,7 +59,7 @@ class AppendSpec(_RowSpec):
 
 @dataclass(frozen=True, eq=False)
 class FillSpec(_RowSpec):
-    """The kernel that fills blocks of keys; the function takes `cute_kernels.kv_cache.arguments.FILL`."""
+    """The kernel that fills blocks of keys; the compiled function takes `cute_kernels.kv_cache.arguments.FILL`."""
 
     config: FillConfig
 
@@ -79,7 +79,7 @@ class FillSpec(_RowSpec):
 
 @dataclass(frozen=True, eq=False)
 class BulkSpec(_RowSpec):
-    """One bulk kernel; the function's arguments are listed in :mod:`cute_kernels.kv_cache.arguments`."""
+    """One bulk kernel; :mod:`cute_kernels.kv_cache.arguments` lists the compiled function's arguments."""
 
     config: BulkConfig
 
@@ -105,8 +105,8 @@ class BulkSpec(_RowSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Returns the specs that bundles hold and CI compiles: append with RoPE over the whole head in Llama's order, for
-    decode and for all else.
+    """Returns the specs that bundles hold and CI compiles: appends with RoPE over the whole head in Llama's order, each
+    for decode and for prefill.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """
@@ -126,9 +126,9 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """Returns fake tensors for an append, by name; a compiled function takes only tensors that fit them.
+    """Returns fake tensors for an append, by name. A compiled function takes only tensors that match the fake ones.
 
-    memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
+    memory: the DSL's address space of the tensors; global memory, except in tests.
     """
     import cutlass
     import cutlass.cute as cute
@@ -174,7 +174,7 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
 
 
 def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """Returns the tensors of the kernel that fills blocks of keys, as `fake_tensors` has those of an append."""
+    """Returns fake tensors for the kernel that fills blocks of keys, by name."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor

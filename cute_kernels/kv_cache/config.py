@@ -1,4 +1,5 @@
-"""Every compile-time choice of the kernels that write and read cache rows, as data. No GPU types here."""
+"""The configurations of the kernels that write and read cache rows: every compile-time choice, as data. There are no
+GPU types here."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
 def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
-    """Returns the lanes that share a row: a power of two that gives each an even number of columns for every head_dim,
-    ``lane_columns`` if it can.
+    """Returns the number of lanes that share a row: a power of two that gives each lane an even number of columns for
+    every head_dim, if possible ``lane_columns``.
 
     Groups of columns are then whole numbers of lanes for up to 8 groups a row.
     """
@@ -38,10 +39,11 @@ def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
 
 
 def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> int:
-    """Returns the bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of
-    it.
+    """Returns the alignment in bytes that every row of a cache needs, so that ``lanes`` lanes can access their parts of
+    a row.
 
-    That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for words in front of them.
+    It is the widest access, up to 16 bytes, that fits a lane's part of the codes, and at least 4 for words in front of
+    the codes.
     """
     form = format_of(kv_format)
     header, row_bytes = form.header_bytes, form.row_bytes(head_dim)
@@ -50,8 +52,8 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 
 def other_rotation(width: int, head_dim: int) -> str | None:
-    """Returns the rotation to use if Hadamard blocks of ``width`` are impossible in rows of ``head_dim`` columns.
-    None if they are possible: lanes own powers of two."""
+    """Returns the rotation to use if Hadamard blocks of ``width`` are impossible in rows of ``head_dim`` columns, None
+    if they are possible. Lanes must own powers of two of columns."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and (head_dim & (head_dim - 1) or head_dim > 256):
@@ -64,10 +66,10 @@ class RowTransform:
     """The steps of a cache transform on rows, as compile-time facts.
 
     Attributes:
-        center, factor: whether K has a center, and K and q factors.
+        center, factor: whether K has a center; whether K and q have factors.
         v_factor: whether V has factors.
-        shift: whether q . center is written.
-        k_rotation, v_rotation: width of the Hadamard blocks, of K and q and of V; 1 for none.
+        shift: whether the kernel writes q . center.
+        k_rotation, v_rotation: columns of the Hadamard blocks of K and q, and of V; 1 for no rotation.
     """
 
     center: bool = False
@@ -79,7 +81,7 @@ class RowTransform:
 
     @property
     def num_parts(self) -> int:
-        """Arrays of constants that are applied to a row, of the kind of rows that has most."""
+        """The greatest number of arrays of constants that are applied to a row of K, q or V."""
         return max(max(self.center, self.shift) + self.factor, int(self.v_factor))
 
     @property
@@ -91,8 +93,7 @@ class RowTransform:
 
 
 def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform | None:
-    """Returns the row transform of a cache transform, with or without queries' shifts; None where it changes
-    nothing."""
+    """Returns the row transform of a cache transform, with or without queries' shifts; None if it changes nothing."""
     if given is None or given.identity:
         return None
     return RowTransform(
@@ -107,11 +108,11 @@ def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform 
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """K or V: rows of a cache as they are written.
+    """The format and size of the cache rows that are written for K or for V.
 
     Attributes:
         format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
-        head_dim: numbers of a row: of q and k, or of v.
+        head_dim: columns of a row: of q and k, or of v.
     """
 
     format: str
@@ -129,7 +130,7 @@ class RowPrologue:
     Attributes:
         rope: "none", "half" or "interleaved".
         rotary_dim: columns of q and k that are rotated; 0 without RoPE.
-        has_bias, has_norm: whether any of the biases, or of the norms of q and k, may be given.
+        has_bias, has_norm: whether a call may give any bias, or any norm of q and k.
     """
 
     rope: str = "none"
@@ -143,7 +144,7 @@ class RowPrologue:
         return rope + "_bias" * self.has_bias + "_norm" * self.has_norm
 
     def problem(self, head_dim: int) -> str | None:
-        """Returns why rows of q and k of ``head_dim`` columns cannot go through it, or None."""
+        """Returns why these steps are impossible for rows of q and k of ``head_dim`` columns, or None."""
         if self.rope not in ROPE_STYLES:
             return f"rope {self.rope!r} is not one of {', '.join(ROPE_STYLES)}"
         if self.rope == "none" and self.rotary_dim:
@@ -155,14 +156,16 @@ class RowPrologue:
 
 @dataclass(frozen=True)
 class RowTeams:
-    """How rows are distributed among warps, and among the lanes of a warp: a *team* of lanes has a row at a time.
+    """The distribution of rows among warps and lanes: a *team* of lanes has one row at a time.
 
     Attributes:
         num_warps: warps of a CTA.
-        rows_in_flight, q_rows_in_flight: KV heads, and q heads, of its token whose rows a team has asked for at a time.
-        q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
-        lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
-        split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
+        rows_in_flight, q_rows_in_flight: rows of K or V, and of q, that a team loads at a time; all belong to one
+            token.
+        q_rows_per_kv_row: how many q heads a team takes for each KV head that a team of K or V takes.
+        lane_columns: columns of a split row that a lane owns, if the number of lanes is then a power of two.
+        split: whether a lane owns one run of columns in each half of a row, so that it has both columns of each RoPE
+            pair. It has an effect where RoPE rotates the whole head in the half-split form.
     """
 
     num_warps: int = 2
@@ -178,12 +181,12 @@ class RowTeams:
         return f"w{self.num_warps}{rows}l{self.lane_columns}" + "h" * self.split
 
     def problem(self) -> str | None:
-        """Returns why there are no such teams, or None."""
+        """Returns why these numbers are invalid, or None."""
         return _out_of_range(self, num_warps=32, rows_in_flight=8, q_rows_in_flight=16)
 
 
 def _out_of_range(counted: object, **most: int) -> str | None:
-    """Returns which of an object's counts is less than 1 or above the most that it may be, or None."""
+    """Returns a message about the first attribute that is less than 1 or above its limit in ``most``, or None."""
     for name, limit in most.items():
         if not 1 <= getattr(counted, name) <= limit:
             return f"{name} {getattr(counted, name)} is not from 1 to {limit}"
@@ -198,15 +201,15 @@ class AppendConfig:
     """One compiled variant of the append kernel.
 
     Attributes:
-        k, v: the rows that are written.
+        k, v: formats and sizes of the rows that are written.
         dtype: "bf16" or "fp16", of q, k and v.
-        prologue: what rows go through first.
+        prologue: the steps before the transform.
         teams: which warps and lanes have which rows.
-        leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
-            early, on SMs whose shared memory it leaves alone.
-        decode: every token is its request's only one, at the end of its length: no slots, position ids or bounds of
-            requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
-        transform: the steps on rows between RoPE and quantisation; None for nothing.
+        leads: whether attention over the same caches is launched as this kernel's programmatic dependent. Then the
+            kernel lets attention start early, and leaves the SMs' shared memory to it.
+        decode: whether every token is its request's only new one, at the last position. The kernel then has no code for
+            slots, position ids and bounds of requests; see `for_decode`.
+        transform: the steps on rows between RoPE and quantisation; None for none.
     """
 
     k: WrittenRows
@@ -220,23 +223,24 @@ class AppendConfig:
 
     @classmethod
     def alike(cls, kv_format: str, dtype: str, head_dim: int, prologue: RowPrologue = AS_THEY_COME) -> AppendConfig:
-        """Returns the configuration whose rows of K and V have one format, and as many columns."""
+        """Returns the configuration whose rows of K and V have the same format and the same number of columns."""
         rows = WrittenRows(kv_format, head_dim)
         return cls(rows, rows, dtype, prologue)
 
     def for_decode(self, num_tokens: int = 1) -> AppendConfig:
-        """Returns the configuration that does the same faster where ``decode`` holds.
+        """Returns the configuration for calls where every token is its request's only new one (``decode``); it is
+        faster there.
 
-        A warp then runs most of its code once, and waits for instructions longer than for arithmetic: twice the lanes
-        to a row have half as many to fetch. It stays as it is for many tokens whose rows have several constants: their
-        registers leave room for too few warps of that kind.
+        A warp then runs most of its code once, so fetching instructions takes longer than arithmetic. With twice the
+            lanes to a row, a lane has half the instructions. The number of lanes stays the same for many tokens whose
+            rows have several constants: the registers of the constants would leave room for too few warps.
         """
         crowded = self.transform is not None and self.transform.num_parts > 1 and num_tokens >= MANY_TOKENS
         teams = self.teams if crowded else replace(self.teams, lane_columns=LANE_ELEMENTS)
         return replace(self, decode=True, teams=teams)
 
     def for_all(self) -> AppendConfig:
-        """Returns the configuration that does the same, and all that `for_decode` leaves out."""
+        """Returns the configuration for all calls: the inverse of `for_decode`."""
         return replace(self, decode=False, teams=replace(self.teams, lane_columns=TWO_WARPS.lane_columns))
 
     @property
@@ -245,13 +249,14 @@ class AppendConfig:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a team: those that share a row."""
+        """Lanes of a team, which share a row."""
         columns = self.teams.lane_columns if self.runs > 1 else LANE_ELEMENTS
         return team_lanes(self.k.head_dim, self.v.head_dim, lane_columns=columns)
 
     @property
     def runs(self) -> int:
-        """Runs of columns of a row that a lane owns: 2 where one from each half makes whole pairs for RoPE."""
+        """Runs of columns of a row that a lane owns: 2 if it owns one run in each half, so that it has whole RoPE
+        pairs; else 1."""
         whole = self.prologue.rotary_dim == self.k.head_dim == self.v.head_dim and self.k.head_dim in (64, 128, 256)
         return 2 if self.teams.split and self.prologue.rope == "half" and whole else 1
 
@@ -278,16 +283,17 @@ class AppendConfig:
 
     @property
     def least_ctas(self) -> int:
-        """CTAs that the registers of an SM must have room for; transforms take more registers, up to the assumed
-        CTAs."""
+        """The least number of CTAs that the registers of an SM must have room for (``min_blocks_per_mp``). Transforms
+        need more registers, so for them it is only `ctas_per_sm`."""
         return RESIDENT_WARPS // self.teams.num_warps if self.transform is None else self.ctas_per_sm
 
     @property
     def smem_percent(self) -> int:
-        """The share of an SM's memory for L1 and shared memory that is to be shared memory, in percent.
+        """The percentage of an SM's combined L1 and shared memory that this kernel requests as shared memory.
 
-        All that attention needs if it `leads`: attention would not start on an SM before this kernel is done there. For
-        decode what its CTAs have for pages' numbers (1 KiB each is the hardware's). Else nothing.
+        It is 100 if attention follows (``leads``): with less, attention could not start on an SM before this kernel is
+            done there. For decode it covers the CTAs' slots for page numbers, and 1 KiB for each CTA that the hardware
+            reserves. Otherwise it is 0.
         """
         return 100 if self.leads else DECODE_SMEM_PERCENT if self.decode else 0
 
@@ -329,8 +335,8 @@ class BulkConfig:
         head_dim: columns of a row.
         num_warps: warps of a CTA.
         rows_in_flight: rows that a team loads before it works on the first.
-        strided: whether rows lie in blocks with gaps between them; so they are always taken with a transform.
-        transform: the steps on numbers before they are quantised, as for K; None for nothing.
+        strided: whether rows lie in blocks with gaps between them. With a transform it is always True.
+        transform: the steps on numbers before quantisation, as a transform of K; None for none.
     """
 
     direction: str
@@ -356,7 +362,7 @@ class BulkConfig:
 
     @property
     def teams(self) -> int:
-        """Teams of a CTA."""
+        """Number of teams of a CTA."""
         return self.num_threads // self.lanes
 
     @property
@@ -401,17 +407,18 @@ def _choose(condition, chosen, other):
 
 
 def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
-    """Returns (q heads, KV heads) of its token that a team takes: as few as one wave of CTAs allows.
+    """Returns (q heads, KV heads) that a team takes of its token: the fewest for which one wave of CTAs suffices.
 
-    Of q they are 1, 2, 4 ... `MAX_ROWS_PER_TEAM`, of K or V that divided by ``ratio``, since writing them is more work.
+    A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads, or ``ratio`` times fewer KV heads, since rows of K and V are
+    more work.
 
-    Few tokens are then spread over the whole GPU, and many share the work of making a token's angles.
+    So few tokens are spread over the whole GPU; with many tokens, more heads share the work of making a token's angles.
 
     Args:
         blocks: CTAs along the tokens.
-        num_q_heads, num_kv_heads: rows of a token; a team's are all of q, of k or of v.
+        num_q_heads, num_kv_heads: heads of a token; a team's heads are all of q, all of k or all of v.
         wave: CTAs that the GPU holds at a time.
-        select: (condition, value if true, value if not); the kernel's launch code brings its own.
+        select: a function of (condition, value if true, value if false); the kernel's launch code passes the DSL's.
     """
     q_rows, kv_rows = 1, 1
     for fewer in (1 << i for i in range(MAX_ROWS_PER_TEAM.bit_length() - 1)):
@@ -426,7 +433,7 @@ def divisor_of(divisor: int) -> int:
     """Returns the number that replaces ``divisor`` in the kernels' divisions: ceil(2**63 / divisor) as a signed 64-bit
     number.
 
-    floor(value / divisor) is then the upper 64 bits of its product with 2 * value, for value < 2**63 / divisor.
+    For value < 2**63 / divisor, floor(value / divisor) is the upper 64 bits of 2 * value times this number.
     """
     magic = -(-(2**63) // divisor)
     return magic - 2**64 if magic >= 2**63 else magic
@@ -434,14 +441,14 @@ def divisor_of(divisor: int) -> int:
 
 @dataclass(frozen=True)
 class FillConfig:
-    """One compiled variant of the kernel that fills blocks of keys: their format and head_dim."""
+    """One compiled variant of the kernel that fills blocks of keys: the keys' format and head_dim."""
 
     k_format: str
     head_dim: int
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA: two columns each."""
+        """Threads of a CTA; each has two columns."""
         return self.head_dim // 2
 
     @property

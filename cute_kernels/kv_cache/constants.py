@@ -1,9 +1,9 @@
-"""The constants that a calibration finds for a model's cache: transforms and scales of all layers, in a small
+"""`CacheConstants`, the result of a calibration for a model's cache: transforms and scales of all layers, and their
 safetensors file.
 
-Its tensors are called ``layers.3.k_center``, ``.k_factor``, ``.v_factor``, ``.k_scale``, ``.v_scale``; what a layer
-does not have is not there. The header says how many layers there are, the widths of the rotations, and what the
-constants are of: the model, its KV formats, the tokens they were found on, the method.
+The file's tensors are called ``layers.3.k_center``, ``.k_factor``, ``.v_factor``, ``.k_scale``, ``.v_scale``; a layer
+has only the tensors that it needs. The header has the number of layers, the widths of the rotations, and the origin of
+the constants: model, KV formats, tokens of the samples, method.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FORMAT, VERSION = "cute_kernels.cache_constants", "1"
 _NAME = re.compile(r"layers\.(\d+)\.(k_center|k_factor|v_factor|k_scale|v_scale)")
 
 Scales: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
-"""K's and V's scale of a layer, None for a format that keeps none beside the cache."""
+"""K's and V's scale of a layer; None for a format that keeps no scale beside the cache."""
 
 
 class ConstantsError(ValueError):
-    """A file of constants is not valid; the message names the file and what is wrong with it."""
+    """An invalid file of constants; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,13 @@ class CacheConstants:
     """Constants of a model's cache, layer by layer.
 
     Args:
-        transforms: one for each layer, None where nothing is transformed.
-        scales: each layer's (K's, V's), fp32, as `append_kv` takes them; () where no layer has any.
-        about: what they are of, text by text: "model", "kv_format", "tokens", "method" and so on.
+        transforms: one for each layer; None for a layer without a transform.
+        scales: (K's, V's) for each layer, fp32, as `append_kv` takes them; () if no layer has scales.
+        about: the origin of the constants, as texts by name: "model", "kv_format", "tokens", "method" and so on.
 
     Raises:
-        TypeError, ValueError: a layer's transform or scale is none, or there are not as many of both.
+        TypeError, ValueError: a layer's transform or scale is of a wrong type or value, or transforms and scales differ
+            in number.
     """
 
     transforms: tuple[CacheTransform | None, ...]
@@ -72,7 +73,7 @@ class CacheConstants:
         return len(self.transforms)
 
     def save(self, path: str | Path) -> None:
-        """Writes the file. ImportError without safetensors (``pip install 'cute-kernels[checkpoints]'``)."""
+        """Writes the file. Raises ImportError without safetensors (``pip install 'cute-kernels[checkpoints]'``)."""
         from safetensors.torch import save_file
 
         tensors: dict[str, torch.Tensor] = {}
@@ -98,7 +99,7 @@ class CacheConstants:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ConstantsError: it is no file of constants, of a later version, damaged, or its tensors are no constants.
+            ConstantsError: the file holds no constants, has a later version, or is damaged.
             ImportError: safetensors is missing.
         """
         header, tensors = _read(Path(path))
@@ -127,7 +128,7 @@ class CacheConstants:
 
 
 def constants_of(constants: CacheConstants | str | Path) -> CacheConstants:
-    """Returns the constants as given, or those of a file; TypeError for anything else."""
+    """Returns the given constants, or reads them if a path is given. Raises TypeError for anything else."""
     if isinstance(constants, (str, Path)):
         return CacheConstants.load(constants)
     if not isinstance(constants, CacheConstants):
@@ -155,7 +156,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def _rotations(path: str | Path, header: Mapping[str, str]) -> list[tuple[int, int]]:
-    """Returns the widths that a header gives, for each layer."""
+    """Returns the rotations' widths from a file's header, for each layer."""
     try:
         found = json.loads(header["rotations"])
         widths = [(k, v) for k, v in found]

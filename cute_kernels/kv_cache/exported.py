@@ -1,4 +1,5 @@
-"""A sequence's rows, exported from one cache for another: on another GPU, on the host, or in a store of prefixes."""
+"""`ExportedSequence`, a sequence's rows from one cache for another: on another GPU, on the host, or in a store of
+prefixes."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from cute_kernels.formats.kv.transforms import CacheTransform, key_of
 
 @dataclass(frozen=True)
 class ExportedSequence:
-    """Rows of all layers, as they lie in a cache, with the keys of their layers.
+    """A sequence's rows of all layers, byte for byte as in the cache, with the layers' keys.
 
     Attributes:
         k, v: [num_layers, tokens, num_kv_heads, row] in K's and V's format.
-        keys: `KVCache.keys` of the cache that they are of: format, sizes, scales and transform of every layer.
+        keys: `KVCache.keys` of the source cache, which stand for format, sizes, scales and transform of every layer.
     """
 
     k: torch.Tensor
@@ -38,7 +39,8 @@ class ExportedSequence:
         return self.k.shape[1]
 
     def check_for(self, keys: tuple[str, ...]) -> None:
-        """Raises ValueError, naming the first layer that differs, unless a cache of these keys reads the rows."""
+        """Raises ValueError unless a cache with these keys can read the rows; the message names the first layer that
+        differs."""
         if len(keys) != len(self.keys):
             raise ValueError(f"exported: got rows of {len(self.keys)} layers, want {len(keys)}")
         for layer, (written, read) in enumerate(zip(self.keys, keys, strict=True)):
@@ -53,8 +55,8 @@ def layer_key(
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     transform: CacheTransform | None,
 ) -> str:
-    """Returns a key of the format, scales and transform that a layer's rows are written with. Two keys are equal
-    exactly where one cache reads the other's rows."""
+    """Returns a key of the formats, sizes, scales and transform of a layer. Two layers have equal keys exactly if each
+    can read the other's rows."""
     parts = [f"{form.name} x {dim}" for form, dim in zip(formats, head_dims, strict=True)]
     parts.append(f"{num_kv_heads} heads")
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):

@@ -1,13 +1,13 @@
-"""Appends: bias, QK-norm, RoPE, cache transform, quantisation and scatter of new tokens' K and V, and the rotated q, in
-one launch.
+"""The append kernel. One launch applies bias, QK-norm, RoPE and cache transform to new tokens, quantises K and V,
+scatters them into the cache, and writes the rotated q.
 
-Shape of the work: a *team* of lanes takes one token and a few of its q heads, k heads or v heads; the teams of a CTA
-take other tokens and the same heads, so a CTA runs one of three loops. A team first asks for its first rows and for
-where its token goes, makes the angles of its token once, then works row by row in registers. Nothing is shared between
-teams; for decode, the numbers of their pages come through shared memory.
+A *team* of lanes takes one token and a few of its q heads, k heads or v heads. The teams of a CTA take different tokens
+and the same heads, so a CTA runs one of three loops. A team starts loading its first rows and the inputs of its token's
+place, makes the token's angles once, then works row by row in registers. Teams share nothing. For decode, page numbers
+arrive in shared memory (:mod:`.page`).
 
-What cannot be written anywhere (an unmapped page, a position outside the table or the cache, slot -1) is not written;
-q is, all the same.
+K and V of a token without a place (an unmapped page, a position outside the table or the cache, slot -1) are not
+written. Its q is written all the same.
 """
 
 import cutlass
@@ -191,8 +191,8 @@ class AppendKernel:
     # -- getting there ------------------------------------------------------------------------------------------------
 
     def source_of(self, inputs, heads, token, lane, is_q, is_v):
-        """Returns the address of the team's first row; for decode that of the lane's part, which otherwise each row's
-        branch computes."""
+        """Returns the address of the team's first row. For decode it returns the address of the lane's part of that
+        row, so that no branch has to compute it."""
         base = cutlass.select_(is_q, inputs.q, cutlass.select_(is_v, inputs.v, inputs.k))
         stride = cutlass.select_(is_q, inputs.q_stride, cutlass.select_(is_v, inputs.v_stride, inputs.k_stride))
         row_bytes = cutlass.select_(is_v, Int32(self.v_elements.row_bytes), Int32(self.k_elements.row_bytes))
@@ -204,10 +204,10 @@ class AppendKernel:
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane, behind):
-        """Starts loading what places and angles depend on; nothing waits for it yet. behind: see `RowExtras.behind`.
+        """Starts loading the inputs of places and angles, without waiting. behind: see `RowExtras.behind`.
 
-        Returns (length of the token's request where it is the request's only one, the token's position id, its slot),
-        0 for each that is not given or not needed, and fills ``steps``.
+        Returns (length of the token's request if each request has one token, the token's position id, its slot), with 0
+        for each number that is not given or not needed. Fills ``steps`` with the turns per position.
         """
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
@@ -231,13 +231,14 @@ class AppendKernel:
         return length, own, _join(slot_words[0], slot_words[1])
 
     def asks_scales(self, cache_row) -> bool:
-        """Returns whether given scales are loaded with the rows. Prefill, with many rows to a team, hides their latency
-        otherwise."""
+        """Returns whether scales beside the cache are loaded together with the rows. Prefill has many rows to a team,
+        whose work hides the latency of scales."""
         return self.config.decode and cache_row.scale_stride is not None
 
     @cute.jit
     def ask_scales(self, scales, cache_row, scale, head, count):
-        """Starts loading the given scales of the next ``count`` rows, at most of those in flight, from ``head`` on."""
+        """Starts loading the scales beside the cache for the next ``count`` rows from ``head`` on, at most for the rows
+        in flight."""
         if const_expr(self.asks_scales(cache_row)):
             for u in cutlass.range_constexpr(self.config.teams.rows_in_flight):
                 if u < count:
@@ -245,7 +246,7 @@ class AppendKernel:
 
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
-        """Starts loading the team's first rows; nothing waits for them yet."""
+        """Starts loading the team's first rows, without waiting."""
         if const_expr(self.config.decode and self.k_elements == self.v_elements):  # one copy of the code for all
             most = cutlass.select_(
                 is_q, Int32(self.config.teams.q_rows_in_flight), Int32(self.config.teams.rows_in_flight)
@@ -261,7 +262,7 @@ class AppendKernel:
 
     @cute.jit
     def fetch_rows(self, raw, source, elements, ahead, count, lane):
-        """Starts loading the next ``count`` rows, at most ``ahead``."""
+        """Starts loading the next ``count`` rows, but at most ``ahead`` of them."""
         lane = Int32(0) if const_expr(self.config.decode) else lane
         for u in cutlass.range_constexpr(ahead):
             if u < count:
@@ -270,10 +271,10 @@ class AppendKernel:
 
     @cute.jit
     def locate(self, where, is_q, token, lane, length, slot, page_slot):
-        """Returns (position for RoPE, whether there is a place, page, row of the page) of a team's token.
+        """Returns (position for RoPE, whether the token has a place, page, row of the page) of a team's token.
 
-        ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
-        q heads look for none.
+        ``length`` and ``slot`` are results of `ask`. The load of the page may still be running, and its number may be
+        invalid. Teams of q heads do not look for a page.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
         if const_expr(self.config.decode):
@@ -306,8 +307,8 @@ class AppendKernel:
 
     @cute.jit
     def find_page(self, where, request, position, inside, page_slot):
-        """Returns (page, row of the page, whether it is ``inside`` and table or cache reach that far) of a request's
-        position."""
+        """Returns (page, row of the page, whether the place exists) of a request's position. The place exists if
+        ``inside`` holds and the block table or cache reaches as far as the position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
@@ -328,9 +329,10 @@ class AppendKernel:
         return ptx.load_global_words(address, 0, 1)[0].to(Int32)
 
     def page_of(self, place):
-        """Returns the page of a team. It is read where a row is ready, and no earlier, because it arrives last.
+        """Waits for the number of a team's page and returns it. Call it when a row is ready to be stored, since the
+        page arrives last.
 
-        Except for decode, a shuffle of equal words keeps the compiler from waiting for the page before the loop.
+        Except for decode, a shuffle that changes nothing keeps the compiler from waiting for the page before the loop.
         """
         if self.config.decode:
             return self.pages.wait(place.page_slot, place.page)
@@ -338,7 +340,7 @@ class AppendKernel:
 
     @cute.jit
     def find_request(self, where, token, lane):
-        """Returns the last request that begins at or before a token. The lanes of a team look at as many requests at a
+        """Returns the last request that begins at or before a token. Each lane of a team tests one request at a
         time."""
         lanes = self.config.lanes
         team_lane = lane % lanes
@@ -361,8 +363,8 @@ class AppendKernel:
     def process_q(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
         """Processes the team's q heads.
 
-        The loop is unrolled, except for decode and for transformed rows. In decode few rows take less time than
-        fetching copies of the code; with a transform the code is long.
+        The loop is unrolled, except for decode and for transformed rows. In decode, fetching the copies of the code
+        would take longer than the few rows do. With a transform, the code is long.
         """
         elements, ahead = self.k_elements, self.config.teams.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -435,7 +437,7 @@ class AppendKernel:
 
     @cute.jit
     def process_rows(self, raw, asked, scales, source, elements, heads, target, place, prepare):
-        """Processes the team's heads of one cache. ``prepare`` does what comes before quantisation to a row's
+        """Processes the team's heads of K or of V. ``prepare`` applies the steps before quantisation to a row's
         values."""
         cache_row, scale, bias, cache, strides = target
         ahead = self.config.teams.rows_in_flight
@@ -463,7 +465,7 @@ class AppendKernel:
 
     @cute.jit
     def write(self, cache_row, values, given, cache, strides, place, head):
-        """Quantises a row and stores it where the team's token goes."""
+        """Quantises a row and stores it at the place of the team's token."""
         encoded = encode_row(cache_row, values, given)
         page = self.page_of(place)
         if place.valid & (page >= 0) & (page < place.num_pages):
@@ -475,19 +477,20 @@ class AppendKernel:
             store_row(cache_row, encoded, cache + row, place.lane)
 
     def unpack(self, raw, values, elements: Elements, slot: int):
-        """Returns the numbers of row ``slot`` of ``raw`` in fp32."""
+        """Writes row ``slot`` of ``raw`` to ``values``, in fp32."""
         words = [raw[slot * self.row_words + i] for i in range(elements.piece.num_words)]
         for i, value in enumerate(elements.unpack(words)):
             values[i] = value
 
     def advance(self, raw, ahead):
-        """Makes the second row of ``raw``, of ``ahead``, its first."""
+        """Moves each of the ``ahead`` rows in ``raw`` one slot towards the first, which is dropped."""
         for i in range((ahead - 1) * self.row_words):
             raw[i] = raw[i + self.row_words]
 
     @cute.jit
     def turn(self, values, asked, cos, sin, given, head, ahead, lane):
-        """Applies bias, norm and RoPE to a q or k row. given: bias, the norm's weights, its epsilon."""
+        """Applies bias, norm and RoPE to a q or k row. given: addresses of bias and norm weights, and the norm's
+        epsilon."""
         bias, norm, eps = given
         self.row_extras.add_bias(values, asked, bias, self.k_elements, head, ahead, lane)
         self.row_extras.normalise(values, asked, norm, eps, lane)

@@ -1,4 +1,4 @@
-"""The constants of each layer of a `KVCache`: scales that its formats keep beside the cache, and a transform."""
+"""The constants of each layer of a `KVCache`: scales that lie beside the cache, and a transform."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class LayerConstants:
-    """Scales and transforms of all layers. Scales are NaN until they are given.
+    """The scales and transforms of all layers. Scales are NaN until `set_scales`.
 
     Args:
         formats: of K and V, by layer.
         shape: (num_layers, num_kv_heads, K's head_dim, V's).
-        device: where they lie.
+        device: where scales and transforms lie.
 
     Attributes:
-        transforms: each layer's, on the device; None for those that change nothing.
+        transforms: the transform of each layer, on the device; None for a layer that has none or whose transform
+            changes nothing.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class LayerConstants:
         self.transforms: tuple[CacheTransform | None, ...] = (None,) * self._num_layers
 
     def _unset(self, form: KvFormat, head_dim: int) -> torch.Tensor | None:
-        """Returns a layer's scale of a format that keeps one beside the cache; None for others."""
+        """Returns a scale of NaNs for a format that keeps one beside the cache; None for other formats."""
         if form.given_scale is None:
             return None
         shape = scale_shape(form.given_scale, self._num_kv_heads, head_dim)
@@ -54,23 +55,23 @@ class LayerConstants:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Returns a key for each layer: equal keys, equal rows, see `KVCache.keys`. Waits for the device."""
+        """Returns a key for each layer, see `KVCache.keys`. Waits for the device."""
         return tuple(
             layer_key(formats, self._head_dims, self._num_kv_heads, scales, transform)
             for formats, scales, transform in zip(self._formats, self._scales, self.transforms, strict=True)
         )
 
     def scales(self, layer: int) -> Scales:
-        """Returns K's and V's scale of a layer; None for a format without."""
+        """Returns K's and V's scale of a layer; None for a format that keeps no scale beside the cache."""
         return self._scales[layer]
 
     def check_given(self, layer: int) -> None:
-        """Raises ValueError where a format needs scales and the layer's were never set."""
+        """Raises ValueError if the layer needs scales that were never set."""
         if layer not in self._given and any(scale is not None for scale in self._scales[layer]):
             raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
 
     def set_scales(self, layer: int, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
-        """Copies both scales into place, or neither, as `KVCache.set_scales` does."""
+        """Checks both scales, then copies both into place; see `KVCache.set_scales`."""
         check_count("layer", layer, 0, self._num_layers - 1)
         given = {"k_scale": k_scale, "v_scale": v_scale}
         checked = [
@@ -83,8 +84,8 @@ class LayerConstants:
         self._given.add(layer)
 
     def checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:
-        """Returns each layer's transform on the device; ValueError, naming the argument and layer, for one of other
-        sizes."""
+        """Returns each layer's transform on the device. Raises ValueError if a transform has other sizes than the
+        layer; the message names argument and layer."""
         transforms = check_transforms(name, given, self._num_layers)
         for layer, transform in enumerate(transforms):
             if transform is not None:

@@ -1,4 +1,4 @@
-"""What a KV cache's memory holds."""
+"""`MemoryReport`, the bytes and pages of a KV cache."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """A cache's memory, as `KVCache.memory_report` found it; `str()` is for people.
+    """The memory of a cache at the time of `KVCache.memory_report`; `str()` gives a readable summary.
 
     Attributes:
-        kv_format: "int4_g4", or "int8_token_head + int4_g4" for K + V.
+        kv_format: such as "int4_g4", or "int8_token_head + int4_g4" if K and V differ.
         layer_bytes: bytes of K and V pages, one per layer.
         scale_bytes: bytes of the scales that lie beside the pages, all layers.
         page_size: tokens per page.
         pages: pages of each layer.
         pages_used: pages that a sequence refers to.
         pages_shared: pages that more than one sequence refers to.
-        sequences: sequences there are.
+        sequences: number of sequences.
         tokens: sum of the sequences' lengths.
-        tokens_stored: the same, with shared tokens counted once.
+        tokens_stored: the same sum, with shared tokens counted once.
         token_bytes: bytes of K and V of one token, all layers.
-        token_bytes_bf16: what they would be in bf16.
+        token_bytes_bf16: bytes of K and V of one token in bf16, all layers.
         tail_bytes: bytes of the newest keys of formats in blocks, which lie beside the pages, all layers.
     """
 
@@ -82,7 +82,7 @@ class MemoryReport:
 
 
 def _size(num_bytes: int) -> str:
-    """Returns the bytes in the greatest binary unit that keeps at least one digit before the point."""
+    """Formats a number of bytes in the greatest binary unit that keeps at least one digit before the point."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -1,14 +1,16 @@
-"""Transforms from samples: where a quantiser's noise in K does the least harm to attention's output.
+"""`Moments`, which finds a layer's cache transform from samples, so that noise of K's quantiser harms attention's
+output least.
 
-A group's quantiser makes noise that grows with the group's size. After a rotation over w columns, the score of query i
-for key t is off by a variance of about (sum_d f_d^2 k_td^2) * (sum_e q_ie^2 / f_e^2) / w, up to a constant: d and e run
-over one block of columns, k is centred, f are the factors. To first order the query's output moves by that times
-p_it (v_t - o_i): p_it is the attention's weight, o_i its output. Summed over queries and keys the error is
+A group's quantiser makes noise that grows with the group's size. After a rotation over w columns, the error of the
+score of query i for key t has the variance (sum_d f_d^2 k_td^2) * (sum_e q_ie^2 / f_e^2) / w, up to a constant. Here d
+and e run over one block of columns, k is centred, and f are the factors. To first order an error of the score moves the
+query's output by that error times p_it (v_t - o_i), where p_it is the attention's weight and o_i the output. Summed
+over queries and keys the squared error is
 
     sum_de M_de f_d^2 / f_e^2,    M_de = sum_it p_it^2 |v_t - o_i|^2 k_td^2 q_ie^2,
 
-convex in log f, and least where row and column sums of its terms are equal: M is *balanced* (Osborne, 1960), by a few
-cheap steps. With M_de = s_d t_e, that is without the attention's weights, it comes to f_d = (t_d / s_d) ** 1/4.
+which is convex in log f, and least if row and column sums of its terms are equal. A few cheap steps *balance* M so
+(Osborne, 1960). Without the attention's weights M_de = s_d t_e, and the result is f_d = (t_d / s_d) ** 1/4.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _STEPS, _DAMPING = 300, 0.125  # of balancing: converged to 1e-6 in matrices of 
 
 
 class Moments:
-    """Accumulates what one layer attends to, sequence by sequence, and computes the layer's transform.
+    """Accumulates statistics of one layer's q, k and v, sequence by sequence, and computes the layer's transform.
 
     Examples:
         >>> moments = Moments()
@@ -41,9 +43,10 @@ class Moments:
         self.tokens = 0
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None) -> Moments:
-        """Adds one sequence, causal: its token i attends to tokens 0 to i. Returns itself. Waits for the device.
+        """Adds one sequence with causal attention: token i attends to tokens 0 to i. Returns the object itself. Waits
+        for the device.
 
-        Windows, soft caps and sinks are ignored: they would change the attention's weights alone.
+        Windows, soft caps and sinks are ignored; they would only change the attention's weights.
 
         Args:
             q: floating, finite [tokens, num_q_heads, head_dim], after RoPE.
@@ -52,7 +55,7 @@ class Moments:
 
         Raises:
             TypeError: a tensor is not floating.
-            ValueError: shapes do not fit each other or those before, or samples are not finite.
+            ValueError: shapes do not fit each other or those of earlier calls, or samples are not finite.
         """
         heads = self._check_shapes(q, k, v)
         scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
@@ -82,16 +85,17 @@ class Moments:
         v_factors: bool = False,
         seed: int = 0,
     ) -> CacheTransform:
-        """Returns the transform that the samples ask for.
+        """Returns the transform that is best for the samples.
 
         Args:
-            k_rotation, v_rotation: see :class:`CacheTransform`; `group_of` says what suits a format.
-            k_group: columns of K that share a scale, which factors are balanced over if it is more than k_rotation.
-                Default: k_rotation, or all columns without a rotation.
+            k_rotation, v_rotation: see :class:`CacheTransform`; `group_of` returns a width that suits a format.
+            k_group: columns of K that share a scale. Factors are balanced over these columns, or over k_rotation
+                columns if those are more. Default: k_rotation, or all columns without a rotation.
             center: whether K's mean is subtracted.
-            factors: whether K's channels are multiplied by what the module's text says.
-            v_factors: whether V's are, by the inverse square root of the size that attention sees them in.
-            seed: of the random signs that come before a rotation.
+            factors: whether K's channels are multiplied by the factors f of the module's text.
+            v_factors: whether V's channels are multiplied by the inverse square root of their size, weighted by
+                attention.
+            seed: seed of the random signs before a rotation.
 
         Raises:
             ValueError: there were no samples, or a width does not fit.
@@ -114,7 +118,7 @@ class Moments:
         return CacheTransform(mean.float() if center else None, k_factor, k_rotation, v_factor, v_rotation)
 
     def _importance(self, center: torch.Tensor) -> torch.Tensor:
-        """M of the module's text, for keys minus ``center``: fp64 [num_kv_heads, head_dim, head_dim]."""
+        """Returns M of the module's text, for keys minus ``center``: fp64 [num_kv_heads, head_dim, head_dim]."""
         sums = self._sums
         linear = 2 * center[:, :, None] * sums["m_linear"]
         found = sums["m_square"] - linear + center.square()[:, :, None] * sums["m_constant"][:, None]
@@ -124,7 +128,7 @@ class Moments:
         self._sums[name] = self._sums[name].to(x.device) + x if name in self._sums else x
 
     def _check_shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Keeps the sizes; returns num_kv_heads."""
+        """Checks the shapes against those of earlier calls, and keeps them; returns num_kv_heads."""
         check_floating(q=q, k=k, v=v)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3 or 0 in x.shape:
@@ -141,10 +145,10 @@ class Moments:
 
 
 def group_of(form: KvFormat, head_dim: int) -> int:
-    """Returns how many columns of a row, or tokens of a column, share a scale; 1 for formats that gain nothing from a
-    transform of channels.
+    """Returns how many columns of a row, or tokens of a column, share a scale.
 
-    These have codes with an exponent, or a scale for each channel.
+    It is 1 for formats that gain nothing from a transform of channels: their codes have an exponent, or each channel
+    has a scale of its own.
 
     Examples:
         >>> from cute_kernels.formats.kv import format_of
@@ -158,13 +162,13 @@ def group_of(form: KvFormat, head_dim: int) -> int:
 
 
 def can_rotate(head_dim: int) -> bool:
-    """Returns whether the kernels rotate rows of a number of columns: powers of two."""
+    """Returns whether the kernels can rotate rows of ``head_dim`` columns: it must be a power of two."""
     return not head_dim & (head_dim - 1)
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what queries contribute to each key: (sum_i p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim], sum_i
-    p_it^2 [heads, tokens]), fp32. q: [heads, group, tokens, head_dim]; k, v: [heads, tokens, head_dim]."""
+    """Returns the queries' contributions to each key: (sum_i p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim],
+    sum_i p_it^2 [heads, tokens]), fp32. q: [heads, group, tokens, head_dim]; k, v: [heads, tokens, head_dim]."""
     tokens = k.shape[1]
     weighted, weights = torch.zeros_like(k), k.new_zeros(k.shape[:2])
     places = torch.arange(tokens, device=k.device)
@@ -182,8 +186,8 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 
 
 def _balanced(importance: torch.Tensor, block: int) -> torch.Tensor:
-    """Returns the factors f, fp32 [heads, columns], with the least sum of M_de f_d^2 / f_e^2 over pairs in blocks of
-    columns.
+    """Returns the factors f, fp32 [heads, columns], that minimise the sum of M_de f_d^2 / f_e^2. The sum has all pairs
+    d, e of a block of ``block`` columns.
 
     Each block's geometric mean is 1. importance: fp64 [heads, columns, columns].
     """
@@ -201,7 +205,7 @@ def _balanced(importance: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _levelled(noise: torch.Tensor) -> torch.Tensor:
-    """noise ** -1/4, each head's geometric mean 1: fp32 [heads, columns]."""
+    """Returns noise ** -1/4, scaled to geometric mean 1 for each head: fp32 [heads, columns]."""
     floor = (_LEAST_SHARE * noise.mean(-1, keepdim=True)).clamp(min=torch.finfo(torch.float64).tiny)
     logs = -0.25 * noise.maximum(floor).log()
     return _factor(logs - logs.mean(-1, keepdim=True))
@@ -214,7 +218,8 @@ def _factor(logs: torch.Tensor) -> torch.Tensor:
 def _signed(
     factor: torch.Tensor | None, width: int, like: torch.Tensor, columns: int, generator: torch.Generator
 ) -> torch.Tensor | None:
-    """Returns a factor with random signs where a rotation follows, fp32 [heads, columns]; None for neither."""
+    """Returns the factor, times random signs if a rotation of ``width`` follows: fp32 [heads, columns]. None if there
+    is neither."""
     if width == 1:
         return factor
     signs = (torch.randint(0, 2, (len(like), columns), generator=generator) * 2 - 1).float().to(like.device)

@@ -15,7 +15,7 @@ from cute_kernels.kv_cache.page import PageSlot
 
 @dataclass(frozen=True)
 class Inputs:
-    """Addresses of q, k and v, bytes from token to token, and sizes; without q it has no heads."""
+    """Addresses of q, k and v, their strides in bytes from token to token, and sizes. num_q_heads is 0 without q."""
 
     q: Int64
     k: Int64
@@ -30,7 +30,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """Addresses that are written; strides are bytes per token, and per (page, token, head) of the caches."""
+    """Addresses that are written, and their strides in bytes: per token of q_out, and per (page, token, head) of the
+    caches."""
 
     q_out: Int64
     k_cache: Int64
@@ -82,11 +83,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Transforms:
-    """Addresses of a transform's constants, 0 where there is none, and of the shifts: the shift of the scores of q's
-    rows by the transform.
+    """Addresses of a transform's constants and of the tensor of score shifts; 0 where there is none.
 
-    Constants are fp32 [num_kv_heads, head_dim]; q_shift fp32 [tokens, num_q_heads]. ``group_reciprocal`` finds a q
-    head's KV head, see `GROUP_BITS`.
+    Constants are fp32 [num_kv_heads, head_dim], q_shift is fp32 [tokens, num_q_heads]. ``group_reciprocal`` serves to
+    find a q head's KV head, see `GROUP_BITS`.
     """
 
     k_center: Int64
@@ -100,7 +100,8 @@ class Transforms:
 
 @dataclass(frozen=True)
 class Extras:
-    """Addresses of what rows are combined with, 0 where there is none; ``transforms`` of variants that have them."""
+    """Addresses of biases, norm weights and scales, 0 where there is none, and the norms' epsilon. ``transforms`` is
+    None in variants without a transform."""
 
     q_bias: Int64
     k_bias: Int64
@@ -115,8 +116,14 @@ class Extras:
 
 @dataclass(frozen=True)
 class Shares:
-    """The heads of a team: q heads, KV heads; chunks of K's heads, before V's and then q's; by_kind, few: see the
-    launch."""
+    """How the heads of a token are distributed among CTAs.
+
+    Attributes:
+        q_rows, kv_rows: q heads, or KV heads, that a team takes.
+        kv_chunks: teams' shares of K's heads, and as many of V's. Chunks are numbered K's first, then V's, then q's.
+        by_kind: whether the grid has tokens along x and chunks along y, so that a wave's CTAs are in order of chunks.
+        few: whether so few CTAs are launched that attention, if it follows, may start at once.
+    """
 
     q_rows: Int32
     kv_rows: Int32
@@ -127,7 +134,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Heads:
-    """A team's heads of one of q, k and v."""
+    """The heads that a team takes, all of q, all of k or all of v."""
 
     first: Int32
     count: Int32
@@ -137,8 +144,8 @@ class Heads:
 class Place:
     """A team's token and lane, and the page and row where its K and V are written.
 
-    Nothing is written unless ``valid`` and the page is one of the cache's. ``page`` may still be loading; for decode it
-    says where in ``page_slot`` it arrives, see :mod:`cute_kernels.kv_cache.page`.
+    Nothing is written unless ``valid`` holds and the page is one of the cache's. ``page`` may still be loading. For
+    decode it is the argument of the wait for ``page_slot``, see :mod:`cute_kernels.kv_cache.page`.
     """
 
     token: Int32
@@ -180,8 +187,8 @@ def targets_of(given) -> Targets:
 
 
 def where_of(given, k_by_token: bool = False) -> Where:
-    """Returns where K and V are written. k_by_token: K's rows go where their tokens are, so only V's cache has the
-    pages."""
+    """Returns the arguments that decide where K and V are written. k_by_token: K's rows are written in the order of
+    tokens, so only V's cache has pages."""
     cache_shape = _any((given.v_cache if k_by_token else given.k_cache).shape)
     return Where(
         seq_lens=ptx.address(given.seq_lens),
@@ -225,10 +232,10 @@ def _transforms_of(given) -> Transforms:
 
 
 def _any(value) -> Any:
-    """Returns its argument, for type checkers: shapes and strides of DSL tensors as the tuples that they are."""
+    """Returns its argument. To type checkers the shape or strides of a DSL tensor become a plain tuple."""
     return value
 
 
 def _byte_strides(tensor) -> Any:
-    """Returns the bytes from one index of each dimension but the last to the next."""
+    """Returns the strides in bytes of all dimensions but the last."""
     return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])

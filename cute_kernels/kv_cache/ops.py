@@ -1,4 +1,4 @@
-"""Calling the append kernel: plan and launch in eager mode; the registered operator under torch.compile."""
+"""The call of the append kernel: plan and launch in eager mode; the registered operator under torch.compile."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
 def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
     """Appends on the device where the tensors are.
 
-    Together the arguments are the fields of an `AppendCall`, which takes longer to make than tuples. ``extras``: the
-    fields from cu_seqlens on, or None where all of them are None, as in most calls.
+    Together the arguments are the fields of an `AppendCall`; two tuples take less time to make than that object.
+        ``extras``: the fields from cu_seqlens on, or None if all of them are None, as in most calls.
 
-    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
-    argument that is no tensor at all.
+    Traced calls and tensor subclasses go through the registered operator. Raises TypeError for an argument that is no
+    tensor.
     """
     k, v, k_cache, v_cache = call[:4]
     if type(k) is type(v) is type(k_cache) is type(v_cache) is torch.Tensor and not is_compiling():
@@ -41,8 +41,8 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns what decides a plan. The compiled function checks that k has v's tokens and heads, that V's cache has K's
-    pages, and that rows fit their head_dim. So the key needs the shapes of v and of K's cache alone."""
+    """Returns the key of a call's plan. The compiled function checks that k has v's tokens and heads, that V's cache
+    has K's pages, and that rows fit their head_dim. So the only shapes in the key are those of v and of K's cache."""
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
      transform), extras = given  # fmt: skip
     return (
@@ -105,10 +105,10 @@ def reference(call: AppendCall) -> torch.Tensor | None:
 
 
 def _call_of(*arguments: Any) -> AppendCall:
-    """The call of the operator's arguments. They have no q_out, the rope is a text, and the transform comes in parts,
-    of which those are missing that were not given.
+    """Returns the call that the operator's arguments stand for.
 
-    Of the last ones those are missing that nobody gave.
+    They have no q_out, the rope is a text, and the transform comes in parts. Arguments at the end that were not given
+    are missing.
     """
     rope = None if arguments[7] is None else rope_of(arguments[7])
     extras, q_shift, parts = arguments[12:22], (*arguments[22:23], None)[0], arguments[23:]
