@@ -106,7 +106,7 @@ class BulkSpec(_RowSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """Returns the specs that bundles hold and CI compiles: appends with RoPE over the whole head in Llama's order, each
-    for decode and for prefill.
+    in a variant for decode and in one for all other calls.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """

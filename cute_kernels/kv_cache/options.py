@@ -11,7 +11,7 @@ from cute_kernels.names import QkvBias, WindowSize
 
 
 class NewTokenOptions(TypedDict, total=False):
-    """Options of new tokens before they are written; :func:`cute_kernels.append_kv` documents each."""
+    """Options of the steps on new tokens before they are written; :func:`cute_kernels.append_kv` documents each."""
 
     qkv_bias: QkvBias | None
     rope: Rope | None
@@ -30,7 +30,7 @@ class AppendOptions(NewTokenOptions, total=False):
 
 
 class _BothOptions(TypedDict, total=False):
-    """Options that both ways to attend take."""
+    """Options that both `KVCache.attend` and `KVCache.append_and_attend` take."""
 
     softmax_scale: float | None
     causal: bool

@@ -1,10 +1,10 @@
-"""Fetches a page's number from the block table, past the queue of an SM's loads.
+"""`PageFetch`, which loads page numbers from the block table past the queue of an SM's loads.
 
 Loads of an SM return in the order in which they were issued, even those that hit a cache. A team knows the page's place
-in the table only when its request's length has arrived. By then the rows of all teams of its SM have been requested. A
-load of the page would return after the last of them: as late as everything has been read. A bulk copy (TMA) bypasses
-that queue. It copies at least 16 aligned bytes to shared memory. A barrier for each warp signals the copies of its
-teams. Neighbouring bytes that are not the table's are ignored; allocations begin and end on larger units.
+in the table only when its request's length has arrived. By then the rows of all teams of its SM have been requested. So
+an ordinary load of the page number would return after all these rows. A bulk copy (TMA) bypasses that queue. It copies
+at least 16 aligned bytes to shared memory. A barrier for each warp counts the copies of the warp's teams. The 16 bytes
+may reach beyond the table; they are still allocated, since allocations have larger units.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,15 @@ BLOCK_BYTES = 16  # of the smallest bulk copy
 
 @dataclass(frozen=True)
 class PageSlot:
-    """Where a team's page arrives: the warp's barrier, and the address in shared memory of the team's 16 bytes."""
+    """The place where a team's page number arrives: the warp's barrier, and the shared address of the team's 16
+    bytes."""
 
     barrier: cute.Pointer
     address: Int32
 
 
 class PageFetch:
-    """Fetches a page for each team of each warp of a CTA, once.
+    """The one page fetch of each team of a CTA.
 
     Args:
         lanes: lanes of a team.
@@ -41,7 +42,7 @@ class PageFetch:
         self.teams = WARP_THREADS // lanes
 
     def allocate(self, warp, lane) -> PageSlot:
-        """Returns the slots of all teams, in shared memory; returns this one's."""
+        """Allocates the slots of all teams in shared memory; returns the slot of the calling thread's team."""
         smem = cutlass.utils.SmemAllocator()
         slots = smem.allocate(BLOCK_BYTES * self.teams * self.num_warps, byte_alignment=BLOCK_BYTES).toint()
         barriers = smem.allocate_array(cutlass.Int64, self.num_warps)
@@ -49,7 +50,7 @@ class PageFetch:
 
     @cute.jit
     def open(self, slot, wanted, lane):
-        """Initialises the warp's barrier if ``wanted``, which is the same in all lanes."""
+        """Initialises the warp's barrier for one arrival if ``wanted``, which is the same in all lanes."""
         if wanted & (lane == 0):
             cute.arch.mbarrier_init(slot.barrier, 1)
             cute.arch.mbarrier_init_fence()
@@ -68,7 +69,7 @@ class PageFetch:
 
     @cute.jit
     def give(self, slot, page):
-        """Sets a page that is known, instead of `ask`."""
+        """Stores a page that is already known, in place of `ask`; returns the argument of `wait`."""
         lane = cute.arch.lane_idx()
         if lane % self.lanes == 0:
             ptx.store_shared(slot.address, 0, [page])

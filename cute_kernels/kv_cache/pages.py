@@ -1,7 +1,8 @@
-"""Which pages hold which tokens: sequences, reference counts and the free list. Host only, no tensors.
+"""`PageTable`, which knows the pages of each sequence, their reference counts and the free pages. It is on the host
+only and holds no tensors.
 
-Pages are shared as in vLLM's PagedAttention (Kwon et al., 2023): a fork refers to its parent's pages, and whoever first
-writes into a page that others refer to gets a copy of its own.
+Pages are shared as in vLLM's PagedAttention (Kwon et al., 2023): a fork refers to its parent's pages. A sequence that
+is about to write into a page of several sequences first gets its own copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SeqId = Hashable
 
 
 class OutOfPagesError(RuntimeError):
-    """A request needs more pages than are free; nothing was changed.
+    """The error of a request that needs more pages than are free; the request has changed nothing.
 
     Attributes:
         needed: pages that the request would have taken.
@@ -30,7 +31,7 @@ class OutOfPagesError(RuntimeError):
 
 
 class PageCopy(NamedTuple):
-    """A page whose contents must be copied before the next write, because it was shared."""
+    """A copy of a shared page that must be made before the next write."""
 
     source: int
     target: int
@@ -38,7 +39,7 @@ class PageCopy(NamedTuple):
 
 @dataclass
 class SequencePages:
-    """One sequence: its pages in token order, its length in tokens, and a stamp unlike that of any other page list."""
+    """One sequence: its pages in token order, its length in tokens, and a stamp that no other page list has."""
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
@@ -46,10 +47,10 @@ class SequencePages:
 
 
 class PageTable:
-    """Pages of sequences. Every method that takes pages either succeeds or raises and changes nothing.
+    """The pages of all sequences. A method that takes pages either succeeds, or raises and changes nothing.
 
     Args:
-        num_pages: pages there are.
+        num_pages: number of pages.
         page_size: tokens a page holds.
         max_seq_len: tokens a sequence may reach; default: as many as all pages hold.
 
@@ -81,7 +82,7 @@ class PageTable:
         return len(self._sequences)
 
     def __getitem__(self, seq_id: SeqId) -> SequencePages:
-        """Returns the sequence; ValueError if there is none of that name, TypeError for what cannot be a name."""
+        """Returns the sequence. Raises ValueError if the name is unknown, TypeError if it cannot be a name."""
         check_name("seq_id", seq_id)
         try:
             return self._sequences[seq_id]
@@ -97,7 +98,7 @@ class PageTable:
         return self._references[page]
 
     def first_shared(self, seq_ids: Sequence[SeqId], num_tokens: Sequence[int]) -> SeqId | None:
-        """Returns the first sequence with one of its last ``num_tokens`` tokens in a shared page; None without one."""
+        """Returns the first sequence that has one of its last ``num_tokens`` tokens in a shared page, or None."""
         if not self.num_shared:
             return None
         for seq_id, count in zip(seq_ids, num_tokens, strict=True):
@@ -108,7 +109,7 @@ class PageTable:
         return None
 
     def stored_tokens(self) -> int:
-        """Tokens in pages, those that several sequences share counted once."""
+        """Returns the number of tokens in pages; tokens that several sequences share count once."""
         filled: dict[int, int] = {}
         for sequence in self._sequences.values():
             for number, page in enumerate(sequence.pages):
@@ -131,8 +132,8 @@ class PageTable:
     def extend(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int]) -> list[PageCopy]:
         """Lengthens sequences, all or none; returns the copies to make before the new tokens are written.
 
-        A sequence whose last page is partly filled and shared gets a page of its own. Of several sequences in one call
-        that share it, the last keeps it if nobody else does.
+        A sequence whose last page is partly filled and shared gets a page of its own. If several sequences of one call
+        share such a page, the last of them keeps it, unless a sequence outside the call shares it, too.
         """
         counts = self._counts(seq_ids, num_tokens)
         needed = 0
@@ -161,7 +162,7 @@ class PageTable:
         self.version += 1
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Shortens a sequence to its first ``num_tokens`` tokens and lets go of the pages after them."""
+        """Shortens a sequence to its first ``num_tokens`` tokens, and drops its references to the pages after them."""
         sequence = self[seq_id]
         check_count("num_tokens", num_tokens, 0)
         if num_tokens > sequence.length:
@@ -198,7 +199,7 @@ class PageTable:
         return copy
 
     def _page_written_next(self, sequence: SequencePages) -> int | None:
-        """Returns the page that the next token goes to if the sequence already has it."""
+        """Returns the partly filled page that the next token goes to; None if the next token needs a new page."""
         return sequence.pages[-1] if sequence.length % self.page_size else None
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -241,8 +242,8 @@ class PageTable:
 
 
 def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> list[int]:
-    """Returns a count for each sequence, from one for all or one for each; raises TypeError or ValueError for anything
-    else."""
+    """Returns a count for each sequence. ``counts`` is one count for all or one for each; anything else raises
+    TypeError or ValueError."""
     if not isinstance(counts, Sequence):
         check_count(name, counts, 0)
         return [counts] * num_sequences

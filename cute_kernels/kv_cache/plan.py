@@ -1,4 +1,5 @@
-"""The part of an append that stays the same from call to call: the compiled function, the angles, the numbers."""
+"""`AppendPlan`, the part of an append that stays the same from call to call: compiled function, angles, launch
+numbers."""
 
 from __future__ import annotations
 
@@ -45,14 +46,14 @@ class AppendPlan:
     Attributes:
         send: the compiled kernel, bound to its constant arguments; it takes the other arguments
             (:mod:`cute_kernels.kv_cache.arguments`) by name. In native code it compares the shape, strides, dtype,
-            alignment and device of every tensor that it is given with what it was compiled for, and launches on torch's
+            alignment and device of every tensor that it is given with what it was compiled for. It launches on torch's
             current stream of the tensors' device.
-        phase_steps: of the angles, kept alive for the address that ``send`` has.
-        new_q_out: what a rotated q that the caller gives no tensor for is made of, None without q.
-        k_view, v_view: dtypes that the function takes the caches as, None for their own.
+        phase_steps: the turns per position of the angles, kept alive because ``send`` holds its address.
+        new_q_out: makes the tensor for the rotated q if the caller gives none; None without q.
+        k_view, v_view: the dtype as which the function takes a cache; None for the cache's own.
         head_major: whether the caches are "HND".
         transforms: whether the function takes the addresses of a transform.
-        seq_lens, block_table: stand for those that a call does not have.
+        seq_lens, block_table: placeholders for calls without lengths or block table.
     """
 
     send: Callable[..., Any]
@@ -67,11 +68,11 @@ class AppendPlan:
     block_table: torch.Tensor
 
     def launch(self, given: Given) -> torch.Tensor | None:
-        """Launches on the current stream of the plan's device, which is the current one; returns q_out or a new one,
-        None without q.
+        """Launches on the current stream of the plan's device, which must be the current device. Returns the rotated q,
+        in q_out or a new tensor; None without q.
 
-        given: the arguments of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function, without objects
-        on the way, because each decoding step of a model waits for it once a layer.
+        given: the arguments of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function without intermediate
+            objects, because a decoding step waits for it in every layer.
         """
         (k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform), extras = given
         if q_out is None and self.new_q_out is not None:
@@ -105,12 +106,12 @@ class AppendPlan:
 
 
 def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
-    """Returns the configuration of the kernel that a call uses. ``leads``: attention over the same caches is launched
-    as its dependent.
+    """Returns the configuration of the kernel that a call uses. ``leads``: whether attention over the same caches is
+    launched as the kernel's dependent.
 
-    One token a request, at the end of its length, has a kernel of its own. Appends that lead use the other kernel,
-    which attention was measured with. A single token of a cache with a transform is an exception: there the amount of
-    code that a warp fetches counts (docs/design/kv_append.md).
+    Calls with one token a request, at the end of its length, use the decode kernel. Appends that lead use the general
+    kernel, with which attention was measured. A single token of a cache with a transform is an exception and uses the
+    decode kernel, since a warp then has less code to fetch (docs/design/kv_append.md).
     """
     rope = call.rope
     config = AppendConfig(
@@ -133,7 +134,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
 
 
 def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
-    """Returns the plan of a checked call that has tokens; ``leads`` as `config_of` has it."""
+    """Makes the plan of a checked call that has tokens; ``leads`` as for `config_of`."""
     device, rope = call.k.device, call.rope
     steps = None if rope is None else rope.phase_steps(device)
     positions = call.position_ids
@@ -176,8 +177,8 @@ def _sender(config: AppendConfig, device_index: int, **fixed: int | float) -> Ca
 
 
 def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
-    """Raises ValueError for rows that the kernel's vectors cannot address, or its lanes cannot rotate; ``leads`` as
-    `config_of` has it."""
+    """Raises ValueError if rows are not aligned for the kernel's vectors, or cannot be rotated by its lanes; ``leads``
+    as for `config_of`."""
     config = config_of(call, leads=leads)
     for name, head_dim in (("k_rotation", config.k.head_dim), ("v_rotation", config.v.head_dim)):
         width = 1 if config.transform is None else getattr(config.transform, name)

@@ -1,4 +1,4 @@
-"""Append in plain PyTorch: what the operator means, and what runs on a CPU."""
+"""Append in plain PyTorch: the definition of the operator, and the implementation for CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from cute_kernels.kv_cache.call import AppendCall
 def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
     """Writes the call's k and v into its caches. Returns the rotated q in ``compute_dtype``, None without q.
 
-    compute_dtype: float32, or float64 as a yardstick. q is not rounded to its own dtype, so that a kernel's error can
-    be measured. Tokens without a place (see `places`) are not written.
+    compute_dtype: float32, or float64 for a more exact comparison. q is not rounded to its own dtype, so that a
+        kernel's error can
+    be measured. K and V of tokens without a place (see `places`) are not written.
     """
     positions, pages, rows = places(call)
     q, k, v = transform(call, positions, compute_dtype)
@@ -31,7 +32,7 @@ def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.flo
 def transform(
     call: AppendCall, positions: torch.Tensor, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Returns q (None without), k and v after bias, norm, RoPE and the cache's transform, as they are quantised."""
+    """Returns q (None without q), k and v after bias, norm, RoPE and the cache's transform."""
     v = _with_bias(call.v.to(compute_dtype), call.v_bias)
     results: list[torch.Tensor | None] = []
     for x, bias, weight in ((call.q, call.q_bias, call.q_norm), (call.k, call.k_bias, call.k_norm)):
@@ -63,7 +64,8 @@ def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (request of each token, tokens from it to the request's end, itself included), int64 [tokens].
+    """Returns (request of each token, number of tokens from this one to the request's last, both included), int64
+    [tokens].
 
     Tokens outside ``cu_seqlens`` have request -1.
     """
@@ -81,8 +83,8 @@ def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (position for RoPE, page, row of the page) of each token, int64 [tokens]; page -1 where nothing is
     written.
 
-    Slots, positions and pages that are negative or outside the cache or the table are not written. A contiguous cache
-    has one page per request.
+    Nothing is written for slots, positions and pages that are negative or outside the cache or the block table. A
+    contiguous cache has one page per request.
     """
     positions = torch.zeros(call.num_tokens, dtype=torch.int64, device=call.k.device)
     inside = torch.ones_like(positions, dtype=torch.bool)
@@ -112,12 +114,13 @@ def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def quantize(form: KvFormat, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns the numbers [..., num_kv_heads, head_dim] to rows; a scale per head may be [num_kv_heads] too."""
+    """Quantises numbers [..., num_kv_heads, head_dim] to rows. A scale per head may have the shape [num_kv_heads],
+    too."""
     return form.quantize(x, shaped_scale(form, scale))
 
 
 def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the scale in the shape that :mod:`layouts.kv` has it."""
+    """Returns the scale in the shape that :mod:`layouts.kv` uses."""
     if scale is None or form.given_scale == "channel":
         return scale
     return scale.reshape(()) if form.given_scale == "tensor" else scale.reshape(-1, 1)
@@ -126,7 +129,7 @@ def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | N
 def scatter(
     call: AppendCall, cache: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """Writes rows [tokens, num_kv_heads, row] to their places, where they have one."""
+    """Writes rows [tokens, num_kv_heads, row] to their places; rows of tokens without a place are not written."""
     if cache.element_size() == 1:
         cache, values = cache.view(torch.uint8), values.view(torch.uint8)
     written = pages >= 0

@@ -1,12 +1,12 @@
-"""Rotary position embedding: which frequencies, and angles that stay exact at any position.
+"""`Rope`, rotary position embedding: its frequencies, and angles that stay exact at any position.
 
 Su et al. 2021 (RoFormer) rotate pair i of a head's columns by the angle position * theta**(-2i / rotary_dim). Context
 extensions change the frequencies only; the formulae are those of Hugging Face transformers' ``modeling_rope_utils``,
 evaluated here in double precision.
 
 An angle is kept as a fraction of a turn in 64-bit fixed point: ``phase = position * frequency mod 2**64`` is one
-integer multiplication whose overflow drops whole turns. The fp32 product position * inv_freq that is usually taken
-is off by up to 4e-3 radians at position 128k; here the frequencies' rounding to double, 1e-11 radians at 128k, is all.
+integer multiplication whose overflow drops whole turns. The usual fp32 product position * inv_freq is off by up to 4e-3
+radians at position 128k. Here the only error is the frequencies' rounding to double: 1e-11 radians at 128k.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASE_BITS = 64
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (Chen et al. 2023; kaiokendev): every frequency divided by ``factor``."""
+    """Position interpolation (Chen et al. 2023; kaiokendev): every frequency is divided by ``factor``."""
 
     factor: float
 
@@ -40,13 +40,13 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class NtkScaling:
-    """NTK-aware scaling (bloc97, emozilla): theta grows so that the lowest frequency is divided by about the stretch.
+    """NTK-aware scaling (bloc97, emozilla): theta grows until the lowest frequency is divided by about the stretch.
 
     Args:
-        factor: as transformers' "dynamic" has it.
+        factor: the factor of transformers' "dynamic" scaling.
         original_max_position: positions that the model was trained for.
-        seq_len: length to stretch for; the stretch is ``factor * seq_len / original_max_position - (factor - 1)``, at
-            least 1. Default: no dynamic length, the stretch is ``factor`` itself.
+        seq_len: the sequence length to stretch for. The stretch is then ``factor * seq_len / original_max_position -
+            (factor - 1)``, at least 1; without seq_len it is ``factor``.
     """
 
     factor: float
@@ -77,8 +77,9 @@ class NtkScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: wavelengths above ``original_max_position / low_freq_factor`` are divided by ``factor``,
-    those below ``original_max_position / high_freq_factor`` kept, those between blended."""
+    """Llama 3.1's scaling, by wavelength. Frequencies of wavelengths above ``original_max_position / low_freq_factor``
+    are divided by ``factor``. Frequencies of wavelengths below ``original_max_position / high_freq_factor`` stay, and
+    those between are blended."""
 
     factor: float
     low_freq_factor: float
@@ -111,15 +112,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): interpolates frequencies of few turns within the trained context, keeps those of many.
+    """YaRN (Peng et al. 2023): frequencies with few turns within the trained context are interpolated, others stay.
 
     Args:
         factor: by how much the context grows.
         original_max_position: positions that the model was trained for.
         beta_fast, beta_slow: turns within the trained context above which a frequency is kept, and below which it is
             divided by ``factor``.
-        attention_factor: the factor of cosines and sines. Default: from ``mscale`` and ``mscale_all_dim``
-            (DeepSeek), or 0.1 ln(factor) + 1.
+        attention_factor: the factor of cosines and sines. Default: computed from ``mscale`` and ``mscale_all_dim``
+            (DeepSeek) if given, else 0.1 ln(factor) + 1.
         truncate: whether the range of blended dimensions is rounded outwards to whole dimensions.
     """
 
@@ -190,7 +191,7 @@ class Rope:
         interleaved: pairs are columns (2i, 2i + 1) (GPT-J, GLM) instead of (i, i + rotary_dim / 2) (Llama, NeoX).
         scaling: context extension, or None.
 
-    ``text`` is all of it as a string, which `rope_of` reads.
+    ``text`` is the whole object as a string, which `rope_of` reads.
     """
 
     rotary_dim: int
@@ -228,7 +229,8 @@ class Rope:
         return self.scaling.frequencies(self.rotary_dim, self.theta)
 
     def phase_steps(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Returns the turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``; kept per device."""
+        """Returns the turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``. The tensor is cached
+        per device."""
         return _phase_steps(self, torch.device(device))
 
     def rotation(
@@ -254,8 +256,8 @@ class Rope:
 
 
 def _to_text(rope: Rope) -> str:
-    """Returns a Python literal, by nothing but formatting: torch.compile traces it when a compiled function makes a
-    Rope."""
+    """Formats a Rope as a Python literal. It uses formatting alone, so that torch.compile can trace a function that
+    makes a Rope."""
     scaling = ""
     if rope.scaling is not None:
         values = [f"{getattr(rope.scaling, name)!r}, " for name in _FIELDS[type(rope.scaling).__name__]]
@@ -265,7 +267,7 @@ def _to_text(rope: Rope) -> str:
 
 @functools.lru_cache(maxsize=256)
 def rope_of(text: str) -> Rope:
-    """The Rope whose ``text`` this is: how it travels through an operator's schema."""
+    """Returns the Rope with this ``text``, the form in which a Rope passes through an operator's schema."""
     rotary_dim, theta, interleaved, scaling = ast.literal_eval(text)
     made = _SCALINGS[scaling[0]](*scaling[1:]) if scaling else None
     return Rope(rotary_dim, theta, interleaved, made)

@@ -1,8 +1,8 @@
-"""RoPE on a team's row: angles once per token, then rotations in registers.
+"""`Rotator`, RoPE on a team's row: it makes angles once per token, then rotates rows in registers.
 
-A lane owns a run of columns. Interleaved pairs lie in one lane. The other column of a half-split pair lies
-``rotary_dim / 2`` columns away, that is in a register known at compile time of a lane a fixed distance away: one
-shuffle per column if the distance is whole lanes, otherwise one from above and one from below.
+A lane owns a run of columns. Interleaved pairs lie in one lane. The other column of a half-split pair lies ``rotary_dim
+/ 2`` columns away: in a register that is known at compile time, of a lane at a fixed distance. If the distance is whole
+lanes, a column takes one shuffle; otherwise it takes two, from the lanes above and below.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ TURN_PER_UNIT = 2.0**-32 * 6.283185307179586  # radians of the upper word of a p
 
 
 class Rotator:
-    """Rotations of rows of ``head_dim`` columns shared by a team, see the module's text.
+    """Rotates rows of ``head_dim`` columns that a team shares; see the module's text.
 
     Args:
         style: "none", "half" or "interleaved".
@@ -42,7 +42,7 @@ class Rotator:
     def make_angles(self, cos, sin, steps, position: Int32, factor: Float32, lane: Int32) -> None:
         """Returns the cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.
 
-        steps: what `load_steps` gave.
+        steps: the result of `load_steps`.
 
         The sine of a half-split pair's first column is negated. Columns that are not rotated get any angle.
         """
@@ -65,7 +65,8 @@ class Rotator:
         return lane * self.count + i
 
     def load_steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
-        """Starts loading the turns per position of the lane's angles: the low and the high word of each in turn."""
+        """Starts loading the turns per position of the lane's angles. Returns words: low and high of the first angle,
+        then of the next."""
         words: list[Any] = []
         if self.half % self.num_angles == 0:  # a run of whole lanes
             base = phase_steps + Int64(cutlass.min(self._pair(lane, 0), self.half - self.num_angles)) * 8

@@ -1,11 +1,12 @@
-"""What is applied to rows of q, k and v before RoPE: biases, and the norm of q and k.
+"""`RowExtras`, the steps on rows of q, k and v before RoPE: biases, and the norm of q and k.
 
-A team of a decode step has one to four rows, and works on each once. It loads biases and the norm's weights along with
-the rows: loaded where they are used, each would add a latency. Prefill has rows to work on meanwhile, and fewer
-registers to spare.
+In decode, a team has one to four rows. It loads biases and norm weights together with the rows, since a load at the
+place of use would add its latency. Prefill loads them at the place of use: its other rows hide the latency, and
+registers are scarce.
 
-Where addresses decide what is applied, the compiler copies the loop over rows for each case. A warp that runs its code
-once then waits for most of it to be fetched. With ``one_code`` an absent argument is a number that changes nothing.
+If branches on addresses decide which steps are applied, the compiler copies the loop over rows for each case. In decode
+a warp runs its code once, and would wait for the copies to be fetched. With ``one_code`` there are no branches: an
+absent argument becomes a number that changes nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
 
 @dataclass(frozen=True)
 class Asked:
-    """Registers of loads in flight. bias: of a team's next rows; norm: a lane's weights. Each has one unused word
-    where there is nothing to load."""
+    """The registers of loads in flight. bias: biases of a team's next rows; norm: the lane's norm weights. Each has one
+    unused word if there is nothing to load."""
 
     bias: RegisterTensor[Uint32]
     norm: RegisterTensor[Uint32]
 
 
 class RowExtras:
-    """Biases and norms of a configuration. one_code: as the module's text says."""
+    """The biases and norms of a configuration. one_code: see the module's text."""
 
     def __init__(self, config: AppendConfig, k_elements: Elements, v_elements: Elements, one_code: bool = False):
         self.config, self.k_elements, self.v_elements = config, k_elements, v_elements
@@ -48,7 +49,7 @@ class RowExtras:
         self.one_code = one_code and self.asks_bias
 
     def registers(self) -> Asked:
-        """Returns the registers of what is loaded."""
+        """Makes the registers for biases and norm weights."""
         bias = self.ahead * self.row_words if self.asks_bias else 1
         norm = self.k_elements.piece.num_words if self.asks_norm else 1
         asked = Asked(cute.make_rmem_tensor(bias, Uint32), cute.make_rmem_tensor(norm, Uint32))
@@ -57,11 +58,11 @@ class RowExtras:
         return asked
 
     def behind(self, source, extras, is_q, is_v) -> Any:
-        """Returns a 0 that, with ``one_code``, is not known before all addresses of a team's first loads are there.
-        source: of rows.
+        """Returns a 0 that, with ``one_code``, depends on all addresses of a team's first loads. source: the address of
+        the rows.
 
-        It is added to the address of the first load that is waited for. Without it, that load might share a scoreboard
-        with loads of addresses, and later loads would wait until it has come from memory.
+        It is added to the address of the first load that is waited for, so that this load is issued after all addresses
+        are known. Otherwise it might share a scoreboard with loads of addresses, and later loads would wait for it.
         """
         if not self.one_code:
             return 0
@@ -69,16 +70,16 @@ class RowExtras:
         return Int32((bits | self.weight_of(extras, is_q, is_v) if self.asks_norm else bits) >> 63)
 
     def bias_of(self, extras, is_q, is_v) -> Any:
-        """Returns the address of the biases of a team's kind of rows, 0 for none."""
+        """Returns the address of the biases of q, k or v, whichever the team has; 0 for none."""
         return cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
 
     def weight_of(self, extras, is_q, is_v) -> Any:
-        """Returns the address of the weights of their norm, 0 for none."""
+        """Returns the address of the norm weights of q or k, whichever the team has; 0 for none, and for v."""
         return cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
 
     @cute.jit
     def ask(self, asked: Asked, extras, heads, is_q, is_v, lane):
-        """Starts loading the biases of a team's first rows, and the norm's weights."""
+        """Starts loading the biases of a team's first rows and the norm weights, in decode."""
         if const_expr(self.asks_bias):
             base = self.bias_of(extras, is_q, is_v)
             most = cutlass.select_(
@@ -104,7 +105,7 @@ class RowExtras:
 
     @cute.jit
     def ask_bias(self, asked: Asked, base, elements: Elements, head, ahead, count, lane):
-        """Starts loading the biases of the next ``count`` heads from ``head`` on, at most ``ahead``."""
+        """Starts loading the biases of the next ``count`` heads from ``head`` on, but at most ``ahead`` of them."""
         if const_expr(self.one_code):
             piece = elements.piece
             first = ptx.pinned(base + Int64(head * elements.row_bytes + lane * piece.num_bytes))
@@ -125,7 +126,8 @@ class RowExtras:
 
     @cute.jit
     def add_bias(self, values, asked: Asked, base, elements: Elements, head, ahead, lane):
-        """Adds the bias of ``head`` to a row's values, and moves the next of the ``ahead`` biases up."""
+        """Adds the bias of ``head`` to a row's values. Then moves each of the ``ahead`` loaded biases one row towards
+        the first."""
         if const_expr(self.one_code):
             for i, term in enumerate(elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])):
                 values[i] = numbers.add(values[i], term)

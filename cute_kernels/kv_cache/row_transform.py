@@ -1,9 +1,10 @@
-"""Applies a cache transform to a team's rows, after RoPE: centre, factor and rotation of k and v, and their
-counterparts for q.
+"""`RowTransformer`, which applies a cache transform to a team's rows after RoPE: centre, factor and rotation of k,
+factor and rotation of v, and their counterparts for q.
 
-:mod:`cute_kernels.formats.kv.transforms` says what each does; here it happens in registers, between RoPE and the
-quantisation. Constants are fp32 [num_kv_heads, head_dim]: some KiB that every CTA reads, so from the second one on they
-come from the L2 cache. A row's constants are loaded with the row, or once the row before has used its own.
+:mod:`cute_kernels.formats.kv.transforms` defines the steps; here they work in registers, between RoPE and quantisation.
+Constants are fp32 [num_kv_heads, head_dim], some KiB that every CTA reads, so most CTAs find them in the L2 cache. The
+constants of a team's first row are loaded with the row; those of later rows, as soon as the row before has used its
+own.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from cute_kernels.kv_cache.config import GROUP_BITS, LANE_ELEMENTS, RowTransform
 
 
 class RowTransformer:
-    """The transforms of a kernel's rows; ``given``: a :class:`cute_kernels.kv_cache.operands.Transforms`."""
+    """Applies the transform of a kernel to rows. ``given`` in its methods is a
+    :class:`cute_kernels.kv_cache.operands.Transforms`."""
 
     def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int):
-        """parts: the steps of the transform. head_dims: of K and V. lanes, runs: how many a team has."""
+        """parts: the steps of the transform. head_dims: of K and V. lanes: lanes of a team. runs: runs of columns of a
+        lane."""
         self.parts, self.lanes = parts or RowTransform(), lanes
         k_dim, v_dim = head_dims
         self.k_constants = Elements("fp32", k_dim, lanes, runs)
@@ -35,7 +38,7 @@ class RowTransformer:
 
     @property
     def num_constants(self) -> int:
-        """Words of a lane's constants of a row."""
+        """Number of a lane's constants for one row."""
         return self.parts.num_parts * max(self.k_constants.count, self.v_constants.count)
 
     @cute.jit
@@ -56,15 +59,16 @@ class RowTransformer:
             self.ask_k(constants, given, head, lane)
 
     def addresses(self, given):
-        """Returns the addresses of the parts of K's, q's and V's constants, in the order in which they are applied to
-        rows."""
+        """Returns three lists of addresses: the constants of K, of q and of V, each in the order in which rows meet
+        them."""
         parts = self.parts
         of_k = [given.k_center] * parts.center + [given.k_factor] * parts.factor
         of_q = [given.k_center] * parts.shift + [given.q_factor] * parts.factor
         return of_k, of_q, [given.v_factor] * parts.v_factor
 
     def address_of(self, given, part: int, is_q, is_v):
-        """Returns the address of a part of the constants of the team's kind of rows; 0 if they have no such part."""
+        """Returns the address of the ``part``-th constants of q, k or v, whichever the team has; 0 if there are
+        fewer."""
         of_k, of_q, of_v = (own[part] if part < len(own) else Int64(0) for own in self.addresses(given))
         return cutlass.select_(is_q, of_q, cutlass.select_(is_v, of_v, of_k))
 
@@ -78,11 +82,11 @@ class RowTransformer:
             self._load(constants, self.k_constants, part, base, head, lane)
 
     def ask_q(self, constants, given, q_head, lane):
-        """Starts loading a q head's ``constants``: center where shifts are wanted, then factor."""
+        """Starts loading a q head's ``constants``: center if the kernel writes shifts, then factor."""
         self.ask_queries(constants, given, self.kv_head(given, q_head), lane)
 
     def ask_queries(self, constants, given, kv_head, lane):
-        """Asks as `ask_q` does, for q heads that read ``kv_head``."""
+        """Starts loading the ``constants`` of the q heads that read ``kv_head``."""
         for part, base in enumerate(self.addresses(given)[1]):
             self._load(constants, self.k_constants, part, base, kv_head, lane)
 
@@ -95,8 +99,8 @@ class RowTransformer:
             constants[part * elements.count + i] = value
 
     def transform_k(self, values, constants, given, next_head, lane):
-        """Transforms a row of k. Its ``constants`` then become those of the next row, which load while this one is
-        written; None if there is no next row."""
+        """Transforms a row of k, and starts loading the constants of ``next_head`` into ``constants``. next_head: the
+        head of the team's next row, or None."""
         self.apply_constants(values, constants)
         if next_head is not None:
             self.ask_k(constants, given, next_head, lane)
@@ -122,7 +126,7 @@ class RowTransformer:
 
     @cute.jit
     def transform_q(self, values, constants, given, head, next_head, place):
-        """Applies q's side of the transform; where it is wanted, also returns the shift of the scores."""
+        """Transforms a row of q. With ``parts.shift`` it also stores the shift of the row's scores."""
         if const_expr(self.parts.shift):
             total = self.shift_of(values, constants)
             if place.valid:
@@ -136,7 +140,7 @@ class RowTransformer:
         self.k_hadamard.apply(values, place.lane)
 
     def turn_query(self, values, constants, lane):
-        """Transforms a row of q whose shift is not wanted."""
+        """Transforms a row of q without its shift."""
         self.apply_q_factor(values, constants)
         self.k_hadamard.apply(values, lane)
 
@@ -148,7 +152,7 @@ class RowTransformer:
     def shift_of(self, values, centres):
         """Computes q . k_center of the team's row.
 
-        The order of the sum does not depend on the number of lanes: the kernel for decode returns what the others do.
+        The order of the sum does not depend on the number of lanes, so all kernels return the same bits.
         """
         runs, count = self.k_constants.runs, self.k_constants.count
         whole = count % LANE_ELEMENTS == 0  # else all kernels have as many lanes

@@ -1,14 +1,14 @@
 """Rows of a KV cache in registers: a team of lanes turns a row of numbers into a format's bytes, and back.
 
 ``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run. So a group of
-columns that shares a scale is a whole number of lanes, and xor shuffles leave its extremes in every lane. (FBGEMM's
-quantiser shuffles down instead, which leaves them in the first lane only.) Every division is IEEE's: codes are bit for
-bit those of :mod:`layouts.kv` for equal fp32 numbers.
+columns that shares a scale is a whole number of lanes, and xor shuffles leave the group's extremes in every lane.
+(FBGEMM's quantiser shuffles down instead, which leaves them in the first lane only.) Every division is rounded as IEEE
+754 says: for equal fp32 numbers, codes equal those of :mod:`layouts.kv` bit for bit.
 
-A format names its class (`cute_kernels.formats.kv.KvFormat.writer`): elements as they are, codes with an fp32 scale
-(`ScaledRow`, which only needs to know how codes are packed), or a class of its own.
+A format names the class of its rows (`cute_kernels.formats.kv.KvFormat.writer`): `DenseRow` for plain elements, a
+subclass of `ScaledRow` for codes with an fp32 scale, or any other class.
 
-Everything here is straight-line code over DSL scalars; branches are the kernels'.
+Everything here is straight-line code over DSL scalars; only kernels branch.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ class WaitingRow(DenseRow):
 
 @dataclass(frozen=True)
 class CodedRow:
-    """The common part of rows of small codes, which may have a word with the scale in front for each group.
+    """The common part of rows of small codes, which may have a header word with the scale of each group.
 
-    Quantising goes in parts, so that a kernel may branch between them: `measure` what a lane holds, `repair` its values
-    if that is `unusual`, `reduce` over the group, and `encode`. Rows of bytes with one divisor, or one per group,
-    follow other steps: `find_steps`, and if these or what they divide are `awkward`, `tame` both.
+    A kernel quantises in steps and may branch between them: `measure` a lane's values, `repair` them if the result is
+        `unusual`, `reduce` over the group, `encode`. Rows of bytes whose values share divisors have more steps:
+        `find_steps`, and if a divisor or value is `awkward`, `tame` both.
 
     Args:
         kv_format: name of the format.
         head_dim: columns of a row.
         lanes: lanes that share a row.
-        runs: runs of neighbouring columns that a lane owns, one of each ``runs``-th of the row.
+        runs: runs of neighbouring columns that a lane owns, one in each of ``runs`` equal parts of the row.
     """
 
     kv_format: str
@@ -110,7 +110,7 @@ class CodedRow:
 
     by_token: ClassVar[bool] = False
     set_statistics: ClassVar[int]
-    """What `measure` says of a lane's values of one set."""
+    """The number of statistics that `measure` returns for one set of a lane's values."""
 
     @property
     def form(self) -> KvFormat:
@@ -118,27 +118,27 @@ class CodedRow:
 
     @property
     def limit(self) -> float:
-        """Numbers beyond it saturate, and NaN counts as 0, before anything else."""
+        """The largest magnitude. Before all other steps, larger numbers saturate, and NaN becomes 0."""
         raise NotImplementedError
 
     @property
     def num_steps(self) -> int:
-        """Divisors of the lane's values that `find_steps` finds; 0 where `encode` finds its own."""
+        """Number of divisors that `find_steps` returns; 0 if `encode` finds divisors by itself."""
         return 0
 
     @property
     def num_headers(self) -> int:
-        """Words in front of the codes, one per group of columns."""
+        """Number of words in front of the codes, one per group of columns."""
         return self.form.header_bytes // 4
 
     @property
     def count(self) -> int:
-        """Columns of a lane."""
+        """Number of columns of a lane."""
         return self.head_dim // self.lanes
 
     @property
     def sets(self) -> int:
-        """Sets that the lane's columns fall into, each of another group: its runs, if groups are no larger."""
+        """Number of groups that a lane's columns belong to: a *set* is the lane's columns of one group."""
         return self.runs if self.num_headers >= self.runs else 1
 
     @property
@@ -157,7 +157,7 @@ class CodedRow:
 
     @property
     def scale_stride(self) -> int | None:
-        """Bytes from a head's scale to the next head's, 0 for one per tensor; None for all other scales, or none."""
+        """Bytes from a head's scale to the next head's; 0 for one scale per tensor. None for all other formats."""
         return {"tensor": 0, "head": 4}.get(self.given_scale or "")
 
     @property
@@ -166,29 +166,29 @@ class CodedRow:
 
     @property
     def group_lanes(self) -> int:
-        """Lanes that share a group of columns."""
+        """Number of lanes that share a group of columns."""
         return self.lanes * self.sets // max(self.num_headers, 1)
 
     @property
     def codes(self) -> Piece:
-        """Where a lane's codes lie."""
+        """The bytes of a row that hold a lane's codes."""
         row_bytes = self.form.row_bytes(self.head_dim)
         run_bytes = self.head_dim * self.form.code_bits // 8 // self.runs
         return Piece(run_bytes // self.lanes, 4 * self.num_headers, row_bytes, self.runs, run_bytes)
 
     def repair(self, value: Float32) -> Float32:
-        """Replaces NaN by 0, and brings everything else within the limits."""
+        """Replaces NaN by 0, and clamps all other values to ``limit``."""
         number = cutlass.select_(value == value, value, Float32(0.0))
         return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
 
     def store_header(self, row: Int64, lane: Int32, header: list[Uint32]) -> None:
-        """Writes the words of the lane's groups; a group's lanes all write the same, in one access."""
+        """Writes the header words of the lane's groups. All lanes of a group write the same word, in one access."""
         for s, word in enumerate(header):
             offset = 4 * (self.num_headers // self.sets) * s
             numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), offset, [word])
 
     def load_header(self, row: Int64, lane: Int32) -> Uint32:
-        """Loads the header word of the lane's group. As `decode`, it is for lanes with one run of columns."""
+        """Loads the header word of the lane's group. Lanes must have one run of columns, as for `decode`."""
         return ptx.load_global_words(row + Int64(lane // self.group_lanes * 4), 0, 1)[0]
 
     def _over_group(self, combine, value: Float32) -> Float32:
@@ -197,7 +197,7 @@ class CodedRow:
 
 @dataclass(frozen=True)
 class NibbleRow(CodedRow):
-    """:class:`layouts.kv.int4.Int4Row`: a group's word is (fp16 scale, fp16 shift)."""
+    """Rows of :class:`layouts.kv.int4.Int4Row`; the header word of a group is (fp16 scale, fp16 shift)."""
 
     set_statistics: ClassVar[int] = 2
 
@@ -206,7 +206,7 @@ class NibbleRow(CodedRow):
         return FP16_MAX
 
     def measure(self, values) -> list[Float32]:
-        """Returns the smallest and the largest value of each of the lane's sets; both are NaN where a value is."""
+        """Returns the smallest and the largest value of each of the lane's sets; both are NaN if any value is."""
         found = []
         for own in (self.of_set(values, s) for s in range(self.sets)):
             found += [in_pairs(numbers.min_or_nan, own), in_pairs(numbers.max_or_nan, own)]
@@ -222,7 +222,7 @@ class NibbleRow(CodedRow):
         return [self._over_group(combine[i % 2], statistics[i]) for i in range(self.num_statistics)]
 
     def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32]]:
-        """Returns the codes in whole words, and the words of the lane's groups."""
+        """Returns (codes in whole words, header words of the lane's groups)."""
         rounded, header = [], []
         for s in range(self.sets):
             codes, word = encode_nibbles(self.of_set(values, s), statistics[2 * s], statistics[2 * s + 1])
@@ -244,10 +244,9 @@ class NibbleRow(CodedRow):
 
 @dataclass(frozen=True)
 class ScaledRow(CodedRow):
-    """Rows of codes times an fp32 scale: in front of each group's codes, or given beside the cache. A group's word is
-    its scale.
+    """Rows of codes times an fp32 scale. The scales are header words, one for each group, or lie beside the cache.
 
-    Subclasses say how codes are packed into words and taken out.
+    Subclasses say how codes are packed into words and unpacked.
     """
 
     set_statistics: ClassVar[int] = 1
@@ -264,12 +263,12 @@ class ScaledRow(CodedRow):
 
     @property
     def num_steps(self) -> int:
-        """Divisors of the lane's values; 0 if there are none, or one for every column."""
+        """Number of divisors of the lane's values; 0 if there is none, or one for every column."""
         return self.sets if self.has_header or self.given_scale in ("tensor", "head") else 0
 
     def pack(self, ratios: list[Float32]) -> list[Uint32]:
-        """Rounds ratios, none beyond `code_max`, to codes (ties to even) and packs them as in the row, from bit 0 on.
-        Returns the words of one run; the last may not be full."""
+        """Rounds ratios, whose magnitudes are at most `code_max`, to codes (ties to even), and packs these in the row's
+        order from bit 0 on. Returns the words of one run; the last word may not be full."""
         raise NotImplementedError
 
     def unpack(self, words, count: int) -> list[Float32]:
@@ -277,7 +276,7 @@ class ScaledRow(CodedRow):
         raise NotImplementedError
 
     def measure(self, values) -> list[Float32]:
-        """Returns the largest magnitude of each of the lane's sets; it is NaN where a value is."""
+        """Returns the largest magnitude of each of the lane's sets; it is NaN if any value is."""
         sets = [[ptx.absolute(value) for value in self.of_set(values, s)] for s in range(self.sets)]
         return [in_pairs(numbers.max_or_nan, sizes) for sizes in sets]
 
@@ -285,12 +284,12 @@ class ScaledRow(CodedRow):
         return ~functools.reduce(operator.and_, [statistics[s] <= self.limit for s in range(self.sets)])
 
     def reduce(self, statistics) -> list[Float32]:
-        """Reduces statistics over the group where the scale comes from it."""
+        """Reduces statistics over the group, if rows have header words; else returns them unchanged."""
         sizes = [statistics[s] for s in range(self.sets)]
         return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
 
     def load_scale(self, scale: Int64, head: Int32, lane: Int32):
-        """Returns the given scale of a head's columns: one number, or one per column of the lane."""
+        """Loads a head's scale that lies beside the cache: one number, or one per column of the lane."""
         if self.given_scale == "channel":
             return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
                 scale + Int64(head) * (4 * self.head_dim), lane
@@ -299,28 +298,27 @@ class ScaledRow(CodedRow):
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:
-        """Returns the divisors of the lane's sets. They are kept apart from `tame`'s, since headers hold these."""
+        """Returns the divisors of the lane's sets. Headers hold these divisors, not the ones that `tame` changes."""
         if self.has_header:
             return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Returns whether a plain quotient could go wrong or saturate, which almost never happens. NaN counts as
-        well."""
+        """Returns whether `quotient_of` could be inexact or saturate for some value, NaN included. This is rare."""
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
         if not self.has_header:
             plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(self.code_max)))
         return ~functools.reduce(operator.and_, plain)
 
     def tame(self, value: Float32, step: Float32) -> tuple[Float32, Float32]:
-        """Returns a value and a divisor that are not `awkward`, with the same code as those that may be."""
+        """Returns a value and a divisor that are not `awkward` and have the same code as the given ones."""
         divisor = Divisor(step, None if self.has_header else self.code_max)
         return divisor.tame(self.repair(value)), divisor.tame_step
 
     def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32] | None]:
-        """Returns the codes in whole words, and the words of the lane's groups if rows have them.
+        """Returns (codes in whole words, header words of the lane's groups or None).
 
-        steps: `find_steps`', tamed as the values are if they were `awkward`.
+        values, steps: values and the result of `find_steps`, both after `tame` if they were `awkward`.
         """
         if not self.has_header and self.given_scale is None:
             return self._pack([values[i] for i in range(self.count)]), None
@@ -338,7 +336,7 @@ class ScaledRow(CodedRow):
         return self._pack(ratios), header
 
     def _pack(self, ratios: list[Float32]) -> list[Uint32]:
-        """Returns the lane's codes, run by run."""
+        """Packs the lane's codes, run by run."""
         size = self.count // self.runs
         return [word for end in range(0, len(ratios), size) for word in self.pack(ratios[end : end + size])]
 
@@ -393,13 +391,13 @@ CacheRow = DenseRow | CodedRow
 
 
 def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheRow:
-    """Returns the class of a format's rows, for a team of ``lanes`` lanes with ``runs`` runs of columns each."""
+    """Makes the row object of a format, for a team of ``lanes`` lanes with ``runs`` runs of columns each."""
     return load_code(format_of(kv_format).writer)(kv_format, head_dim, lanes, runs)
 
 
 def encode_nibbles(values, low: Float32, high: Float32) -> tuple[list[Uint32], Uint32]:
-    """Encodes finite numbers from ``low`` to ``high``. Returns codes as `pack_nibbles` takes them, and (fp16 scale,
-    fp16 shift)."""
+    """Encodes finite numbers from ``low`` to ``high``. Returns codes for `pack_nibbles`, and the header word (fp16
+    scale, fp16 shift)."""
     spread = over_constant(numbers.add(high, -low), MAX_CODE)
     header = ptx.pack_f16x2(spread, low)
     step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
@@ -417,7 +415,8 @@ def encode_nibbles(values, low: Float32, high: Float32) -> tuple[list[Uint32], U
 
 
 def pack_nibbles(rounded: list[Uint32]) -> Uint32:
-    """Packs up to 8 codes into nibbles of a word; each is in the low bits of an fp32 from `numbers.ROUNDER` / 16 on."""
+    """Packs up to 8 codes into the nibbles of a word. A code lies in the low bits of an fp32 number of at least
+    `numbers.ROUNDER` / 16."""
     word = rounded[-1]
     for code in reversed(rounded[:-1]):
         word = (word << 4) + code

@@ -1,14 +1,15 @@
-"""Smooths K: outlier channels are divided by a factor, and q is multiplied by it, so that scores stay the same.
+"""Smoothing of K: outlier channels are divided by a factor and q is multiplied by it, so that scores stay the same.
 
 The keys of trained models have a few channels much larger than the rest (KIVI, Liu et al., 2024; KVQuant, Hooper et
-al., 2024). In a format whose scale covers a whole row or group they take the resolution from all others. Dividing each
-channel by a factor before the cache and multiplying q by it, SmoothQuant's exchange (Xiao et al., 2023) between the two
-operands of attention, changes no score and needs no kernel: the factors are folded into the projections' weights.
+al., 2024). In a format whose scale covers a whole row or group, these channels cost all others their resolution.
+SmoothQuant (Xiao et al., 2023) moves factors from one operand to the other. Here each channel of K is divided by a
+factor before the cache, and q is multiplied by it. Scores do not change, and no kernel is needed: the factors are
+folded into the projections' weights.
 
 **The pairing rule.** RoPE rotates columns in pairs, (i, i + rotary_dim / 2) in the half-split form and (2i, 2i + 1) in
-the interleaved one. Scaling commutes with a rotation only if both columns of a pair have the same factor. Factors that
-are folded before RoPE, as weights are, must keep to this; `smooth_keys(rope=...)` makes such factors and `fold` refuses
-others. Columns from rotary_dim on are free.
+the interleaved one. Scaling commutes with a rotation only if both columns of a pair have the same factor. So factors
+that are folded into weights, that is before RoPE, must be equal within each pair. `smooth_keys(rope=...)` makes such
+factors, and `fold` refuses others. Columns from rotary_dim on may have any factors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a d
 
 @runtime_checkable
 class RotaryPairs(Protocol):
-    """The part of a `Rope` that smoothing needs: which columns it rotates together."""
+    """The part of a `Rope` that smoothing needs: the pairs of columns that it rotates together."""
 
     @property
     def rotary_dim(self) -> int: ...
@@ -34,7 +35,7 @@ class RotaryPairs(Protocol):
 
 
 class Folded(NamedTuple):
-    """Projections with smoothing folded in; biases None where none were given."""
+    """Weights and biases of the projections of q and k with smoothing folded in; a bias is None if none was given."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -49,17 +50,17 @@ def smooth_keys(
     alpha: float = 0.5,
     rope: RotaryPairs | None = None,
 ) -> torch.Tensor:
-    """Returns the factors f for which k / f is easier to quantise; use q * f with it.
+    """Returns factors f for which k / f is easier to quantise than k; multiply q by f.
 
-    f = max|k| ** alpha / max|q| ** (1 - alpha) per channel; without q_samples max|k| ** alpha. A factor common to a
-    head would change nothing but the range of q, so each head's factors have geometric mean 1.
+    f = max|k| ** alpha / max|q| ** (1 - alpha) per channel; without q_samples f = max|k| ** alpha. Each head's factors
+    are scaled to geometric mean 1, since a common factor of a head would only change the range of q.
 
     Args:
         k_samples: floating [..., num_kv_heads, head_dim], finite.
         q_samples: floating [..., num_q_heads, head_dim]; num_q_heads a multiple of num_kv_heads.
-        alpha: 0 to 1; how much of the difficulty q takes over: at 1 all of K's channels come out equally large.
-        rope: the rotation, if the factors are to be folded before it: then both columns of a pair get the larger
-            column's magnitude. None: they are applied after the rotation, or there is none.
+        alpha: 0 to 1; the part of the outliers that moves to q. With 1, all of K's channels become equally large.
+        rope: the rotation, if the factors will be folded before it: both columns of a pair then count with the larger
+            magnitude of the two. None if the factors are applied after the rotation, or there is no rotation.
 
     Returns:
         fp32 [num_kv_heads, head_dim], positive.
@@ -97,15 +98,16 @@ def fold(
     *,
     rope: RotaryPairs | None,
 ) -> Folded:
-    """Multiplies the projections of q by factors and divides those of k by them. Scores stay the same up to rounding.
+    """Multiplies the projection of q by factors, and divides the projection of k by them. Scores stay the same up to
+    rounding.
 
-    Not for models that normalise q and k after the projection (QK-norm): the norm would undo it.
+    Do not use it for models that normalise q and k after the projection (QK-norm): the norm would undo the factors.
 
     Args:
         factors: [num_kv_heads, head_dim] from `smooth_keys`.
         q_weight: [num_q_heads * head_dim, hidden_size] as of `torch.nn.Linear`; k_weight likewise. Any floating dtype.
         q_bias, k_bias: [num_q_heads * head_dim], [num_kv_heads * head_dim] or None. All are on one device.
-        rope: what rotates q and k after the projection; None if nothing does.
+        rope: the rotation of q and k after the projection; None if there is none.
 
     Returns:
         New tensors in the dtypes of the old.
@@ -139,7 +141,7 @@ def fold(
 
 
 def check_pairs(factors: torch.Tensor, rope: RotaryPairs) -> None:
-    """Raises TypeError or ValueError unless factors, floating [num_kv_heads, head_dim], keep to the pairing rule.
+    """Raises TypeError or ValueError unless factors, floating [num_kv_heads, head_dim], obey the pairing rule.
 
     rope: the rotation, whose pairs have to have equal factors.
     """
@@ -160,7 +162,7 @@ def check_pairs(factors: torch.Tensor, rope: RotaryPairs) -> None:
 
 
 def pairs(rope: RotaryPairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the columns that are rotated together: two int64 tensors of rotary_dim / 2."""
+    """Returns the first and the second column of each rotated pair: two int64 tensors [rotary_dim / 2]."""
     if rope.interleaved:
         even = torch.arange(0, rope.rotary_dim, 2, device="cpu")
         return even, even + 1
@@ -180,7 +182,7 @@ def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
 
 
 def _channel_maxima(name: str, samples: torch.Tensor) -> torch.Tensor:
-    """Returns the greatest magnitude of every channel: [..., heads, head_dim] to fp32 [heads, head_dim]."""
+    """Returns the greatest magnitude of every channel, fp32 [heads, head_dim], of samples [..., heads, head_dim]."""
     check_floating(**{name: samples})
     if samples.dim() < 2 or not samples.numel():
         raise ValueError(f"{name}: got shape {list(samples.shape)}, want [..., heads, head_dim], not empty")
