@@ -1,1 +1,2 @@
-"""Shared GPU pieces: PTX wrappers and number decoding. Imported by kernels only, but for `cuda` and `exchange`."""
+"""Device code that kernels share: PTX wrappers, loads, pipelines, number formats. Only `cuda` and `exchange` may be
+imported by other modules than kernels."""

@@ -1,4 +1,5 @@
-"""Division by numbers that the host knows, without dividing: on the device that would take some 100 clocks."""
+"""`Divisor`, which divides by a number that the host knows without a division: a division would take some 100 clocks on
+the device."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from cute_kernels.device import numbers
 class Divisor:
     """A positive int32 d that many non-negative int32 n are divided by: n // d is n * multiplier // 2**(31 + shift).
 
-    With 2**(shift - 1) < d <= 2**shift and multiplier the least integer that is not below 2**(31 + shift) / d, the
-    product is too large by less than n * d / d <= 2**31 of 2**(31 + shift) / d: the quotient is exact (Granlund and
-    Montgomery 1994). 32 bits hold the multiplier and 2 n, whose product's upper half wants a shift alone.
+    Let 2**(shift - 1) < d <= 2**shift, and let multiplier be the least integer that is not below 2**(31 + shift) / d.
+    Then the quotient is exact for n < 2**31 (Granlund and Montgomery 1994). Multiplier and 2 n fit in 32 bits, so the
+    quotient is the upper half of their product, shifted by ``shift``.
     """
 
     value: Int32
@@ -25,7 +26,7 @@ class Divisor:
 
     @staticmethod
     def of(value) -> Divisor:
-        """Found once a launch, on the host."""
+        """Makes the divisor for a value from 1 to 2**31 - 1, once per launch on the host."""
         shift = Int32(0)
         for power in range(31):
             shift = shift + cutlass.select_(value > 2**power, Int32(1), Int32(0))

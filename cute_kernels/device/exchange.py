@@ -1,9 +1,8 @@
 """Exchanges partial results between CTAs through global memory: publish, poll, reset.
 
-A partial result announces itself. Every word of a workspace is `EMPTY_WORD` between launches, a NaN that no arithmetic
-yields, and a waiting thread polls until none is left (the idea is that of NCCL's LL protocol). No flag or fence is
-needed: a word that is visible is the result. The thread that has loaded a word resets it to `EMPTY_WORD`, for the next
-launch.
+Between launches every word of a workspace is `EMPTY_WORD`, a NaN that no arithmetic yields. A waiting thread polls its
+words until none is `EMPTY_WORD` (as in NCCL's LL protocol). So neither flag nor fence is needed: a visible word is the
+result. The thread that has loaded a word resets it to `EMPTY_WORD`, for the next launch.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Published:
     """Words that another CTA publishes.
 
     Attributes:
-        address: where the first lies in global memory. offset: bytes after it.
-        words: 1, 2 or 4 neighbouring ones.
-        wanted: a condition; where it does not hold nothing is waited for, and the words are 0. None: always.
+        address: a global address. offset: bytes from there to the first word.
+        words: how many neighbouring words: 1, 2 or 4.
+        wanted: a condition. If it does not hold, nobody waits for the words, and they are 0. None: it always holds.
     """
 
     address: Int64
@@ -47,7 +46,7 @@ class Published:
 
 
 def publish(address, values: Sequence[Any], offset: int = 0) -> None:
-    """Stores 1, 2 or 4 words for threads that poll them; none of them is `EMPTY_WORD`."""
+    """Stores 1, 2 or 4 words for threads that poll them. No word may be `EMPTY_WORD`."""
     ptx.store_global(address, values, offset=offset)
 
 
@@ -57,7 +56,7 @@ def reset(address, words: int = VECTOR_WORDS, offset: int = 0) -> None:
 
 
 def is_missing(words: Sequence[Any], missing=0) -> Any:
-    """Returns 1 if one of some words has not been published, else ``missing``."""
+    """Returns 1 if any of the words is `EMPTY_WORD`, else ``missing``."""
     missing = Int32(missing)
     for word in words:
         missing = cutlass.select_(word == Uint32(EMPTY_WORD), Int32(1), missing)
@@ -65,10 +64,10 @@ def is_missing(words: Sequence[Any], missing=0) -> Any:
 
 
 class Poll:
-    """Waits for words of several `Published`, loading all at once, again and again until none is missing.
+    """Waits for the words of several `Published`: loads all of them at once, again and again, until none is missing.
 
     Args:
-        sources: in the order in which `load` leaves their words.
+        sources: what to wait for; `load` leaves their words in this order.
         together: whether a warp's lanes wait for one another, and so stay converged.
     """
 
@@ -82,7 +81,7 @@ class Poll:
 
     @cute.jit
     def load(self, words):
-        """Loads all words into a tensor of registers, at least `num_words` of Uint32."""
+        """Waits for all words and leaves them in ``words``, a tensor of at least `num_words` Uint32 registers."""
         missing = Int32(1)
         while missing != 0:
             for number in cutlass.range_constexpr(len(self.sources)):
@@ -93,7 +92,7 @@ class Poll:
 
     @cute.jit
     def load_source(self, words, number: cutlass.Constexpr):
-        """Loads the words of one source."""
+        """Loads the words of source ``number`` once."""
         source = self.sources[number]
         first = sum(before.words for before in self.sources[:number])
         if const_expr(source.wanted is None):

@@ -1,4 +1,4 @@
-"""The fp32 functions that activations compute with, besides the operators of Python."""
+"""`FloatMath`, the fp32 functions that activations use besides Python's operators."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Number = Numeric | float
 
 
 class FloatMath:
-    """Computes on sm_90 and later. An activation receives one, so that its file can be imported without the
-    compiler."""
+    """The functions on sm_90 and later. An activation receives the object as an argument, so that its file can be
+    imported without the compiler."""
 
     def number(self, value: Number) -> Float32:
         return Float32(value)
@@ -20,18 +20,18 @@ class FloatMath:
         return ptx.exp2(x)
 
     def sigmoid(self, x: Float32, factor: float = 1.0) -> Float32:
-        """1 / (1 + exp(-factor * x))."""
+        """Returns 1 / (1 + exp(-factor * x))."""
         return ptx.reciprocal(Float32(1.0) + ptx.exp2(x * (-ptx.LOG2_E * factor)))
 
     def absolute(self, x: Float32) -> Float32:
         return ptx.absolute(x)
 
     def fma(self, a: Number, b: Float32, c: Number) -> Float32:
-        """a * b + c, rounded once."""
+        """Returns a * b + c, rounded once."""
         return ptx.fma(Float32(a), b, Float32(c))
 
     def max(self, a: Float32, b: Number) -> Float32:
-        """Returns the larger; NaN loses against a number."""
+        """Returns the larger number; if one is NaN, the other."""
         return ptx.fmax(a, Float32(b))
 
     def max_or_nan(self, a: Float32, b: Number) -> Float32:

@@ -1,8 +1,8 @@
-"""Hadamard transforms of a team's row: butterflies in a lane's registers, then between lanes.
+"""`Hadamard`, Hadamard transforms of a team's row: butterflies in a lane's registers, then between lanes.
 
 A transform of width w acts on blocks of w neighbouring columns, in natural (Sylvester) order: entry (i, j) of its
-matrix is (-1)**popcount(i & j) / sqrt(w). It is its own inverse. Each bit of a column's number is one butterfly step:
-in registers where a lane owns both columns, else one xor shuffle and one multiply-add per column.
+matrix is (-1)**popcount(i & j) / sqrt(w). It is its own inverse. Each bit of a column's number is one butterfly step.
+If a lane owns both columns, the step stays in registers; else it takes one xor shuffle and one multiply-add per column.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Hadamard:
 
     Args:
         width: columns of a block, a power of two; 1 changes nothing.
-        head_dim, lanes, runs: columns of a row, lanes that share it, runs of columns of a lane; with a width beyond 1
-            powers of two, all of them.
+        head_dim, lanes, runs: columns of a row, lanes that share a row, runs of columns of a lane. With a width above 1
+            all are powers of two.
     """
 
     width: int
@@ -34,14 +34,14 @@ class Hadamard:
 
     @property
     def run_columns(self) -> int:
-        """Neighbouring columns of a lane."""
+        """Columns of one run of a lane."""
         return self.head_dim // self.lanes // self.runs
 
     def apply(self, values, lane: Int32) -> None:
         """Transforms the lane's columns, fp32, in place; all lanes of the warp take part.
 
-        Bit by bit from the lowest, then times 1 / sqrt(width): additions are those of
-        :func:`cute_kernels.formats.kv.transforms.rotated`, in its order, so that fp32 results are the same.
+        Steps go from the lowest bit to the highest, and the factor 1 / sqrt(width) comes last.
+        :func:`cute_kernels.formats.kv.transforms.rotated` adds in the same order, so fp32 results are the same.
         """
         if self.width == 1:
             return

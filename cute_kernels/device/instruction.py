@@ -1,9 +1,9 @@
 """PTX as Python functions: a function's annotations describe its inline assembly.
 
-Under :func:`pure` or :func:`effect` a function returns the text of instructions. In it $0, $1, ... stand for the
-results, and after them for the parameters that are DSL scalars or sequences of these, in order; other parameters are
-constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop it. The DSL's own
-``inline_ptx`` marks everything volatile, which pins the order that it was traced in.
+A function decorated with :func:`pure` or :func:`effect` returns the text of instructions. In the text $0, $1, ... stand
+first for the results. The next numbers stand for the parameters that are DSL scalars or sequences of these, in order.
+Other parameters are constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop it. The
+DSL's own ``inline_ptx`` marks every instruction volatile, which fixes the traced order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ REGISTERS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l"}
 
 
 class Asm(str, Generic[ResultT]):
-    """The text of instructions that result in a DSL scalar, a list of them, or None.
+    """The text of instructions whose result is a DSL scalar, a list of scalars, or None.
 
     Attributes:
-        count: how many results a list has.
-        early: whether results may be written before all operands are read.
-        memory: of an `effect`, whether no other access to memory may be moved across it.
+        count: number of results.
+        early: whether results may be written before all operands are read (early clobber).
+        memory: for an `effect`, whether other accesses to memory must not be moved across it.
     """
 
     count: int
@@ -42,12 +42,13 @@ class Asm(str, Generic[ResultT]):
 
 
 def pure(function: Callable[..., Asm]) -> Callable[..., Any]:
-    """Makes an instruction whose results depend on its operands alone."""
+    """Decorates a function that describes an instruction whose results depend on its operands alone."""
     return _instruction(function, False)
 
 
 def effect(function: Callable[..., Asm]) -> Callable[..., Any]:
-    """Makes an instruction that the compiler neither drops nor moves."""
+    """Decorates a function that describes an instruction that the compiler neither drops nor reorders with others of
+    its kind."""
     return _instruction(function, True)
 
 
@@ -57,20 +58,20 @@ def struct_of(element, count: int):
 
 
 def loaded(num_words: int) -> str:
-    """Returns the suffix of a load's name: its type, and the words that are its results."""
+    """Returns the rest of a load after its opcode: the type suffix and the result registers."""
     results = ", ".join(f"${i}" for i in range(num_words))
     return f".v{num_words}.u32 {{{results}}}" if num_words > 1 else ".u32 $0"
 
 
 def stored(values: Sequence[Any], first: int) -> tuple[str, str]:
-    """Returns the suffix of a store's name: its type, and its values of 32 bits, whose first is operand ``first``."""
+    """Returns a store's (type suffix, operands) for values of 32 bits; the first value is operand ``first``."""
     kind = "f32" if isinstance(values[0], Float32) else "u32"
     inputs = ", ".join(f"${first + i}" for i in range(len(values)))
     return (f".v{len(values)}.{kind}", f"{{{inputs}}}") if len(values) > 1 else (f".{kind}", inputs)
 
 
 def zero_extended(load: str, num_bytes: int, source: str) -> str:
-    """A load of 1, 2 or 4 bytes into a word."""
+    """Returns the text of a load of 1, 2 or 4 bytes, zero-extended to a word."""
     if num_bytes == 4:
         return f"{load}.u32 $0, {source};"
     return f"{{ .reg .b16 t; {load}.u{8 * num_bytes} t, {source}; cvt.u32.u16 $0, t; }}"
@@ -100,7 +101,8 @@ def _instruction(function: Callable[..., Asm], has_effect: bool) -> Callable[...
 
 
 def _scalar(hint: object) -> Any:
-    """Returns the DSL scalar of an annotation, or None: the first of a union, that of a sequence."""
+    """Returns the DSL scalar of an annotation, or None. A union has its first scalar, a sequence the scalar of its
+    elements."""
     return next((kind for kind in (hint, *get_args(hint)) if kind in REGISTERS), None)
 
 
@@ -109,7 +111,7 @@ def _is_sequence(hint: object) -> bool:
 
 
 def _emitted(asm: Asm, result: object, operands: Sequence[Any], has_effect: bool, loc, ip):
-    """Returns the results, as they are annotated, of a text and its operands."""
+    """Emits the inline assembly of a text. Returns its results in the annotated type."""
     kind = _scalar(result)
     registers = [] if kind is None else [("=&" if asm.early else "=") + REGISTERS[kind]] * asm.count
     registers += [REGISTERS.get(type(operand), "r") for operand in operands]  # others are words as the DSL adds them up

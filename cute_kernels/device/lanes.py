@@ -1,4 +1,4 @@
-"""Reductions over several lanes by xor shuffles, after which every one of the lanes has the result."""
+"""Reductions over several lanes by xor shuffles; afterwards each of these lanes has the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
-    """Applies ``combine`` to a lane's own values as a tree, so that no more than log2 of them depend on each other."""
+    """Reduces a lane's own values with ``combine`` as a tree: the chain of dependent operations has log2 of their
+    number."""
     while len(values) > 1:
         pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
         values = pairs + list(values[len(values) & ~1 :])
@@ -24,7 +25,7 @@ def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
 
 
 def over_lanes(combine: Callable[[T, T], T], value: T, offsets: Iterable[int]) -> T:
-    """Applies ``combine`` over the lanes whose numbers differ in the bits ``offsets``."""
+    """Reduces with ``combine`` over the lanes whose numbers differ in the bits ``offsets``."""
     for offset in offsets:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset))
     return value
@@ -37,7 +38,7 @@ def neighbours(count: int) -> list[int]:
 
 
 def transpose_quad(words: Sequence[Uint32], lane: Int32) -> list[Uint32]:
-    """Transposes a 4 x 4 matrix of 4 neighbouring lanes: lane t's i-th word becomes lane i's t-th."""
+    """Transposes a 4 x 4 matrix of words of 4 neighbouring lanes: lane t's i-th word becomes lane i's t-th word."""
     words = list(words)
     for offset in (1, 2):
         upper = (lane & offset) != 0
@@ -52,7 +53,7 @@ def transpose_quad(words: Sequence[Uint32], lane: Int32) -> list[Uint32]:
 
 
 def lane_prefix(value: Int32, lane: Int32, none: Int32) -> tuple[Int32, Int32]:
-    """Returns (sum over the lanes before, sum over all 32). none: the zero of the value's type."""
+    """Returns (sum over lower lanes, sum over all 32 lanes). none: the zero of the value's type."""
     before = none
     for offset in neighbours(32):
         others = cute.arch.shuffle_sync_bfly(value, offset)

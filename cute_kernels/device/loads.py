@@ -1,4 +1,4 @@
-"""Loads of fp32, and loads and stores of words that may not exist."""
+"""Loads of fp32 numbers, and loads and stores of words that may lie out of bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cute_kernels.device.instruction import Asm, effect, stored
 
 
 def load_float(address: Int64) -> Float32:
-    """One fp32 of read-only global memory."""
+    """Loads one fp32 of read-only global memory."""
     return ptx.load_global_words(address, 0, 1)[0].bitcast(Float32)
 
 
@@ -23,7 +23,8 @@ def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
 
 @effect
 def load_word_below(index: Int32, limit: Int32, address: Int64, offset: int = 0) -> Asm[Uint32]:
-    """Loads one word of read-only global memory where 0 <= ``index`` < ``limit``, else zero and no access."""
+    """Loads one word of read-only global memory if 0 <= ``index`` < ``limit``; otherwise returns 0 without an
+    access."""
     load = f"@p ld.global.nc.u32 $0, [$3 + {offset}];"
     return Asm(f"{{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0; {load} }}", early=True, memory=False)
 

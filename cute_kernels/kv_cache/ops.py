@@ -67,8 +67,8 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 
 def _checked(given: Given) -> AppendCall:
-    """Returns the call as an object, after all checks that need not wait for the device; in debug mode lengths and
-    pages are checked as well."""
+    """Returns the call as an object after all checks that need not wait for the device. In debug mode it checks lengths
+    and pages as well."""
     call, extras = given
     checked = AppendCall(*call, *(extras or ()))
     check_append(checked)
@@ -87,12 +87,14 @@ def _without_tokens(call: AppendCall) -> torch.Tensor | None:
 
 
 launch = launcher(_key, _checked, _plan_of, _without_tokens)
-"""Append on CUDA tensors; returns q_out, None without q. It takes (call, extras) as :func:`append` has them."""
+"""Appends on CUDA tensors; returns the rotated q, None without q. Its argument is the pair (call, extras) of
+:func:`append`."""
 
 
 @as_kernels
 def reference(call: AppendCall) -> torch.Tensor | None:
-    """Runs the CPU implementation: checks everything, values included, and rounds q to its dtype."""
+    """Checks a call, values included, and computes it in plain PyTorch. Returns q rounded to its dtype, None without
+    q."""
     check_append(call)
     check_append_values(call)
     q = append_kv_reference(call)
@@ -147,7 +149,7 @@ _operator = Operator(
 
 
 def dispatch(call: AppendCall) -> torch.Tensor | None:
-    """Calls the operator, and writes q_out from its result."""
+    """Calls the registered operator, and copies its result to q_out."""
     rope = None if call.rope is None else call.rope.text
     parts = parts_of(call.transform)
     result = _operator(*call[:7], rope, *call[8:10], *call[11:13], *call.extras, *parts)

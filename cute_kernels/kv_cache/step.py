@@ -1,4 +1,5 @@
-"""Appends a layer's new tokens to its cache, alone or as a decoding step: attention with them overlaps on the GPU."""
+"""`append_kv`, which appends a layer's new tokens to its cache, and `append_and_decode`, which overlaps the append with
+attention."""
 
 from __future__ import annotations
 
@@ -107,11 +108,11 @@ def append_and_decode(
     """Appends each request's last q_len tokens (`append_kv`), then attends with their queries over the whole cache
     (`decode_attention`).
 
-    The result is that of the two calls, bit for bit where ``num_splits`` is given. On a GPU the second kernel starts
-    while the first one runs: it reads the tokens that were in the cache before, and waits for the append only for the
-    new ones and for the rotated queries. One token a request takes one launch in most caches: attention
-    writes the new rows itself (docs/api.md says where not). What a center takes off the scores is another launch's work
-    where a soft cap, sinks or the log-sum-exp see it.
+    The result is that of the two calls, bit for bit if ``num_splits`` is given. On a GPU attention starts while the
+    append runs. It first reads older tokens, and waits for the append only before the new tokens and the rotated
+    queries. With one token a request, most caches take a single launch: attention writes the new rows itself
+    (docs/api.md lists the exceptions). A transform with a center takes two launches if a soft cap, sinks or the
+    log-sum-exp depend on the scores' shift.
 
     Args:
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim], before norm and RoPE; q_len 1 to 16.
@@ -119,18 +120,18 @@ def append_and_decode(
             of one fused QKV tensor: the last two dimensions contiguous, tokens evenly spaced.
         k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as `decode_attention` has them.
             The slot of a new token must belong to its request alone.
-        seq_lens: int32 [batch], tokens of each request after the append: the new ones take positions
-            seq_lens[b] - q_len to seq_lens[b] - 1, those below 0 are not written. There is no slot_mapping: a token
-            that went elsewhere than its position says could be read before it is written.
+        seq_lens: int32 [batch], tokens of each request after the append. New tokens take positions seq_lens[b] - q_len
+            to seq_lens[b] - 1; tokens at negative positions are not written. There is no slot_mapping: a token at
+            another place than its position's could be read before it is written.
         qkv_bias: (q's, k's, v's), each [heads * head_dim] in q's dtype, or None.
         rope, q_norm, k_norm, norm_eps: as `append_kv` has them.
         position_ids: int32 or int64 [batch, q_len], contiguous: positions for RoPE in place of those in the cache.
         softmax_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias, num_splits: as `decode_attention`
             has them.
-        transform: how the cache is written, as `append_kv` has it. The append transforms q as well, and the result is
-            that over K and V as they were: attention undoes V's part of blocks up to 128 columns in its epilogue, of
-            wider ones in a dozen more launches. A V whose transform is folded into the projections before and after it
-            needs none here.
+        transform: how the cache is written, as for `append_kv`. The append transforms q as well, and the result is
+            attention over the original K and V. Attention undoes V's rotation in its epilogue for blocks of up to 128
+            columns; wider blocks take a dozen more launches. If V's transform is folded into the projections around
+            attention, leave V's part out here.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: the tensor for the result, contiguous.
 
@@ -196,8 +197,8 @@ def append_kv(
 ) -> torch.Tensor | None:
     """Appends new tokens' K and V to a cache in one launch (two for keys in blocks), and rotates their q.
 
-    It computes in fp32, in this order: qkv_bias, the RMS norm of q and k over head_dim, RoPE of q and k, the
-    transform. Then k and v are quantised to the cache's format, and q is rounded to its dtype.
+    The kernel computes in fp32, in this order: qkv_bias, the RMS norm of q and k over head_dim, RoPE of q and k, the
+        transform. Then it quantises k and v to the cache's format, and rounds q to its dtype.
 
     Args:
         k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192, 256 or 512, not
@@ -215,12 +216,12 @@ def append_kv(
         slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
             a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
-            Columns are side by side; the stride of rows is free.
-        q, q_out: [tokens, num_q_heads, head_dim] like k, and where to write the rotated q (q itself is allowed).
+            Columns are contiguous; the stride of rows is free.
+        q, q_out: [tokens, num_q_heads, head_dim] like k, and the tensor for the rotated q, which may be q itself.
         qkv_bias: (q's, k's, v's), each [heads * head_dim] in k's dtype, or None.
         rope: see :class:`Rope`.
-        position_ids: int32 or int64 [tokens], below 2**31: positions for RoPE in place of those in the cache; needed
-            with rope if there is a slot_mapping and there are no lengths.
+        position_ids: int32 or int64 [tokens], below 2**31: positions for RoPE in place of those in the cache. They are
+            needed if rope and slot_mapping are given and seq_lens is not.
         q_norm, k_norm: weights [head_dim] in k's dtype of the RMS norm, or None without norm.
         norm_eps: added to the mean square.
         k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
@@ -228,14 +229,14 @@ def append_kv(
 
     Other Parameters:
         transform: the transform of this cache, see :class:`CacheTransform`; all appends and queries of a cache need the
-            same. The returned q is transformed, as `decode_attention` wants it (without its ``transform``). Rotations
-            are for head_dim 64, 128 and 256.
+            same. The returned q is transformed: pass it to `decode_attention` without ``transform``. Rotations are for
+            head_dim 64, 128 and 256.
         q_shift: fp32 [tokens, num_q_heads], contiguous: receives q . k_center of the untransformed q, which
-            `decode_attention` wants for a soft cap, sinks or the log-sum-exp. Only with a transform that has a center.
+            `decode_attention` needs for a soft cap, sinks or the log-sum-exp. Only with a transform that has a center.
         k_tail: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, for keys in blocks ("int4_channel32"): the last
-            keys of each sequence, position p in row p % 64. Blocks of 32 tokens that become full are read from it and
-            written to k_cache. Sequences may then be cut back by up to 32 tokens, or to whole blocks.
-        tail_slots: int32 [batch], each request's slot of k_tail, none twice. It needs seq_lens and excludes
+            keys of each sequence, position p in row p % 64. A block of 32 tokens that becomes full is read from k_tail
+            and written to k_cache. Afterwards a sequence may be cut back by up to 32 tokens, or to whole blocks.
+        tail_slots: int32 [batch], each request's slot of k_tail; slots are distinct. It needs seq_lens and excludes
             slot_mapping.
 
     Returns:

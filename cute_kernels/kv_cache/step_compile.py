@@ -1,4 +1,4 @@
-"""Compiles the configuration of a step in one launch into a function."""
+"""The compiler call and launch arguments of a step in one launch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NEW_ROWS = (
     *arguments("address", "phase_steps"),
     *arguments("float32", "rope_factor"),
 )
-"""Beside attention's: k and v [batch, num_kv_heads, head_dim] of the newest tokens, any stride of requests; phase_steps
-and rope_factor as the append has them, as are the constants of a transform, biases and norms. attention's q is that
-before RoPE."""
+"""The arguments besides attention's: k and v [batch, num_kv_heads, head_dim] of the newest tokens, with any stride of
+requests; phase_steps and rope_factor as in an append. Constants of a transform, biases and norms are those of an
+append, too. Attention's q is the q before RoPE."""
 POSITIONS = (*arguments("address", "position_ids"), *arguments("int64", "position_bytes"))
-"""int32 or int64 [batch], and the bytes of one of them."""
+"""Arguments for given positions: the address of int32 or int64 [batch], and the bytes of an element."""
 
 
 def step_arguments(config: StepConfig) -> LaunchArguments:
@@ -40,7 +40,7 @@ def step_arguments(config: StepConfig) -> LaunchArguments:
 
 @dataclass(frozen=True, eq=False)
 class StepSpec(KernelSpec):
-    """One kernel of a step in one launch; the function takes :func:`step_arguments`."""
+    """One kernel of a step in one launch; the compiled function takes :func:`step_arguments`."""
 
     config: StepConfig
     family: ClassVar[str] = "kv_cache"

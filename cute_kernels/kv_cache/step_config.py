@@ -1,4 +1,5 @@
-"""The configuration of a step in one launch, and which steps it supports. There are no GPU types here."""
+"""`StepConfig`, the configuration of a step in one launch, and the choice between one launch and two. There are no GPU
+types here."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MOST_WAVES = 6  # of CTAs, whose queries meet more than RoPE
 
 
 def query_pitch(attention: DecodeConfig) -> int:
-    """Returns the bytes from a query's row in shared memory to the next: eight rows begin in different banks."""
+    """Returns the bytes from a query's row in shared memory to the next, chosen so that eight rows begin in different
+    banks."""
     return 2 * attention.head_dim + QUERY_VECTOR_BYTES
 
 
@@ -24,8 +26,10 @@ class StepConfig:
     """One compiled variant: attention that rotates its queries and writes each request's newest token itself.
 
     Attributes:
-        attention: the configuration that attends to the tokens; ``after_append``, though no append comes before it.
-        append: the configuration that makes rows of q, k and v; only the number of lanes of its teams matters.
+        attention: the configuration of attention. Its ``after_append`` is set, although no launch of an append precedes
+            it.
+        append: the configuration of the steps that make rows of q, k and v. Of its teams only the number of lanes
+            matters.
         positions: whether the positions for RoPE are given.
     """
 
@@ -49,7 +53,7 @@ class StepConfig:
 
     @property
     def queries_meet_more(self) -> bool:
-        """Whether more than RoPE is applied to queries."""
+        """Whether queries have further steps than RoPE: biases, norms, factors or a rotation."""
         transform = self.append.transform
         return self.has_terms or (transform is not None and (transform.k_rotation > 1 or transform.factor))
 
@@ -84,10 +88,10 @@ class StepConfig:
 def serving_config(
     problem: AttentionProblem, schedule: DecodeSchedule, append: AppendConfig, positions: bool = False
 ) -> StepConfig | None:
-    """Returns the configuration of `step_config` where one launch is the way to serve; else None.
+    """Returns the result of `step_config` if one launch is faster than two; else None.
 
-    Further steps on queries than RoPE delay the beginning of each CTA. Where many waves of CTAs follow each other an
-    append does it sooner: measured at 15 waves, and not at 4 (docs/design/kv_append.md).
+    Steps on queries besides RoPE delay the beginning of each CTA. With many waves of CTAs a separate append is then
+    faster: measured at 15 waves, but not at 4 (docs/design/kv_append.md).
     """
     config = step_config(schedule.config, append, positions)
     if config is None or not config.queries_meet_more:
@@ -98,9 +102,9 @@ def serving_config(
 
 
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
-    """Returns the configuration that does both launches' work in one, or None where there is none.
+    """Returns the configuration of one launch for the work of both, or None if it cannot be compiled.
 
-    Rows are bit for bit those of `append_kv` with these arguments: a norm is summed by as many lanes.
+    Rows equal those of `append_kv` bit for bit, since as many lanes sum up a norm.
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:

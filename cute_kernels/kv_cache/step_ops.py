@@ -1,9 +1,9 @@
-"""Calls append and attention as one: the plan and launch of both in eager mode, and the registered operator.
+"""The call of append and attention as one step: plan and launches in eager mode, and the registered operator.
 
 Some steps are one launch (:mod:`.step_plan`), others are two. The second launch is then a programmatic dependent of the
-first: it starts as soon as all CTAs of the first have. It waits for the first one's end only where it needs what was
-appended (`RingFiller.await_append`). The first launch is an ordinary one, so whatever the second reads before that wait
-was written before both.
+first: it starts when all CTAs of the first have signalled it. It waits for the end of the first only before it reads
+appended data (`RingFiller.await_append`). The first launch is an ordinary one, so the data that the second reads before
+its wait was written before both launches.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from cute_kernels.runtime.operator import Operator, as_kernels, launcher, new_ca
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 Extras = tuple[torch.Tensor | None, ...]
-"""What most steps lack of an append, in the order of `EXTRA_NAMES`."""
+"""The arguments of an append that most steps lack, in the order of `EXTRA_NAMES`."""
 
 EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 NO_EXTRAS: Extras = (None,) * len(EXTRA_NAMES)
 NO_STEP_OPTIONS = ("q_shift", "k_tail", "tail_slots")
-"""Options of attention that a step makes itself, or whose caches it does not serve."""
+"""Options of append or attention that a step does not take: it makes them itself, or does not support their caches."""
 
 
 class Step(NamedTuple):
@@ -89,7 +89,7 @@ class Step(NamedTuple):
 
     @property
     def sees_shift(self) -> bool:
-        """Whether the result depends on the shift that a center takes off the scores."""
+        """Whether the result depends on the shift by which the transform's center lowers the scores."""
         options = self.options
         seen = self.return_lse or (options is not None and not (options["softcap"] is options["sinks"] is None))
         return seen and self.transform is not None and self.transform.k_center is not None
@@ -106,12 +106,12 @@ class StepPlan:
 
     Attributes:
         append, attention: the plans of the two kernels.
-        q_shape: of the queries that attention gets.
-        token_shapes: of q, k and v as the append gets them.
-        cu_seqlens: where each request's new tokens begin; None if it has one.
-        has_extras: whether the append gets more than most do.
-        q_shift: the tensor for the queries' shifts, None where they are not needed.
-        restores: whether attention brings its output back from V's transform.
+        q_shape: the shape of attention's queries.
+        token_shapes: the shapes of the append's q, k and v.
+        cu_seqlens: the bounds of the requests' new tokens; None if each request has one.
+        has_extras: whether the append gets arguments that most lack.
+        q_shift: the tensor for the queries' shifts; None if they are not needed.
+        restores: whether attention undoes V's transform in its output.
     """
 
     append: append_plan.AppendPlan
@@ -124,8 +124,8 @@ class StepPlan:
     restores: bool
 
     def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches both kernels on the current stream, one directly after the other. Returns (out or a new one, lse if
-        asked for)."""
+        """Launches both kernels on the current stream, one directly after the other. Returns (out or a new tensor, lse
+        or None)."""
         (q, k, v, k_cache, v_cache, seq_lens, _, _, norm_eps, extras,
          softmax_scale, _, return_lse, out, options, transform) = step  # fmt: skip
         of_q, of_k, of_v = self.token_shapes
@@ -156,8 +156,8 @@ class StepPlan:
 
 
 def _key(step: Step) -> tuple[Any, ...]:
-    """Returns what decides a plan: everything for which the second launch could be refused after the first one. The
-    first compiled function compares the rest, as `cute_kernels.runtime.operator.launcher` says."""
+    """Returns the key of a step's plan. It has everything for which the second launch could be refused after the first
+    one. The first compiled function checks the rest, as `cute_kernels.runtime.operator.launcher` says."""
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
     if softmax_scale is not None:
@@ -188,7 +188,7 @@ def _key(step: Step) -> tuple[Any, ...]:
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_plan.OneLaunchPlan:
-    """Returns the plan of a checked step that has tokens."""
+    """Makes the plan of a checked step that has tokens."""
     assert append.q is not None
     alone = step_plan.make_plan(append, attention)
     if alone is not None:
@@ -209,8 +209,8 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_p
 
 
 def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """Returns the two calls of a step, after all checks that need not wait for the device; in debug mode lengths and
-    pages are checked as well."""
+    """Returns the two calls of a step after all checks that need not wait for the device. In debug mode it checks
+    lengths and pages as well."""
     append, attention = make_calls(step)
     append_plan.check_alignment(append, leads=True)
     attention_plan.check_alignment(attention)
@@ -226,11 +226,12 @@ def _plan_of(calls: tuple[AppendCall, AttentionCall]) -> StepPlan | step_plan.On
 
 
 launch = launcher(_key, _checked, _plan_of, lambda calls: attention_ops.without_tokens(calls[1]))
-"""A step on CUDA tensors: (out, lse or None)."""
+"""Runs a step on CUDA tensors; returns (out, lse or None)."""
 
 
 def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """Returns the two calls that a step stands for. Attention's q is a tensor of the kind that the append will make.
+    """Returns the two calls that a step stands for. Attention's q is a stand-in with the shape and dtype of the
+    append's result.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
@@ -322,7 +323,7 @@ def _check_values(append: AppendCall, attention: AttentionCall) -> None:
 
 @as_kernels
 def reference(step: Step) -> tuple[torch.Tensor, Any]:
-    """Returns a step on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
+    """Computes a step on CPU tensors. Returns (out in q's dtype, lse fp32 whether or not the call wants it)."""
     softmax_scale, out = step.softmax_scale, step.out
     check_optional_positive("softmax_scale", softmax_scale)
     append, attention = make_calls(step)
@@ -338,7 +339,7 @@ def reference(step: Step) -> tuple[torch.Tensor, Any]:
 
 
 def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
-    """Calls the registered operator: (out, lse, asked for or not)."""
+    """Calls the registered operator. Returns (out, lse whether or not the call wants it)."""
     out = step.out
     if out is not None:
         check_out(out, step.q, step.v.shape[3])  # before anything is appended
@@ -357,7 +358,7 @@ def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
 
 
 def _implementation(path: Callable[[Step], tuple[torch.Tensor, Any]]) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """The operator on one device, by :func:`launch` or :func:`reference`."""
+    """Makes the operator's implementation for one device from :func:`launch` or :func:`reference`."""
 
     def run(
         q, k, v, k_cache, v_cache, seq_lens, k_format, v_format, rope, norm_eps, *extras,
@@ -390,10 +391,10 @@ _operator = Operator(
 
 
 def path_of(step: Step) -> Callable[[Step], tuple[torch.Tensor, Any]]:
-    """Returns which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a step.
+    """Returns which of :func:`launch`, :func:`reference` and :func:`dispatch` runs a step.
 
-    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
-    argument that is no tensor at all.
+    Traced calls and tensor subclasses go through the registered operator. Raises TypeError for an argument that is no
+    tensor.
     """
     if needs_dispatch(**step.tensors):
         return dispatch

@@ -1,4 +1,4 @@
-"""The part of a step in one launch that stays the same from call to call."""
+"""`OneLaunchPlan`, the part of a step in one launch that stays the same from call to call."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class OneLaunchPlan:
 
     Attributes:
         attention: the plan of the kernel, which appends as well.
-        phase_steps: of the angles, kept alive for the address that the kernel is given.
-        restores: whether the kernel brings its output back from V's transform.
+        phase_steps: the turns per position of the angles, kept alive because the launch holds its address.
+        restores: whether the kernel undoes V's transform in its output.
     """
 
     attention: DecodeLaunch
@@ -48,7 +48,7 @@ class OneLaunchPlan:
     restores: bool
 
     def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream: (out or a new one, lse if asked for)."""
+        """Launches on the current stream. Returns (out or a new tensor, lse or None)."""
         transform, options = step.transform, step.options
         constants = () if transform is None else transform.addresses
         if self.restores:
@@ -67,19 +67,20 @@ class OneLaunchPlan:
 
 
 def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
-    """Returns the options of attention that reverses V's transform in its output."""
+    """Returns attention's options, plus the factors by which it undoes V's transform in its output."""
     assert transform is not None
     return {**(options or NO_OPTIONS), "out_factor": transform.out_factor}
 
 
 def lie_well(q: torch.Tensor) -> bool:
-    """Returns whether attention can read 16-bit rows of q where they are; an append takes other rows, too."""
+    """Returns whether q is aligned so that attention can read it in place. An append accepts smaller alignments,
+    too."""
     return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The kernel chosen for a step, with its attention plan."""
+    """The kernel chosen for a step, with attention's problem and schedule."""
 
     config: StepConfig
     problem: AttentionProblem
@@ -87,7 +88,7 @@ class Chosen:
 
 
 def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
-    """Returns the kernel of a step with one token a request in one launch; None where two launches do it."""
+    """Chooses the kernel for a step with one token a request; returns None if the step needs two launches."""
     assert append.q is not None
     more = (append.cu_seqlens, append.slot_mapping, append.q_shift)
     if any(given is not None for given in more) or not lie_well(append.q):
@@ -100,7 +101,7 @@ def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
-    """Returns the plan of a checked step that has tokens; None where two launches do it."""
+    """Makes the plan of a checked step that has tokens; returns None if the step needs two launches."""
     found = chosen(append, attention)
     if found is None:
         return None

@@ -1,9 +1,10 @@
-"""The first work of attention that appends for itself: rotated queries in shared memory, the newest rows in the cache.
+"""`NewRows`, which starts a step in one launch: it rotates queries into shared memory, and writes the newest rows to
+the cache.
 
-Every CTA rotates the queries of its heads, whichever tokens it takes. Of the CTAs of a row, the one whose tiles end
-with the newest token writes its K and V. Consumer warps do both, as they have nothing else to do until their first tile
-arrives. A *team* of lanes takes a row, as in :mod:`.kernel`; all lanes of a warp take the same branches. A cache's
-transform follows the rotation, by the code of an append.
+Every CTA rotates the queries of its heads. Only the CTA whose tiles include a request's newest token writes that
+token's K and V. Consumer warps do both, since they would otherwise wait for their first tile. A *team* of lanes takes a
+row, as in :mod:`.kernel`; all lanes of a warp take the same branches. The transform follows RoPE, in the same code as
+in an append.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from cute_kernels.kv_cache.step_config import query_pitch
 
 @dataclass(frozen=True)
 class NewRowOperands:
-    """Where the newest tokens and the caches are; run-time values. Addresses; strides in bytes: of requests in k and
-    v; of blocks, tokens and heads in the caches."""
+    """Addresses and strides of the newest tokens and the caches; run-time values. Strides are in bytes: of requests for
+    k and v; of blocks, tokens and heads for the caches."""
 
     k: Int64
     v: Int64
@@ -56,7 +57,7 @@ class NewRowOperands:
 
 @dataclass(frozen=True)
 class NewPlace:
-    """Where a request's newest token is written; run-time values. There is no place unless ``there``."""
+    """Where a request's newest token is written; run-time values. Nothing is written unless ``there`` holds."""
 
     there: Boolean
     block: Int64
@@ -65,7 +66,8 @@ class NewPlace:
 
 @dataclass(frozen=True)
 class Coming:
-    """Registers of a row that is being loaded: its words, and the constants and terms that are applied to it."""
+    """The registers of a row in flight: its words, the transform's constants, and biases and norm weights
+    (``asked``)."""
 
     words: RegisterTensor[Uint32]
     constants: RegisterTensor[Float32]
@@ -76,7 +78,7 @@ class NewRows:
     """Makes the rows of the newest token of a CTA's work tile.
 
     Attributes:
-        shared_bytes: of shared memory, for the queries.
+        shared_bytes: bytes of shared memory for the rotated queries.
     """
 
     def __init__(self, attention: DecodeConfig, append: AppendConfig, positions: bool = False):
@@ -96,7 +98,7 @@ class NewRows:
         self.shared_bytes = attention.num_rows * self.pitch
 
     def operands_of(self, given) -> NewRowOperands:
-        """Takes the operands from a launch's arguments."""
+        """Makes the operands from a launch's arguments."""
         caches = (given.k_cache, given.v_cache)
         k_strides, v_strides = (self._strides_of(cache) for cache in caches)
         return NewRowOperands(
@@ -118,15 +120,17 @@ class NewRows:
         )
 
     def _strides_of(self, cache) -> Any:
-        """Returns the bytes from a block, a token and a head to the next one."""
+        """Returns the strides in bytes of a cache's blocks, tokens and heads."""
         block, outer, inner = (Int64(stride) * (cache.element_type.width // 8) for stride in cache.stride[:3])
         return (block, inner, outer) if self.attention.features.head_major else (block, outer, inner)
 
     @cute.jit
     def make(self, cta, work, q):
-        """Writes what a consumer warp has to write; shared addresses of the queries of its blocks, when all are there.
+        """Writes a consumer warp's share of new rows and rotated queries, and waits for the other consumer warps.
+        Returns the shared addresses of the queries of the warp's blocks.
 
-        The producer warps of the CTA that has the newest token wait for its rows (`announce_rows`) before its tile.
+        In the CTA that writes the newest token, `announce_rows` tells the producer warps that they may load the token's
+        tile.
         """
         lane, team = cta.lane % self.lanes, cta.lane // self.lanes
         new, last = cta.new[0], work.place.shape.max_seq_len - 1
@@ -173,27 +177,27 @@ class NewRows:
         return self.query_addresses(cta, work)
 
     def coming(self, num_words: int) -> Coming:
-        """Makes the registers that a row is loaded into, with its constants and extras."""
+        """Makes the registers for a row in flight, with its constants and extras."""
         constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
         return Coming(cute.make_rmem_tensor(num_words, Uint32), constants, self.row_extras.registers())
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def count_of(self, work):
-        """Queries of each of the CTA's KV heads."""
+        """Returns the number of queries of each of the CTA's KV heads."""
         return cutlass.min(work.place.shape.group - work.place.first_row, self.attention.head_queries)
 
     def own_head(self, cta):
-        """Returns which of the CTA's KV heads the warp rotates queries of."""
+        """Returns the index, in the CTA, of the KV head whose queries the warp rotates."""
         return cta.roles.head if self.attention.mainloop.num_heads > 1 else 0
 
     def first_row(self, cta):
-        """Returns the first query of its KV head that a warp rotates: warps of a head take turns."""
+        """Returns the first query of its KV head that a warp rotates. The warps of a head take its queries in turn."""
         turn = cta.warp // self.attention.mainloop.num_heads if self.attention.mainloop.num_heads > 1 else cta.warp
         return turn * self.teams
 
     def fetch_query(self, query, cta, work, q, row, lane) -> None:
-        """Starts loading a row of the warp's KV head, past the last one that row again, and its bias."""
+        """Starts loading query ``row`` of the warp's KV head and its bias; past the last query, the last one."""
         shape, first = work.place.shape, work.place.first_row
         row = first + cutlass.min(row, self.count_of(work) - 1)
         head = (work.place.first_head + self.own_head(cta)) * shape.group + row
@@ -203,8 +207,8 @@ class NewRows:
 
     @cute.jit
     def rotate_queries(self, query, cta, work, q, cos, sin, team, lane):
-        """Rotates the warp's share of the CTA's query rows, to shared memory. ``query``: the first. Teams without a row
-        repeat the last one."""
+        """Rotates the warp's share of the CTA's queries, and stores them in shared memory. ``query``: the warp's first
+        query, in flight. Teams without a query repeat the last one."""
         elements, count, terms = self.k_elements, self.count_of(work), cta.new[0].terms
         values = cute.make_rmem_tensor(elements.count, Float32)
         step = self.attention.num_warps // self.attention.mainloop.num_heads * self.teams
@@ -233,8 +237,8 @@ class NewRows:
                 ptx.store_shared(row + lane * piece.num_bytes, offset, own[first : first + piece.unit // 4])
 
     def query_addresses(self, cta, work) -> list[Any]:
-        """Returns the shared addresses of the lane's query in each of the warp's blocks; lanes past the last query use
-        that one."""
+        """Returns the shared addresses of the lane's query in each of the warp's blocks. Lanes past the last query use
+        the last one."""
         place, roles = work.place, cta.roles
         addresses = []
         for block in range(self.attention.mainloop.blocks_per_warp):
@@ -247,26 +251,26 @@ class NewRows:
 
     @property
     def writers(self) -> int:
-        """The number of warps that write K, each rows of as many KV heads as it has teams at a time; as many others
-        write V."""
+        """The number of warps that write K; the same number of other warps writes V. Each team of a warp writes one KV
+        head's row at a time."""
         wanted = -(-self.attention.mainloop.num_heads // self.teams)
         return max(1, min(wanted, self.attention.num_warps // 2))
 
     def writes(self, cta, elements) -> Any:
-        """Returns whether the warp writes rows of K, or of V. The last warps do: they have no queries if there are
-        few."""
+        """Returns whether the warp writes rows of K, or of V if ``elements`` are V's. The last warps write, since with
+        few queries they have none."""
         last, of_k = self.attention.num_warps - 1, int(elements is self.k_elements)
         if self.writers == 1:
             return cta.warp == max(last - of_k, 0)
         return (last - cta.warp < 2 * self.writers) & ((last - cta.warp) % 2 == of_k)
 
     def first_head(self, cta):
-        """Returns the first of the CTA's KV heads whose row such a warp writes."""
+        """Returns the first of the CTA's KV heads that a writing warp writes."""
         return (self.attention.num_warps - 1 - cta.warp) // 2 * self.teams if self.writers > 1 else 0
 
     @cute.jit
     def fetch_newest(self, fresh, cta, work, team, lane):
-        """Starts loading the first row that a warp writes, and what is applied to it."""
+        """Starts loading a writing warp's first row with its bias, norm weights and constants."""
         if self.writes(cta, self.k_elements):
             self.fetch_row(fresh, cta, work, self.k_elements, self.first_head(cta), team, lane)
             if const_expr(self.has_terms):
@@ -276,8 +280,8 @@ class NewRows:
                 self.fetch_row(fresh, cta, work, self.v_elements, self.first_head(cta), team, lane)
 
     def fetch_row(self, fresh, cta, work, elements, base, team, lane) -> None:
-        """Starts loading a team's row of K or V, its bias and constants. It is the row of the CTA's KV head ``base`` +
-        team, or of the last head past that."""
+        """Starts loading a team's row of K or V with its bias and constants: the row of the CTA's KV head ``base`` +
+        team; past the last head, that head's."""
         new, of_k, head = cta.new[0], elements is self.k_elements, self.head_of(work, base, team)
         source, stride = (new.k, new.k_stride) if of_k else (new.v, new.v_stride)
         source = source + Int64(work.request) * stride + Int64(head * elements.row_bytes)
@@ -294,7 +298,7 @@ class NewRows:
 
     @cute.jit
     def write_newest(self, fresh, cta, work, place, cos, sin, team, lane):
-        """Writes the newest token's rows of the CTA's KV heads. ``fresh``: what `fetch_newest` loads."""
+        """Writes the newest token's rows of the CTA's KV heads. ``fresh``: the row that `fetch_newest` loads."""
         new = cta.new[0]
         if self.writes(cta, self.k_elements):
             angles = (cos, sin) if const_expr(self.append.prologue.rope != "none") else None
@@ -308,8 +312,8 @@ class NewRows:
 
     @cute.jit
     def write_rows(self, fresh, cta, work, elements, target, place, angles, team, lane):
-        """Writes the warp's share of the rows of all KV heads of the CTA; teams without a head repeat the last
-        one's."""
+        """Writes the warp's share of the CTA's rows of K or V. Teams without a KV head write the last head's row
+        again."""
         cache_row, scale, cache, strides = target
         block_stride, token_stride, head_stride = strides
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -334,7 +338,7 @@ class NewRows:
                 store_row(cache_row, encoded, cache + row, lane)
 
     def add_terms(self, values, asked, terms, elements, lane) -> None:
-        """Applies bias and norm to a row of K, or the bias to one of V."""
+        """Applies bias and norm to a row of K, or only the bias to a row of V."""
         if elements is self.k_elements:
             self.row_extras.add_bias(values, asked, terms.k_bias, elements, 0, 1, lane)
             self.row_extras.normalise(values, asked, terms.k_norm, terms.norm_eps, lane)
@@ -347,6 +351,6 @@ class NewRows:
             raw[i] = word
 
     def unpack(self, values, elements: Elements, raw) -> None:
-        """Returns a lane's numbers, in fp32."""
+        """Converts a lane's words ``raw`` to fp32 numbers in ``values``."""
         for i, value in enumerate(elements.unpack([raw[i] for i in range(elements.piece.num_words)])):
             values[i] = value

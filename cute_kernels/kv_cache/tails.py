@@ -1,5 +1,4 @@
-"""The ring of newest keys of each sequence of a `KVCache` whose keys are in blocks, and which sequence has which
-ring."""
+"""`KeyTails`, the rings of newest keys of a `KVCache` whose keys are in blocks, and their assignment to sequences."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ APPEND_OPTIONS = ("qkv_bias", "rope", "position_ids", "q_norm", "k_norm", "norm_
 
 
 class KeyTails:
-    """Slots of rings, one for each sequence (`layouts.kv.channel_blocks`).
+    """One ring of 64 keys for each sequence (`layouts.kv.channel_blocks`), in numbered slots.
 
-    Once the ring has moved on, rows of a full block exist in the cache in 4 bits alone. A sequence can be cut back to
-    where a block begins, or to where the ring still has the block's rows.
+    Once newer keys have replaced a full block in the ring, the block exists only in the cache, in 4 bits. So a sequence
+    can be cut back to the start of any block, or into a block that the ring still has.
 
     Args:
-        form: of the keys.
-        shape: layers, sequences at a time, KV heads, head_dim.
-        page_size: tokens of a page, whole blocks.
+        form: the format of the keys.
+        shape: (layers, sequences at a time, KV heads, head_dim).
+        page_size: tokens of a page, a multiple of a block's.
 
     Attributes:
         rows: fp16 [layers, sequences, 64, KV heads, head_dim]; [layer] is what `append_kv` takes as k_tail.
 
-    Raises ValueError where there are no such caches.
+    Raises ValueError if such a cache is impossible.
     """
 
     def __init__(
@@ -74,19 +73,18 @@ class KeyTails:
         self.rows[:, self._slots[new_id]].copy_(self.rows[:, self._slots[seq_id]])
 
     def free(self, seq_id: SeqId) -> None:
-        """Takes a sequence's slot back."""
+        """Frees a sequence's slot."""
         self._free.append(self._slots.pop(seq_id))
         del self._first[seq_id]
 
     def lengthened(self, pages: PageTable, seq_ids: Sequence[SeqId]) -> None:
-        """Notes that sequences have grown, and their rings with them: a ring has the newest block and the one
-        before."""
+        """Notes that sequences have grown. A ring then holds the newest block and the block before it."""
         for seq_id in seq_ids:
             oldest = (pages[seq_id].length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
             self._first[seq_id] = max(self._first[seq_id], oldest)
 
     def check_truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Raises ValueError if a block would have to be opened again whose keys the ring no longer has."""
+        """Raises ValueError if the sequence would end inside a block that its ring no longer has."""
         first = self._first[seq_id]
         if num_tokens % BLOCK_TOKENS and num_tokens // BLOCK_TOKENS * BLOCK_TOKENS < first:
             raise ValueError(
@@ -95,12 +93,12 @@ class KeyTails:
             )
 
     def truncated(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Notes that a sequence has been cut back: what follows is new."""
+        """Notes that a sequence has been cut back."""
         if num_tokens % BLOCK_TOKENS == 0:
             self._first[seq_id] = min(self._first[seq_id], num_tokens)
 
     def waiting(self, layer: int, seq_id: SeqId, length: int) -> torch.Tensor:
-        """Returns fp16 [length % 32, KV heads, head_dim]: keys of the sequence's block that is not full."""
+        """Returns fp16 [length % 32, KV heads, head_dim]: the keys of the sequence's last block, which is not full."""
         positions = torch.arange(length // BLOCK_TOKENS * BLOCK_TOKENS, length, device=self.rows.device)
         return self.rows[layer, self._slots[seq_id], positions % TAIL_TOKENS]
 
@@ -108,8 +106,8 @@ class KeyTails:
 def append_then_attend(
     cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
 ) -> Any:
-    """Does `KVCache.append_and_attend` of keys in blocks, one call after the other: a launch between the two fills
-    blocks."""
+    """Appends, then attends, for keys in blocks: the counterpart of `KVCache.append_and_attend`. The two calls cannot
+    overlap, since a launch between them fills blocks."""
     for_append = {name: options.pop(name) for name in APPEND_OPTIONS if name in options}
     if (positions := for_append.get("position_ids")) is not None:
         for_append["position_ids"] = positions.flatten()

@@ -1,4 +1,4 @@
-"""Checks an append's values in debug mode: lengths, pages and slots. Waits for the device."""
+"""The checks of an append's values in debug mode: lengths, pages and slots. They wait for the device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from cute_kernels.kv_cache.reference import places, requests_of
 
 
 def check_append_values(call: AppendCall, may_be_shorter: bool = False) -> None:
-    """Raises ValueError, naming request and position (or token), if two tokens would share a place or one would have
-    none.
+    """Raises ValueError if two tokens would share a place, or a token would have none. The message names request and
+    position, or the token.
 
-    Slots of -1, and tokens after those of all requests, have no place on purpose and are no error.
+    Tokens with slot -1 and tokens after the last request have no place on purpose; they are no error.
 
-    may_be_shorter: whether a request may have fewer tokens than come, whose first ones then have no place.
+    may_be_shorter: whether a request's length may be less than its number of new tokens; the first of these then have
+        no place.
     """
     if not call.num_tokens:
         return

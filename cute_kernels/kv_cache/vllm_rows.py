@@ -1,13 +1,14 @@
-"""Expresses what vLLM's ``int4_per_token_head`` does to K, V and q as a transform of the cache.
+"""`vllm_transform`, the steps of vLLM's ``int4_per_token_head`` on K, V and q as a `CacheTransform`.
 
-vLLM multiplies K, V and q of a head with signs and with a Hadamard matrix as wide as the head, which is not normalised:
-k' = H s k. It divides the softmax's scale and the output by head_dim afterwards. As a `CacheTransform` that is a
-rotation by the normalised matrix with factors of sqrt(head_dim) times the signs, whose inverse is q's. The rows it then
-writes are `layouts.kv.ZeroPointRow`.
+vLLM multiplies K, V and q of a head by signs s and by an unnormalised Hadamard matrix H as wide as the head: k' = H s
+k. Afterwards it divides the softmax's scale and the output by head_dim. As a `CacheTransform` this is a rotation by the
+normalised matrix, with k_factor = sqrt(head_dim) * s; q gets the inverse factors. vLLM writes the result as rows of
+`layouts.kv.ZeroPointRow`.
 
-Two uses. Bytes that vLLM has written are read as ``ZeroPointRow(d).dequantize(rows)``, then `original_keys` and
-`restore` of the transform. An engine that writes rows of its own gets the same rotation for ``int4_g1`` rows, of as
-many bytes: with fp16 shifts in place of 4-bit zero points, so that rows need not reach 0.
+The transform has two uses. To read bytes that vLLM has written, call ``ZeroPointRow(d).dequantize(rows)``, then
+`original_keys` and `restore` of the transform. To write with vLLM's rotation, pass the transform to a cache of
+``int4_g1`` rows. These have as many bytes, but fp16 shifts in place of 4-bit zero points, so a row's range need not
+contain 0.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def vllm_transform(
     """Returns the transform that rotates K and V as vLLM does before it quantises them.
 
     Args:
-        num_kv_heads: of the layer; all have the same signs.
+        num_kv_heads: KV heads of the layer; all have the same signs.
         head_dim, v_head_dim: columns of K and of V (default: K's), powers of two.
 
     Raises:
-        TypeError, ValueError: a size is no positive int, or no power of two: vLLM rotates such rows in blocks with the
-            same signs in each, and the kernels here do not.
+        TypeError, ValueError: a size is no positive int or no power of two. vLLM rotates rows of other sizes in blocks
+            with the same signs in each; the kernels here do not.
     """
     check_count("num_kv_heads", num_kv_heads, 1)
     dims = {"head_dim": head_dim, "v_head_dim": head_dim if v_head_dim is None else v_head_dim}

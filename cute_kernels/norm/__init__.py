@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm over rows, with the residual sum in the same launch.
+"""RMSNorm and LayerNorm of rows, with the residual sum in the same launch.
 
-Read on in `call` (what a checked call is), `reference` (what it means), `config`, `kernel`, `compile`, `ops`.
+Read on in `call` (a call and its checks), `reference` (the definition), `config`, `kernel`, `compile`, `ops`.
 """
 
 from __future__ import annotations
@@ -60,27 +60,28 @@ def rms_norm(
     """Computes the RMSNorm of each row (Zhang and Sennrich 2019), optionally of its sum with a residual, in one launch.
 
     s = x + residual, rounded to x's dtype as a separate addition would; y = s * (mean(s^2) + eps)^-0.5 * (weight +
-    weight_offset), in fp32 and rounded once.
+    weight_offset), computed in fp32 and rounded once.
 
     Args:
-        x: bf16 or fp16 [..., n]; n a multiple of 8 up to 16384. Rows may lie any multiple of 16 bytes apart, as those
-            of a part of a wider tensor do.
+        x: bf16 or fp16 [..., n]; n a multiple of 8 up to 16384. Rows may lie any multiple of 16 bytes apart, as in a
+            slice of a wider tensor.
         weight: [n], in x's dtype or fp32.
         residual: as x, or None.
-        eps: a number of at least 0.
+        eps: added to the mean square; at least 0.
         weight_offset: added to the weight: 1 for Gemma, whose checkpoints hold weight - 1.
-        out: where to write y: contiguous, as x. It may be x itself.
-        residual_out: where to write s, with a residual: contiguous, as x. It may be ``residual`` itself, or x.
-        order: int32 [n], each of 0 to n - 1 once: y[..., i] is what y[..., order[i]] is without. Pass
+        out: the tensor for y: contiguous, with x's shape and dtype. It may be x itself.
+        residual_out: the tensor for s, with a residual: contiguous, with x's shape and dtype. It may be ``residual`` or
+            x.
+        order: int32 [n], a permutation of 0 to n - 1: y[..., i] is y[..., order[i]] of a call without ``order``. Pass
             `PackedWeight.perm` of a layer in act-order, and the layer need not reorder y. Values are checked on the
-            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import. Otherwise wrong values read outside the
-            row on a GPU.
-        input_scale: [n] in x's dtype: multiplied with the rounded y, and rounded again. Pass
-            `PackedWeight.input_scale`, and the layer need not multiply. The layer itself is then ``replace(weight,
-            perm=None, input_scale=None)``.
+            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import. Otherwise wrong values read outside the row
+            on a GPU.
+        input_scale: [n] in x's dtype: the rounded y is multiplied by it and rounded again. Pass
+            `PackedWeight.input_scale`, and the layer need not multiply. With either argument call the layer with
+            ``replace(weight, perm=None, input_scale=None)``.
 
-    A GPU reads weight, order and input_scale while the previous kernel may still run. So they must not be written by
-    a kernel of this library that is launched right before.
+    The kernel reads weight, order and input_scale while the previous kernel may still run. So a kernel of this library
+    that is launched right before must not write them.
 
     Returns:
         y [..., n] in x's dtype; with a residual (y, s). Equal inputs give bitwise equal outputs, and no row's result
@@ -141,8 +142,8 @@ def layer_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes the LayerNorm of each row (Ba et al. 2016), optionally of its sum with a residual, in one launch.
 
-    s = x + residual, rounded to x's dtype; y = (s - mean(s)) * (var(s) + eps)^-0.5 * weight + bias, in fp32 and rounded
-    once. The variance is that of the differences from the mean, so large means cost no accuracy.
+    s = x + residual, rounded to x's dtype; y = (s - mean(s)) * (var(s) + eps)^-0.5 * weight + bias, computed in fp32
+    and rounded once. The variance is computed from differences from the mean, so large means cost no accuracy.
 
     Args:
         x, residual, eps, out, residual_out, order, input_scale: as for :func:`rms_norm`.

@@ -42,13 +42,13 @@ class NormCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """x, weight and those of the others that are given, by name."""
+        """All tensors of the call that are given, by name."""
         names = ("x", "weight", "bias", "residual", "order", "input_scale", "out", "residual_out")
         return {name: value for name in names if (value := getattr(self, name)) is not None or name in names[:2]}
 
 
 def check_call(call: NormCall) -> None:
-    """Raises TypeError or ValueError, which name the argument, unless the norm can be computed."""
+    """Raises TypeError or ValueError unless the norm can be computed; the message names the argument."""
     check_tensors(**call.tensors)
     x = call.x
     check_dtype("x", x, *DTYPES)
@@ -81,7 +81,7 @@ def check_call(call: NormCall) -> None:
 
 
 def check_device_values(call: NormCall) -> None:
-    """Raises ValueError unless the order has each index once; waits for the device."""
+    """Raises ValueError unless ``order`` has each index once. Waits for the device."""
     if call.order is not None:
         check_permutation("order", call.order)
 
@@ -104,7 +104,8 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
 
 
 def _check_places(call: NormCall) -> None:
-    """Checks that results replace a whole x or residual, or overlap with no input, and not with each other."""
+    """Raises ValueError if results overlap with each other or with an input. A result may replace a whole x or
+    residual."""
     outputs = {name: t for name, t in call.tensors.items() if name in ("out", "residual_out")}
     if len(outputs) == 2:
         check_apart("residual_out", outputs["residual_out"], {"out": outputs["out"]})

@@ -16,7 +16,8 @@ INPUT_COLUMNS = (2048, 4096, 8192)  # of models whose layers are in act-order, o
 
 @dataclass(frozen=True, eq=False)
 class NormSpec(KernelSpec):
-    """One norm kernel: takes :data:`.arguments.NORM`, on torch's current stream."""
+    """One norm kernel; the compiled function takes :func:`.arguments.norm_arguments` and launches on torch's current
+    stream."""
 
     config: NormConfig
     family: ClassVar[str] = "norm"
@@ -26,7 +27,7 @@ class NormSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Returns the specs that bundles hold and CI compiles: hidden sizes of models in bf16. Others compile on demand."""
+    """Returns the specs that bundles hold and CI compiles: usual hidden sizes, in bf16. Others compile on demand."""
     makes_inputs = [
         NormConfig("rms", "bf16", *launch_shape(n), has_residual=has_residual, inputs=inputs)
         for n in INPUT_COLUMNS

@@ -1,4 +1,4 @@
-"""The configuration of a norm kernel, and which one a row length takes. There are no GPU types here."""
+"""`NormConfig`, the configuration of a norm kernel, and its choice by row length. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NormKind = Literal["rms", "layer"]
 DTYPES = ("bf16", "fp16")
 ORDERED, SCALED, BOTH = "ordered", "scaled", "ordered_scaled"
 INPUTS = {(False, False): "", (True, False): ORDERED, (False, True): SCALED, (True, True): BOTH}
-"""By whether a layer's inputs are put in its order, and multiplied with its scale."""
+"""The value of `NormConfig.inputs`, by (whether results are permuted, whether they are multiplied by a scale)."""
 VECTOR = 8  # elements of 16 bits in one access of 16 bytes
 THREADS = (64, 128, 256, 512, 1024)
 VECTORS = (1, 2, 4)
@@ -22,8 +22,9 @@ class NormConfig:
     """One compiled variant; a CTA takes one row and keeps it in registers.
 
     kind: "rms" or "layer". dtype: of x. threads: of a CTA. vectors: of 16 bytes that a thread holds. has_residual:
-    whether a residual is added first and the sum stored. has_bias: "layer" alone. weight_dtype: of weight and bias,
-    "fp32" or x's "own". inputs: what the next layer wants done to its inputs, one of `INPUTS`.
+        whether a residual is added first and the sum stored. has_bias: whether there is a bias, for "layer" alone.
+        weight_dtype: of weight and bias, "fp32" or x's "own". inputs: the steps that make results the inputs of a
+        quantised layer, one of `INPUTS`.
     """
 
     kind: str
@@ -53,17 +54,18 @@ class NormConfig:
 
     @property
     def asks_early(self) -> bool:
-        """Whether weights are loaded before the wait for the previous kernel: if registers hold them and a row."""
+        """Whether weights are loaded before the wait for the previous kernel. They are if registers can hold them and a
+        row."""
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
     @property
     def ordered(self) -> bool:
-        """Whether results are stored in another order."""
+        """Whether results are stored in a permuted order."""
         return self.inputs in (ORDERED, BOTH)
 
     @property
     def scaled(self) -> bool:
-        """Whether results are times a factor each."""
+        """Whether each column of the results is multiplied by a factor."""
         return self.inputs in (SCALED, BOTH)
 
     @property

@@ -1,8 +1,8 @@
-"""Scales the inputs of a quantised layer, and puts them in its packed order, in the launch of the norm before.
+"""`LayerInputs`, which scales and permutes the inputs of a quantised layer in the launch of the norm before the layer.
 
-A launch of its own would have to wait for this one, and read what it has in registers. Order and factors are the
-weight's, so they are loaded before the wait for the kernel before. A row is put in order in shared memory, which is
-fast at scattered elements of two bytes.
+A separate launch would have to wait for the norm and load its results again. Order and factors belong to the layer's
+weight, so they are loaded before the wait for the previous kernel. A row is permuted in shared memory, which is fast at
+scattered elements of two bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ VECTOR_BYTES = 2 * VECTOR
 
 
 class LayerInputs:
-    """The inputs of a layer as `.kernel.NormKernel` makes them, for a configuration that has `NormConfig.inputs`.
+    """Makes a layer's inputs from the results of `.kernel.NormKernel`, for a configuration with `NormConfig.inputs`.
 
     Args:
-        sums_bytes: shared memory for sums, which the kernel itself uses.
-        unpack, pack: packed pairs as fp32 numbers, and back, rounded.
+        sums_bytes: bytes of shared memory that the kernel itself uses for sums.
+        unpack, pack: convert packed pairs to fp32 numbers, and round these to packed pairs.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class LayerInputs:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory, with the kernel's own."""
+        """Bytes of shared memory, those for the kernel's sums included."""
         return self.room_offset + (2 * self.config.columns if self.config.ordered else 0)
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
-        """Starts loading (order, factors) of the vectors at ``places``: eight words and four each."""
+        """Starts loading order (eight words) and factors (four words) for each vector at ``places``."""
         # Not as constant memory: ptxas moves such loads after the wait.
         orders = [self.load(order + Int64(place) * 4, (0, 16)) for place in places] if self.config.ordered else []
         return orders, [self.load(factors + Int64(place) * 2, (0,)) for place in places] if self.config.scaled else []
@@ -53,8 +53,8 @@ class LayerInputs:
         return [word for at in offsets for word in ptx.load_global_words(start, at, 4, constant=False)]
 
     def make(self, vectors, columns, asked, memory) -> list[Any]:
-        """Returns the vectors at ``columns``, scaled and rounded as a product in their dtype is; then those at the same
-        columns of the row in its permuted order. memory: shared, of `shared_bytes`."""
+        """Scales and permutes a row. Returns the vectors at ``columns`` of the result; products are rounded to the
+        row's dtype. vectors: those at ``columns`` of the norm's result. memory: shared memory of `shared_bytes`."""
         orders, factors = asked
         if factors:
             vectors = [self.times(vector, words) for vector, words in zip(vectors, factors, strict=True)]
@@ -67,7 +67,7 @@ class LayerInputs:
         return [self.gather(room, places) for places in orders]
 
     def times(self, words, factors) -> list[Any]:
-        """Returns the products of packed pairs, rounded."""
+        """Returns the products of packed pairs, rounded to their dtype."""
         pairs = zip(self.unpack(words), self.unpack(factors), strict=True)
         return self.pack([value * factor for value, factor in pairs])
 

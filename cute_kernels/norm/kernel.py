@@ -1,8 +1,8 @@
-"""Norms on the GPU: a CTA has a row, which stays in its registers between the loads, the reductions and the store.
+"""The norm kernel: a CTA takes a row, which stays in registers from the loads to the store.
 
-Weights do not depend on the kernel before this one, so they are loaded before the wait for it (programmatic dependent
-launch). The next kernel may start, and load its own weights, as soon as all CTAs of this one have. Every sum has one
-order, whatever the number of rows.
+Weights do not depend on the previous kernel, so they are loaded before the wait for it (programmatic dependent launch).
+The next kernel may start, and load its weights, as soon as all CTAs of this one have started. The order of each sum
+does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -103,14 +103,15 @@ class NormKernel:
         self.store(rows.out, row * rows.n, columns, results, rows.n)
 
     def ask(self, inputs, places) -> Any:
-        """Starts loading what makes a layer's inputs of the vectors at ``places``; nothing where there is no layer."""
+        """Starts loading the order and factors of the vectors at ``places``; loads nothing without
+        `NormConfig.inputs`."""
         if not self.inputs:
             return None
         order, factors = inputs
         return self.inputs.ask(order, factors, places)
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
-        """Returns the words of the results: values times scale and weight, plus the bias where there is one."""
+        """Returns the results as packed words: values times scale and weight, plus the bias if there is one."""
         results = []
         for v, vector in enumerate(vectors):
             normed = [value * scale * (w + weight_offset) for value, w in zip(vector, weights[v], strict=True)]
@@ -120,16 +121,16 @@ class NormKernel:
         return results
 
     def load_row(self, start, element) -> list[Any]:
-        """Four words of a row. The kernel before this one may have written them."""
+        """Loads four words of a row, which the previous kernel may have written."""
         return ptx.load_global_words(start + Int64(element) * 2, 0, 4, constant=False)
 
     def load_weights(self, weight, bias, places) -> tuple[list[Any], list[Any]]:
-        """Returns (weights, biases) of the vectors at ``places``; no biases where there are none."""
+        """Loads (weights, biases) of the vectors at ``places``; biases are empty without a bias."""
         scales = [self.load_weight(weight, place) for place in places]
         return scales, [self.load_weight(bias, place) for place in places] if self.config.has_bias else []
 
     def load_weight(self, start, column) -> list[Any]:
-        """Eight weights as fp32."""
+        """Loads eight weights as fp32."""
         if not self.config.fp32_weight:
             return self.unpack(ptx.load_global_words(start + Int64(column) * 2, 0, 4))
         at = start + Int64(column) * 4
@@ -148,7 +149,7 @@ class NormKernel:
 
     @cute.jit
     def store(self, start, element, columns, vectors, n):
-        """The vectors of a row that exist."""
+        """Stores a thread's vectors of a row, except those past its end."""
         for column, words in zip(columns, vectors, strict=True):
             if column < n:
                 ptx.store_global(start + (element + column) * 2, words)
@@ -165,7 +166,7 @@ class NormKernel:
 
     @cute.jit
     def publish(self, value, sums, thread):
-        """Publishes each warp's sum where all threads find it."""
+        """Stores each warp's sum in shared memory and waits for all warps."""
         if thread % self.config.warp == 0:
             ptx.store_shared(sums + thread // self.config.warp * 4, 0, [value])
 

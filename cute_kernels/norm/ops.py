@@ -1,4 +1,4 @@
-"""Calling the norm kernels, and the registered operator."""
+"""The call of the norm kernels, and the registered operator."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class NormPlan:
     """The part of a launch that stays the same between calls of the same shapes, strides, dtypes, device and options.
 
     Attributes:
-        send: the compiled kernel, its tensors by name; None where there is no row.
-        new: what a result that the caller gives no tensor for is made of.
-        flat: [rows, n], as the kernel takes its output.
+        send: the compiled kernel, which takes its tensors by name; None if there is no row.
+        new: makes a tensor for a result if the caller gives none.
+        flat: [rows, n], the shape in which the kernel takes its output.
     """
 
     send: Callable[..., Any] | None
@@ -69,7 +69,7 @@ class NormPlan:
     flat: tuple[int, int]
 
     def launch(self, call: NormCall) -> Results:
-        """Launches on the current stream of the plan's device, which is the current one."""
+        """Launches on the current stream of the plan's device, which must be the current device."""
         x, residual, bias, total = call.x, call.residual, call.bias, call.residual_out
         y = GPU.empty(*self.new) if call.out is None else call.out
         if residual is not None and total is None:
@@ -88,7 +88,7 @@ class NormPlan:
 
 
 def _inputs_of(call: NormCall) -> dict[str, int]:
-    """Returns further arguments of a kernel whose rows are made for a layer's inputs; none for others."""
+    """Returns the order and factors as launch arguments, for a call that makes a layer's inputs; else nothing."""
     order, scale = call.order, call.input_scale
     if order is scale is None:
         return {}
@@ -115,10 +115,10 @@ def _checked(call: NormCall) -> NormCall:
 
 
 def _may_meet(call: NormCall) -> bool:
-    """Returns whether a result of the caller's lies in the storage of another tensor: where it does is no part of the
-    key.
+    """Returns whether a given output shares its storage with another tensor. The key of the plan cannot say whether
+    they overlap.
 
-    A result that takes the place of a whole x or residual is as it should be.
+    An output that replaces a whole x or residual does not count.
     """
     if call.out is None and call.residual_out is None:
         return False
@@ -175,7 +175,7 @@ def _call_of(x, weight, bias, residual, kind, eps, weight_offset, order=None, in
 
 
 def _both(results: Results) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the two tensors that an operator returns: an empty one stands for no sum."""
+    """Returns results as the two tensors that the operator must return; an empty tensor stands for no sum."""
     y, total = results
     return y, y.new_empty(0) if total is None else total
 

@@ -1,4 +1,4 @@
-"""What norms mean: the same numbers in fp32 by PyTorch's operators."""
+"""The definition of the norms, in fp32 with PyTorch's operators."""
 
 from __future__ import annotations
 
