@@ -1,4 +1,5 @@
-"""Rounding, division and 8-bit floats as PTX defines them: instructions that number formats are built from.
+"""PTX instructions for number formats: rounding, division, 8-bit floats; and copies, stores and barriers beyond those
+of :mod:`.ptx`.
 
 As in :mod:`cute_kernels.device.ptx`, arithmetic has no side effects, so the compiler may move, merge and drop it.
 """
@@ -16,25 +17,26 @@ ROUNDER_BITS = 0x4B400000
 
 @pure
 def fmin(a: Float32, b: Float32) -> Asm[Float32]:
-    """min(a, b); a NaN operand loses against a number."""
+    """Returns min(a, b); if one is NaN, the other."""
     return Asm("min.f32 $0, $1, $2;")
 
 
 @pure
 def min_or_nan(a: Float32, b: Float32) -> Asm[Float32]:
-    """min(a, b), NaN if either is."""
+    """Returns min(a, b), NaN if either is NaN."""
     return Asm("min.NaN.f32 $0, $1, $2;")
 
 
 @pure
 def max_or_nan(a: Float32, b: Float32) -> Asm[Float32]:
-    """max(a, b), NaN if either is."""
+    """Returns max(a, b), NaN if either is NaN."""
     return Asm("max.NaN.f32 $0, $1, $2;")
 
 
 @pure
 def greater_magnitude(a: Uint32, b: Uint32, *, dtype: str) -> Asm[Uint32]:
-    """Returns the elements of greater magnitude of two packed pairs, NaN if either is; their signs mean nothing.
+    """Returns, for two packed pairs, the element of greater magnitude in each half, NaN if either is NaN. Signs of the
+    result are undefined.
 
     dtype: "bf16" or "fp16".
     """
@@ -44,28 +46,29 @@ def greater_magnitude(a: Uint32, b: Uint32, *, dtype: str) -> Asm[Uint32]:
 
 @pure
 def multiply(a: Float32, b: Float32) -> Asm[Float32]:
-    """a * b rounded to nearest, subnormals kept, never fused with what follows."""
+    """Returns a * b rounded to nearest, subnormals kept. The compiler never fuses it with a later addition."""
     return Asm("mul.rn.f32 $0, $1, $2;")
 
 
 @pure
 def add(a: Float32, b: Float32) -> Asm[Float32]:
-    """a + b rounded to nearest, subnormals kept, never fused with what came before."""
+    """Returns a + b rounded to nearest, subnormals kept. The compiler never fuses it with an earlier product."""
     return Asm("add.rn.f32 $0, $1, $2;")
 
 
 @pure
 def fma_in_unit(a: Float32, b: Float32, c: Float32) -> Asm[Float32]:
-    """a * b + c rounded to nearest, then brought into [0, 1]; NaN becomes 0."""
+    """Returns a * b + c rounded to nearest, then clamped to [0, 1]; NaN becomes 0."""
     return Asm("fma.rn.sat.f32 $0, $1, $2, $3;")
 
 
 @pure
 def divide(a: Float32, b: float) -> Asm[Float32]:
-    """a / b rounded to nearest as IEEE 754 has it, subnormals kept, for finite a and a constant b of few digits.
+    """Returns a / b rounded to nearest as IEEE 754 says, subnormals kept, for finite a and a constant b with few
+    mantissa bits.
 
-    Five instructions in double precision, whose correctly rounded quotient (Markstein 1990) is exact where a's and b's
-    quotient lies halfway between two subnormals; div.rn.f32 would be a call, around which registers are spilled.
+    It takes five instructions in double precision. Their quotient is correctly rounded (Markstein 1990), and exact if a
+    / b lies halfway between two subnormals. div.rn.f32 would be a function call, around which registers are spilled.
     """
     over, minus = (struct.pack(">d", x).hex() for x in (1.0 / b, -b))
     return Asm(
@@ -77,25 +80,25 @@ def divide(a: Float32, b: float) -> Asm[Float32]:
 
 @pure
 def reciprocal_root(x: Float32) -> Asm[Float32]:
-    """x**-0.5 by the special-function unit, relative error below 2**-22."""
+    """Returns x**-0.5 by the special-function unit, with a relative error below 2**-22."""
     return Asm("rsqrt.approx.f32 $0, $1;")
 
 
 @pure
 def cosine(x: Float32) -> Asm[Float32]:
-    """cos(x) by the special-function unit; off by at most 2**-20.5 for x in [-2 pi, 2 pi]."""
+    """Returns cos(x) by the special-function unit; the error is at most 2**-20.5 for x in [-2 pi, 2 pi]."""
     return Asm("cos.approx.f32 $0, $1;")
 
 
 @pure
 def sine(x: Float32) -> Asm[Float32]:
-    """sin(x) by the special-function unit; off by at most 2**-20.5 for x in [-2 pi, 2 pi]."""
+    """Returns sin(x) by the special-function unit; the error is at most 2**-20.5 for x in [-2 pi, 2 pi]."""
     return Asm("sin.approx.f32 $0, $1;")
 
 
 @pure
 def to_float(x: Int32) -> Asm[Float32]:
-    """Returns a signed integer rounded to nearest fp32."""
+    """Converts a signed integer to fp32, rounded to nearest."""
     return Asm("cvt.rn.f32.s32 $0, $1;")
 
 
@@ -113,19 +116,21 @@ def from_bits(x: Uint32) -> Asm[Float32]:
 
 @pure
 def pack_e4m3x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Returns two fp32 rounded to nearest-even E4M3, saturating at 448, in the low two bytes; the others are 0."""
+    """Rounds two fp32 to nearest-even E4M3, saturating at 448. They are the low two bytes of the result; the others are
+    0."""
     return Asm("{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }")
 
 
 @pure
 def pack_e5m2x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Returns two fp32 rounded to nearest-even E5M2, saturating at 57344, in the low two bytes; the others are 0."""
+    """Rounds two fp32 to nearest-even E5M2, saturating at 57344. They are the low two bytes of the result; the others
+    are 0."""
     return Asm("{ .reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }")
 
 
 @pure
 def e4m3x2_to_f16x2(x: Uint32) -> Asm[Uint32]:
-    """Returns the low two bytes, E4M3, as a packed fp16 pair (exact)."""
+    """Converts the low two bytes, E4M3, to a packed fp16 pair (exact)."""
     return Asm("{ .reg .b16 t; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 $0, t; }")
 
 
@@ -143,20 +148,20 @@ def multiply_high_u32(a: Uint32, b: Uint32) -> Asm[Uint32]:
 
 @effect
 def load_global_part(address: Int64, offset: int, num_bytes: int) -> Asm[Uint32]:
-    """1, 2 or 4 bytes of read-only global memory, zero-extended."""
+    """Loads 1, 2 or 4 bytes of read-only global memory, zero-extended."""
     return Asm(zero_extended("ld.global.nc", num_bytes, f"[$1 + {offset}]"), memory=False)
 
 
 @effect
 def store_global_part(address: Int64, offset: int, value: Uint32, num_bytes: int) -> Asm[None]:
-    """The low 1 or 2 bytes of a word to global memory."""
+    """Stores the low 1 or 2 bytes of a word to global memory."""
     kind = {1: "u8", 2: "u16"}[num_bytes]
     return Asm(f"{{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.{kind} [$0 + {offset}], t; }}")
 
 
 @effect
 def store_global_words(address: Int64, offset: int, words: Sequence[Uint32]) -> Asm[None]:
-    """1, 2 or 4 words to global memory in one access, aligned to its width."""
+    """Stores 1, 2 or 4 words to global memory in one access, aligned to its width."""
     kind, inputs = stored(words, 1)
     return Asm(f"st.global{kind} [$0 + {offset}], {inputs};")
 
@@ -169,7 +174,7 @@ def multiply_bf16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
 
 @pure
 def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Asm[Uint32]:
-    """a * b + c of packed bf16 pairs, each rounded once, subnormals kept."""
+    """Returns a * b + c of packed bf16 pairs, each rounded once, subnormals kept."""
     return Asm("fma.rn.bf16x2 $0, $1, $2, $3;")
 
 
@@ -179,7 +184,7 @@ def load_global_if(
 ) -> Asm[list[Uint32]]:
     """Loads 2 or 4 words of global memory where ``condition`` is not 0, else zeros and no access.
 
-    constant: whether nothing writes them while the kernel runs. If not, the access stays in its place among others.
+    constant: whether the words stay unchanged while the kernel runs. If not, the access keeps its order among others.
     """
     zeros = " ".join(f"mov.u32 ${i}, 0;" for i in range(num_words))
     load = f"ld.global{'.nc' if constant else ''}{loaded(num_words)}, [${num_words + 1} + {offset}];"
@@ -189,21 +194,22 @@ def load_global_if(
 
 @effect
 def copy_async(destination: Int32, source: Int64, num_bytes: Int32) -> Asm[None]:
-    """Copies 16 bytes by cp.async, global -> shared, past L1: ``num_bytes`` are read, the rest are zeros."""
+    """Copies 16 bytes by cp.async, global -> shared, past L1. ``num_bytes`` of them are read, the rest become zeros."""
     return Asm("cp.async.cg.shared.global [$0], [$1], 16, $2;")
 
 
 @effect
 def copy_async_if(condition: Int32, destination: Int32, source: Int64, num_bytes: Int32) -> Asm[None]:
-    """:func:`copy_async` if condition is not 0."""
+    """Copies as :func:`copy_async` does, if condition is not 0."""
     return Asm("{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.cg.shared.global [$1], [$2], 16, $3; }")
 
 
 @effect
 def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int) -> Asm[Int32]:
-    """Waits for ``num_threads`` threads at a named barrier. Returns 1 in all of them if the condition of any is not 0.
+    """Waits for ``num_threads`` threads at a named barrier. Returns 1 in all of these threads if any one's condition is
+    not 0, else 0.
 
-    What they have written to shared memory before is visible to all after it.
+    Earlier stores of these threads to shared memory are then visible to all of them.
     """
     reduction = f"bar.red.or.pred q, $2, {num_threads}, p; selp.s32 $0, 1, 0, q;"
     return Asm(f"{{ .reg .pred p, q; setp.ne.s32 p, $1, 0; {reduction} }}")
@@ -211,7 +217,8 @@ def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int) -> Asm
 
 @effect
 def active_lanes() -> Asm[Uint32]:
-    """Returns the lanes of the warp that are active. It is never 0, which no compiler knows: a branch on it stays."""
+    """Returns the mask of the warp's active lanes. The mask is never 0, but the compiler does not know that and keeps a
+    branch on it."""
     return Asm("activemask.b32 $0;", memory=False)
 
 
@@ -226,7 +233,8 @@ def copy_word_async_or(condition: Int32, destination: Int32, source: Int64, othe
 
 @effect
 def arrive_when_copied(barrier: Int32) -> Asm[None]:
-    """Arrives at an mbarrier, which counts this thread, once all of its cp.async so far are done."""
+    """Arrives at an mbarrier when all earlier cp.async of this thread are done. The barrier's count must include the
+    thread (noinc)."""
     return Asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];")
 
 
@@ -244,13 +252,14 @@ def prefetch_bulk_if(condition: Int32, address: Int64, num_bytes: Int32) -> Asm[
 
 @pure
 def address_in(address: Int32, rank: Int32) -> Asm[Int32]:
-    """Returns the address, in CTA ``rank`` of the cluster, of the same place in this CTA's shared memory."""
+    """Maps a shared address of this CTA to the address of the same place in CTA ``rank`` of the cluster."""
     return Asm("mapa.shared::cluster.u32 $0, $1, $2;")
 
 
 @effect
 def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm[None]:
-    """Stores 1 or 4 words in a CTA's shared memory, counted as bytes on a barrier there; addresses of the cluster."""
+    """Stores 1 or 4 words in the shared memory of a CTA of the cluster; their bytes count on a barrier there. Both
+    addresses come from `address_in`."""
     words = ", ".join(f"${i + 1}" for i in range(len(values)))
     kind, data = (".v4.b32", f"{{{words}}}") if len(values) == 4 else (".b32", words)
     return Asm(f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];")
@@ -258,50 +267,52 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm
 
 @effect
 def copy_to_cluster(target: Int32, source: Int32, num_bytes: int, barrier: Int32) -> Asm[None]:
-    """Copies ``num_bytes`` (a multiple of 16; addresses too) by cp.async.bulk from this CTA's shared memory to that of
-    a CTA of the cluster, counted on a barrier there. Stores before it need a fence of the async proxy."""
+    """Copies ``num_bytes`` by cp.async.bulk from this CTA's shared memory to another CTA's in the cluster; the bytes
+    count on a barrier there. Size and addresses are multiples of 16. After ordinary stores to the source a fence of the
+    async proxy must come first."""
     copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
     return Asm(f"{copy} [$0], [$1], {num_bytes}, [$2];")
 
 
 @effect
 def copy_to_global(target: Int64, source: Int32, num_bytes: Int32) -> Asm[None]:
-    """Copies ``num_bytes`` (a multiple of 16; addresses too) by cp.async.bulk from this CTA's shared memory to global
-    memory, in the thread's bulk group. Stores before it need a fence of the async proxy."""
+    """Copies ``num_bytes`` by cp.async.bulk from this CTA's shared memory to global memory, in the thread's bulk group.
+    Size and addresses are multiples of 16. After ordinary stores to the source a fence of the async proxy must come
+    first."""
     return Asm("cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;")
 
 
 @effect
 def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32]) -> Asm[None]:
-    """Stores two fp32 in the shared memory of a CTA of the cluster, by their address there."""
+    """Stores two fp32 in the shared memory of a CTA of the cluster, at an address from `address_in`."""
     return Asm(f"st.shared::cluster.v2.f32 [$0 + {offset}], {{$1, $2}};")
 
 
 @effect
 def load_in_cluster(address: Int32, num_words: int) -> Asm[list[Uint32]]:
-    """Loads 2 or 4 words of the shared memory of a CTA of the cluster, by their address there."""
+    """Loads 2 or 4 words of the shared memory of a CTA of the cluster, at an address from `address_in`."""
     return Asm(f"ld.shared::cluster{loaded(num_words)}, [${num_words}];", count=num_words)
 
 
 @effect
 def store_released(address: Int64, word: Uint32) -> Asm[None]:
-    """Stores one word in global memory. A thread that reads it by `load_acquired` sees all that was stored or seen
-    before it."""
+    """Stores one word in global memory with release semantics. A thread that reads it by `load_acquired` sees all
+    stores that this thread made or saw before."""
     return Asm("st.release.gpu.global.u32 [$0], $1;")
 
 
 @effect
 def load_acquired(address: Int64) -> Asm[Uint32]:
-    """Loads one word of global memory. What follows sees all that was stored before the `store_released` that wrote
-    it."""
+    """Loads one word of global memory with acquire semantics. Later accesses see all stores before the `store_released`
+    that wrote the word."""
     return Asm("ld.acquire.gpu.global.u32 $0, [$1];")
 
 
 @effect
 def arrive_in_cluster(barrier: Int32) -> Asm[None]:
-    """Arrives at an mbarrier of any CTA of the cluster, by its address there.
+    """Arrives at an mbarrier of any CTA of the cluster, at an address from `address_in`.
 
-    It orders accesses to tiles, as arrivals in the own CTA do, but no stores to global memory: to release at the scope
-    of the cluster, ptxas waits for all of the thread's stores to be visible on the GPU.
+    Like an arrival in the own CTA, it orders accesses to shared memory. It does not order stores to global memory: for
+        a release at cluster scope ptxas would wait until all of the thread's stores are visible on the GPU.
     """
     return Asm("mbarrier.arrive.shared::cluster.b64 _, [$0];")

@@ -1,4 +1,4 @@
-"""Paged caches: the page of a request's token, by a block table."""
+"""`Pages`, which finds the page of a request's token in a block table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Pages:
     """A block table; run-time values.
 
     Attributes:
-        table: address of its int32 entries, 0 for a cache that is not paged. stride: entries from a request's first to
-            the next one's.
-        num_pages: of the cache.
-        page_size: tokens.
+        table: address of the int32 entries, 0 for a cache that is not paged. stride: entries from a request's row to
+            the next request's.
+        num_pages: pages of the cache.
+        page_size: tokens of a page, as a divisor.
     """
 
     table: Int64
@@ -30,25 +30,24 @@ class Pages:
     page_size: Divisor
 
     def ask(self, request, token):
-        """Starts loading (the table's entry, place in its page) of a token that the table has an entry for."""
+        """Starts loading the table's entry for a token, which must exist. Returns (entry, row of the token in its
+        page)."""
         index, place = self.page_size.divide_int(token)
         return Int32(ptx.load_global_words(self._address(request, index), 0, 1)[0]), place
 
     def of_head(self, head, batch) -> Pages:
-        """Returns the pages of a KV head, where each head has rows of its own: one head's of all requests after the
-        other's."""
+        """Returns the pages of a KV head, for tables [heads, batch, entries] in which each head has its own rows."""
         return replace(self, table=self.table + Int64(head * batch) * self.stride * 4)
 
     def existing(self, entry):
-        """Replaces an entry that is no page of the cache by one that is: a wrong table yields wrong numbers, no illegal
-        access.
+        """Clamps an entry to the pages of the cache. So a wrong table yields wrong numbers, but no illegal access.
 
-        It is apart from :meth:`ask`, so that no thread waits for an entry before it is needed.
+        It is not part of :meth:`ask`, so that no thread waits for an entry before its use.
         """
         return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)
 
     def prefetch(self, request, sector, max_seq_len):
-        """Prefetches the entries of a sector of a request's row into L2, if it has so many."""
+        """Prefetches a sector of a request's entries into L2, unless it begins past ``max_seq_len`` tokens."""
         first = sector * SECTOR_ENTRIES
         is_there = Int32(first * self.page_size.value < max_seq_len)
         numbers.prefetch_line_if(is_there, self._address(request, first))

@@ -1,16 +1,17 @@
-"""Pipelines in shared memory: stages that producers fill and consumers empty, each with two mbarriers; single barriers.
+"""Pipelines in shared memory, and single barriers. Producers fill a pipeline's stages and consumers empty them; each
+stage has a full and an empty mbarrier.
 
     role      waits                               then                   says so
     producer  `producer_acquire`: stage is empty  fills it               `producer_expect` and copies that count bytes,
                                                                          or `producer_commit` after its own stores
     consumer  `consumer_wait`: stage is full      reads it               `consumer_release`, one lane of each warp
 
-A full barrier's phase ends with ``fills`` arrivals and all bytes that were expected, an empty one's with ``releases``
-arrivals. A role keeps a `PipelineState` and carries it through its loops. A producer begins with the parity that a new
-barrier passes, so its first round does not wait.
+The phase of a full barrier ends after ``fills`` arrivals and all expected bytes; the phase of an empty barrier ends
+after ``releases`` arrivals. Each role carries a `PipelineState` through its loops. A producer begins with parity 1,
+which a new barrier passes, so its first round does not wait.
 
-With TMA multicast each CTA of a cluster fills its part of a stage in all of them. A consumer warp then releases the
-stage to each: ``multicast`` of its lanes arrive, lane i at CTA i's barrier.
+With TMA multicast each CTA of a cluster fills its part of a stage in all CTAs. So a consumer warp releases the stage to
+all CTAs: ``multicast`` of its lanes arrive, lane i at CTA i's barrier.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cute_kernels.device.types import Index
 
 @dataclass(frozen=True)
 class PipelineState:
-    """A role's position; run-time integers. stage: of its next use; phase: parity of the barrier it waits for."""
+    """A role's position; run-time integers. stage: the next stage that it uses; phase: the parity that it waits for."""
 
     stage: Index
     phase: Index
@@ -38,13 +39,13 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages and their barriers.
+    """The stages of a pipeline and their barriers.
 
     Attributes:
-        full, empty: the first of ``num_stages`` mbarriers each.
-        fills: arrivals that fill a stage, beside the bytes that they expect.
-        releases: arrivals that empty it, of all CTAs whose consumers read what one of them loads.
-        multicast: CTAs of a cluster that fill each other's stages.
+        full, empty: each points to the first of ``num_stages`` mbarriers.
+        fills: arrivals that end a full barrier's phase, besides the expected bytes.
+        releases: arrivals that end an empty barrier's phase; with multicast, those of all CTAs of the cluster.
+        multicast: number of CTAs in a cluster that fill each other's stages.
     """
 
     full: cute.Pointer
@@ -55,7 +56,7 @@ class Pipeline:
     multicast: cutlass.Constexpr[int] = 1
 
     def init(self) -> None:
-        """Initialises the barriers; one thread, before any other uses them. `fence_init` follows."""
+        """Initialises the barriers. One thread calls it, then `fence_init`, before other threads use them."""
         for i in range(self.num_stages):
             cute.arch.mbarrier_init(self.full + i, self.fills)
             cute.arch.mbarrier_init(self.empty + i, self.releases)
@@ -63,24 +64,24 @@ class Pipeline:
     # -- states -------------------------------------------------------------------------------------------------------
 
     def producer_state(self, first=0) -> PipelineState:
-        """Returns where a producer begins. first: a stage of the first round."""
+        """Returns a producer's first state. first: a stage of the first round."""
         return PipelineState(Int32(first), Int32(1))
 
     def consumer_state(self, first=0) -> PipelineState:
-        """Returns where a consumer begins. first: a stage of the first round."""
+        """Returns a consumer's first state. first: a stage of the first round."""
         return PipelineState(Int32(first), Int32(0))
 
     def consumer_state_of(self, use) -> PipelineState:
-        """Returns the state of the ``use``-th use of all stages, for consumers who count uses."""
+        """Returns a consumer's state for the ``use``-th use, counted over all stages from 0."""
         return PipelineState(use % self.num_stages, use // self.num_stages & 1)
 
     def producer_state_of(self, use) -> PipelineState:
-        """Returns the same of producers."""
+        """Returns a producer's state for the ``use``-th use, counted over all stages from 0."""
         return PipelineState(use % self.num_stages, (use // self.num_stages & 1) ^ 1)
 
     def next(self, state: PipelineState, step: int = 1) -> PipelineState:
-        """Returns the state ``step`` uses later; roles that interleave uses take every ``step``-th. It divides the
-        stages."""
+        """Returns the state ``step`` uses later, for roles that take every ``step``-th use. step is at most
+        ``num_stages``."""
         stage = state.stage + step
         wrapped = stage == self.num_stages if step == 1 else stage >= self.num_stages
         following = Int32(0) if step == 1 else stage - self.num_stages
@@ -89,7 +90,7 @@ class Pipeline:
         )
 
     def shifted(self, first, num_stages: int) -> Pipeline:
-        """Returns the pipeline of ``num_stages`` of its stages from the ``first`` on."""
+        """Returns the pipeline of ``num_stages`` of these stages from ``first`` on."""
         return Pipeline(self.full + first, self.empty + first, num_stages, self.fills, self.releases, self.multicast)
 
     # -- producers ----------------------------------------------------------------------------------------------------
@@ -99,20 +100,21 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.empty + state.stage, state.phase)
 
     def producer_expect(self, state: PipelineState, num_bytes) -> Any:
-        """Arrives, and makes the stage wait for bytes of copies as well; one lane. Returns `full_address`."""
+        """Arrives at the full barrier and adds ``num_bytes`` to the bytes that its phase waits for. One lane calls it.
+        Returns `full_address`."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.full + state.stage, num_bytes)
         return self.full_address(state)
 
     def producer_commit(self, state: PipelineState) -> None:
-        """Arrives, after the warp's own stores; one lane."""
+        """Arrives at the full barrier, after the warp's own stores. One lane calls it."""
         cute.arch.mbarrier_arrive(self.full + state.stage)
 
     def full_barrier(self, state: PipelineState) -> Any:
-        """Returns the barrier on which TMA counts its bytes."""
+        """Returns the stage's full barrier, on which TMA counts its bytes."""
         return self.full + state.stage
 
     def full_address(self, state: PipelineState) -> Any:
-        """Returns the address of its full barrier in shared memory, as bulk copies take it."""
+        """Returns the shared address of the stage's full barrier, for bulk copies."""
         return Int32((self.full + state.stage).toint())
 
     # -- consumers ----------------------------------------------------------------------------------------------------
@@ -122,11 +124,12 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.full + state.stage, state.phase)
 
     def has_filled(self, state: PipelineState) -> Boolean:
-        """Returns whether the stage is full. No thread is suspended; the answer takes as long as an MMA."""
+        """Returns whether the stage is full, without suspending the thread. The test takes as long as an MMA."""
         return _has_completed(self.full + state.stage, state.phase)
 
     def consumer_release(self, state: PipelineState) -> None:
-        """Arrives at the stage's empty barrier, when the warp has read it; one lane, or lanes up to ``multicast``."""
+        """Arrives at the stage's empty barrier, after the warp has read the stage. One lane calls it, or with multicast
+        lanes 0 to ``multicast`` - 1."""
         barrier = self.empty + state.stage
         if self.multicast > 1:
             numbers.arrive_in_cluster(numbers.address_in(Int32(barrier.toint()), cute.arch.lane_idx()))
@@ -136,46 +139,48 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Barrier:
-    """An mbarrier of its own: an event of a CTA, once or in phases.
+    """A single mbarrier: an event of a CTA that occurs once or in phases.
 
     Attributes:
-        pointer: of the mbarrier.
-        arrivals: how many end a phase.
+        pointer: the mbarrier.
+        arrivals: number of arrivals that end a phase.
     """
 
     pointer: cute.Pointer
     arrivals: cutlass.Constexpr[int] = 1
 
     def init(self) -> None:
-        """Initialises it; one thread. `fence_init` follows."""
+        """Initialises the barrier. One thread calls it, then `fence_init`."""
         cute.arch.mbarrier_init(self.pointer, self.arrivals)
 
     def expect(self, num_bytes) -> Any:
-        """Arrives, and makes the phase wait for bytes as well; one lane. Returns the barrier's address."""
+        """Arrives and adds ``num_bytes`` to the bytes that the phase waits for. One lane calls it. Returns the
+        barrier's address."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.pointer, num_bytes)
         return self.address
 
     def arrive(self) -> None:
-        """Arrives; the calling thread."""
+        """Arrives once, for the calling thread."""
         cute.arch.mbarrier_arrive(self.pointer)
 
     def wait(self, phase: Index = 0) -> None:
-        """Waits until the phase of a parity has ended."""
+        """Waits until the phase with this parity has ended."""
         cute.arch.mbarrier_wait(self.pointer, phase)
 
     @property
     def address(self) -> Any:
-        """The barrier's address in shared memory, as copies take it."""
+        """The barrier's shared address, for bulk copies."""
         return Int32(self.pointer.toint())
 
 
 def fence_init() -> None:
-    """Makes initialised barriers visible to copies and to the cluster; the thread that has initialised them."""
+    """Makes initialised barriers visible to copies and to the cluster. The thread that has initialised them calls
+    it."""
     cute.arch.mbarrier_init_fence()
 
 
 @dsl_user_op
 def _has_completed(barrier: cute.Pointer, phase, *, loc=None, ip=None) -> Boolean:
-    """Returns whether a phase of an mbarrier is over, without a wait, unlike `mbarrier_try_wait`."""
+    """Returns whether a phase of an mbarrier is over. Unlike `mbarrier_try_wait` it never suspends the thread."""
     address, parity = barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)
     return Boolean(nvvm.mbarrier_wait_parity(address, parity, nvvm.MBarrierWaitKind.TEST, loc=loc, ip=ip))

@@ -1,4 +1,4 @@
-"""PTX instructions that CuTe DSL 4.8.1 has no wrapper for, or only a volatile one.
+"""PTX instructions for which CuTe DSL 4.8.1 has no wrapper, or only a volatile one.
 
 Operands and results are DSL scalars; packed 16-bit pairs travel as ``Uint32``.
 """
@@ -40,13 +40,13 @@ def half2_high_to_float(x: Uint32) -> Asm[Float32]:
 
 @pure
 def pack_f16x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Returns two fp32 values rounded to nearest-even fp16 and packed, ``low`` in the low half."""
+    """Rounds two fp32 numbers to nearest-even fp16 and packs them, ``low`` in the low half."""
     return Asm("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 
 @pure
 def pack_bf16x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Returns two fp32 values rounded to nearest-even bf16 and packed, ``low`` in the low half."""
+    """Rounds two fp32 numbers to nearest-even bf16 and packs them, ``low`` in the low half."""
     return Asm("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
@@ -76,49 +76,49 @@ def mul_bf16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
 
 @pure
 def fma_f16x2(a: Uint32, b: Uint32, c: Uint32) -> Asm[Uint32]:
-    """a * b + c of packed fp16 pairs, each rounded once."""
+    """Returns a * b + c of packed fp16 pairs, each rounded once."""
     return Asm("fma.rn.f16x2 $0, $1, $2, $3;")
 
 
 @pure
 def max_f16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """Returns the larger ones of two packed fp16 pairs; of a number and a NaN the number."""
+    """Returns the larger element of two packed fp16 pairs, half by half; if one is NaN, the other."""
     return Asm("max.f16x2 $0, $1, $2;")
 
 
 @pure
 def e4m3x2_low_to_f16x2(x: Uint32) -> Asm[Uint32]:
-    """Returns bytes 0 and 1 of a word, FP8 E4M3, as packed fp16 (exact)."""
+    """Converts bytes 0 and 1 of a word, FP8 E4M3, to packed fp16 (exact)."""
     return Asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }")
 
 
 @pure
 def e4m3x2_high_to_f16x2(x: Uint32) -> Asm[Uint32]:
-    """Returns bytes 2 and 3 of a word, FP8 E4M3, as packed fp16 (exact)."""
+    """Converts bytes 2 and 3 of a word, FP8 E4M3, to packed fp16 (exact)."""
     return Asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, hi; }")
 
 
 @pure
 def exp2(x: Float32) -> Asm[Float32]:
-    """2**x by the special-function unit; exp2(-inf) = 0."""
+    """Returns 2**x by the special-function unit; exp2(-inf) = 0."""
     return Asm("ex2.approx.ftz.f32 $0, $1;")
 
 
 @pure
 def fma(a: Float32, b: Float32, c: Float32) -> Asm[Float32]:
-    """a * b + c, rounded once."""
+    """Returns a * b + c, rounded once."""
     return Asm("fma.rn.f32 $0, $1, $2, $3;")
 
 
 @pure
 def reciprocal(x: Float32) -> Asm[Float32]:
-    """1 / x by the special-function unit, at most 1 ulp off."""
+    """Returns 1 / x by the special-function unit, at most 1 ulp off."""
     return Asm("rcp.approx.ftz.f32 $0, $1;")
 
 
 @pure
 def log2(x: Float32) -> Asm[Float32]:
-    """log2(x) by the special-function unit; log2(0) = -inf."""
+    """Returns log2(x) by the special-function unit; log2(0) = -inf."""
     return Asm("lg2.approx.ftz.f32 $0, $1;")
 
 
@@ -136,7 +136,8 @@ def bf16x2_high_to_float(x: Uint32) -> Asm[Float32]:
 
 @dsl_user_op
 def pinned(x, *, loc=None, ip=None):
-    """Returns the value, hidden so that the compiler cannot compute it again: keeps loop invariants in registers."""
+    """Returns the value and hides its origin, so that the compiler keeps it in a register instead of computing it
+    again."""
     kind = type(x)
     move, letter, value = f"mov.b{kind.width} $0, $1;", REGISTERS[kind], x.ir_value(loc=loc, ip=ip)
     kept = llvm.inline_asm(kind.mlir_type, [value], move, f"={letter},{letter}", has_side_effects=True, loc=loc, ip=ip)
@@ -145,13 +146,13 @@ def pinned(x, *, loc=None, ip=None):
 
 @pure
 def absolute(x: Float32) -> Asm[Float32]:
-    """|x|."""
+    """Returns |x|."""
     return Asm("abs.f32 $0, $1;")
 
 
 @pure
 def fmax(a: Float32, b: Float32) -> Asm[Float32]:
-    """max(a, b); a NaN operand loses against a number."""
+    """Returns max(a, b); if one is NaN, the other."""
     return Asm("max.f32 $0, $1, $2;")
 
 
@@ -164,7 +165,8 @@ def transpose_8x8(x: Uint32) -> Asm[Uint32]:
 
 @pure
 def mma_m16n8k16(c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, dtype: str) -> Asm[list[Float32]]:
-    """D = A B + C for one warp: A 16 x 16 (four packed pairs a lane), B 16 x 8 (two), C and D fp32 16 x 8 (four).
+    """Returns D = A B + C of one warp. A lane has four packed pairs of A [16, 16], two of B [16, 8], and four fp32 of C
+    and D [16, 8].
 
     ``dtype`` is "f16" or "bf16". fp16 subnormal operands are used exactly, at full speed.
     """
@@ -174,14 +176,14 @@ def mma_m16n8k16(c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32],
 
 @pure
 def mma_m16n8k8(c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, dtype: str) -> Asm[list[Float32]]:
-    """The MMA of :func:`mma_m16n8k16` with a contraction of 8: A has two packed pairs a lane, B one."""
+    """Multiplies as :func:`mma_m16n8k16` does, with K = 8: a lane has two packed pairs of A and one of B."""
     registers = "{$0, $1, $2, $3}, {$8, $9}, {$10}, {$4, $5, $6, $7}"
     return Asm(f"mma.sync.aligned.m16n8k8.row.col.f32.{dtype}.{dtype}.f32 {registers};", count=4)
 
 
 @effect
 def load_matrix_x4(address: Int32, offset: int, *, transpose: bool) -> Asm[list[Uint32]]:
-    """ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i//8.
+    """Loads four 8 x 8 matrices of 16-bit elements (ldmatrix.x4). Lane i gives the address of row i%8 of matrix i//8.
 
     ``offset`` bytes, known at compile time, are added to every address.
     """
@@ -191,9 +193,10 @@ def load_matrix_x4(address: Int32, offset: int, *, transpose: bool) -> Asm[list[
 
 @effect
 def store_matrix_x4(address: Int32, offset: int, words: Sequence[Uint32], *, transpose: bool) -> Asm[None]:
-    """stmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i//8.
+    """Stores four 8 x 8 matrices of 16-bit elements (stmatrix.x4). Lane i gives the address of row i%8 of matrix i//8.
 
-    Lane (g, t) holds columns 2t and 2t + 1 of row g of each; transposed, rows 2t and 2t + 1 of column g.
+    Lane (g, t) = (lane / 4, lane % 4) holds columns 2t and 2t + 1 of row g of each matrix; with ``transpose`` rows 2t
+    and 2t + 1 of column g.
     """
     trans = ".trans" if transpose else ""
     return Asm(f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [$0 + {offset}], {{$1, $2, $3, $4}};")
@@ -201,14 +204,14 @@ def store_matrix_x4(address: Int32, offset: int, words: Sequence[Uint32], *, tra
 
 @effect
 def bulk_copy_to_shared(destination: Int32, source: Int64, num_bytes: Int32, barrier: Int32) -> Asm[None]:
-    """Copies ``num_bytes`` (a multiple of 16; addresses too) by cp.async.bulk, global -> shared, counted on
-    ``barrier``."""
+    """Copies ``num_bytes`` by cp.async.bulk, global -> shared; the bytes count on ``barrier``. Size and addresses are
+    multiples of 16."""
     return Asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];")
 
 
 @effect
 def async_copy_word(destination: Int32, source: Int64) -> Asm[None]:
-    """Copies 4 bytes by cp.async, global -> shared: the narrowest copy, for rows that nothing wider can address."""
+    """Copies 4 bytes by cp.async, global -> shared: the narrowest copy, for rows that are aligned to no more."""
     return Asm("cp.async.ca.shared.global [$0], [$1], 4;")
 
 
@@ -246,21 +249,21 @@ def store_shared_half(address: Int32, offset: int, word: Uint32) -> Asm[None]:
 
 @effect
 def store_shared_zero16(address: Int32, offset: int, zero: Uint32 | int = 0) -> Asm[None]:
-    """16 zero bytes to shared memory."""
+    """Stores 16 zero bytes in shared memory."""
     return Asm(f"st.shared.v4.u32 [$0 + {offset}], {{$1, $1, $1, $1}};")
 
 
 @effect
 def store_shared_zero(address: Int32, zero: Uint32 | int = 0) -> Asm[None]:
-    """4 zero bytes to shared memory."""
+    """Stores 4 zero bytes in shared memory."""
     return Asm("st.shared.u32 [$0], $1;")
 
 
 @effect
 def load_global_words(address: Int64, offset: int, num_words: int, *, constant: bool = True) -> Asm[list[Uint32]]:
-    """Loads 1, 2 or 4 words of global memory in one access, issued where it stands.
+    """Loads 1, 2 or 4 words of global memory in one access, which the compiler does not move.
 
-    constant: whether nothing writes them while the kernel runs. If not, the access stays in its place among others.
+    constant: whether the words stay unchanged while the kernel runs. If not, the access keeps its order among others.
     """
     load = f"ld.global{'.nc' if constant else ''}{loaded(num_words)}, [${num_words} + {offset}];"
     return Asm(load, count=num_words, memory=not constant)
@@ -268,8 +271,8 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, constant: 
 
 @effect
 def store_global(address: Int64, values: Sequence, *, offset: int = 0) -> Asm[None]:
-    """Stores 1, 2 or 4 values of 32 bits (all fp32 or all words) in global memory in one access, ``offset`` bytes
-    on."""
+    """Stores 1, 2 or 4 values of 32 bits (all fp32 or all words) in global memory in one access, at ``address +
+    offset`` bytes."""
     kind, inputs = stored(values, 1)
     return Asm(f"st.global{kind} [$0+{offset}], {inputs};")
 
@@ -282,20 +285,20 @@ def prefetch_line(address: Int64) -> Asm[None]:
 
 @effect
 def load_relaxed(address: Int64, num_words: int, *, offset: int = 0) -> Asm[list[Uint32]]:
-    """Loads 2 or 4 words of global memory, ``offset`` bytes on, each as some CTA of the GPU has last written it."""
+    """Loads 2 or 4 words of global memory at ``address + offset`` bytes, as last written by any CTA of the GPU
+    (relaxed)."""
     return Asm(f"ld.relaxed.gpu.global{loaded(num_words)}, [${num_words}+{offset}];", count=num_words)
 
 
 @effect
 def load_relaxed_part(address: Int64, num_bytes: int) -> Asm[Uint32]:
-    """Loads 2 or 4 bytes of global memory as some CTA of the GPU has last written them, zero-extended."""
+    """Loads 2 or 4 bytes of global memory as last written by any CTA of the GPU (relaxed), zero-extended."""
     return Asm(zero_extended("ld.relaxed.gpu.global", num_bytes, "[$1]"))
 
 
 @effect
 def atomic_add(address: Int64, value: Int32) -> Asm[Int32]:
-    """Adds to a word of global memory, at GPU scope, without ordering anything else. Returns the word's value
-    before."""
+    """Adds to a word of global memory at GPU scope, without ordering other accesses. Returns the word's old value."""
     return Asm("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;")
 
 

@@ -1,4 +1,5 @@
-"""Quotients rounded as IEEE's, of numbers that share a divisor: a reciprocal, and two multiply-adds for each."""
+"""Quotients of numbers that share a divisor, rounded as IEEE 754 says: one reciprocal, then a product and two
+multiply-adds for each number."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ MANTISSA = 0x7FFFFF
 
 
 class Divisor:
-    """A divisor of several numbers, whose quotients are rounded as IEEE's.
+    """A divisor of several numbers, with quotients rounded as IEEE 754 says.
 
-    A quotient by a divisor that is not above 0 (NaN included) counts as 0: `or_zero` and `tame` see to it.
+    If the divisor is not above 0 (NaN included), `or_zero` and `tame` make the quotient 0.
 
     Args:
         step: the divisor.
-        largest: quotients are wanted up to this magnitude and saturate there; None where none is larger.
+        largest: the magnitude at which quotients saturate; None if no quotient can be too large.
     """
 
     def __init__(self, step: Float32, largest: float | None = None):
@@ -60,7 +61,8 @@ class Divisor:
 def reciprocal_of(divisor: Float32) -> Float32:
     """Computes 1 / divisor rounded to nearest, for normal divisors with normal reciprocals, by two of Newton's steps.
 
-    For one mantissa, 0x7FFFFF, they may end an ulp low; it is handled apart, as its reciprocal's mantissa is 1.
+    For the mantissa 0x7FFFFF the steps may end an ulp too low. That case is mended separately: the reciprocal's
+    mantissa is 1.
     """
     guess = ptx.reciprocal(divisor)
     for _ in range(2):
@@ -70,9 +72,9 @@ def reciprocal_of(divisor: Float32) -> Float32:
 
 
 def quotient_of(value: Float32, divisor: Float32, reciprocal: Float32, last=None) -> Float32:
-    """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990).
+    """Returns value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990).
 
-    last: the multiply-add that rounds it, default the plain one.
+    last: the multiply-add that rounds the quotient; default: `ptx.fma`.
     """
     quotient = numbers.multiply(value, reciprocal)
     # The remainder's negative: where all is 0 it is +0, times -1 / divisor -0, and the quotient keeps its sign.
@@ -83,8 +85,8 @@ def quotient_of(value: Float32, divisor: Float32, reciprocal: Float32, last=None
 def over_constant(value: Float32, divisor: float) -> Float32:
     """Computes value / divisor rounded to nearest, subnormal or not, for finite values and a small whole divisor.
 
-    A rounded reciprocal cannot decide a quotient that lies halfway between two subnormals. With an odd divisor there is
-    none.
+    A rounded reciprocal cannot round a quotient that lies halfway between two subnormals. An odd divisor has no such
+    quotient; for an even one `numbers.divide` does the work.
     """
     if divisor % 2 == 0:
         return numbers.divide(value, divisor)

@@ -1,7 +1,7 @@
-"""Rows of plain numbers in registers: a team of lanes loads and stores them, each lane its runs of columns.
+"""Rows of plain numbers in registers. A team of lanes loads and stores a row, each lane its runs of columns.
 
-``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run, or in some.
-Everything here is straight-line code over DSL scalars; branches are the kernels'.
+``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns, in one run or in
+several. Everything here is straight-line code over DSL scalars; only kernels branch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Piece:
     """The runs of bytes that one lane owns of a row, and how they are accessed.
 
     Args:
-        num_bytes: of a run; lane i's begins at ``start + i * num_bytes``.
+        num_bytes: bytes of a run; lane i's first run begins at ``start + i * num_bytes``.
         start: bytes of the row in front of lane 0's run.
-        row_bytes: from one row to the next.
+        row_bytes: bytes from one row to the next.
         runs: runs of a lane.
-        run_bytes: from one run of a lane to its next.
+        run_bytes: bytes from one run of a lane to the lane's next.
     """
 
     num_bytes: int
@@ -37,12 +37,12 @@ class Piece:
 
     @property
     def unit(self) -> int:
-        """Bytes of one access: the most, up to 16, that every run is aligned to where rows are."""
+        """Bytes of one access: the largest width, up to 16, to which every run is aligned if rows are."""
         return math.gcd(VECTOR_BYTES, self.num_bytes, self.start, self.row_bytes, self.run_bytes)
 
     @property
     def num_words(self) -> int:
-        """Words that hold the lane's runs; every run begins a new word."""
+        """Number of words that hold the lane's runs; every run begins a new word."""
         return self.runs * self.run_words
 
     @property
@@ -50,8 +50,8 @@ class Piece:
         return -(-self.num_bytes // 4)
 
     def load(self, row: Int64, lane: Int32, offset: int = 0) -> list[Uint32]:
-        """Returns the runs of a lane of the row ``offset`` bytes (known at compile time) past ``row``, in whole
-        words."""
+        """Loads a lane's runs of the row at ``row + offset`` bytes, in whole words. ``offset`` is known at compile
+        time."""
         address, first = row + Int64(lane * self.num_bytes), self.start + offset
         return [word for r in range(self.runs) for word in self._load_run(address, first + r * self.run_bytes)]
 
@@ -68,7 +68,7 @@ class Piece:
         return words
 
     def store(self, row: Int64, lane: Int32, words, offset: int = 0) -> None:
-        """Writes the runs of a lane; takes what `load` returns."""
+        """Stores a lane's runs. words: as `load` returns them."""
         address, first = row + Int64(lane * self.num_bytes), self.start + offset
         for r in range(self.runs):
             self._store_run(address, first + r * self.run_bytes, words[r * self.run_words : (r + 1) * self.run_words])
@@ -90,7 +90,7 @@ class Elements:
     Args:
         dtype: "bf16", "fp16" or "fp32".
         head_dim, lanes: columns of a row and lanes that share it.
-        runs: runs of columns that a lane owns, as for `CodedRow`.
+        runs: runs of columns that a lane owns, one in each of ``runs`` equal parts of the row.
     """
 
     dtype: str
@@ -100,7 +100,7 @@ class Elements:
 
     @property
     def count(self) -> int:
-        """Columns of a lane."""
+        """Number of columns of a lane."""
         return self.head_dim // self.lanes
 
     @property
@@ -117,7 +117,7 @@ class Elements:
         return Piece(self.count * self.width // self.runs, 0, self.row_bytes, self.runs, self.row_bytes // self.runs)
 
     def unpack(self, words) -> list[Float32]:
-        """Returns the lane's numbers in fp32, exactly."""
+        """Converts a lane's words to fp32 numbers, exactly."""
         if self.dtype == "fp32":
             return [numbers.from_bits(words[i]) for i in range(self.count)]
         low, high = {
@@ -127,12 +127,12 @@ class Elements:
         return [half(words[i]) for i in range(self.count // 2) for half in (low, high)]
 
     def pack(self, values) -> list[Uint32]:
-        """Returns fp32 numbers rounded to the dtype, to nearest even."""
+        """Rounds fp32 numbers to the dtype, to nearest even. Returns packed words."""
         if self.dtype == "fp32":
             return [numbers.bits(values[i]) for i in range(self.count)]
         pair = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.dtype]
         return [pair(values[i], values[i + 1]) for i in range(0, self.count, 2)]
 
     def load(self, row: Int64, lane: Int32) -> list[Float32]:
-        """Returns the lane's numbers of the row at address ``row``."""
+        """Loads the lane's numbers of the row at address ``row``, as fp32."""
         return self.unpack(self.piece.load(row, lane))

@@ -1,12 +1,12 @@
-"""Online softmax: references that follow the greatest logits, and sums of powers of 2 under them.
+"""`OnlineSoftmax`: references that follow the greatest logits, and sums of powers of 2 relative to them.
 
 Logits are exponents of 2. For each query a thread keeps a *reference* r and a *total*, the sum of 2**(logit - r) over
-its keys so far. A reference may fall behind the greatest logit by `RESCALE_SLACK` before it is raised
-(FlashAttention-4, Zadouri et al. 2026), so most blocks rescale nothing. Raising it returns the factor by which all
-accumulators shrink.
+its keys so far. A reference is raised only if the greatest logit exceeds it by more than `RESCALE_SLACK`
+(FlashAttention-4, Zadouri et al. 2026), so most blocks rescale nothing. The method that raises it returns the factor by
+which all accumulators shrink.
 
-Attention's mainloops differ in which threads share a reference (a warp, four lanes of a row, a warpgroup) and where
-they test whether one has to be raised, not in what happens then.
+All of attention's mainloops use this code. They differ in which threads share a reference (a warp, four lanes of a row,
+a warpgroup), and in where they test whether to raise it.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ COLUMN_LANES = (4, 8, 16)  # the same of the eight lanes of a column of mma's ac
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """A thread's state of its queries: rmem fp32 [count] each; totals are over the thread's own keys."""
+    """A thread's softmax state of its queries: references and totals, rmem fp32 [count] each. Totals are over the
+    thread's own keys."""
 
     references: RegisterTensor[Float32]
     totals: RegisterTensor[Float32]
 
     @staticmethod
     def make(count: int) -> OnlineSoftmax:
-        """Makes the state of so many queries, before their first key."""
+        """Makes the state of ``count`` queries, before their first key."""
         references, totals = (cute.make_rmem_tensor(count, Float32) for _ in range(2))
         references.fill(LOWEST)
         totals.fill(0.0)
         return OnlineSoftmax(references, totals)
 
     def exceeds(self, query: int, highest) -> Any:
-        """Returns whether a query's reference has to be raised for a logit."""
+        """Returns whether a query's reference has to be raised for the logit ``highest``."""
         return highest > self.references[query] + RESCALE_SLACK
 
     def raise_to(self, query: int, *highest) -> Any:
-        """Raises the reference to the greatest of some logits, unless it is greater. Returns the factor by which
-        accumulators shrink; the total shrinks by it here."""
+        """Raises the reference to the greatest of the logits ``highest``, unless it is already greater. Shrinks the
+        total, and returns the factor by which the caller must shrink accumulators."""
         before = self.references[query]
         raised = ptx.fmax(in_pairs(ptx.fmax, highest), before)
         factor = ptx.exp2(before - raised)
@@ -61,8 +62,9 @@ class OnlineSoftmax:
         return factor
 
     def follow(self, query: int, highest, headroom: float = 0.0) -> Any:
-        """Makes a logit, less ``headroom``, the reference where it exceeds the slack. Returns the factor by which all
-        accumulators shrink. The total stays: :meth:`add` shrinks it."""
+        """Sets the reference to ``highest`` - ``headroom`` if the logit ``highest`` exceeds it by more than
+        `RESCALE_SLACK`. Returns the factor by which the caller must shrink accumulators; pass it to :meth:`add`, which
+        shrinks the total."""
         before = self.references[query]
         reached = highest - headroom if headroom else highest
         reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
@@ -70,12 +72,13 @@ class OnlineSoftmax:
         return ptx.exp2(before - reference)
 
     def add(self, query: int, factor, total) -> None:
-        """Adds a sum to a total that shrinks by a factor."""
+        """Shrinks a query's total by ``factor``, then adds the sum ``total``."""
         self.totals[query] = ptx.fma(self.totals[query], factor, total)
 
 
 def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Returns (the greatest of several parts' references, the factor of each part's sums under it)."""
+    """Returns (the greatest of several parts' references, the factor that converts each part's sums to that
+    reference)."""
     common = references[0]
     for reference in references[1:]:
         common = ptx.fmax(common, reference)
@@ -89,7 +92,8 @@ def row_of(index: int) -> int:
 
 @cute.jit
 def rescale(sums, factors, count: cutlass.Constexpr):
-    """Multiplies a thread's ``count`` accumulators by its rows' factors, unless no lane of the warp has to."""
+    """Multiplies a thread's ``count`` accumulators by the factors of its two rows. The warp skips this if all of its
+    factors are 1."""
     needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
     if needed:
         for i in cutlass.range_constexpr(count):

@@ -1,4 +1,4 @@
-"""Sizes of tensors that a kernel receives."""
+"""`matrix_shape`, the sizes of a matrix that a kernel receives."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from cutlass import Int32
 
 
 def matrix_shape(x: cute.Tensor) -> tuple[Int32, Int32]:
-    """Returns the rows and columns of a matrix; the DSL types a shape as any nest of integers."""
+    """Returns (rows, columns) of a matrix, typed as two integers; the DSL types a shape as any nest of integers."""
     return cast("tuple[Int32, Int32]", x.shape)

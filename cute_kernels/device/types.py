@@ -1,4 +1,4 @@
-"""Types of values that device code passes on, where the DSL has none, or more than one would do."""
+"""Types for annotations of device code that the DSL lacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 Index: TypeAlias = int | Int32
-"""An integer that is known while a kernel is traced, or stands in a register."""
+"""An integer that is known while a kernel is traced, or that is in a register."""
 
 ScalarT = TypeVar("ScalarT")
 
@@ -16,7 +16,7 @@ ScalarT = TypeVar("ScalarT")
 class RegisterTensor(Protocol[ScalarT]):
     """Registers of a thread, as `cute.make_rmem_tensor` makes them; ``RegisterTensor[Float32]`` holds fp32 numbers.
 
-    `cute.Tensor` would be true of them, too, but says of an element that it may be a tensor or a tuple.
+    They are a `cute.Tensor`, too, but that type says that an element may be a tensor or a tuple.
     """
 
     def __getitem__(self, index: Index, /) -> ScalarT: ...
@@ -24,11 +24,11 @@ class RegisterTensor(Protocol[ScalarT]):
     def __setitem__(self, index: Index, value: ScalarT, /) -> None: ...
 
     def fill(self, value: float, /) -> None:
-        """Every register becomes ``value``."""
+        """Sets every register to ``value``."""
         ...
 
 
 def extents(tensor: cute.Tensor) -> tuple[Int32, ...]:
-    """Returns the sizes of a tensor whose modes are not nested, which `cute.Tensor.shape` says nothing of."""
+    """Returns the sizes of a tensor whose modes are not nested, typed as a plain tuple, unlike `cute.Tensor.shape`."""
     assert isinstance(tensor.shape, tuple)
     return cast("tuple[Int32, ...]", tensor.shape)

@@ -1,13 +1,14 @@
 """Warpgroup MMA with the A operand in registers: D[64, N] += A[64, 16] B[N, 16]^T on four warps (sm_90a).
 
-The instruction runs asynchronously: its registers, accumulators and A alike, belong to it from `fence` until a `wait`
-that covers its group. Both take registers and give them back, so that no compiler moves an access across: what a caller
-computes for A goes through `fence`, what it does with sums comes out of `wait`. The PTX manual, "Asynchronous warpgroup
-level matrix instructions", has fragments and descriptors; `layouts.fragments` proves the fragments.
+The instruction runs asynchronously. Its registers, accumulators and A alike, belong to it from `fence` until a wait
+that covers its group. `fence` and the waits take registers and return them, so that the compiler moves no access
+across. Pass registers of A through `fence`, and use accumulators only as `wait_all` or `wait_for` returns them. The PTX
+manual, "Asynchronous warpgroup level matrix instructions", has fragments and descriptors; `layouts.fragments` proves
+the fragments.
 
-Fragments of lane (g, t) = (lane / 4, lane % 4) of warp w: A register 0 is row 16 w + g, columns 2t and 2t + 1; 1 is
-eight rows below; 2 and 3 are as these, eight columns on. Sum 4 j + i is row 16 w + g + 8 (i / 2), column
-8 j + 2 t + i % 2.
+Fragments of lane (g, t) = (lane / 4, lane % 4) of warp w: register 0 of A has row 16 w + g, columns 2t and 2t + 1.
+Register 1 has row 16 w + g + 8, and registers 2 and 3 have the same two rows, eight columns on. Accumulator 4 j + i has
+row 16 w + g + 8 (i / 2), column 8 j + 2 t + i % 2.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ DESCRIPTOR_LOW = 1 << 16
 
 
 def descriptor(address) -> Uint32:
-    """Lower word of the descriptor of B, rows of 128 bytes with 128-byte swizzling at a shared address.
+    """Returns the lower word of the descriptor of B at a shared address: rows of 128 bytes in the 128-byte swizzle.
 
-    The next 16 columns of a row of 64 start ``STEP_BYTES`` on; see `advanced`.
+    The next 16 of a row's 64 columns begin ``STEP_BYTES`` later; see `advanced`.
     """
     return (Uint32(address) >> 4) | Uint32(DESCRIPTOR_LOW)
 
 
 def advanced(low: Uint32, num_bytes: int) -> Uint32:
-    """Returns the descriptor ``num_bytes`` further on."""
+    """Returns the lower word of the descriptor for an address ``num_bytes`` higher."""
     return low + Uint32(num_bytes // _UNIT)
 
 
 def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=None) -> list:
-    """An empty instruction that takes all of the registers and returns them unchanged."""
+    """Emits ``asm`` with all ``values`` as operands, and returns them unchanged, so that the compiler moves no access
+    to them across."""
     # A one-element struct is no struct to inline assembly, so nothing less than two registers is taken.
     assert len(values) > 1
     struct = llvm.inline_asm(
@@ -61,13 +63,14 @@ def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=Non
 
 @dsl_user_op
 def fence(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
-    """Hands registers of A, and accumulators that were written before, over to the MMAs that follow."""
+    """Hands registers of A, and accumulators that were written before, over to the following MMAs. Returns the
+    registers."""
     return _through("wgmma.fence.sync.aligned;", registers, Uint32, "r", loc=loc, ip=ip)
 
 
 @effect
 def commit() -> Asm[None]:
-    """Ends a group: the MMAs since the last one."""
+    """Commits the MMAs since the last commit as one group."""
     return Asm("wgmma.commit_group.sync.aligned;")
 
 
@@ -79,20 +82,21 @@ def wait(pending: int) -> Asm[None]:
 
 @dsl_user_op
 def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
-    """Waits until no group is running; the sums as they are then."""
+    """Waits until no group is running. Returns the accumulators ``sums``."""
     return _through("wgmma.wait_group.sync.aligned 0;", sums, Float32, "f", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def wait_for(sums: Sequence[Float32], pending: int, *, loc=None, ip=None) -> list[Float32]:
-    """Waits until at most the last ``pending`` groups are running, none of them of ``sums``. Returns these as they are
-    then."""
+    """Waits until at most the last ``pending`` groups are running. None of these may write the accumulators ``sums``,
+    which are returned."""
     return _through(f"wgmma.wait_group.sync.aligned {pending};", sums, Float32, "f", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
-    """Issues D += A B^T with N = 2 * len(sums) columns, 8 to 256; ``sums`` are its D, ``a`` its four registers.
+    """Issues D += A B^T with N = 2 * len(sums) columns, 8 to 256. ``sums`` are a thread's accumulators, ``a`` its four
+    registers of A.
 
     b_low: `descriptor` of B [N, 16], the same in all threads. dtype: "f16" or "bf16".
     """
@@ -101,7 +105,7 @@ def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: s
 
 @dsl_user_op
 def first_mma(num_sums: int, a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
-    """The MMA of `mma` whose ``num_sums`` accumulators start from zero, so that no register has to be set."""
+    """Issues D = A B^T with ``num_sums`` accumulators, which need not be set before; otherwise as `mma`."""
     return _mma([], num_sums, a, b_low, dtype, loc=loc, ip=ip)
 
 
@@ -115,10 +119,12 @@ def wait_for_dots(dots: Sequence[Int32], pending: int, *, loc=None, ip=None) -> 
 def multiply_bytes(
     sums: Sequence[Int32], count: int, a: Sequence[Uint32], b_low: Uint32, *, loc=None, ip=None
 ) -> list[Int32]:
-    """Issues D += A B^T of signed bytes, exact in int32: A [64, 32], B [2 * count, 32]; without ``sums`` D = A B^T.
+    """Issues D += A B^T of signed bytes, exact in int32: A [64, 32], B [2 * count, 32]. If ``sums`` is empty, D = A
+    B^T.
 
-    Of lane (g, t) A register 0 is row g, columns 4t to 4t + 3, low byte first; 1 is eight rows below; 2 and 3 are as
-    these, 16 columns on. Sums are as those of `mma`. Rows of B of 128 bytes, 32 for an instruction: `STEP_BYTES`.
+    For lane (g, t) of warp w, register 0 of A has row 16 w + g, columns 4t to 4t + 3, low byte first. Register 1 has
+    the row eight below, and registers 2 and 3 have the same two rows, 16 columns on. Accumulators lie as those of
+    `mma`. An instruction takes 32 of the 128 bytes of a row of B; the next 32 begin `STEP_BYTES` later.
     """
     return _issue(sums, count, a, b_low, "k32.s32.s8.s8", "", Int32, "r", loc=loc, ip=ip)
 
@@ -127,20 +133,22 @@ def multiply_bytes(
 def multiply_e4m3(
     sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, *, loc=None, ip=None
 ) -> list[Float32]:
-    """Multiplies E4M3 as `multiply_bytes` does bytes. Accumulators are fp32; the tensor cores add with some 14 bits."""
+    """Multiplies E4M3 numbers, with the operands of `multiply_bytes`. Accumulators are fp32, but the tensor cores add
+    with only some 14 bits."""
     return _issue(sums, count, a, b_low, "k32.f32.e4m3.e4m3", ", 1, 1", Float32, "f", loc=loc, ip=ip)
 
 
 def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):
-    """Issues one instruction; without ``sums`` its ``count`` results are the product alone."""
+    """Issues one MMA of 16-bit floats. If ``sums`` is empty, the ``count`` results are the product alone."""
     return _issue(sums, count, a, b_low, f"k16.f32.{dtype}.{dtype}", ", 1, 1, 0", Float32, "f", loc=loc, ip=ip)
 
 
 def _issue(sums, count: int, a, b_low, kind: str, scales: str, number, constraint: str, *, loc, ip) -> list:
-    """Issues an MMA of a ``kind`` after its m64nN; without ``sums`` its ``count`` results are the product alone.
+    """Issues one MMA. If ``sums`` is empty, the ``count`` results are the product alone. kind: the instruction's name
+    after m64nN.
 
-    scales: operands after the predicate that says whether sums are added. number: what sums are, in registers of a
-    ``constraint``.
+    scales: immediate operands after the predicate for accumulation. number: the accumulators' type. constraint: the
+        letter of their registers in inline assembly.
     """
     d = ", ".join(f"${i}" for i in range(count))
     a_registers = ", ".join(f"${count + i}" for i in range(4))

@@ -1,8 +1,8 @@
 """Warpgroup MMAs over bf16 or fp16 tiles of shared memory in the 128-byte swizzle: layouts, operands, issue.
 
 A tile of R rows and C columns (C a multiple of 64) lies as C / 64 slabs of R rows of 128 bytes; the 16-byte pieces of
-row r of a slab are permuted by ``piece ^ (r % 8)``. The same bytes serve as a K-major operand, [rows, columns], and as
-an MN-major one, [columns, rows]: what is K to one product is V to the next.
+row r of a slab are permuted by ``piece ^ (r % 8)``. The same bytes serve as a K-major operand [rows, columns] and as an
+MN-major operand [columns, rows]: a tile can be K in one product and V in the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECE_BYTES = 16  # what the swizzle permutes
 
 
 def piece_offset(row: Int32, piece: Index) -> Int32:
-    """Byte offset in a slab of 16-byte piece ``piece`` (0 to 7) of a row."""
+    """Returns the byte offset in a slab of 16-byte piece ``piece`` (0 to 7) of a row."""
     return row * ROW_BYTES + (piece ^ (row & 7)) * PIECE_BYTES
 
 
@@ -54,8 +54,8 @@ def _tensor(pointer, layout, dtype) -> cute.Tensor:
 def mma(
     n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: type[Numeric] = BFloat16
 ) -> cute.TiledMma:
-    """Returns the MMA of one warpgroup with M = 64, N = ``n`` and fp32 accumulators; made anew for every use, as it
-    holds state."""
+    """Returns the MMA of one warpgroup with M = 64, N = ``n`` and fp32 accumulators. Make a new one for every use, as
+    it holds state."""
     operation = warpgroup.MmaF16BF16Op(
         dtype,
         Float32,
@@ -68,13 +68,14 @@ def mma(
 
 
 def make_sums(n: int) -> Any:
-    """Returns fp32 accumulators of a 64 x n product: 4 for every 8 columns, see :func:`sum_place`."""
+    """Makes a thread's fp32 accumulators of a 64 x n product: 4 for every 8 columns, see :func:`sum_place`."""
     tiled = mma(n)
     return cute.make_rmem_tensor(tiled.partition_shape_C((WARPGROUP_ROWS, n)), Float32)
 
 
 def part_of_sums(sums, n: int, part: int) -> Any:
-    """The accumulators of columns ``part * n`` to ``(part + 1) * n`` of a wider product: those of a 64 x n product."""
+    """Returns a view of the accumulators of columns ``part * n`` to ``(part + 1) * n - 1`` of a wider product, as those
+    of a 64 x n product."""
     shape = mma(n).partition_shape_C((WARPGROUP_ROWS, n))
     return cute.make_tensor(sums.iterator + part * (n // 2), cute.make_layout(shape))
 
@@ -88,11 +89,11 @@ def sum_place(index: int) -> tuple[int, int]:
 
 
 def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = False, steps: range | None = None) -> None:
-    """Issues sums += A B (or = A B with ``zero``), to be committed and waited for by the caller.
+    """Issues sums += A B^T, or sums = A B^T with ``zero``. The caller commits and waits.
 
     a: K-major tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 16).
     b: [n, k] in shared memory, from :func:`tile` or, with b_transposed, from :func:`transposed_tile`.
-    steps: which 16 of k each; default all.
+    steps: numbers of the k16 steps to multiply; default: all.
     """
     in_registers = a.memspace == cute.AddressSpace.rmem
     tiled = mma(n, a_in_registers=in_registers, b_transposed=b_transposed, dtype=b.element_type)
@@ -105,12 +106,13 @@ def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = Fal
 
 
 def begin() -> None:
-    """Orders the registers before the first :func:`multiply` of a group: what they hold is ready for it."""
+    """Makes earlier writes of registers visible to the MMAs of a group; call it before the group's first
+    :func:`multiply`."""
     warpgroup.fence()
 
 
 def commit() -> None:
-    """Ends a group: what was issued since the last one."""
+    """Commits the MMAs since the last commit as one group."""
     warpgroup.commit_group()
 
 

@@ -1,4 +1,5 @@
-"""Writing one row of a KV cache by a team of lanes, and division by numbers that only the host knows."""
+"""Functions by which a team of lanes writes one row of a KV cache, and `divide_by`, a division by a number of the
+host."""
 
 import cutlass
 import cutlass.cute as cute
@@ -11,8 +12,9 @@ from cute_kernels.device import numbers
 def encode_row(cache_row, values, given):
     """Encodes a team's row for `store_row`; all lanes of the warp take part.
 
-    cache_row: what a family made of its format, such as :class:`cute_kernels.kv_cache.rows.CodedRow`; values: register
-    tensor of the lane's fp32 numbers, changed where one is NaN or out of range; given: what `load_given` gave.
+    cache_row: the row object of the cache's format, such as a :class:`cute_kernels.kv_cache.rows.CodedRow`. values:
+        register tensor of the lane's fp32 numbers; NaN and numbers out of range are replaced. given: the result of
+        `load_given`.
     """
     statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
     steps = cute.make_rmem_tensor(max(cache_row.num_steps, 1), Float32)
@@ -52,13 +54,14 @@ def store_row(cache_row, encoded, address, team_lane) -> None:
 
 
 def load_given(cache_row, scale, head, team_lane):
-    """Starts loading the scale of a row's columns, from the address of the KV heads' scales; None if they have none.
+    """Starts loading a head's scale for a row. scale: the address of all KV heads' scales. Returns None for formats
+    without a scale beside the cache.
 
-    It pays to call it before the row has arrived: it is a latency of its own.
+    Call it before waiting for the row, so that the two latencies overlap.
     """
     return None if cache_row.given_scale is None else cache_row.load_scale(scale, head, team_lane)
 
 
 def divide_by(value: Int64, divisor: Int64) -> Int64:
-    """Computes value // d for 0 <= value < 2**63 / d by a multiplication, from ceil(2**63 / d)."""
+    """Returns value // d for 0 <= value < 2**63 / d, by a multiplication. divisor: ceil(2**63 / d)."""
     return Int64(numbers.multiply_high(Uint64(value << 1), Uint64(divisor)))

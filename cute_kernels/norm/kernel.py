@@ -49,7 +49,7 @@ class NormKernel:
         self.shared_bytes = self.inputs.shared_bytes if self.inputs else sums_bytes
 
     def launch(self, given, stream):
-        """Launches over the rows of ``out``; ``given`` has the arguments of :data:`.arguments.NORM`."""
+        """Launches over the rows of ``out``; ``given`` has the arguments of :func:`.arguments.norm_arguments`."""
         num_rows, n = extents(given.out)
         rows = Rows(
             x=given.x,
@@ -166,7 +166,7 @@ class NormKernel:
 
     @cute.jit
     def publish(self, value, sums, thread):
-        """Stores each warp's sum in shared memory and waits for all warps."""
+        """Stores the warp's sum in ``sums``. A barrier of the CTA must follow before threads read it."""
         if thread % self.config.warp == 0:
             ptx.store_shared(sums + thread // self.config.warp * 4, 0, [value])
 
