@@ -1,1 +1,1 @@
-"""The formats of weights, of KV caches, and of what changes scores: one object each."""
+"""The formats of weights and of KV caches, and the options that change attention's scores. Each is one object."""

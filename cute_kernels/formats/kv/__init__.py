@@ -1,12 +1,13 @@
-"""KV cache formats: the contents of a row of the cache, and which code reads and writes it. A format is one object.
+"""KV cache formats. A format is one object that describes the bytes of a cache row, and names the code that reads and
+writes rows.
 
-A row is one token of one KV head: its bytes are described, packed and proved by :mod:`layouts.kv`. Scales lie in the
-row, beside the cache (given to every call), or nowhere. Families ask a format what it can do and never which one it
-is; `register` adds one from any file, as docs/add_kv_format.md shows. Those that ship have a module each here, named
-below: a kernel's key has the modules of its own formats.
+A row is one token of one KV head; :mod:`layouts.kv` describes, packs and proves its bytes. Scales lie in the row or
+beside the cache (then every call is given them), or a format has none. Kernels ask a format for its properties and
+never compare names, so `register` can add a format from any file: see docs/add_kv_format.md. Each kind of shipped
+format has its own module here: a kernel's key has only the modules of its own formats.
 
-Device code is named as "module:attribute" and imported when a kernel is compiled: who loads kernels from a cache never
-imports the compiler.
+Device code is named as "module:attribute" and imported only when a kernel is compiled. So a process that loads kernels
+from a cache never imports the compiler.
 """
 
 from cute_kernels.formats.kv import channel_blocks, dense, int4, one_byte

@@ -14,31 +14,31 @@ from layouts.kv.channel_blocks import ChannelBlocks
 from layouts.kv.format import KvRow
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
-"""Columns of the rows that caches have, and that decode attention and appends take."""
+"""The numbers of columns of cache rows that decode attention and appends support."""
 
 GIVEN_SCALES = ("tensor", "head", "channel")
-"""Granularities of scales that lie beside a cache."""
+"""The granularities of scales that lie beside a cache."""
 
 GROUP_UNIT = 8
-"""Columns: the narrowest group with a scale of its own that attention reads, half of what an MMA contracts."""
+"""Columns of the narrowest group with its own scale that attention reads: half the K of an MMA."""
 
 WRITERS, READERS = "cute_kernels.kv_cache.rows", "cute_kernels.attention.readers"
 """Modules of device code that formats name."""
 
 
 Use = Literal["write", "decode", "extend"]
-"""What device code makes of a format's rows."""
+"""The uses of a format's rows, each with its own device code."""
 
 
 @dataclass(frozen=True)
 class DecodeReader:
-    """How decode attention makes MMA operands of a format's rows.
+    """The device code by which decode attention turns a format's rows into MMA operands.
 
     Args:
         keys, values: import paths of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`;
-            None for values of a format that is for keys alone.
-        cost: whose measured times the schedule goes by: "dense" (16 bits), "int4" or "byte".
-        codes: import path of the class that makes fp16 numbers of codes, for the readers of :mod:`.readers.decoded`.
+            ``values`` is None for a format that is for keys alone.
+        cost: the kind of format whose measured times the schedule uses: "dense" (16 bits), "int4" or "byte".
+        codes: import path of the class that converts codes to fp16, for the readers of :mod:`.readers.decoded`.
     """
 
     keys: str
@@ -48,23 +48,24 @@ class DecodeReader:
 
     @classmethod
     def of_codes(cls, codes: str) -> DecodeReader:
-        """Makes the reader of rows that begin with an fp32 scale for each group. ``codes`` names the class that makes
-        fp16 numbers of a run's words."""
+        """Makes the reader of rows that begin with an fp32 scale for each group. ``codes`` names the class that
+        converts a run's words to fp16."""
         module = f"{READERS}.decoded"
         return cls(f"{module}:DecodedKeyReader", f"{module}:DecodedValueReader", codes=codes)
 
 
 @dataclass(frozen=True)
 class ExtendReader:
-    """How extend attention's producer warps make fp16 tiles of a format's codes.
+    """The device code by which extend attention's producer warps turn a format's codes into fp16 tiles.
 
     Args:
         words: import path of the class that converts a word of codes, see `cute_kernels.attention.loads.rows`.
-        scales: "outside" the row (those of channels meet queries and the output), as a "row" scale (one fp32 number in
-            front of the codes, which meets scores and probabilities; of several groups, one for each, which goes into
-            the numbers), or in "groups" (a word in front for each group, which goes into the numbers).
+        scales: where scales lie, and what they multiply. "outside": beside the cache; scales of channels multiply
+            queries and the output. "row": fp32 numbers in front of the codes; a single one multiplies scores and
+            probabilities, one for each of several groups multiplies the decoded numbers. "groups": a word in front for
+            each group, applied to the decoded numbers.
         registers: which of `cute_kernels.attention.extend_config.REGISTERS` the producers need: "bytes" or "int4".
-        unit: the factor that the tile's numbers still lack.
+        unit: the factor by which the tile's numbers are too small.
     """
 
     words: str
@@ -75,28 +76,29 @@ class ExtendReader:
 
 @dataclass(frozen=True)
 class KvFormat:
-    """One format of cache rows, of any head_dim.
+    """One format of cache rows, for any head_dim.
 
     Args:
         name: a C identifier, unique.
         codes: the stored type of an element: "bf16", "fp16" (the element itself), "u4", "int8", "e4m3", "e5m2" ...
-        code_bits: bits of it.
+        code_bits: bits of a stored element.
         cache_dtypes: dtypes that a cache tensor may have; new caches get the first.
-        make_row: head_dim to the row's bytes as an object of :mod:`layouts.kv`: it quantises, dequantises and packs,
-            proves its layout and bounds its error. None where rows are the elements themselves.
+        make_row: a function of head_dim that returns the row as an object of :mod:`layouts.kv`, which quantises,
+            dequantises, packs, proves its layout and bounds its error. None if rows are the elements themselves.
         num_groups: groups of columns that have scales of their own in the row.
         header_bytes: bytes of scales in front of a row's codes: 4 for each group, or none.
         given_scale: granularity of a scale that lies beside the cache ("tensor", "head" or "channel"), or None.
-        code_max: the largest code, which a scale maps the largest magnitude to; None without scales of that kind.
+        code_max: the largest code, to which a scale maps the largest magnitude; None without such scales.
         writer: import path of the class that quantises rows in registers, see :mod:`cute_kernels.kv_cache.rows`.
-        decode: of decode attention; None: it cannot read such caches.
-        extend: of extend attention; None: it cannot read such caches, unless they are of 16 bits.
-        read_as: the format whose kernels read such caches, default this one.
-        block_tokens: tokens, from a multiple of theirs on, whose rows of a head share their scales, one for each
-            column. Such rows are written when the last of them is there; until then they wait in 16 bits
-            (`layouts.kv.channel_blocks`). A row has a header word for so many columns. For keys alone.
-        by_token: whether `append_kv` writes rows in the order of the call's tokens instead of by position, as keys do
-            before their block is full.
+        decode: the reader of decode attention; None if it cannot read such caches.
+        extend: the reader of extend attention; None for 16-bit elements, which need none, and for formats that it
+            cannot read.
+        read_as: the format whose kernels read such caches; default: this one.
+        block_tokens: number of neighbouring tokens of a head that share scales, one for each column; blocks begin at
+            its multiples. The rows of a block are written when its last token arrives; until then they wait in 16 bits
+            (`layouts.kv.channel_blocks`). A row has a header word for every ``block_tokens`` columns. For keys alone.
+        by_token: whether `append_kv` writes rows in the order of the call's tokens, not by position. Keys in blocks are
+            first written so.
     """
 
     name: str
@@ -132,7 +134,7 @@ class KvFormat:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The first of ``cache_dtypes``."""
+        """The dtype of new caches: the first of ``cache_dtypes``."""
         return self.cache_dtypes[0]
 
     @property
@@ -142,20 +144,22 @@ class KvFormat:
 
     @property
     def has_header(self) -> bool:
-        """Whether rows carry their scales; attention copies them as raw bytes then, bare elements by tensor maps."""
+        """Whether rows hold their scales. Attention copies such rows as raw bytes, and rows of bare elements by tensor
+        maps."""
         return self.header_bytes > 0
 
     @property
     def kernel_name(self) -> str:
-        """The format whose kernel reads such caches."""
+        """The name of the format whose kernels read such caches."""
         return self.read_as or self.name
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Returns whether a cache can be used with q, k and v of ``dtype``: rows of plain elements need their own."""
+        """Returns whether a cache can be used with q, k and v of ``dtype``. Rows of plain elements need the same
+        dtype."""
         return self.is_coded or self.cache_dtype == dtype
 
     def row(self, head_dim: int) -> KvRow:
-        """Returns the bytes of a row at a head_dim. Raises ValueError if there is no such row, or if it has nothing but
+        """Returns the row object at a head_dim. Raises ValueError if the format has no such row, or if rows are plain
         elements."""
         if self.make_row is None:
             raise ValueError(f"kv_format: got {self.name!r}, whose rows are plain elements, want a format of codes")
@@ -179,8 +183,8 @@ class KvFormat:
         return self.row_bytes(head_dim) if self.is_coded else head_dim
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Converts elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; for formats in blocks
-        [..., tokens, num_kv_heads, head_dim], whole blocks."""
+        """Converts elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; For formats in blocks
+        x is [..., tokens, num_kv_heads, head_dim], with whole blocks of tokens."""
         if self.by_token:
             return ChannelBlocks(x.shape[-1]).waiting(x)
         if self.in_blocks:
@@ -190,8 +194,8 @@ class KvFormat:
     def dequantize(
         self, rows: torch.Tensor, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Converts cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]; for formats in blocks
-        [..., tokens, num_kv_heads, row], whole blocks."""
+        """Converts cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]; For formats in blocks
+        rows are [..., tokens, num_kv_heads, row], with whole blocks of tokens."""
         if not self.is_coded:
             return rows.to(dtype)
         if self.in_blocks:
@@ -200,8 +204,8 @@ class KvFormat:
         return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
 
     def places(self, *uses: Use) -> tuple[str, ...]:
-        """Returns the import paths of the format's device code for some uses, for all if none is named, as
-        "module:attribute"."""
+        """Returns the import paths ("module:attribute") of the format's device code for the given uses; without
+        arguments for all uses."""
         decode = () if self.decode is None else (self.decode.keys, self.decode.values, self.decode.codes)
         extend = () if self.extend is None else (self.extend.words,)
         by_use: dict[Use, tuple[str | None, ...]] = {"write": (self.writer,), "decode": decode, "extend": extend}

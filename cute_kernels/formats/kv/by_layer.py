@@ -1,4 +1,5 @@
-"""Formats of a model's cache layer by layer, and their file: JSON that `cute-kernels calibrate --budget` writes."""
+"""`LayerFormats`, the KV formats of a model layer by layer, and their JSON file, which `cute-kernels calibrate
+--budget` writes."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ FORMAT, VERSION = "cute_kernels.layer_formats", 1
 
 @dataclass(frozen=True)
 class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
-    """K's and V's format of every layer: a mapping that is taken wherever ``kv_format`` may differ by layer.
+    """A mapping from every layer to K's and V's format. It is accepted wherever ``kv_format`` may differ by layer.
 
     Args:
-        layers: (K's, V's) of each.
-        report: JSON-able, how they were chosen.
+        layers: (K's format, V's format) of each layer.
+        report: how the formats were chosen, as values that JSON can hold.
 
     Raises:
         TypeError, ValueError: there are no layers, or a format is unknown.
@@ -59,7 +60,7 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no file of formats, or of a later version.
+            ValueError: the file holds no formats, or has a later version.
         """
         try:
             data = json.loads(Path(path).read_text())
@@ -77,14 +78,15 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
 
 
 def told_formats(kv_format: T) -> T | LayerFormats:
-    """Returns the formats that ``kv_format`` names: those of a file if it is a path (``*.json``), else itself."""
+    """Returns the formats of a file if ``kv_format`` is a path (``*.json``), else ``kv_format`` itself."""
     if isinstance(kv_format, Path) or (isinstance(kv_format, str) and kv_format.endswith(".json")):
         return LayerFormats.load(kv_format)
     return kv_format
 
 
 def check_layers(kv_format: object, num_layers: int | None = None) -> None:
-    """Raises ValueError for a mapping with a key that is no layer of a model, where its number of layers is known."""
+    """Raises ValueError if ``kv_format`` is a mapping with a key that is no layer. Without ``num_layers`` the upper
+    bound is not checked."""
     for layer in kv_format if isinstance(kv_format, Mapping) else ():
         if type(layer) is not int or layer < -1 or (num_layers is not None and layer >= num_layers):
             wanted = "a layer's number" if num_layers is None else f"0 to {num_layers - 1}"
@@ -92,10 +94,10 @@ def check_layers(kv_format: object, num_layers: int | None = None) -> None:
 
 
 def formats_of_layer(kv_format: object, layer: int) -> tuple[KvFormatName, KvFormatName]:
-    """Returns K's and V's formats in a layer. ``kv_format`` is a name, a pair, or a mapping by the layer's number, -1
-    for all others.
+    """Returns K's and V's formats in a layer. ``kv_format`` is a name, a pair, or a mapping by the layer's number (-1:
+    all others).
 
-    Raises TypeError for anything else, ValueError if a mapping has none for the layer.
+    Raises TypeError for anything else, ValueError if a mapping has no format for the layer.
     """
     if not isinstance(kv_format, Mapping):
         return format_pair(kv_format)

@@ -1,4 +1,4 @@
-"""Keys whose scales blocks of tokens share, one for each column."""
+"""The format of keys in blocks: the tokens of a block share scales, one for each column."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CHANNEL_BLOCKS = KvFormat(
     decode=DecodeReader(f"{READERS}.channel_blocks:ChannelBlockKeyReader", None, "int4"),
     block_tokens=BLOCK_TOKENS,
 )
-"""KIVI's grid of keys. Beside `FORMATS`, of which more holds: a row is written with its token, and may be V's."""
+"""KIVI's format of keys. It is not in `FORMATS`: there each row is written with its token, and serves for V, too."""
 
 WAITING = KvFormat("fp16_waiting", "fp16", 16, (torch.float16,), f"{WRITERS}:WaitingRow", by_token=True)
-"""Keys as `append_kv` leaves them to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""
+"""The format in which `append_kv` hands keys to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""
 
 BESIDE = (CHANNEL_BLOCKS, WAITING)

@@ -1,4 +1,4 @@
-"""Rows of 16-bit elements as they are."""
+"""The formats of plain 16-bit elements, bf16 and fp16."""
 
 from __future__ import annotations
 

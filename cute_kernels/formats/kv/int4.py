@@ -1,4 +1,4 @@
-"""INT4 rows with a scale and a shift for each group of columns."""
+"""The INT4 formats, with a scale and a shift for each group of columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ INT4_UNIT = 2.0  # of extend's tiles, which hold half of the values: fp16 has ro
 
 
 def _int4(num_groups: int) -> KvFormat:
-    """INT4 rows with ``num_groups`` (fp16 scale, fp16 shift) pairs in front: :class:`layouts.kv.int4.Int4Row`."""
+    """Makes the format of INT4 rows with ``num_groups`` (fp16 scale, fp16 shift) pairs in front
+    (:class:`layouts.kv.int4.Int4Row`)."""
     keys, values = f"{READERS}.int4:Int4KeyReader", f"{READERS}.int4:Int4ValueReader"
     return KvFormat(
         f"int4_g{num_groups}",

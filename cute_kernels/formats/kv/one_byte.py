@@ -1,4 +1,4 @@
-"""Rows of one byte per element: INT8, FP8 E4M3 and E5M2."""
+"""The formats of one byte per element: INT8, FP8 E4M3 and E5M2."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EXTEND_SCALES = dict.fromkeys((None, "tensor", "head", "channel"), "outside") |
 
 
 def _bytes(codes: str, granularity: str | None = None, num_groups: int = 1) -> KvFormat:
-    """One byte per element: INT8 or E4M3 with a symmetric fp32 scale, or E5M2 without.
+    """Makes a format of one byte per element: INT8 or E4M3 with a symmetric fp32 scale, or E5M2 without scale.
 
     granularity: of the scale, see :data:`layouts.kv.scaled.GRANULARITIES`; None for E5M2. num_groups: scales of a row
-    with granularity "group". Rows that hold nothing but codes may also come in the codes' own dtype.
+    with granularity "group". Caches of rows without scales may also have the codes' own dtype instead of uint8.
     """
 
     def row(head_dim: int) -> KvRow:

@@ -1,4 +1,4 @@
-"""Formats by name."""
+"""The registry of KV formats, by name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cute_kernels.names import KvFormatName
 PACKAGE = __name__.partition(".")[0]
 
 FORMATS: dict[str, KvFormat] = {}
-"""The formats that ship, by name."""
+"""The shipped formats, by name."""
 
 ALIASES = {"int4": "int4_g4", "int8": "int8_token_head", "fp8": "e4m3_token_head"}
-"""What is recommended of a kind, by the kind's name."""
+"""The recommended format of each kind, by the kind's name."""
 
 _registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in blocks
 
 
 def ship(module: ModuleType) -> None:
-    """Registers the formats of a module of this package: its `FORMS`, and its `BESIDE`, which are not for both K and
-    V."""
+    """Registers the formats of a module of this package: those in `FORMS`, and those in `BESIDE`, which do not serve
+    for both K and V."""
     shipped, beside = getattr(module, "FORMS", ()), getattr(module, "BESIDE", ())
     FORMATS.update({form.name: form for form in shipped})
     for form in beside:
@@ -32,10 +32,10 @@ def ship(module: ModuleType) -> None:
 def register(form: KvFormat) -> KvFormat:
     """Registers a format by its name for every function that takes ``kv_format``; returns it.
 
-    Registering an equal one again changes nothing.
+    Registering an equal format again changes nothing.
 
     Raises:
-        ValueError: the name is another format's, or a row at some head_dim has not the bytes that the format says.
+        ValueError: another format has the name, or at some head_dim the row object's size contradicts the format.
     """
     taken = FORMATS.get(form.name) or _registered.get(form.name)
     if form.name in ALIASES or (taken is not None and taken != form):
@@ -54,12 +54,13 @@ def register(form: KvFormat) -> KvFormat:
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all formats, those that ship first."""
+    """Returns the names of all formats, shipped ones first."""
     return (*FORMATS, *(name for name, form in _registered.items() if not form.by_token))
 
 
 def format_of(name: str) -> KvFormat:
-    """Returns the format called ``name``. Raises ValueError with the known names, or TypeError if it is no name."""
+    """Returns the format called ``name``. Raises ValueError with the known names if it is unknown, TypeError if it is
+    no string."""
     try:
         return FORMATS[ALIASES.get(name, name)]
     except KeyError:
@@ -85,14 +86,15 @@ def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
 
 
 def modules_of(*names: str) -> tuple[str, ...]:
-    """Returns the modules outside this package that hold the device code of some formats. A process must import them to
-    compile kernels for these formats."""
+    """Returns the modules outside this package that hold the device code of the named formats. A process must import
+    them to compile kernels for these formats."""
     places = (place for name in names for place in format_of(name).places())
     return tuple(dict.fromkeys(module for place in places if _is_foreign(module := place.partition(":")[0])))
 
 
 def code_of(use: Use, *names: str) -> tuple[object, ...]:
-    """Returns what a kernel's key has of some formats: the formats, and the modules of their device code."""
+    """Returns the parts of a kernel's key that come from the named formats: the formats, and the modules of their
+    device code."""
     forms = tuple(dict.fromkeys(map(format_of, names)))
     return *forms, *dict.fromkeys(place for form in forms for place in form.places(use))
 

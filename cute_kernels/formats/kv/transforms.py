@@ -1,4 +1,4 @@
-"""Transforms of a cache, which make keys and values easy to quantise without changing what attention computes.
+"""`CacheTransform`, which makes keys and values easier to quantise without changing attention's result.
 
 A layer's cache holds k' and v' in place of k and v, and attention reads them with q' in place of q. After RoPE, for KV
 head h, with H_w the Hadamard matrix of ``w`` columns, block by block along head_dim (`rotated`):
@@ -6,14 +6,14 @@ head h, with H_w the Hadamard matrix of ``w`` columns, block by block along head
     k' = H_w (k_factor[h] * (k - k_center[h]))          q' = H_w (q_factor[h] * q),  q_factor = 1 / k_factor
     v' = H_u (v_factor[h] * v)                          out = (1 / v_factor[h]) * H_u out'
 
-H_w is orthogonal and symmetric, so q . k = q' . k' + shift with **shift = q . k_center[h]**: one number a query,
-whatever the key. A softmax does not see it. What does see it has to add it: a soft cap (before the cap), an attention
-sink (whose logit competes with q . k) and the log-sum-exp, and so the merging of parts with different centers.
+H_w is orthogonal and symmetric, so q . k = q' . k' + shift with **shift = q . k_center[h]**: one number a query, the
+same for all keys. A softmax does not depend on it. Others have to add it: a soft cap (before the cap), an attention
+sink (whose logit competes with q . k) and the log-sum-exp, hence also the merging of parts with different centers.
 
-What each is for. Channels of K with a large mean, which every token has, take a group's range: the *center* removes
-them. The *factors* trade noise between channels of K and q, as SmoothQuant's do (Xiao et al., 2023; `smoothing` folds
-such factors before RoPE). The *rotation* spreads what is left of an outlier over its block (QuIP#, Tseng et al., 2024;
-QuaRot, Ashkboos et al., 2024). Random signs of a randomised Hadamard matrix are signs of the factors.
+The *center* removes the mean of K's channels, which would otherwise use up a group's range. The *factors* trade noise
+between channels of K and q, like SmoothQuant's (Xiao et al., 2023; `smoothing` folds such factors before RoPE). The
+*rotation* spreads the rest of an outlier over its block (QuIP#, Tseng et al., 2024; QuaRot, Ashkboos et al., 2024). The
+random signs of a randomised Hadamard matrix are signs of the factors.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LEAST_FACTOR, GREATEST_FACTOR = 2.0**-14, 2.0**14
 
 @dataclass(frozen=True, eq=False)
 class CacheTransform:
-    """How one layer's K and V are written, and q is read; see the module's text. Never changed once made.
+    """The transform of one layer's K and V, with its counterpart for q; see the module's text. The object is immutable.
 
     Args:
-        k_center: fp32 [num_kv_heads, head_dim], finite: the vector subtracted from K after RoPE; None: nothing.
+        k_center: fp32 [num_kv_heads, head_dim], finite: subtracted from K after RoPE; None: nothing.
         k_factor: fp32 [num_kv_heads, head_dim], magnitudes from 2**-14 to 2**14, any signs; None: 1.
         k_rotation: columns of K's and q's Hadamard blocks: 1 (no rotation) or a power of two that divides head_dim.
         v_factor: as k_factor, fp32 [num_kv_heads, v_head_dim].
@@ -79,7 +79,7 @@ class CacheTransform:
 
     @property
     def arrays(self) -> dict[str, torch.Tensor]:
-        """The tensors that it has, by name: k_center, k_factor and v_factor."""
+        """The given tensors among k_center, k_factor and v_factor, by name."""
         named = {"k_center": self.k_center, "k_factor": self.k_factor, "v_factor": self.v_factor}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -95,12 +95,13 @@ class CacheTransform:
 
     @property
     def identity(self) -> bool:
-        """Whether nothing changes: the same as no transform at all."""
+        """Whether the transform changes nothing."""
         return not self.arrays and self.k_rotation == self.v_rotation == 1
 
     @cached_property
     def kind(self) -> tuple[Any, ...] | None:
-        """The part of it that decides a kernel and its launch: all but the numbers; None for the identity."""
+        """The part of the transform that decides a kernel and its launch: everything but the arrays' values. None for
+        the identity."""
         if self.identity:
             return None
         arrays = [(x.shape, x.device) if x is not None else None for x in (self.k_center, self.k_factor, self.v_factor)]
@@ -108,12 +109,12 @@ class CacheTransform:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the arrays are; None without any."""
+        """The device of the arrays; None without arrays."""
         return next((array.device for array in self.arrays.values()), None)
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
-        """The addresses of k_center, k_factor, q_factor and v_factor; 0 for those that it does not have."""
+        """The addresses of k_center, k_factor, q_factor and v_factor; 0 for a missing array."""
         center, k_factor, q_factor, v_factor = (
             0 if x is None else x.data_ptr() for x in (self.k_center, self.k_factor, self.q_factor, self.v_factor)
         )
@@ -127,7 +128,7 @@ class CacheTransform:
     @cached_property
     def key(self) -> str:
         """A digest of the transform, 16 hexadecimal digits: equal for transforms that write the same cache. Waits for
-        the device, once. "none" for the identity, as `key_of` says of no transform.
+        the device, once. It is "none" for the identity, as `key_of` returns without a transform.
 
         Examples:
             >>> CacheTransform().key
@@ -142,13 +143,13 @@ class CacheTransform:
         return digest.hexdigest()[:16]
 
     def validate(self, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None) -> None:
-        """Raises ValueError unless the transform is for a cache of these sizes. v_head_dim: V's, if it differs from
+        """Raises ValueError unless the transform fits a cache of these sizes. v_head_dim: columns of V; default:
         head_dim."""
         device = next((array.device for array in self.arrays.values()), torch.device("cpu"))
         self._check_fit(num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, device)
 
     def to(self, device: torch.device | str | None) -> CacheTransform:
-        """Returns the transform with its arrays on a device; itself if they are there."""
+        """Returns the transform with its arrays on a device; the same object if they are already there."""
         moved = {name: array.to(device) for name, array in self.arrays.items()}
         if all(moved[name] is array for name, array in self.arrays.items()):
             return self
@@ -184,23 +185,24 @@ class CacheTransform:
         return rotated(x, self.k_rotation).to(q.dtype)
 
     def shift(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Returns q . k_center, which q' . k' lacks: [..., num_q_heads], at least fp32; None without a center. q is
-        taken after RoPE and *before* `queries`. The unit is that of q . k, before softmax_scale."""
+        """Returns q . k_center, by which q' . k' is smaller than q . k: [..., num_q_heads], at least fp32; None without
+        a center. q is given after RoPE and *before* `queries`. The result is not multiplied by softmax_scale."""
         if self.k_center is None:
             return None
         x = _wide(q)
         return (x * _per_q_head("q", q, self.k_center).to(x.dtype)).sum(-1)
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
-        """Recovers attention's output over v from the output over v', floating [..., num_q_heads, v_head_dim]. On [...,
-        num_kv_heads, v_head_dim] it undoes `values`."""
+        """Recovers attention's output over v from the output over v', floating [..., num_q_heads, v_head_dim]. For
+        [..., num_kv_heads, v_head_dim] it is the inverse of `values`."""
         x = rotated(_wide(out), self.v_rotation)
         return (x if self.v_factor is None else x / _per_q_head("out", out, self.v_factor).to(x.dtype)).to(out.dtype)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_fit(self, heads: int, head_dim: int | None, v_head_dim: int | None, device: torch.device) -> None:
-        """Arrays [heads, head_dim] (V's: v_head_dim) on the device, rotations that divide it; None: not known."""
+        """Raises ValueError unless arrays are [heads, head_dim] (V's: v_head_dim) on the device, and rotations divide
+        the columns. An argument of None is not checked."""
         for name, array in self.arrays.items():
             dim = v_head_dim if name.startswith("v") else head_dim
             if tuple(array.shape) != (heads, dim):
@@ -219,19 +221,20 @@ TRANSFORM_SCHEMA = (
     "Tensor? k_center=None, Tensor? k_factor=None, Tensor? q_factor=None, Tensor? v_factor=None, "
     "Tensor? out_factor=None, int k_rotation=1, int v_rotation=1"
 )
-"""What an operator's schema has for a transform; its implementation gets all of it or what differs from this."""
+"""The arguments for a transform in an operator's schema. The implementation gets all of them, or only those up to the
+last that differs from its default."""
 
 
 PART_NAMES = ("k_center", "k_factor", "q_factor", "v_factor", "out_factor", "k_rotation", "v_rotation")
 
 
 def named_parts_of(transform: CacheTransform | None) -> dict[str, Any]:
-    """`parts_of` by name."""
+    """Returns `parts_of` by name."""
     return dict(zip(PART_NAMES, parts_of(transform), strict=False))
 
 
 def parts_of(transform: CacheTransform | None) -> tuple[Any, ...]:
-    """Returns a transform as the arguments of `TRANSFORM_SCHEMA`, in their order; none for None."""
+    """Returns a transform as the arguments of `TRANSFORM_SCHEMA`, in their order; an empty result for None."""
     if transform is None:
         return ()
     arrays = transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor, transform.out_factor
@@ -247,8 +250,8 @@ def transform_of(
     k_rotation: int = 1,
     v_rotation: int = 1,
 ) -> CacheTransform | None:
-    """Returns the transform of these parts, which a transform had. They are not checked again, which would wait for a
-    GPU."""
+    """Returns the transform with these parts, which come from `parts_of`. They are not checked again, since that would
+    wait for a GPU."""
     if k_center is k_factor is v_factor is None and k_rotation == v_rotation == 1:
         return None
     made = object.__new__(CacheTransform)
@@ -259,7 +262,7 @@ def transform_of(
 
 
 def key_of(transform: CacheTransform | None) -> str:
-    """`CacheTransform.key`; "none" without a transform."""
+    """Returns `CacheTransform.key`; "none" without a transform."""
     return "none" if transform is None else transform.key
 
 
@@ -270,10 +273,11 @@ def check_transform(name: str, transform: object) -> None:
 
 
 def check_transforms(name: str, transforms: object, num_layers: int) -> tuple[CacheTransform | None, ...]:
-    """Returns a transform or None for every layer, from one for all or from a sequence of ``num_layers``.
+    """Returns a transform or None for every layer. ``transforms`` is one for all layers, or a sequence of
+    ``num_layers``.
 
     Raises:
-        TypeError, ValueError: it is neither.
+        TypeError, ValueError: ``transforms`` is neither.
     """
     if transforms is None or isinstance(transforms, CacheTransform):
         return (transforms,) * num_layers
@@ -289,7 +293,7 @@ def check_transforms(name: str, transforms: object, num_layers: int) -> tuple[Ca
 def rotated(x: torch.Tensor, width: int) -> torch.Tensor:
     """Returns x times the Hadamard matrix of ``width`` columns, block by block of the last dimension.
 
-    In natural (Sylvester's) order, times width ** -0.5: orthogonal, symmetric, its own inverse.
+    The matrix is in natural (Sylvester's) order, times width ** -0.5. It is orthogonal, symmetric and its own inverse.
 
     Args:
         x: floating [..., columns].
@@ -316,7 +320,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _per_q_head(name: str, x: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
-    """Returns [num_kv_heads, columns] as [num_q_heads, columns] of x [..., num_q_heads, columns]."""
+    """Repeats an array [num_kv_heads, columns] for the q heads of x [..., num_q_heads, columns]. Returns [num_q_heads,
+    columns]."""
     heads, columns = array.shape
     if x.dim() < 2 or x.shape[-1] != columns or not x.shape[-2] or x.shape[-2] % heads:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want [..., a multiple of {heads}, {columns}]")

@@ -1,4 +1,5 @@
-"""What changes attention's scores between q K^T and the softmax: one object an option (docs/add_score_option.md)."""
+"""Score options, which change attention's scores between q K^T and the softmax. Each is one object
+(docs/add_score_option.md)."""
 
 from cute_kernels.formats.scores.base import SIZES, KeyBlock, OptionTensor, ScoreOption
 from cute_kernels.formats.scores.registry import (

@@ -1,7 +1,7 @@
 """`ScoreOption`, an option that changes attention's scores between q K^T and the softmax.
 
-An option has its part of a kernel's name, the tensors that a call gives it, its formula for scores in the reference,
-and the import path of its device code. That is a class like those of :mod:`.terms`, named as "module:attribute" and
+An option has its part of a kernel's name, the tensors that a call gives, a formula for scores in the reference, and the
+import path of its device code. The device code is a class like those of :mod:`.terms`, named as "module:attribute" and
 imported when a kernel is compiled.
 """
 
@@ -18,7 +18,7 @@ from cute_kernels.arguments import check_aligned, check_contiguous, check_place,
 from cute_kernels.formats.scores.features import Features
 
 TERMS = "cute_kernels.formats.scores.terms"
-"""Module of the device code of those that ship."""
+"""The module with the device code of the shipped options."""
 
 SIZES = ("batch", "q_len", "num_q_heads", "num_kv_heads", "head_dim", "max_seq_len")
 ALIGNMENT = 4  # bytes, of a tensor's start
@@ -29,8 +29,8 @@ class OptionTensor:
     """A tensor that a call gives an option; its address is an argument of the launch.
 
     Attributes:
-        name: of the key in ``score_options``, and of the launch's argument.
-        shape: numbers, and names of `SIZES`; contiguous.
+        name: the key in ``score_options``, and the name of the launch argument.
+        shape: numbers, and names of `SIZES`. The tensor is contiguous.
         dtype: of its elements.
     """
 
@@ -39,11 +39,11 @@ class OptionTensor:
     dtype: torch.dtype = torch.float32
 
     def shape_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape in a call of ``sizes``."""
+        """Returns the tensor's shape in a call of ``sizes``."""
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
 
     def check(self, tensor: torch.Tensor, q: torch.Tensor, sizes: Mapping[str, int]) -> None:
-        """Raises TypeError or ValueError unless ``tensor`` fits a call of ``sizes``; names what came."""
+        """Raises TypeError or ValueError unless ``tensor`` fits a call of ``sizes``; the message says what came."""
         check_tensors(**{self.name: tensor})
         check_place(self.name, tensor, q.device)
         wanted = self.shape_of(sizes)
@@ -58,12 +58,12 @@ class OptionTensor:
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """The scores that the reference computes at a time: of all queries, for some keys.
+    """The block of scores that the reference computes at a time: all queries, some keys.
 
     Attributes:
-        call: whose queries they are, as `cute_kernels.attention.call.AttentionCall` has it.
-        keys_at: int64 [tokens]: positions of the keys.
-        query_positions: int64 [batch, q_len]: where the queries stand in their requests.
+        call: the call, as a `cute_kernels.attention.call.AttentionCall`.
+        keys_at: int64 [tokens]: the keys' positions in their requests.
+        query_positions: int64 [batch, q_len]: the queries' positions in their requests.
     """
 
     call: Any
@@ -72,7 +72,7 @@ class KeyBlock:
 
     @property
     def distances(self) -> torch.Tensor:
-        """int64 [batch, q_len, 1, 1, tokens]: from each query on to each key."""
+        """int64 [batch, q_len, 1, 1, tokens]: the key's position minus the query's."""
         return (self.keys_at - self.query_positions[:, :, None])[:, :, None, None, :]
 
     def by_head(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -81,14 +81,14 @@ class KeyBlock:
 
 
 class ScoreOption(ABC):
-    """One option. A subclass is registered as it is: it has no state.
+    """The base of score options. A subclass is registered as an object without state.
 
     Attributes:
-        name: part of kernels' names, and what it is registered by; an identifier.
+        name: the name in the registry and in kernels' names; an identifier.
         term: import path of its device code.
-        tensors: those that a call gives in ``score_options``; none of options that have keywords of their own.
-        fits_four_blocks: whether a warp that carries four blocks of queries has registers for it: it keeps nothing
-            that depends on the query.
+        tensors: the tensors that a call gives in ``score_options``; none for options with keywords of their own.
+        fits_four_blocks: whether the option keeps nothing per query, so that a warp with four blocks of queries has
+            registers for it.
     """
 
     name: ClassVar[str]
@@ -97,15 +97,16 @@ class ScoreOption(ABC):
     fits_four_blocks: ClassVar[bool] = False
 
     def is_in(self, features: Features) -> bool:
-        """Returns whether a compiled variant with these features has it."""
+        """Returns whether a compiled variant with these features has the option."""
         return self.name in features.terms
 
     @abstractmethod
     def reference(self, scores: torch.Tensor, block: KeyBlock) -> torch.Tensor:
-        """Computes scores [batch, q_len, num_kv_heads, group, tokens] in natural units."""
+        """Returns the changed scores [batch, q_len, num_kv_heads, group, tokens], in natural units (not powers of
+        two)."""
 
     def sample(self, sizes: Mapping[str, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Makes tensors of a call of ``sizes`` for tests: standard normal, on the generator's device."""
+        """Makes the option's tensors for a call of ``sizes``, for tests: standard normal, on the generator's device."""
         shapes = {tensor.name: tensor.shape_of(sizes) for tensor in self.tensors}
         return {
             name: torch.randn(shape, generator=generator, device=generator.device) for name, shape in shapes.items()

@@ -1,5 +1,5 @@
-"""The features of attention that a call uses beyond softmax(q K^T) V, as compile-time facts. There are no GPU types
-here."""
+"""`Features`, the features of attention that a call uses beyond softmax(q K^T) V, as compile-time facts. There are no
+GPU types here."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ WIDEST_RESTORED = 128  # columns of a Hadamard block: 4 of each lane of a warp
 class Features:
     """The parts of attention that a compiled variant has; the defaults are a plain call of one query on dense caches.
 
-    Values that go with them (the width of the window, the cap, addresses, strides) are arguments of the launch.
+    Numbers that belong to features (the width of the window, the cap, addresses, strides) are arguments of the launch.
 
     Attributes:
         queries: a request has several queries (q_len > 1).
-        causal: they differ in the keys that they see.
+        causal: the queries of a request differ in the keys that they see.
         window: keys further back than the window are not seen.
         soft_cap: scores go through cap * tanh(score / cap).
         sinks: every query head has one more logit in the denominator.
         alibi: scores get slope * (key position - query position).
-        shift: scores get one more number per query, softmax_scale times it before a soft cap: what the center of a
-            transformed cache has taken off them.
-        v_rotation: columns of the Hadamard blocks that the output is turned back by, up to `WIDEST_RESTORED`; or 1.
+        shift: softmax_scale times a number per query is added to scores, before a soft cap. The number is q . k_center,
+            by which the center of a transformed cache has lowered q . k.
+        v_rotation: columns of the Hadamard blocks by which the output is rotated back, up to `WIDEST_RESTORED`; 1 for
+            none.
         v_factor: the output's columns are multiplied, by one number per KV head and column.
         bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
         terms: names of registered options (:mod:`cute_kernels.formats.scores`), in order.
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
         tail: keys are of a format in blocks, and the newest block's lie beside the cache.
-        by_head: each KV head of a request has a row of pages and a length of its own, those of a head side by side.
+        by_head: each KV head of a request has its own row of pages and its own length. The rows of one head are
+            neighbours.
     """
 
     queries: bool = False
@@ -61,11 +63,11 @@ class Features:
 
     @property
     def restores(self) -> bool:
-        """Whether the output is transformed back from the transform of V."""
+        """Whether the launch undoes V's transform in the output."""
         return self.v_rotation > 1 or self.v_factor
 
     def problem(self, v_head_dim: int) -> str | None:
-        """Returns why outputs of ``v_head_dim`` columns cannot have them, or None."""
+        """Returns why these features are impossible for outputs of ``v_head_dim`` columns, or None."""
         width = self.v_rotation
         if not 1 <= width <= WIDEST_RESTORED or width & (width - 1):
             return f"v_rotation {width} is not a power of two up to {WIDEST_RESTORED}"

@@ -1,6 +1,6 @@
-"""Score options by name: those that ship, and those that `register` has added from any file.
+"""The registry of score options, by name: shipped ones, and those that `register` has added from any file.
 
-`decode_attention` and `extend_attention` have keywords for those that ship; calls name others in ``score_options``.
+`decode_attention` and `extend_attention` have keywords for the shipped options; calls name others in ``score_options``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from cute_kernels.formats.scores.base import SIZES, Features, OptionTensor, Scor
 from cute_kernels.formats.scores.shipped import Alibi, Bias, Shift, Sinks, SoftCap, Window
 
 OPTIONS: tuple[ScoreOption, ...] = (Shift(), SoftCap(), Alibi(), Sinks(), Bias(), Window())
-"""Those that ship, in the order in which they act on scores."""
+"""The shipped options, in the order in which they act on scores."""
 
 _registered: dict[str, ScoreOption] = {}
 
 
 def register(option: ScoreOption) -> ScoreOption:
-    """Registers an option by its name and its tensors' names; returns it. Registering its class again changes nothing.
+    """Registers an option by its name and its tensors' names; returns it. Registering an option of the same class again
+    changes nothing.
 
     Raises:
-        ValueError: its name, or a tensor's, is no identifier or another option's, or a tensor has an unknown size.
+        ValueError: its name, or a tensor's name, is no identifier or belongs to another option; or a tensor has an
+            unknown size.
     """
     if type(_registered.get(option.name)) is type(option):
         return _registered[option.name]
@@ -52,7 +54,7 @@ def options_in(features: Features) -> list[ScoreOption]:
 
 
 def tensors_of(names: Iterable[str]) -> list[OptionTensor]:
-    """Returns the tensors that a call passes to registered options."""
+    """Returns the tensors that a call passes to the named options."""
     return [tensor for name in names for tensor in _registered[name].tensors]
 
 
@@ -71,8 +73,8 @@ def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mappi
     """Returns the options that a call's ``score_options`` name, in the order in which they are applied.
 
     Raises:
-        TypeError, ValueError: it is no mapping, names a tensor that no option has, lacks one of an option's, or a
-            tensor is not what its option wants.
+        TypeError, ValueError: ``given`` is no mapping, names a tensor that no option has, or lacks a tensor of a named
+            option; or a tensor does not fit.
     """
     check_mapping(given)
     wanted = [tensor.name for option in _registered.values() for tensor in option.tensors]
@@ -98,7 +100,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that `flattened` was made of; without ``score_options`` where there are none."""
+    """Returns the options from the result of `flattened`; without the key ``score_options`` if there were none."""
     given = dict(options)
     names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
     if tensors is not None:
@@ -115,6 +117,7 @@ def modules_of(features: Features | None = None) -> tuple[str, ...]:
 
 
 def code_of(features: Features) -> tuple[object, ...]:
-    """Returns what a kernel's key has of a variant: its options, and the modules of their device code."""
+    """Returns the parts of a kernel's key that come from a variant's options: the options, and the modules of their
+    device code."""
     options = tuple(options_in(features))
     return *options, *(option.term for option in options)

@@ -1,4 +1,4 @@
-"""The score options that ship: what each does to scores in the reference; :mod:`.terms` has their device code."""
+"""The shipped score options with their formulas in the reference; :mod:`.terms` has their device code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cute_kernels.formats.scores.features import Features
 
 
 class Shift(ScoreOption):
-    """Adds softmax_scale times a number of each query: what a transformed cache's centre has taken off its scores."""
+    """Adds softmax_scale times q . k_center, by which a transformed cache's center has lowered q . k."""
 
     name, term = "shift", f"{TERMS}:ShiftTerm"
     fits_four_blocks = True
@@ -26,7 +26,7 @@ class Shift(ScoreOption):
 
 
 class SoftCap(ScoreOption):
-    """cap * tanh(score / cap)."""
+    """Replaces scores by cap * tanh(score / cap)."""
 
     name, term = "soft_cap", f"{TERMS}:SoftCapTerm"
     fits_four_blocks = True
@@ -86,7 +86,7 @@ class Bias(ScoreOption):
 
 
 class Window(ScoreOption):
-    """Hides keys far back: no score changes, and `reference.seen_keys` says which are hidden."""
+    """Hides keys further back than a window. Scores do not change; `reference.seen_keys` says which keys are hidden."""
 
     name, term = "window", f"{TERMS}:WindowTerm"
     fits_four_blocks = True

@@ -1,4 +1,4 @@
-"""Device code of score options: what a lane keeps of each of its queries, and what becomes of a score.
+"""The device code of score options: what a lane keeps for each of its queries, and how it changes a score.
 
 Logits are in powers of two (times log2 e), since the softmax uses exp2 alone. Decode and extend attention call the
 terms of a configuration in the order in which they act on scores; a lane's accumulators are keys (rows) times queries
@@ -28,21 +28,22 @@ BLOCK_ROWS = 4  # of scores that a lane of decode attention has of a block
 
 @dataclass(frozen=True)
 class QueryColumn:
-    """The query of an accumulator column: its place among the request's queries, and its head; run-time integers."""
+    """The query of an accumulator column: its index among the request's queries, and its head; run-time integers."""
 
     place: Int32
     head: Int32
 
 
 class ScoreState:
-    """The run-time state of score terms: facts of the launch, and those of a lane's queries.
+    """The run-time state of score terms: values of the launch, and of a lane's queries.
 
     Attributes:
-        values: of the launch: window, soft_cap, addresses alibi_slopes and sinks, and ``tensors`` of registered options
-            by name; with a bias or a shift what :class:`cute_kernels.attention.cta.FeatureValues` has of them.
+        values: launch values: window, soft_cap, the addresses alibi_slopes and sinks, and ``tensors`` of registered
+            options by name. With a bias or a shift they include the fields of
+            :class:`cute_kernels.attention.cta.FeatureValues`.
         length: the position after the last query's.
-        positions: where the columns' queries stand in their request; None unless a term needs them.
-        kept: what each term keeps of each column, by its option's name.
+        positions: the positions of the columns' queries in their request; None unless a term needs them.
+        kept: the list of what a term keeps for each column, by its option's name.
     """
 
     values: Any
@@ -53,16 +54,17 @@ class ScoreState:
 
 
 class ScoreTerm:
-    """Does nothing; an option's term is one that does more.
+    """The base of terms, which does nothing.
 
-    features: of the variant. columns: queries that a lane has; rows: keys that it has of a block.
+    features: of the variant. columns: number of queries that a lane has. rows: number of a block's keys that a lane
+        has.
     """
 
     changes_scores = False
-    """Whether scores are changed one by one; those that are not stay raw, and the softmax scales them."""
+    """Whether the term changes single scores. If no term does, scores stay unscaled and the softmax scales them."""
 
     needs_positions = False
-    """Whether it needs ``state.positions``, where the columns' queries stand in their requests."""
+    """Whether the term needs ``state.positions``."""
 
     def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
         self.features, self.columns, self.rows = features, columns, rows
@@ -71,39 +73,41 @@ class ScoreTerm:
         """Starts a block, before any of its columns is opened."""
 
     def open(self, state: ScoreState, work, query: QueryColumn, softmax_scale: Float32) -> Any:
-        """Returns what is kept of a query: `change` gets it back. ``work.request``: the number of its request."""
+        """Returns what the term keeps for a query; `change` gets it as ``kept``. ``work.request``: the number of the
+        query's request."""
         return None
 
     def change(self, state: ScoreState, kept: object, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
-        """Changes a score, times log2 e, that earlier terms may have changed. ``place``: (row of the block, column) of
-        it."""
+        """Returns the changed score. ``x`` is the score times log2 e after earlier terms, ``place`` its (row of the
+        block, column)."""
         return x
 
     def ask(self, state: ScoreState, kept: list[object], tokens: list[Int32]) -> None:
-        """Starts loading the inputs of `change` for the keys at ``tokens``; ``kept`` by column. Decode attention
-        calls it a block ahead, extend attention before the block's first `change`."""
+        """Starts loading the inputs of `change` for the keys at ``tokens``; ``kept`` is a list by column. Decode
+        attention calls this method a block ahead, extend attention before the block's first `change`."""
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """Returns the number of tokens, counted back from a query, that it and the ``queries`` - 1 before it see at
-        most; None for all.
+        """Returns how many tokens back from a query the query and the ``queries`` - 1 queries before it can see; None
+        for all.
 
-        Tiles before those are left out, and rows before those may hold anything. values: of the launch, its numbers: in
-        extend attention the tensors of registered options are not among them.
+        Earlier tiles are skipped, and earlier rows may hold anything. values: the launch's numbers; in extend attention
+            without the tensors of registered options.
         """
         return None
 
     def may_hide(self, state: ScoreState, token: Int32) -> Any:
-        """Returns whether it hides keys of a tile that begins with ``token`` from some query; None for never."""
+        """Returns whether the term hides some key of a tile that begins with ``token`` from some query; None for
+        never."""
         return None
 
     def hides(self, state: ScoreState, position: Int32, token: Int32) -> Any:
-        """Returns whether the query at ``position`` does not see a key; None for never."""
+        """Returns whether the term hides the key at ``token`` from the query at ``position``; None for never."""
         return None
 
 
 class ShiftTerm(ScoreTerm):
-    """Adds a query's shift. A softmax is the same whatever is added to all scores of a query: only a cap needs the
-    shift at once."""
+    """Adds a query's shift to scores, for a soft cap. Without a cap the softmax needs no shift, since it is the same
+    for all scores of a query."""
 
     def open(self, state, work, query, softmax_scale):
         if not self.features.soft_cap:
@@ -124,7 +128,7 @@ class SoftCapTerm(ScoreTerm):
 
 
 class AlibiTerm(ScoreTerm):
-    """Keeps each query's slope."""
+    """Adds each query head's slope times the distance; keeps the slope."""
 
     changes_scores = needs_positions = True
 
@@ -143,7 +147,7 @@ class SinksTerm(ScoreTerm):
 
 
 class BiasTerm(ScoreTerm):
-    """Keeps where each query's biases begin, and the biases of the next block."""
+    """Adds biases; keeps the address of each query's biases, and the biases of the next block."""
 
     changes_scores = True
 
@@ -170,23 +174,24 @@ class BiasTerm(ScoreTerm):
                 state.bias[self.columns * j + column] = self.load(state, kept[column], token)
 
     def load(self, state, row, token) -> Uint32:
-        """Returns the bias of a key, its bits; of the last one for tokens past the request's end, which are hidden."""
+        """Loads the bits of a key's bias. Tokens past the request's end are hidden and get the last key's bias."""
         token = cutlass.max(cutlass.min(token, state.length - 1), 0)
         size = self.num_bytes
         address = row + Int64(token) * (state.values.bias_strides[3] * size)
         return numbers.load_global_part(address, 0, 2) if size == 2 else ptx.load_global_words(address, 0, 1)[0]
 
     def number(self, word: Uint32):
-        """Converts a bias to fp32, where it is used and not where it is loaded: arithmetic on a load waits for it."""
+        """Converts a bias to fp32. It is called where the bias is used, since arithmetic at the load would wait for the
+        load."""
         return (word << 16 if self.features.bias == "bf16" else word).bitcast(Float32)
 
 
 class WindowTerm(ScoreTerm):
-    """Keys further back than the window are hidden."""
+    """Hides keys further back than the window."""
 
     @staticmethod
     def reach_of(window, queries):
-        """See :meth:`reach`; of a kernel that serves all windows."""
+        """Returns the result of :meth:`reach` from the window's width; for kernels that take any width."""
         return window + queries - 1
 
     def reach(self, values, queries):
@@ -201,19 +206,19 @@ class WindowTerm(ScoreTerm):
 
 
 def _nearer(reach, other):
-    """Returns the lesser of two; None is no bound."""
+    """Returns the smaller of two reaches; None is no bound."""
     if reach is None or other is None:
         return other if reach is None else reach
     return cutlass.min(reach, other)
 
 
 def load_shift(base, row):
-    """Returns the shift of a query; the kernel before this one may have written it."""
+    """Loads the shift of a query, which the previous kernel may have written."""
     return ptx.load_global_words(base + row * 4, 0, 1, constant=False)[0].bitcast(Float32)
 
 
 class ScoreTerms:
-    """The terms of a variant, in the order in which they act on scores; arguments as `ScoreTerm` has them."""
+    """The terms of a variant, in the order in which they act on scores; arguments as for `ScoreTerm`."""
 
     def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
         self.terms: dict[str, ScoreTerm] = {
@@ -227,7 +232,7 @@ class ScoreTerms:
         self.load = any(type(term).ask is not ScoreTerm.ask for term in terms)
 
     def open(self, state: ScoreState, work, queries: list[QueryColumn], softmax_scale: Float32) -> None:
-        """Stores in ``state`` what they keep of the lane's queries."""
+        """Stores in ``state`` what the terms keep for the lane's queries."""
         state.kept = {name: [] for name in self.terms}
         for term in self.terms.values():
             term.start(state)
@@ -236,29 +241,30 @@ class ScoreTerms:
                 state.kept[name].append(term.open(state, work, query, softmax_scale))
 
     def change(self, state: ScoreState, place: tuple[int, int], x, token):
-        """Applies them to a scaled score, at a lane's (row, column)."""
+        """Applies the terms to a scaled score at a lane's (row, column)."""
         for name, term in self.terms.items():
             x = term.change(state, state.kept[name][place[1]], place, x, token)
         return x
 
     def ask(self, state: ScoreState, tokens: list[Int32]) -> None:
-        """Starts loading their inputs for keys at positions ``tokens``."""
+        """Starts loading the terms' inputs for the keys at ``tokens``."""
         for name, term in self.terms.items():
             term.ask(state, state.kept[name], tokens)
 
     def reach(self, values, queries) -> Any:
-        """Returns the longest `ScoreTerm.reach` that all terms allow together."""
+        """Returns the smallest `ScoreTerm.reach` of all terms; None if all keys can be seen."""
         reaches = (term.reach(values, queries) for term in self.terms.values())
         return functools.reduce(_nearer, reaches, None)
 
     def may_hide(self, state: ScoreState, token, masked):
-        """``masked``, or whether some of them may hide a key of a tile that begins with ``token``."""
+        """Returns ``masked``, or'ed with whether any term may hide a key of a tile that begins with ``token``."""
         for hidden in (term.may_hide(state, token) for term in self.terms.values()):
             masked = masked if hidden is None else masked | hidden
         return masked
 
     def hides(self, state: ScoreState, position, token, hidden=None):
-        """``hidden``, or whether some of them hides a key from the query at ``position``; None for never."""
+        """Returns ``hidden``, or'ed with whether any term hides the key at ``token`` from the query at ``position``;
+        None for never."""
         for more in (term.hides(state, position, token) for term in self.terms.values()):
             if more is not None:
                 hidden = more if hidden is None else hidden | more

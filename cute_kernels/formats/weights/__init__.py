@@ -1,8 +1,8 @@
-"""Weight formats: how weights of linear layers and experts become bytes. One object per format, one registry.
+"""Weight formats, which say how weights of linear layers and experts become bytes. Each is one object in one registry.
 
-A format says its codes, its scales and zero points, what they stand for, how weights are quantised to it, how a kernel
-decodes it, and what that costs. `PackedWeight`, configurations, operators, tuned tables and tests carry the object or
-its key. Adding a format is one file that registers it: see docs/add_weight_format.md.
+A format has codes, scales and zero points. It defines the weights that they stand for, how weights are quantised, how a
+kernel decodes codes, and the cost of decoding. `PackedWeight`, configurations, operators, tuned tables and tests carry
+the object or its key. A new format is one file that registers it: see docs/add_weight_format.md.
 """
 
 from __future__ import annotations

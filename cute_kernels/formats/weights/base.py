@@ -27,29 +27,31 @@ Format = TypeVar("Format", bound="WeightFormat")
 
 @dataclass(frozen=True, eq=False)
 class WeightFormat(ABC):
-    """How a weight [N, K] is stored: codes, and a scale for each group of consecutive inputs of a row.
+    """The format of a stored weight [N, K]: codes, and a scale for each group of consecutive inputs of a row.
 
-    Codes lie in the order of `layouts.weights.hopper`; scales and zero points in tiles [N_pad / 64, G, 64], those of 64
-    rows of a group side by side. Subclasses are frozen dataclasses with ``eq=False`` whose fields JSON can hold. There
-    is one object of each format, the registered one: it equals itself alone, and pickling returns it.
+    Codes lie in the order of `layouts.weights.hopper`; scales and zero points lie in tiles [N_pad / 64, G, 64], so
+    those of 64 rows of a group are neighbours. Subclasses are frozen dataclasses with ``eq=False`` whose fields JSON
+    can hold. Each format has one object, the registered one: it equals only itself, and unpickling returns it.
 
     Attributes:
-        bits: of a code, 4 or 8.
+        bits: bits of a code, 4 or 8.
         group_size: consecutive inputs that share a scale, a multiple of 16 that divides 256; 0: one scale per row.
         has_zeros: whether each group has a zero point, uint8.
-        scale_bytes: of a stored scale, 1 or 2; 4: an fp32 number, which kernels take as it is.
-        dtypes: of activations that meet such weights, "bf16" and "fp16".
-        power_scales: whether stored scales are bytes of E8M0, exponents of two, and none is NaN.
-        row_scales: whether rows have scales of a second level, fp32, which meet the sums over all of K. Their bytes lie
-            after those of a tile's groups, as if these were more groups: see `with_row_scales`.
-        codes_as_bytes: whether `byte_decoder` makes signed bytes of codes, so that products of int8 limbs are exact.
-        nan_codes: codes that are NaN; kernels see those of which `with_nan_codes` has told the scales.
-        code_dtypes, given_scale_dtypes: of bytes of codes, and of scales of one byte, as checkpoints have them.
-        pad_code: the padding of rows and columns.
-        decode_cost: the time of decoding, as a multiple of that of integers of as many bits.
-        stream_clocks, limb_clocks: what 128 inputs of a tile of 64 rows take an SM to decode where rows are few, by
-            `StreamKernel` and to bytes by `ResidentKernel`; 0 where that is less than to load them.
-        key: names the format in operators and state dicts: ``codes_name`` and ``scales_name``.
+        scale_bytes: bytes of a stored scale: 1, 2, or 4 for an fp32 number that kernels take without conversion.
+        dtypes: dtypes of activations that such weights support, "bf16" and "fp16".
+        power_scales: whether stored scales are E8M0 bytes (exponents of two), and none is NaN.
+        row_scales: whether rows have scales of a second level, fp32, which multiply the accumulators. Their bytes lie
+            after a tile's group scales, as if they were scales of further groups: see `with_row_scales`.
+        codes_as_bytes: whether `byte_decoder` can convert codes to signed bytes, so that products with int8 limbs are
+            exact.
+        nan_codes: codes that are NaN. Kernels do not test for them: `with_nan_codes` makes the scale of their group
+            NaN.
+        code_dtypes, given_scale_dtypes: dtypes that checkpoints use for bytes of codes, and for scales of one byte.
+        pad_code: the code in padding rows and columns.
+        decode_cost: the time of decoding, relative to integer codes of as many bits.
+        stream_clocks, limb_clocks: clocks that an SM needs to decode 128 inputs of a tile of 64 rows of W for few rows
+            of x: in `StreamKernel`, and to bytes in `ResidentKernel`. 0 if loading takes longer.
+        key: the format's name in operators and state dicts, made of ``codes_name`` and ``scales_name``.
     """
 
     bits: int
@@ -99,16 +101,16 @@ class WeightFormat(ABC):
 
     @property
     def title(self) -> str:
-        """The name in reports."""
+        """The format's name in reports."""
         return self.key
 
     def symbol_name(self, dtype: str) -> str:
-        """Returns the format and the activations' dtype in names of kernels."""
+        """Returns the part of kernels' names for the format and the activations' dtype."""
         return f"{self.codes_name}{dtype}_{self.scales_name}"
 
     @property
     def label(self) -> str:
-        """The format in a weight's repr."""
+        """The format's description in a weight's repr."""
         return self.key
 
     @property
@@ -118,7 +120,8 @@ class WeightFormat(ABC):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the format in state dicts of version 1; none for later formats, whose key they have."""
+        """The numbers that state dicts of version 1 hold for the format; none for later formats, for which state dicts
+        hold the key."""
         return ()
 
     def __str__(self) -> str:
@@ -128,17 +131,17 @@ class WeightFormat(ABC):
 
     @property
     def group_scale_bytes(self) -> int:
-        """Bytes of the scales of one group of a tile's 64 rows."""
+        """Bytes of the scales of a tile's 64 rows for one group."""
         return TILE_N * self.scale_bytes
 
     @property
     def group_zero_bytes(self) -> int:
-        """Bytes of the zero points of one group of a tile's 64 rows."""
+        """Bytes of the zero points of a tile's 64 rows for one group."""
         return TILE_N if self.has_zeros else 0
 
     @property
     def more_groups(self) -> int:
-        """Rows of 64 stored scales of a tile after those of its groups: those of the second level."""
+        """Number of further groups that the scales of the second level take in a tile."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property
@@ -147,8 +150,7 @@ class WeightFormat(ABC):
 
     @property
     def sums_inputs(self) -> bool:
-        """Whether int8 products of its codes need a correction by sums of x over groups, because of zero points or
-        shifts."""
+        """Whether int8 products need a correction by sums of x over groups, because of zero points or shifts."""
         return bool(self.has_zeros)
 
     @property
@@ -156,16 +158,17 @@ class WeightFormat(ABC):
         return 0
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """Returns the simplest format for a weight, and its zero points: none where the weight needs none. May wait for
-        a GPU."""
+        """Returns (the simplest format for a weight with these zero points, the zero points that it needs or None). May
+        wait for a GPU."""
         return self, zeros
 
     def with_zero_points(self, has_zeros: bool) -> WeightFormat:
-        """Returns the format with zero points or without, where both exist."""
+        """Returns the variant of the format with or without zero points, if it exists."""
         return self
 
     def with_group_size(self, group_size: int) -> WeightFormat:
-        """Returns the format with another group size; 0 is one scale a row. Raises ValueError if none is registered."""
+        """Returns the variant of the format with another group size; 0 is one scale a row. Raises ValueError if it is
+        not registered."""
         if group_size == self.group_size:
             return self
         found = weight_format(replace(self, group_size=group_size).key)
@@ -185,7 +188,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        """Returns the weights that codes stand for, exactly, in fp32: the reference.
+        """Returns the exact weights that codes stand for, in fp32. This is the definition of the format.
 
         Args:
             codes: uint8 [rows, G, group]. scales: [rows, G]. zeros: uint8 [rows, G], of formats that have them.
@@ -196,11 +199,11 @@ class WeightFormat(ABC):
         return
 
     def fitting(self, scales: torch.Tensor) -> WeightFormat:
-        """Returns the format with the same bytes that takes these stored scales. Reading them waits for a GPU."""
+        """Returns the format with the same bytes that supports these stored scales. May wait for a GPU."""
         return self
 
     def includes(self, other: WeightFormat) -> bool:
-        """Returns whether a weight of another format is one of this format too, byte for byte."""
+        """Returns whether the bytes of a weight of another format are a weight of this format, too."""
         return other is self
 
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -216,7 +219,7 @@ class WeightFormat(ABC):
         """Chooses (scales, zeros) [rows, G] for finite weights fp32 [rows, G, group] and activations of ``dtype``.
 
         Raises:
-            ValueError: a group wants a scale that there is none of.
+            ValueError: a group needs a scale that the format does not have.
         """
 
     @abstractmethod
@@ -234,26 +237,29 @@ class WeightFormat(ABC):
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         """Makes the decoder from codes to numbers of ``dtype``, exactly, without their scales.
 
-        math: words, and packed pairs of ``dtype``, as the architecture has them: of `cute_kernels.device.packed_math`.
-            A format computes with nothing else, so its file needs no compiler.
+        math: the architecture's arithmetic of words and packed pairs of ``dtype``, from
+            `cute_kernels.device.packed_math`. A decoder computes with nothing else, so the format's file needs no
+            compiler.
         """
 
     def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
-        """Makes the decoder from codes to scaled weights, rounded once, on Hopper; for formats that `scales_codes`.
-        Other formats use `decoder`, and weights are multiplied by their scales."""
+        """Makes the decoder from codes to scaled weights, rounded once, on Hopper, for formats whose `scales_codes` is
+        True. Other formats use `decoder`, and the kernel multiplies by the scales."""
         raise NotImplementedError(f"{self.key} is not scaled as it is decoded")
 
     def scales_codes(self, dtype: str) -> bool:
-        """Returns whether there is a `scaling_decoder` for such activations; asked where there may be no compiler."""
+        """Returns whether the format has a `scaling_decoder` for activations of ``dtype``. It must work without a
+        compiler."""
         return False
 
     def byte_decoder(self, math: PackedMath) -> ByteDecoder:
-        """Makes the decoder from codes to signed bytes, 16 times a weight without its scale; for formats with
-        `codes_as_bytes`."""
+        """Makes the decoder from codes to signed bytes, for formats with `codes_as_bytes`. A byte is 16 times the
+        weight without its scale."""
         raise NotImplementedError(f"{self.key} has no bytes of its codes")
 
     def e4m3_decoder(self) -> type[E4m3Decoder] | None:
-        """Returns the decoder from codes to E4M3; None for formats without FP8 products. Works without a compiler."""
+        """Returns the decoder from codes to E4M3; None for formats without FP8 products. It must work without a
+        compiler."""
         return None
 
     # -- identity ------------------------------------------------------------------------------------------------------
@@ -267,14 +273,14 @@ class WeightFormat(ABC):
 
 
 def with_row_scales(scales: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor:
-    """Returns stored scales [rows, G + more_groups] of those of groups [rows, G] and of the second level, fp32
-    [rows]."""
+    """Joins scales of groups [rows, G] and of the second level, fp32 [rows], to stored scales [rows, G +
+    more_groups]."""
     return torch.cat((scales, of_rows.float().unsqueeze(-1).contiguous().view(scales.dtype)), dim=-1)
 
 
 def without_row_scales(form: WeightFormat, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (those of groups, those of the second level or None) of stored scales [rows, G + more_groups]: the
-    inverse."""
+    """Splits stored scales [rows, G + more_groups] into (scales of groups, scales of the second level or None): the
+    inverse of `with_row_scales`."""
     if not form.row_scales:
         return scales, None
     groups = scales.shape[-1] - form.more_groups
@@ -290,7 +296,7 @@ def register(weight_format: Format) -> Format:
     """Registers a format by its key; returns it.
 
     Raises:
-        ValueError: the key is taken by another object.
+        ValueError: another object has the key.
     """
     if _FORMATS.setdefault(weight_format.key, weight_format) is not weight_format:
         raise ValueError(f"{weight_format.key}: got another format of that name, want one object per format")
@@ -304,10 +310,10 @@ def registered_formats() -> tuple[WeightFormat, ...]:
 
 
 def weight_format(key: str, argument: str = "format") -> WeightFormat:
-    """Returns the format of a key, with or without its underscore, or of a name that `named` gave it.
+    """Returns the format with a key (with or without underscores), or with a name that `named` has given.
 
     Raises:
-        ValueError: there is none; the message names the argument, and what is near.
+        ValueError: there is no such format; the message names the argument and similar keys.
     """
     found = _FORMATS.get(key) or _NAMES.get(key) or _SHORT.get(key)
     if found is None:
@@ -320,17 +326,18 @@ def weight_format(key: str, argument: str = "format") -> WeightFormat:
 
 
 def named(**formats: WeightFormat) -> None:
-    """Gives registered formats names that users may say for their keys."""
+    """Gives registered formats names that users may write instead of keys."""
     _NAMES.update(formats)
 
 
 def spelling(weight_format: WeightFormat) -> str:
-    """Returns how arguments and messages spell a format: the name that `named` gave it, or its key without
+    """Returns the spelling of a format in arguments and messages: the name that `named` has given, or the key without
     underscores."""
     names = (name for name, each in _NAMES.items() if each is weight_format)
     return next(names, weight_format.key.replace("_", ""))
 
 
 def _registered(_kind: type[WeightFormat], key: str) -> WeightFormat:
-    """Returns the registered object of a pickled one, whose class came first, and with it its module."""
+    """Returns the registered format when a pickled one is loaded. Unpickling its class has already imported the module
+    that registers it."""
     return weight_format(key)

@@ -1,4 +1,5 @@
-"""Scales of one byte, which bf16 holds exactly, and of four, for formats of several kinds of codes."""
+"""Mixins for scales of one byte, which bf16 holds exactly, and of four bytes. Formats with different codes share
+them."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class ByteScales:
 class WordScales:
     """A mixin before `WeightFormat`: scales are four bytes.
 
-    They are stored as int32 for bf16 activations and as uint32 for fp16 ones: so a module's ``half()`` and
-    ``to(dtype)`` round none of them.
+    Scales are stored as int32 for bf16 activations and as uint32 for fp16 ones, so that a module's ``half()`` and
+        ``to(dtype)`` do not round them.
     """
 
     scale_bytes: ClassVar[int] = 4
@@ -52,7 +53,7 @@ class WordScales:
 
 
 class PowerScales(ByteScales):
-    """E8M0 scales, powers of two: 2**(byte - 127); 255 is NaN."""
+    """A mixin before `WeightFormat`: scales are E8M0 bytes, 2**(byte - 127); 255 is NaN."""
 
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -64,7 +65,7 @@ class PowerScales(ByteScales):
             raise ValueError(f"scales: got 255, which is NaN, want exponents up to {E8M0_MOST}")
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the least power of two that is not below a value."""
+        """Returns, for each value, the byte of the least power of two that is not below the value."""
         return ceil_log2(values.clamp(2.0**-E8M0_BIAS, 2.0**E8M0_BIAS)).add(E8M0_BIAS).to(torch.uint8)
 
 

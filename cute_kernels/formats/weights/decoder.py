@@ -1,4 +1,4 @@
-"""`CodeDecoder`, by which a consumer warp makes its A operand of codes, and numbers of stored scales."""
+"""`CodeDecoder`, by which a consumer warp turns codes into its A operand and stored scales into numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PackedMath(Protocol):
-    """The arithmetic of decoders for one dtype: see `cute_kernels.device.packed_math`, which has two."""
+    """The interface of decoders' arithmetic for one dtype; `cute_kernels.device.packed_math` implements it."""
 
     def word(self, value: int | Uint32) -> Uint32: ...
 
@@ -40,7 +40,7 @@ class PackedMath(Protocol):
 class ByteDecoder(ABC):
     """Decodes 4-bit codes of one format to signed bytes: 16 times the weight without its scale.
 
-    Of formats with zero points it is the code less 8, instead of less its zero point.
+    For formats with zero points the weight here is the code less 8, not less its zero point.
     """
 
     def masks(self, nothing: Uint32) -> Any:
@@ -49,20 +49,20 @@ class ByteDecoder(ABC):
 
     @abstractmethod
     def fragment(self, word: Uint32, masks: Any) -> list[Uint32]:
-        """Returns two registers of the A operand: bytes of a k16 step of the thread's rows g and g + 8; word: its
-        codes."""
+        """Returns two registers of the A operand: the bytes of a k16 step for the thread's rows g and g + 8. word: the
+        step's codes."""
 
 
 class E4m3Decoder(ABC):
     """Decodes codes of one format to E4M3, exactly: the A operand of FP8 products.
 
-    A thread's codes of a k16 step, in the blob of `layouts.weights.hopper`, are those of its rows g and g + 8 for
-    inputs 2t, 2t + 8, 2t + 1 and 2t + 9, which is the order in which x lies for these products.
+    In the blob of `layouts.weights.hopper`, a thread's codes of a k16 step belong to its rows g and g + 8 and to inputs
+    2t, 2t + 8, 2t + 1 and 2t + 9. The activations of these products have the same order.
 
     Attributes:
-        slots: issue slots of a warp that decoding 64 codes a thread takes.
+        slots: issue slots of a warp for decoding 64 codes per thread.
         unit: the value of a decoded 1.
-        folds: whether `fold` multiplies scales of a k block's groups into the numbers.
+        folds: whether `fold` multiplies the scales of a k block's groups into the numbers.
     """
 
     slots: ClassVar[int]
@@ -78,8 +78,8 @@ class E4m3Decoder(ABC):
         ``words``."""
 
     def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
-        """Returns, for each group of a k block, what `fragment` takes besides ``words``; and the scales that two rows
-        are left with. scales: stored ones, of each group's rows g and g + 8."""
+        """Returns (for each group of a k block the further arguments of `fragment`, the remaining scales of rows g and
+        g + 8). scales: stored scales of rows g and g + 8 for each group."""
         raise NotImplementedError
 
     def permuted(self, a: Uint32, b: Uint32, selector: int) -> Uint32:
@@ -89,14 +89,14 @@ class E4m3Decoder(ABC):
 class CodeDecoder(ABC):
     """Decodes codes of one format to one 16-bit float.
 
-    A thread's 16 bytes of a tile are its A fragments of ``steps`` consecutive k16 steps, ``words_per_step`` registers
-    each. Of 4-bit codes a register's fields, lowest first, are columns 0 and 1 of fragment registers in this order:
-    column 0 of registers 0 to 3, then column 1. Of 8-bit codes a word has registers 0 and 1, the next one 2 and 3:
-    column 0 of both, then column 1. Fragment registers 0 and 2 are of row g, 1 and 3 of row g + 8.
+    A thread's 16 bytes of a tile hold its A fragments of ``steps`` consecutive k16 steps, ``words_per_step`` words for
+    each. A fragment has four registers with two columns each; registers 0 and 2 belong to row g, 1 and 3 to row g + 8.
+    A word of 4-bit codes has, from the lowest bits on, column 0 of registers 0 to 3, then column 1 of registers 0 to 3.
+    A word of 8-bit codes has column 0 of registers 0 and 1, then their column 1; the next word has registers 2 and 3.
 
     Attributes:
         words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
-        steps: k16 steps of 16 bytes.
+        steps: k16 steps that 16 bytes hold.
         scales_weights: whether `fragment` scales what it decodes.
         unit: the value of a decoded 1.
         symmetric_zero: the zero point of formats that store none.
@@ -113,7 +113,7 @@ class CodeDecoder(ABC):
         self.steps = 4 // self.words_per_step
 
     def scale_word(self, word: Uint32) -> Uint32:
-        """Returns a word whose low 16 bits are a scale in the activations' dtype; word: a stored scale,
+        """Returns a word whose low 16 bits are the scale in the activations' dtype. word: the stored scale,
         zero-extended."""
         return word
 
@@ -124,8 +124,8 @@ class CodeDecoder(ABC):
     def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
         """Returns the numbers of the thread's two rows that `fragment` needs.
 
-        scales: of the rows, packed pairs of the dtype (fp32 where stored ones are), or None for those that meet the
-            accumulators; points: their zero points, `symmetric_zero` where none are stored.
+        scales: the rows' scales, as packed pairs of the dtype, or as fp32 if stored scales are fp32; None if scales
+            multiply the accumulators instead. points: the rows' zero points, `symmetric_zero` if none are stored.
         """
         return None
 
@@ -135,6 +135,6 @@ class CodeDecoder(ABC):
     ) -> list[Uint32]:
         """Returns the four registers of the A operand of a k16 step.
 
-        words: the thread's 16 bytes, four registers. rows: as `row_numbers` returns them. masks: as
-        `masks` returns them, or None.
+        words: the thread's 16 bytes, four registers. rows: as `row_numbers` returns them. masks: the result of the
+            method `masks`, or None.
         """

@@ -6,8 +6,8 @@
 | `e2m1_g32e8m0any` | the same without a limit: weights of more than 12 may need it | 32 | none |
 | `e2m1_g16e4m3` (NVFP4) | E4M3, positive | 16 | fp32 for each row, alike in a tensor |
 
-Both are exact in bf16, products of a code and its scale as well. 16 times a code's number is an integer of a signed
-byte, so products of int8 limbs are exact too; their MMAs have 32 inputs, and want groups of no fewer.
+Codes, scales and their products are exact in bf16. 16 times a code's number fits in a signed byte, so products with
+int8 limbs are exact, too. MMAs of int8 take 32 inputs, so they need groups of at least 32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ MAGNITUDES, SIGNS, CODE_SIGNS = 0x77777777, 0x80808080, 0x88888888
 
 @dataclass(frozen=True, eq=False)
 class Fp4Format(ByteScales, WeightFormat):
-    """FP4: W = the number of a code, times its group's scale. Activations are bf16, which holds every scale exactly."""
+    """The base of FP4 formats: a weight is its code's number times its group's scale. Activations are bf16, which holds
+    every scale exactly."""
 
     bits: int = 4
     group_size: int = 32
@@ -71,7 +72,7 @@ class Fp4Format(ByteScales, WeightFormat):
         return self.stored_scales(quotient(w.abs().amax(dim=-1), LEVELS[-1]), dtype), None
 
     def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        """The nearest number; of two as near the one with an even code."""
+        """Returns the codes of the nearest numbers, ties to even codes."""
         levels = torch.tensor(LEVELS, device=w.device, dtype=torch.float64)
         ratio = w.double().abs() / self.numbers_of(scales).unsqueeze(-1)
         middles = (levels[1:] + levels[:-1]) / 2
@@ -90,7 +91,8 @@ class Fp4Format(ByteScales, WeightFormat):
 
 @dataclass(frozen=True, eq=False)
 class MxFp4(PowerScales, Fp4Format):
-    """Powers of two for every 32 inputs: up to 2, for which one product decodes and scales; or any."""
+    """MXFP4: E8M0 scales for every 32 inputs. If scales are at most 2, one product decodes and scales; with
+    ``any_scale`` they may be larger."""
 
     any_scale: bool = False
 
@@ -158,7 +160,7 @@ class NvFp4(Fp4Format):
         return values.clamp(E4M3_LEAST, E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def choose_row_scales(self, w: torch.Tensor) -> torch.Tensor:
-        """Chooses one power of two for the tensor, with which the largest group's scale is at most 448."""
+        """Chooses one power of two for the whole tensor, such that the largest scale of a group is at most 448."""
         most = quotient(w.abs().max().float().clamp(min=2.0**-100), LEVELS[-1] * E4M3_MOST)
         return torch.ldexp(torch.ones_like(most), ceil_log2(most)).expand(len(w)).contiguous()
 
@@ -167,11 +169,11 @@ class NvFp4(Fp4Format):
 
 
 class Fp4Decoder(CodeDecoder):
-    """Decodes codes to bf16. Exponent and mantissa are put where bf16 has its lowest ones, subnormal numbers among
-    them, and a product with 2**126 completes them.
+    """Decodes FP4 codes to bf16. Exponent and mantissa are moved to the low bits of bf16's exponent and the high bits
+    of its mantissa. A product with 2**126 then gives the number, subnormal ones included.
 
-    8 codes take nine instructions of logic and eight products. The latter have a pipe of their own, so that a product
-    puts sign and number in their places: two shifts would take 30 cycles of a warp instead of 18.
+    8 codes take nine logic instructions and eight products. Integer products, which have their own pipe, move sign and
+    number to their places: with two shifts instead, a warp would take 30 cycles, not 18.
     """
 
     def __init__(self, math: PackedMath) -> None:
@@ -182,7 +184,7 @@ class Fp4Decoder(CodeDecoder):
         return [self.math.multiply(pair, self.math.word(TWO_TO_126)) for pair in self.placed(words[step])]
 
     def placed(self, codes) -> list[Any]:
-        """Returns the pairs of the four registers, times 2**-126."""
+        """Returns the four registers' pairs, times 2**-126."""
         math = self.math
         return [
             (word & math.word(pair)) * math.word(copies) & math.word(SIGNS_AND_NUMBERS)
@@ -192,15 +194,15 @@ class Fp4Decoder(CodeDecoder):
 
 
 class MxFp4Decoder(Fp4Decoder):
-    """Decodes FP4 with E8M0 scales."""
+    """Decodes FP4 with E8M0 scales of any size."""
 
     def scale_word(self, word) -> Any:
         return power_word(self.math, word)
 
 
 class FoldedMxFp4Decoder(Fp4Decoder):
-    """Decodes and scales FP4 by one product, with E8M0 scales up to 2: 2**126 times the scale has the exponent of bf16
-    that is 126 above the byte. 8 codes take nine instructions of logic and eight products."""
+    """Decodes and scales FP4 by one product, for E8M0 scales up to 2. The factor is 2**126 times the scale, whose bf16
+    exponent is the byte plus 126. 8 codes take nine logic instructions and eight products."""
 
     scales_weights = True
 
@@ -222,12 +224,13 @@ class NvFp4Decoder(Fp4Decoder):
 
 
 class E2m1Codes(E4m3Decoder):
-    """Codes whose magnitudes are looked up in tables of eight bytes, one for each row, then signed: 8 of them take
-    eleven instructions.
+    """Converts FP4 codes to E4M3. Magnitudes are looked up in a table of eight bytes for each row, then get their
+    signs. 8 codes take eleven instructions.
 
-    Powers of two of a k block's groups are multiplied into the tables. A row's largest power stays outside, so that its
-    6 becomes 384 of E4M3's 448. Numbers are exact down to powers 2**11 below. Below 2**12 they are those of 2**12
-    below, the smallest of them zero: too large by less than 2**-9 of the row's largest possible number.
+    The scales of a k block's groups are multiplied into the tables, relative to the row's largest scale. That scale
+    stays outside, so its group's 6 becomes 384 of E4M3's 448. Numbers are exact for scales down to 2**-11 of the
+    largest. Scales below 2**-12 of it count as 2**-12, where the smallest number is zero. The error is less than 2**-9
+    of the row's largest possible number.
     """
 
     slots, folds = 88, True
@@ -238,7 +241,7 @@ class E2m1Codes(E4m3Decoder):
         return tables, [scale for _, scale in halves]
 
     def _fold_row(self, powers) -> tuple[list[Any], Any]:
-        """Returns the tables of a row's groups, and the scale that is left. powers: E8M0 bytes."""
+        """Returns (tables of a row's groups, the scale that stays outside). powers: E8M0 bytes of the groups."""
         math, base = self.math, self.math.word(LEAST_BASE)
         for power in powers:
             base = math.most(base, power)
@@ -260,21 +263,21 @@ class E2m1Codes(E4m3Decoder):
 
 
 class Fp4Bytes(ByteDecoder):
-    """Looks up bytes by PRMT, for positive codes and for negative ones. 8 codes take 11 instructions, two of them
-    products, which have a pipe of their own.
+    """Converts FP4 codes to signed bytes by PRMT, with one table for positive codes and one for negative codes. 8 codes
+    take 11 instructions. Two of these are products, which have their own pipe.
 
-    For a code with a sign PRMT replicates the first bit of the byte, 0 in both tables. So of both lookups one is 0.
-    Twice that of negative codes is 256 less 16 times their number: minus that, and no byte carries into the next.
+    If bit 3 of a selector is set, PRMT replicates the byte's first bit, which is 0 in both tables. So one of a code's
+    two lookups is 0. The lookup of a negative code, doubled, is 256 - 16 times the magnitude: the byte of the negative
+    number. No byte carries into the next.
     """
 
     def __init__(self, math: PackedMath) -> None:
         self.math = math
 
     def masks(self, nothing) -> Any:
-        """Returns half of each table, as PRMT has room for one constant; and a factor, which keeps a product what it
-        is.
+        """Returns registers with one half of each table, since PRMT takes only one constant, and with the factor 2.
 
-        Products of floats are in no uniform register, of which each lookup would make a copy.
+        They are made from a product of floats, which is never in a uniform register: each lookup would have to copy it.
         """
         nothing = self.math.multiply(nothing, nothing)
         return [nothing + self.math.word(value) for value in (BYTES[0], LESS_THAN_128[0], 2)]
@@ -286,7 +289,7 @@ class Fp4Bytes(ByteDecoder):
         return [math.prmt(first, second, math.word(select)) for select in (EVEN_BYTES, ODD_BYTES)]
 
     def _four(self, word, turned, masks) -> Any:
-        """Returns the bytes of the four codes in the lower half of a word; turned: the same with the other signs."""
+        """Returns the bytes of the four codes in the lower half of ``word``. turned: the codes with opposite signs."""
         math = self.math
         plus = math.prmt(masks[0], math.word(BYTES[1]), word)
         return math.prmt(masks[1], math.word(LESS_THAN_128[1]), turned) * masks[2] + plus

@@ -6,12 +6,12 @@
 | `e4m3_g128f32` | fp32 | 128 inputs of a row; a block of 128 x 128 has the same in 128 rows. 4 bytes more for 128 |
 | `e4m3_g128e8m0`, `e4m3_g32e8m0` (MXFP8, OCP Microscaling 1.0) | E8M0: 2**(byte - 127) | 128 or 32 inputs of a row |
 
-Groups of 64 and 32 inputs are what is left of those of 128 in parts that begin inside one. Codes are exact in bf16 and
-fp16. A code times an fp32 scale is rounded to fp32, then to the activations' dtype, as PyTorch rounds
+Formats with groups of 64 and 32 inputs serve for parts of a weight that begin inside a group of 128. Codes are exact in
+bf16 and fp16. A code times an fp32 scale is rounded to fp32, then to the activations' dtype, as PyTorch rounds
 ``code.float() * scale``.
 
-A code that is NaN makes its whole feature NaN, whatever x is, so packing gives its group a NaN scale. Decoders then
-need not know of it: they would read 480.
+A NaN code makes its whole output feature NaN, whatever x is. So packing gives the code's group a NaN scale, and
+decoders need not test for the code, which they read as 480.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNIT_EXPONENTS = {"bf16": 32, "fp16": 0}  # scaled weights come in units of two 
 
 @dataclass(frozen=True, eq=False)
 class Fp8Format(WeightFormat):
-    """FP8: W = the number of a code, times its scale."""
+    """The base of FP8 formats: a weight is its code's number times its group's scale."""
 
     bits: int = 8
     group_size: int = 128
@@ -70,7 +70,7 @@ class Fp8Format(WeightFormat):
         return scales, None
 
     def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        """The nearest number, of two as near the even one; beyond 448 it is 448."""
+        """Returns the codes of the nearest numbers, ties to even; magnitudes above 448 saturate."""
         scale = self.numbers_of(scales).unsqueeze(-1)
         ratio = torch.where(scale == 0, w.sign() * 0, w.double() / scale).clamp(-MOST, MOST)
         return ratio.float().to(torch.float8_e4m3fn).view(torch.uint8)
@@ -84,7 +84,7 @@ class Fp8Format(WeightFormat):
 
 @dataclass(frozen=True, eq=False)
 class FloatFp8(WordScales, Fp8Format):
-    """fp32 scales: of groups, or of rows."""
+    """FP8 with fp32 scales of groups or of rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +120,7 @@ class FloatFp8(WordScales, Fp8Format):
 
 @dataclass(frozen=True, eq=False)
 class PowerFp8(PowerScales, Fp8Format):
-    """FP8 with powers of two as scales of groups. 255 is NaN, and stays NaN."""
+    """FP8 with E8M0 scales of groups. The byte 255 is NaN, and makes weights NaN."""
 
     @property
     def scales_name(self) -> str:
@@ -149,8 +149,9 @@ def is_nan(codes: torch.Tensor) -> torch.Tensor:
 
 
 class Fp8Decoder(CodeDecoder):
-    """Decodes a code by putting sign, exponent and mantissa where the float has its own, the exponent's lowest bits.
-    Subnormal numbers stay subnormal, and a product with a power of two completes them. 8 codes take 18 instructions."""
+    """Decodes FP8 codes to 16-bit floats. Sign, exponent and mantissa are moved to the float's fields, the exponent to
+    its field's lowest bits. A product with a power of two then gives the number, subnormal ones included. 8 codes take
+    18 instructions."""
 
     def __init__(self, dtype: str, math: PackedMath) -> None:
         super().__init__(bits=8)
@@ -161,7 +162,7 @@ class Fp8Decoder(CodeDecoder):
         return [self.math.multiply(pair, power) for pair in self.placed(words, step)]
 
     def placed(self, words, step: int) -> list[Any]:
-        """Returns the pairs of the four registers, times two to minus `EXPONENTS`."""
+        """Returns the four registers' pairs, times 2 ** -`EXPONENTS` [dtype]."""
         first, found = step * self.words_per_step, []
         for word in words[first : first + self.words_per_step]:
             found += [self._placed(word << 8), self._placed(word)]
@@ -173,7 +174,7 @@ class Fp8Decoder(CodeDecoder):
 
 
 class E4m3Codes(E4m3Decoder):
-    """Codes that are E4M3: 8 of them take two instructions."""
+    """Passes E4M3 codes on in the fragment's order. 8 codes take two instructions."""
 
     slots = 16
 
@@ -192,8 +193,8 @@ class PowerFp8Decoder(Fp8Decoder):
 
 
 class ScaledFp8Decoder(Fp8Decoder):
-    """Decodes FP8 times an fp32 scale: products are fp32, and rounded once more to the activations' dtype. 8 codes take
-    34 instructions."""
+    """Decodes FP8 times an fp32 scale. Products are rounded to fp32, then to the activations' dtype. 8 codes take 34
+    instructions."""
 
     scales_weights = True
 
@@ -202,7 +203,7 @@ class ScaledFp8Decoder(Fp8Decoder):
         self.unit = 2.0 ** UNIT_EXPONENTS[dtype]
 
     def row_numbers(self, scales, points) -> Any:
-        """Returns the factors of placed codes. scales: fp32."""
+        """Returns the factors of the results of `placed` for each row. scales: fp32."""
         exponent = EXPONENTS[self.dtype] - UNIT_EXPONENTS[self.dtype]
         return [self.math.scaled(scale, 2.0**exponent) for scale in cast(Any, scales)]
 

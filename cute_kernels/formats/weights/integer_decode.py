@@ -1,12 +1,12 @@
-"""Decodes integer codes into the A operand: a thread's 16 bytes are its fragments of consecutive k16 steps.
+"""The decoders of integer codes into the A operand. A thread's 16 bytes hold its fragments of consecutive k16 steps.
 
-The blob's order (:mod:`layouts.weights.hopper`) leaves nothing to shuffle. A code is put into the low mantissa bits of
-a float with a fixed exponent (FasterTransformer's magic numbers), and one packed addition takes off that offset and
-the zero point together. Both are integers that the format holds, so code - zero comes out exactly. Instructions per 8
-codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
+The blob's order (:mod:`layouts.weights.hopper`) makes shuffles unnecessary. A code is put into the low mantissa bits of
+a float with a fixed exponent (FasterTransformer's magic numbers). One packed addition subtracts that offset and the
+zero point together. Both are integers that the float format holds, so code - zero is exact. 8 codes of 4 bits take 11
+instructions (bf16) or 9 (fp16), 8 codes of 8 bits 20 or 8.
 
-bf16 holds seven of a code's eight bits after its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
-A `SubnormalDecoder` takes a code for a number as it is, and scales it as well.
+A bf16 mantissa holds only seven bits, so 8-bit codes are converted to fp32 first, one at a time. `SubnormalDecoder`
+reads a code as a subnormal bf16 number, and scales it as well.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 
 
 class NibbleBytes(ByteDecoder):
-    """Decodes a code to 16 times (code less 8): a nibble at the upper end of its byte, with its first bit inverted. 8
-    codes take three instructions: a word's lower nibbles are row g's, its upper ones row g + 8's."""
+    """Decodes a 4-bit code to the byte 16 * (code - 8): the nibble moves to the upper half of the byte, and its first
+    bit is inverted. A word's lower nibbles are row g's, its upper ones row g + 8's. 8 codes take three instructions."""
 
     def masks(self, nothing) -> Any:
-        """Returns a constant kept in a register, as an instruction has room for one."""
+        """Returns a constant in a register, since an instruction has room for only one constant."""
         return nothing + Uint32(SIGNS)
 
     def fragment(self, word, masks) -> list[Any]:
@@ -51,7 +51,7 @@ class IntegerDecoder(CodeDecoder):
     """Decodes a code less its zero point, exactly.
 
     Args:
-        math: of `cute_kernels.device.packed_math`, for ``dtype``.
+        math: an object of `cute_kernels.device.packed_math` for ``dtype``.
     """
 
     def __init__(self, bits: int, dtype: str, math: PackedMath):
@@ -66,7 +66,8 @@ class IntegerDecoder(CodeDecoder):
         }[bits, dtype]
 
     def offsets(self, zeros) -> list[Any]:
-        """Returns the offsets of the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
+        """Returns, for the thread's two rows, the number that is added to decoded codes. zeros: zero points (Uint32 or
+        integers)."""
         zeros = [Uint32(zero) for zero in zeros]
         if (self.bits, self.dtype) == (8, "bf16"):
             return [(zero | Uint32(MINUS_TWO_TO_23)).bitcast(Float32) for zero in zeros]
@@ -80,18 +81,18 @@ class IntegerDecoder(CodeDecoder):
     def masks(self, nothing) -> tuple[Any, Any]:
         """Returns constants for `fragment`, to be made before a loop.
 
-        A code is put between two constants by one LOP3, of which only one can be part of the instruction; the assembler
-        would make the other again for each, an eighth of all it issues. ``nothing`` is a run-time word that is 0, which
-        it does not know.
+        One LOP3 combines a code with two constants, but only one constant can be part of the instruction. The assembler
+        would load the other again for each LOP3: an eighth of all instructions. ``nothing`` is a run-time word that is
+        0, which the assembler does not know, so the constant stays in a register.
         """
         return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """Their `offsets`."""
+        """Returns the `offsets` of the rows' zero points; scales are not used."""
         return self.offsets(points)
 
     def fragment(self, words, step: int, offsets, masks=None) -> list[Any]:
-        """code - zero, exactly."""
+        """Returns code - zero, exactly."""
         first = step * self.words_per_step
         masks = masks or (Uint32(LOW_NIBBLES), Uint32(HIGH_NIBBLES))
         return self._fragment(words[first : first + self.words_per_step], offsets, masks)
@@ -129,23 +130,24 @@ class IntegerDecoder(CodeDecoder):
 
 
 def packed_power(exponent: int) -> int:
-    """Returns two to an exponent, in both halves of a packed bf16 pair."""
+    """Returns 2**exponent in both halves of a packed bf16 pair."""
     return BF16_ONES + exponent * BF16_EXPONENT
 
 
 class SubnormalDecoder(CodeDecoder):
-    """bf16 weights, scaled by the instruction that takes half the range of codes off, or right after zero points.
+    """Decodes codes to scaled bf16 weights. One instruction subtracts half the range of codes and scales; zero points
+    take one more.
 
-    A code that stands alone in the low bits of 16 is a subnormal bf16 number, code * 2**-133, all eight bits of it, as
-    the smallest normal numbers have the same unit. So masking is all of the conversion, and one fused multiply-add both
-    scales and takes off half the range of codes, a power of two and so exact times any scale: weights are rounded once.
-    A zero point times a scale need not be exact, so it comes off in an addition of its own before the product.
-    2**133 is no bf16 number: weights come in units of 2**-32, which their accumulators are multiplied with. Scales
-    below 2**27 have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8; with zero points 13
-    and 12.
+    A code alone in the low bits of a 16-bit half is the bf16 number code * 2**-133. That holds for all eight bits,
+    since the smallest normal numbers have the same unit as subnormal ones. So conversion is a mask. One fused
+    multiply-add then scales and subtracts half the range of codes times the scale. Half the range is a power of two, so
+    that product is exact, and weights are rounded once. A zero point times a scale need not be exact, so zero points
+    are subtracted before the product. 2**133 is no bf16 number: weights come in units of 2**-32, by which accumulators
+    are multiplied. This requires scales below 2**27. With scaling, 8 codes of 4 bits take 9 instructions and 8 codes of
+    8 bits take 8; with zero points 13 and 12.
 
-    That conversions between small floats take masks and one product with a power of two, subnormal numbers included, is
-    known from FP8 and FP6 weights (Marlin, FP6-LLM); here integers are taken for subnormal floats.
+    Marlin and FP6-LLM convert FP8 and FP6 weights by masks and one product with a power of two, subnormal numbers
+    included. Here the same is done with integers, read as subnormal floats.
     """
 
     scales_weights = True
@@ -163,9 +165,9 @@ class SubnormalDecoder(CodeDecoder):
         self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """Returns (factor, offset) of the codes of each row; without scales those for scale 1.
+        """Returns (factor, offset) for the codes of each row; without scales, those for scale 1.
 
-        points: zero points, of symmetric weights half the range, which is not looked at.
+        points: zero points; not used for symmetric weights.
         """
         rows = [(Uint32(factor), self._offset(points, row)) for row, factor in enumerate(self.factors)]
         if scales is None:
@@ -175,13 +177,14 @@ class SubnormalDecoder(CodeDecoder):
         return [tuple(ptx.mul_bf16x2(scales[i], number) for number in row) for i, row in enumerate(rows)]
 
     def _offset(self, points, row: int):
-        """Returns what is added to the codes of a row before they are scaled, or scaled and added."""
+        """Returns the number that is added to a row's codes before they are scaled, or in the multiply-add that scales
+        them."""
         if not self.zero_point:
             return Uint32(self.half_range)
         return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
-        """Returns scaled weights, in units of 1 / ``unit``."""
+        """Returns scaled weights of a k16 step, in units of 1 / ``unit``."""
         first = step * self.words_per_step
         pairs = self._pairs(words[first : first + self.words_per_step])
         return [self._scaled(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]

@@ -1,4 +1,5 @@
-"""4- and 8-bit integer codes: W = (code - zero) * scale, with 16-bit scales in the dtype of the activations."""
+"""The formats of 4- and 8-bit integer codes: W = (code - zero) * scale, with 16-bit scales in the dtype of the
+activations."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ ZERO_CODE = 0x88888888  # less a code below 8: the sign, and what is missing to 
 
 
 class UnsignedCodes:
-    """A mixin before `WeightFormat`: integer codes from 0 on."""
+    """A mixin before `WeightFormat`: codes are unsigned integers."""
 
     bits: int
 
     @property
     def symmetric_zero(self) -> int:
-        """The code for 0 without zero points, or with a shift: 8 or 128."""
+        """The code that stands for 0 without zero points, or for the shift alone in formats with shifts: 8 or 128."""
         return 1 << (self.bits - 1)
 
     @property
@@ -44,7 +45,8 @@ class UnsignedCodes:
 
 @dataclass(frozen=True, eq=False)
 class IntegerFormat(UnsignedCodes, WeightFormat):
-    """Unsigned codes, whose zero is half their range or a zero point of the group. `integers` finds the objects."""
+    """Unsigned codes, of which half the range, or the group's zero point, stands for 0. `integers` returns these
+    formats."""
 
     has_zeros: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -74,8 +76,8 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         return self.bits, self.group_size
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """Returns the format without zero points if all of them are the symmetric one, else the one with them; and the
-        zero points."""
+        """Returns (the format without zero points, None) if all zero points are `symmetric_zero`; else (the format with
+        zero points, these)."""
         if zeros is None or bool((zeros == self.symmetric_zero).all()):
             return self.with_zero_points(False), None
         return self.with_zero_points(True), zeros
@@ -155,8 +157,8 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
 
 
 class Int4Codes(E4m3Decoder):
-    """Codes less 8 as E4M3's smallest numbers, multiples of 2**-9: their sign, and their magnitude as it is. 8 codes
-    take twelve instructions."""
+    """Converts code - 8 to a multiple of 2**-9 in E4M3: the byte is the sign and the magnitude itself. 8 codes take
+    twelve instructions."""
 
     slots, unit = 96, 512.0
 
@@ -192,7 +194,7 @@ def integers(bits: int = 4, group_size: int | None = 128, zero_points: bool = Fa
 
 
 def _size_of(group_size: object) -> Any:
-    """Returns the group size: 0 for one scale per row, None for what is no group size."""
+    """Returns the group size: 0 for one scale per row, None for an invalid argument."""
     if group_size is None or (is_one_of(group_size, (0, -1))):
         return 0
     return group_size if is_one_of(group_size, GROUP_SIZES) else None
@@ -210,9 +212,9 @@ _INTEGERS = {
 
 
 def check_scales(name: str, scales: torch.Tensor) -> None:
-    """Raises ValueError if kernels have no room for a bf16 scale, which none of a usual weight comes near.
+    """Raises ValueError if a bf16 scale is 2**27 or more, too large for the kernels. Usual scales are far smaller.
 
-    Waits for a GPU; of tensors without data (meta) nothing is known. NaN is left to become the results' NaN.
+    Waits for a GPU. Meta tensors are not checked. NaN is accepted and makes results NaN.
     """
     if scales.dtype != torch.bfloat16 or scales.is_meta or not scales.numel():
         return
@@ -227,8 +229,9 @@ def check_scales(name: str, scales: torch.Tensor) -> None:
 def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
     """Raises ValueError if kernels cannot subtract a zero point, uint8, from codes of so many bits; waits for a GPU.
 
-    Any byte comes off 8-bit codes. Of 4-bit ones up to 16 do: four bits further up, as the second row of a fragment has
-    them, more are no subnormal bf16 number (`SubnormalDecoder`). Checkpoints have no more.
+    8-bit codes may have any zero point. 4-bit codes may have zero points up to 16: a fragment's second row has them
+    four bits further up, where larger ones are no subnormal bf16 number (`SubnormalDecoder`). Checkpoints have none
+    above 16.
     """
     top = 1 << bits
     if zeros is not None and bits < 8 and int(zeros.max()) > top:
@@ -236,7 +239,7 @@ def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
 
 
 def _range_of(numbers: torch.Tensor) -> list[float]:
-    """Returns [least, most], NaN if there is any, without a copy of the numbers."""
+    """Returns [least, greatest] of the numbers, NaN if any is NaN, without copying them."""
     return torch.stack((numbers.amin(), numbers.amax())).tolist()
 
 

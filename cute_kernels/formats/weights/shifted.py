@@ -1,9 +1,10 @@
-"""4- and 8-bit integer codes with floating zero points: W = (code - m) * scale + shift, m half the range of codes.
+"""The formats of 4- and 8-bit integer codes with a shift: W = (code - m) * scale + shift, where m is half the range of
+codes.
 
-HQQ and torchao fit zero points that are no integers. torchao's INT4 is this formula; HQQ's W = (code - z) * scale has
-shift = (m - z) * scale. Scale and shift have the dtype of the activations. Both are one stored scale of four bytes, the
-shift in the upper half, so kernels that take fp32 scales of groups take these. A weight is rounded once, as the fused
-multiply-add of torchao's own kernels rounds it.
+They hold the weights of HQQ and torchao, whose zero points are no integers. torchao's INT4 has this formula; HQQ's W =
+(code - z) * scale has shift = (m - z) * scale. Scale and shift have the dtype of the activations. Together they are one
+stored scale of four bytes, the shift in the upper half, so kernels that support fp32 scales of groups support these
+formats. A weight is rounded once, like the fused multiply-add in torchao's own kernels.
 
 | key | groups |
 |---|---|
@@ -34,7 +35,7 @@ MANTISSA, BIAS = {"bf16": 7, "fp16": 10}, {"bf16": 127, "fp16": 15}
 
 @dataclass(frozen=True, eq=False)
 class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
-    """Unsigned codes; each group has a scale and a shift."""
+    """Unsigned codes with a scale and a shift for each group."""
 
     bits: int = 4
     group_size: int = 64
@@ -56,7 +57,7 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def pairs(self, scales: torch.Tensor, shifts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Packs floating scales and shifts of one shape into stored scales, rounded to ``dtype``."""
+        """Packs floating scales and shifts of equal shapes into stored scales; both are rounded to ``dtype``."""
         both = torch.stack((scales.to(dtype), shifts.to(dtype)), dim=-1)
         return both.view(self.scale_dtype(dtype)).squeeze(-1)
 
@@ -80,7 +81,7 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
             raise ValueError(f"scales: got {most:g}, want scales below {limit:.0f} in {own.dtype}")
 
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
-        """Chooses scales and shifts whose codes span the range of a group, whether or not 0 is in it."""
+        """Chooses scales and shifts such that codes span the range of a group. The range need not contain 0."""
         low, high = w.amin(dim=-1).double(), w.amax(dim=-1).double()
         scales = quotient(high - low, (1 << self.bits) - 1)
         scales = self.pairs(scales, low + self.symmetric_zero * scales, dtype)
@@ -110,8 +111,9 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
 
 
 class ShiftedDecoder(CodeDecoder):
-    """Codes in the low bits of 16 are subnormal numbers. One fused multiply-add takes half their range off, exactly, in
-    units of `UNIT`; a second one has scale and shift. 13 instructions per 8 codes of 4 bits, 12 of 8.
+    """Decodes codes to scaled and shifted weights. A code in the low bits of a 16-bit half is a subnormal number. One
+    fused multiply-add subtracts half the range of codes exactly, in units of 2 ** -`UNIT`; a second one applies scale
+    and shift. 8 codes of 4 bits take 13 instructions, 8 codes of 8 bits take 12.
     """
 
     scales_weights = True
@@ -125,11 +127,11 @@ class ShiftedDecoder(CodeDecoder):
         self.half_range = self._power(bits - 1 + UNIT[dtype]) | 0x80008000
 
     def _power(self, exponent: int) -> int:
-        """Returns two to an exponent, twice."""
+        """Returns 2**exponent in both halves of a packed pair."""
         return (BIAS[self.dtype] + exponent << MANTISSA[self.dtype]) * 0x00010001
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """Returns (scale, shift) of each row, as pairs. scales: stored ones, as fp32."""
+        """Returns (scale, shift) of each row, as packed pairs. scales: stored scales, as fp32."""
         math, found = self.math, []
         for stored in cast(Any, scales):
             word = math.bits(stored)
@@ -138,7 +140,7 @@ class ShiftedDecoder(CodeDecoder):
         return found
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
-        """Returns weights, scaled and shifted."""
+        """Returns the scaled and shifted weights of a k16 step."""
         math, found = self.math, []
         for i, pair in enumerate(self._pairs(words, step)):
             power, (scale, shift) = math.word(self.powers[i % 2]), rows[i % 2]
@@ -146,7 +148,7 @@ class ShiftedDecoder(CodeDecoder):
         return found
 
     def _pairs(self, words, step: int) -> list[Any]:
-        """Returns the codes of the four registers."""
+        """Returns the codes of the four registers as packed pairs."""
         math = self.math
         if self.bits == 4:
             word = words[step]
