@@ -112,7 +112,7 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
 
 class ShiftedDecoder(CodeDecoder):
     """Decodes codes to scaled and shifted weights. A code in the low bits of a 16-bit half is a subnormal number. One
-    fused multiply-add subtracts half the range of codes exactly, in units of 2 ** -`UNIT`; a second one applies scale
+    fused multiply-add subtracts half the range of codes exactly, in units of 2 ** `UNIT`; a second one applies scale
     and shift. 8 codes of 4 bits take 13 instructions, 8 codes of 8 bits take 12.
     """
 
