@@ -67,8 +67,8 @@ def divide(a: Float32, b: float) -> Asm[Float32]:
     """Returns a / b rounded to nearest as IEEE 754 says, subnormals kept, for finite a and a constant b with few
     mantissa bits.
 
-    It takes five instructions in double precision. Their quotient is correctly rounded (Markstein 1990), and exact if a
-    / b lies halfway between two subnormals. div.rn.f32 would be a function call, around which registers are spilled.
+    It takes five instructions in double precision. Their quotient is correctly rounded (Markstein 1990), and is exact
+    if it lies halfway between two subnormals. div.rn.f32 would be a function call, around which registers are spilled.
     """
     over, minus = (struct.pack(">d", x).hex() for x in (1.0 / b, -b))
     return Asm(
@@ -313,6 +313,6 @@ def arrive_in_cluster(barrier: Int32) -> Asm[None]:
     """Arrives at an mbarrier of any CTA of the cluster, at an address from `address_in`.
 
     Like an arrival in the own CTA, it orders accesses to shared memory. It does not order stores to global memory: for
-        a release at cluster scope ptxas would wait until all of the thread's stores are visible on the GPU.
+    a release at cluster scope ptxas would wait until all of the thread's stores are visible on the GPU.
     """
     return Asm("mbarrier.arrive.shared::cluster.b64 _, [$0];")

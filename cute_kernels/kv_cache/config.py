@@ -292,8 +292,8 @@ class AppendConfig:
         """The percentage of an SM's combined L1 and shared memory that this kernel requests as shared memory.
 
         It is 100 if attention follows (``leads``): with less, attention could not start on an SM before this kernel is
-            done there. For decode it covers the CTAs' slots for page numbers, and 1 KiB for each CTA that the hardware
-            reserves. Otherwise it is 0.
+        done there. For decode it covers the CTAs' slots for page numbers, and 1 KiB for each CTA that the hardware
+        reserves. Otherwise it is 0.
         """
         return 100 if self.leads else DECODE_SMEM_PERCENT if self.decode else 0
 

@@ -93,8 +93,8 @@ class CodedRow:
     """The common part of rows of small codes, which may have a header word with the scale of each group.
 
     A kernel quantises in steps and may branch between them: `measure` a lane's values, `repair` them if the result is
-        `unusual`, `reduce` over the group, `encode`. Rows of bytes whose values share divisors have more steps:
-        `find_steps`, and if a divisor or value is `awkward`, `tame` both.
+    `unusual`, `reduce` over the group, `encode`. Rows of bytes whose values share divisors have more steps:
+    `find_steps`, and if a divisor or value is `awkward`, `tame` both.
 
     Args:
         kv_format: name of the format.

@@ -198,7 +198,7 @@ def append_kv(
     """Appends new tokens' K and V to a cache in one launch (two for keys in blocks), and rotates their q.
 
     The kernel computes in fp32, in this order: qkv_bias, the RMS norm of q and k over head_dim, RoPE of q and k, the
-        transform. Then it quantises k and v to the cache's format, and rounds q to its dtype.
+    transform. Then it quantises k and v to the cache's format, and rounds q to its dtype.
 
     Args:
         k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192, 256 or 512, not

@@ -91,7 +91,7 @@ class ScoreTerm:
         for all.
 
         Earlier tiles are skipped, and earlier rows may hold anything. values: the launch's numbers; in extend attention
-            without the tensors of registered options.
+        without the tensors of registered options.
         """
         return None
 
