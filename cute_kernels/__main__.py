@@ -1,4 +1,4 @@
-"""Command line: `cute-kernels doctor | aot | cache | calibrate`, or `python -m cute_kernels ...`."""
+"""The command line: `cute-kernels doctor | aot | cache | calibrate`, or `python -m cute_kernels ...`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_doctor(_: argparse.Namespace) -> int:
 
 
 def chosen_specs(patterns: list[str]) -> list[KernelSpec]:
-    """Shipped kernels whose family:symbol matches one of the patterns; says so if there is none."""
+    """Returns the shipped kernels whose family:symbol matches one of the patterns; prints an error if there is none."""
     specs = [spec for spec in families.shipped_specs() if any(fnmatch.fnmatch(str(spec), each) for each in patterns)]
     if not specs:
         print(f"no shipped kernel matches {' '.join(patterns)}", file=sys.stderr)

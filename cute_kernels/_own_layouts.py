@@ -1,6 +1,5 @@
-"""Refuses to go on with another project's package in place of ours. PyPI has an unrelated `layouts`, which pip installs
-over the one that comes with cute-kernels. Without this check, a later import fails for a name that ought to be
-there."""
+"""Raises ImportError if `layouts` is another project's package. PyPI has an unrelated `layouts`, which pip installs
+over the one of cute-kernels. Without this check, a later import fails with a missing name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Gives `PackedWeight` the importers of other projects' layers, each imported when it is first called.
+"""Gives `PackedWeight` importers of other projects' layers, such as `from_awq`. Each importer's module is imported at
+its first call.
 
-The weight knows nothing of what is built on it: importers call it, never the reverse.
+Importers depend on `PackedWeight`, which does not depend on them.
 """
 
 from __future__ import annotations

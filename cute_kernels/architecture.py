@@ -1,4 +1,4 @@
-"""What GPU architectures give a CTA: one object of limits for each, which a `KernelSpec` carries.
+"""The limits of GPU architectures for a CTA: one object for each architecture, which a `KernelSpec` has.
 
 No GPU types here: configurations import it.
 """
@@ -14,10 +14,10 @@ class Limits:
     """The resources of one GPU architecture that configurations must fit into.
 
     Attributes:
-        num_sms: of the GPU that a schedule is made for where none is there.
+        num_sms: SMs of the GPU that schedules assume on a machine without one.
         shared_bytes: shared memory that one CTA may use.
         reserved_shared_bytes: shared memory of an SM that the system reserves for every resident CTA.
-        threads: of a CTA.
+        threads: the most threads of a CTA.
     """
 
     num_sms: int
@@ -27,11 +27,12 @@ class Limits:
 
     @property
     def sm_shared_bytes(self) -> int:
-        """Shared memory that all CTAs of an SM have together, with what is reserved for each CTA."""
+        """Bytes of shared memory of an SM, for all its CTAs, including the bytes that the system reserves for each
+        CTA."""
         return self.shared_bytes + self.reserved_shared_bytes
 
     def holds(self, other: Limits) -> bool:
-        """Whether a configuration within the other's limits fits these."""
+        """Returns whether every configuration within the limits ``other`` also fits these limits."""
         return all(getattr(self, name) >= getattr(other, name) for name in ("shared_bytes", "threads")) and (
             self.reserved_shared_bytes <= other.reserved_shared_bytes
         )
@@ -59,7 +60,7 @@ HOPPER = LIMITS["sm_90a"]
 
 
 def least_of(archs: Iterable[str]) -> Limits:
-    """The limits that all of some architectures satisfy. Raises KeyError for one that is not in `LIMITS`."""
+    """Returns the limits that hold for all of these architectures. Raises KeyError for one that is not in `LIMITS`."""
     of_each = [LIMITS[arch] for arch in archs]
     least = {field.name: min(getattr(limits, field.name) for limits in of_each) for field in fields(Limits)}
     return Limits(**{**least, "reserved_shared_bytes": max(limits.reserved_shared_bytes for limits in of_each)})

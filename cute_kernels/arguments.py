@@ -1,4 +1,4 @@
-"""What every public operator asks of its arguments before it looks at them, whatever the kernel family."""
+"""Checks of arguments that all kernel families share; errors name the argument, what came and what is wanted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ MOST = 2**63 - 1  # of anything that is counted
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
-    """A shape as messages print it."""
+    """Returns a shape as messages print it."""
     return list(tensor.shape)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides in elements; of a dimension of size 1, where torch allows any, what the shape of the next ones says."""
+    """Returns strides in elements. A dimension of size 1, where torch allows any stride, has that of a contiguous
+    tensor."""
     strides = list(tensor.stride())
     for i in reversed(range(tensor.dim())):
         if tensor.shape[i] <= 1:
@@ -30,7 +31,8 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, or lie so entangled that it would take more than a look at sizes to say no."""
+    """Returns whether elements of a tensor may share memory. It compares sizes and strides only, so True may be a false
+    alarm."""
     reach = 1  # elements from the first to after the last one of the dimensions looked at
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -41,16 +43,16 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 class _UnlessCapturing:
-    """True but while a CUDA graph is captured, when nothing can be read."""
+    """A value that is True, except while a CUDA graph is captured, when values cannot be read."""
 
     def __bool__(self) -> bool:
         return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share memory, or lie so entangled that it would take more than a look at sizes to say no.
+    """Returns whether two tensors may share memory. It compares sizes and strides only, so True may be a false alarm.
 
-    Interleaved views of one tensor, such as K and V of each page, do not.
+    Interleaved views of one tensor, such as K and V of each page, do not share memory.
     """
     if is_compiling() or a.device != b.device:  # traced tensors have no address
         return False
@@ -64,7 +66,7 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 Steps = list[tuple[int, int]]
-"""(stride in bytes, size) of a tensor's dimensions and of the bytes of an element, the widest stride first."""
+"""(stride in bytes, size) of each dimension of a tensor, then of the bytes of an element, the widest stride first."""
 
 
 def _steps_of(tensor: torch.Tensor) -> Steps:
@@ -75,7 +77,8 @@ def _steps_of(tensor: torch.Tensor) -> Steps:
 
 
 def _meet(offset: int, a: Steps, b: Steps) -> bool:
-    """Whether bytes at steps ``a`` from 0 and ``b`` from ``offset`` may meet."""
+    """Returns whether two tensors may share a byte: one with steps ``a`` that begins at 0, one with ``b`` at
+    ``offset``."""
     if offset >= _reach(a) or -offset >= _reach(b):
         return False
     if not a or not b or a[0][0] != b[0][0] or max(_reach(a[1:]), _reach(b[1:])) > a[0][0]:
@@ -89,11 +92,11 @@ def _reach(steps: Steps) -> int:
 
 
 def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object], in_place: Container[str] = ()) -> None:
-    """Raises ValueError, naming both, if an output of a call shares memory with another of its tensors.
+    """Raises ValueError, naming both, if an output of a call may share memory with another tensor of the call.
 
-    in_place: names of those that it may be itself, element for element.
+    in_place: names of tensors that the output may be itself, element for element.
 
-    Part of the checks of a call that is the first of its kind, which a repeated call on a GPU does not have.
+    Repeated calls on a GPU, which have a plan, are not checked again.
     """
     for other, tensor in others.items():
         if not isinstance(tensor, torch.Tensor) or not share_memory(written, tensor):
@@ -110,7 +113,8 @@ DEBUG: bool | _UnlessCapturing = os.environ.get("CUTE_KERNELS_DEBUG", "") not in
 
 @contextmanager
 def checking_values(checks: bool = True) -> Iterator[None]:
-    """Checks every call's values in this block, as `CUTE_KERNELS_DEBUG=1` does everywhere; or no call's."""
+    """Checks every call's values in this block, as `CUTE_KERNELS_DEBUG=1` does everywhere. checks: False checks no
+    call's."""
     global DEBUG
     before, DEBUG = DEBUG, checks and _UnlessCapturing()
     try:
@@ -120,7 +124,7 @@ def checking_values(checks: bool = True) -> Iterator[None]:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raises TypeError naming the first argument that is no tensor, or a sparse or nested one."""
+    """Raises TypeError naming the first argument that is no tensor, or a sparse or nested tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
@@ -152,8 +156,7 @@ def check_floating(**tensors: object) -> None:
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raises TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``, or the largest of 64
-    bits."""
+    """Raises TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``, by default 2**63 - 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want an int")
     greatest = MOST if most is None else most
@@ -171,14 +174,14 @@ def check_positive(name: str, value: object) -> None:
 
 
 def check_all_positive(name: str, values: torch.Tensor) -> None:
-    """Raises ValueError unless all values are positive and finite; waits for a GPU."""
+    """Raises ValueError unless all values are positive and finite; waits for the tensor's GPU."""
     wrong = values[~((values > 0) & (values < torch.inf))]
     if wrong.numel():
         raise ValueError(f"{name}: got {float(wrong[0])}, want positive finite numbers")
 
 
 def check_optional_positive(name: str, value: object) -> None:
-    """Raises TypeError or ValueError unless a number is None or positive and finite.
+    """Raises TypeError or ValueError unless ``value`` is None or a positive finite number.
 
     softmax_scale needs this: kernels mask scores with -inf before they scale them, and -inf times zero or a negative
     number is no mask.
@@ -192,7 +195,7 @@ def check_optional_positive(name: str, value: object) -> None:
 
 
 def check_optional_count(name: str, value: object, most: int | None = None) -> None:
-    """Raises ValueError unless ``value`` is None or an int from 1 (to ``most``)."""
+    """Raises ValueError unless ``value`` is None or an int of at least 1 and, if given, at most ``most``."""
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
@@ -204,7 +207,7 @@ def check_optional_count(name: str, value: object, most: int | None = None) -> N
 def check_number(name: str, value: object, least: int | None = None) -> None:
     """Raises TypeError or ValueError unless ``value`` is a finite number of at least ``least``.
 
-    By comparisons alone: `torch.compile` makes guards of them where it traces a number for all values at once.
+    It only compares: where `torch.compile` traces a number for all values at once, it makes guards of comparisons.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want a number")
@@ -215,7 +218,8 @@ def check_number(name: str, value: object, least: int | None = None) -> None:
 
 
 def is_one_of(value: object, choices: Container[int]) -> bool:
-    """Whether ``value`` is an int among ``choices``: 64.0 and True are not, which compare equal to ints."""
+    """Returns whether ``value`` is an int among ``choices``. 64.0 and True are no ints, though they compare equal to
+    some."""
     return isinstance(value, int) and not isinstance(value, bool) and value in choices
 
 
@@ -234,11 +238,11 @@ def check_matrix_shape(name: str, shape: object) -> None:
 
 
 def needs_dispatch(**tensors: object) -> bool:
-    """Whether a call must go through its operator: it is being traced, or a tensor is not a plain one.
+    """Returns whether a call must go through its operator: it is being traced, or a tensor is not plain.
 
-    The first tensor speaks for the device. Raises TypeError for an argument that is no tensor at all, and ValueError
-    where the first tensor is on a device of neither kind and another one is elsewhere: the operator would then go by
-    shapes alone, and compute nothing.
+    The first tensor decides the device. Raises TypeError for an argument that is no tensor. Raises ValueError if the
+    first tensor is neither on a CPU nor on a GPU, such as a meta tensor, and another tensor is elsewhere: the operator
+    would use shapes alone, and compute nothing.
     """
     if is_compiling():
         return True
@@ -254,14 +258,15 @@ def needs_dispatch(**tensors: object) -> bool:
 
 
 def check_together(**tensors: Any) -> None:
-    """Raises ValueError unless all tensors are where the first one is."""
+    """Raises ValueError unless all tensors are on the first one's device."""
     (speaker, first), *others = tensors.items()
     for name, tensor in others:
         check_place(name, tensor, first.device, speaker)
 
 
 def check_place(name: str, tensor: torch.Tensor, device: torch.device, speaker: str = "q") -> None:
-    """Raises ValueError unless a tensor lies on ``device``, that of the argument ``speaker``."""
+    """Raises ValueError unless a tensor lies on ``device``. speaker: the argument whose device that is, for the
+    message."""
     if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where {speaker} is")
 
@@ -277,7 +282,7 @@ def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype, why: str 
 def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str, why: str = "") -> None:
     """Raises ValueError unless a tensor has these sizes; ``why`` ends the message.
 
-    A name stands for any size, and a first "..." for any number of them.
+    A name stands for any size, and "..." as the first size for any number of leading dimensions.
     """
     leads = sizes[:1] == ("...",)
     own = sizes[1:] if leads else sizes
@@ -287,14 +292,15 @@ def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str, why: str = "
 
 
 class Wanted(NamedTuple):
-    """What a tensor among a call's arguments must be.
+    """The requirements on a tensor among a call's arguments.
 
     Attributes:
-        name, tensor: of the argument; any value, which may be no tensor.
-        dtypes, sizes: one of these, and sizes as of `check_shape`; ``why`` and ``size_why`` say where they come from.
-        device: where it must lie, that of the argument ``speaker``.
-        contiguous: whether its elements must be.
-        unit: bytes that it must be aligned to, 1 for a tensor that may have no address.
+        name, tensor: the argument's name and value, which may be no tensor.
+        dtypes, sizes: the dtypes that it may have, and sizes as for `check_shape`. why, size_why: ends of their
+            messages, which say where the requirements come from.
+        device: where it must lie. speaker: the argument whose device that is.
+        contiguous: whether it must be contiguous.
+        unit: bytes that it must be aligned to; 1 asks for no address.
     """
 
     name: str
@@ -310,9 +316,9 @@ class Wanted(NamedTuple):
 
 
 def check_wanted(wanted: Iterable[Wanted]) -> None:
-    """Raises TypeError or ValueError, naming the argument, unless each tensor is what is wanted of it.
+    """Raises TypeError or ValueError, naming the argument, unless each tensor meets its requirements.
 
-    A tensor is checked before the next one is asked for, so what is wanted of that may be read from it.
+    A tensor is checked before the next item of ``wanted`` is made, so later requirements may depend on checked tensors.
     """
     for name, tensor, dtypes, sizes, device, speaker, why, size_why, contiguous, unit in wanted:
         check_tensors(**{name: tensor})
@@ -350,13 +356,14 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int,
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:
-    """Raises ValueError unless each index occurs once; waits for a GPU."""
+    """Raises ValueError unless each index occurs once; waits for the tensor's GPU."""
     if not torch.equal(perm.sort().values, torch.arange(perm.numel(), dtype=perm.dtype, device=perm.device)):
         raise ValueError(f"{name}: got indices that are missing or repeated, want each of 0 to {perm.numel() - 1} once")
 
 
 def row_stride(tensor: torch.Tensor) -> int | None:
-    """Elements from one row [..., n] to the next, None if rows lie at no one distance."""
+    """Returns the elements from one row [..., n] to the next; None if rows are not all equally far apart, or not
+    contiguous."""
     n = tensor.shape[-1]
     if tensor.stride(-1) != 1 and n > 1:
         return None

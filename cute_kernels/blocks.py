@@ -1,7 +1,7 @@
-"""How many numbers code that works through large tensors in blocks holds at a time: a bound that a caller may lower.
+"""The block size of code that works through large tensors in blocks; a caller may lower it.
 
-References, importers and calibration look at a block after the other, of about as many elements as their own constant
-says. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all of them smaller.
+References, importers and calibration process one block after the other, each of about as many elements as a constant of
+theirs. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all blocks smaller.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _most: ContextVar[int | None] = ContextVar("cute_kernels_block_elements", defaul
 
 
 def elements(usual: int) -> int:
-    """The elements of a block: ``usual``, or fewer in a block of :func:`at_most`."""
+    """Returns the elements of a block: ``usual``, or fewer within :func:`at_most`."""
     most = _most.get()
     return usual if most is None else min(usual, most)
 
 
 @contextmanager
 def at_most(most: int) -> Iterator[None]:
-    """Limits the elements of a block within this context, unless what goes into one block is larger itself."""
+    """Limits the elements of a block within this context. A single item that is larger still makes a block."""
     token = _most.set(most)
     try:
         yield

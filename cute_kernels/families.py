@@ -1,4 +1,4 @@
-"""The kernel families and the configurations that ship: what bundles hold and what the gates compile."""
+"""The kernel families and their shipped configurations, which bundles contain and CI compiles."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ROOMS = (
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Every shipped configuration of every family, each family's in its own order.
+    """Returns the specs of every family's shipped configurations, family by family.
 
-    A family takes part by having `compile.shipped_specs() -> list[KernelSpec]`. Neither this nor the modules it
-    imports need the DSL or a GPU. Raises ValueError if two specs share a symbol.
+    Each family has a function `compile.shipped_specs() -> list[KernelSpec]`. Neither the DSL nor a GPU is needed.
+    Raises ValueError if two specs share a symbol.
     """
     specs: list[KernelSpec] = []
     owners: dict[str, KernelSpec] = {}

@@ -1,6 +1,6 @@
-"""What a saved model says of its quantised layers: the "quantization_config" of its config.json.
+"""The "quantization_config" in a saved model's config.json, which describes its quantised layers.
 
-It lists the form of each layer, so that a skeleton of the model can be given layers that fit before tensors are read.
+It lists the form of each layer, so that a loader can put fitting layers into an empty model before tensors are read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
 
 
 def describe_layers(model: nn.Module) -> dict[str, Any]:
-    """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its mixtures.
+    """Returns the "quantization_config" of a model, for its `QuantizedLinear` layers and its mixtures of experts.
 
-    "linear" and "experts" are lists of forms (bits and group_size of integers, or format, dtype, the optional tensors
-    that are there, batch_invariant, activations where these are rounded), each with the names of its layers.
+    "linear" and "experts" are lists of forms, each with the names of its layers. A form has bits and group_size for
+    integers, else format; dtype; the optional tensors that exist; batch_invariant; and activations if these are
+    rounded.
     """
     linear: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}
@@ -45,10 +46,11 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def record_layers(model: Any) -> str | None:
-    """Puts `describe_layers` into a transformers model's configuration; the reason why not, or None.
+    """Puts the result of `describe_layers` into a transformers model's configuration. Returns the reason why not, or
+    None.
 
-    A model without such a configuration is left alone: its state dict says all that there is to say. A quantised
-    output layer is tied to the embedding no more, and the configuration says so where nothing else is tied.
+    A model without such a configuration is left alone, as its state dict is enough. A quantised output layer is no
+    longer tied to the embedding. If nothing else is tied, `tie_word_embeddings` becomes False.
     """
     config: Any = getattr(model, "config", None)
     if not (hasattr(config, "to_dict") and hasattr(config, "save_pretrained")):
@@ -79,15 +81,15 @@ def record_layers(model: Any) -> str | None:
 
 
 def keep_vocabulary(model: Any) -> None:
-    """Lets a transformers model with a quantised output layer resize its vocabulary. Its own code takes a dense layer
-    alone, and finds that out only after it has changed the embedding."""
+    """Lets a transformers model with a quantised output layer resize its vocabulary. transformers' own code needs a
+    dense output layer, and fails only after it has changed the embedding."""
     if hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), QuantizedLinear):
         model.resize_token_embeddings = partial(_resized, model)
 
 
 def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Resizes as a model's own ``resize_token_embeddings`` does; where the number changes, the output layer is one of
-    16 bits then."""
+    """Resizes as a model's own ``resize_token_embeddings`` does. If the number of tokens changes, the output layer is
+    dequantised to 16 bits."""
     output = model.get_output_embeddings()
     if isinstance(output, QuantizedLinear):
         if new_num_tokens in (None, output.out_features) and not any(args) and not kwargs.get("pad_to_multiple_of"):
@@ -105,8 +107,8 @@ def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs
 
 
 def untie_quantised(model: nn.Module) -> Mapping[str, str]:
-    """Makes a transformers model forget that a quantised layer's weight was tied to another one: it is a weight of its
-    own. Returns the weights that stay tied: "tie_word_embeddings" says all or nothing, and means these, too."""
+    """Makes a transformers model forget that quantised layers' weights were tied to others. Returns the weights that
+    stay tied, to which "tie_word_embeddings" applies, too."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     dense = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for names in list(tied.items()):
@@ -120,7 +122,8 @@ def _form(
     owner: QuantizedLinear | OfExperts,
     names: tuple[str, ...],
 ) -> tuple[tuple[str, Any], ...]:
-    """owner: what multiplies with the layer's weight. names: of tensors that the layer may have."""
+    """Returns the form of a layer as items. owner: the module that multiplies with the layer's weight. names: names of
+    optional tensors."""
     form, there = layer.weight_format, tuple(name for name in names if getattr(layer, name, None) is not None)
     dtype = str(form.activation_dtype(layer.scales.dtype)).removeprefix("torch.")
     found = {"dtype": dtype, "tensors": there, "batch_invariant": bool(owner.batch_invariant)}
@@ -133,7 +136,7 @@ def _listed(form: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 
 
 def forms_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns (name, form) of each layer of a kind, "linear" or "experts"; dtype as a torch.dtype.
+    """Yields (name, form) of each layer of a kind, "linear" or "experts"; a form's dtype is a torch.dtype.
 
     Raises:
         TypeError, ValueError: the configuration is not one that `describe_layers` makes; the message says where.

@@ -1,4 +1,4 @@
-"""Which layers of a model `quantize_model` swaps, and why it leaves the others."""
+"""Finds the layers of a model that `quantize_model` swaps, and the reasons to leave the others."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 @dataclass(frozen=True)
 class Survey:
-    """The modules to swap, each with all its names, and what is left."""
+    """The modules to swap, each with all its names, and the layers that are left."""
 
     places: dict[nn.Module, list[str]]
     left: tuple[ReportedLayer, ...]
 
 
 def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
-    """Looks at every module of a model that has weights of its own."""
+    """Decides for every module of a model with weights of its own whether it is swapped."""
     routers, readers = routers_of(model), layers_read_by_code(model)
     places: dict[nn.Module, list[str]] = {}
     left: dict[nn.Module, ReportedLayer] = {}
@@ -78,31 +78,32 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
 
 
 def compiled_from(model: nn.Module) -> nn.Module:
-    """The module that torch.compile has wrapped; a model that it has not wrapped, as it is."""
+    """Returns the module that torch.compile has wrapped, or the model itself if it is not wrapped."""
     return getattr(model, "_orig_mod", model)
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Whether it is an nn.Linear, the transposed one of transformers' GPT-2 or Falcon's, and no other subclass."""
+    """Returns whether a module is a plain nn.Linear, or transformers' Conv1D (GPT-2) or FalconLinear; no other subclass
+    counts."""
     kind = type(module)
     is_falcon = (kind.__module__, kind.__name__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear")
     return kind is nn.Linear or is_conv1d(module) or is_falcon
 
 
 def take_hooks(layer: nn.Module, swapped: nn.Module) -> None:
-    """Gives a layer the forward hooks of the module it stands for; their handles go on removing them."""
+    """Gives a layer the forward hooks of the module that it replaces. The hooks' handles still remove them."""
     for name in FORWARD_HOOKS:
         setattr(layer, name, getattr(swapped, name))
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a module's own parameters and buffers of two or more dimensions."""
+    """Returns the bytes of a module's own parameters and buffers with two or more dimensions."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return sum(tensor.numel() * tensor.element_size() for tensor in own if tensor.dim() >= 2)
 
 
 def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequence[str]) -> tuple[str, bool] | None:
-    """Returns why a dense layer is left, and whether that counts; None if it is to be swapped."""
+    """Returns (why a dense layer is left, whether that counts as missed); None if it is to be swapped."""
     if _is_skipped(name, skip):
         return "skip says so", False
     if module in routers:
@@ -126,7 +127,8 @@ def _tensors_reason(module: nn.Module) -> str | None:
 
 
 def _hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | None:
-    """Returns why a module's hooks cannot be kept, or None; ``inner`` is a part of it that goes, hooks and all."""
+    """Returns why a module's hooks cannot be kept, or None. inner: a part of the module that is dropped with its
+    hooks."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance (accelerate's hooks do so)"
     lost = [name for name in _OTHER_HOOKS if getattr(module, name, None)]
@@ -137,7 +139,7 @@ def _hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | No
 
 
 def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence[str]) -> ReportedLayer | None:
-    """The entry of a module that is no dense layer but has weights of its own, or None."""
+    """Returns the report's entry for a module that is no dense layer but has weights of its own, or None."""
     if isinstance(module, (QuantizedLinear, QuantizedExperts)):
         return ReportedLayer(name, type(module).__name__, weight_bytes(module), 0, "it is quantised already", False)
     if isinstance(module, nn.Linear) and module not in routers and not _is_skipped(name, skip):
@@ -164,7 +166,7 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
 
 
 def routers_of(model: nn.Module) -> set[nn.Module]:
-    """Modules in a gate or router beside experts that have a row for each of them."""
+    """Returns the routers: modules in a gate or router beside experts whose weight has a row for each expert."""
     found: set[nn.Module] = set()
     for parent in model.modules():
         children = dict(parent.named_children())
@@ -180,7 +182,7 @@ def routers_of(model: nn.Module) -> set[nn.Module]:
 
 
 def _num_experts(name: str, module: nn.Module) -> int | None:
-    """Returns how many experts a module holds, or None if it holds none: in stacked weights, or in a list."""
+    """Returns how many experts a module has, in stacked weights or a list; None if it has none."""
     if isinstance(module, nn.ModuleList):
         return len(module) if "expert" in name and len(module) > 1 else None
     sizes = {tensor.shape[0] for tensor in module.parameters(recurse=False) if tensor.dim() == 3}
@@ -192,9 +194,10 @@ def _left(name: str, module: nn.Module, reason: str, counts: bool) -> ReportedLa
 
 
 def check_skip(model: nn.Module, skip: object) -> None:
-    """Raises TypeError or ValueError unless ``skip`` is a sequence of patterns, and each names a module of a model.
+    """Raises TypeError or ValueError unless ``skip`` is a sequence of patterns, each of which matches a module of the
+    model.
 
-    The default's lm_head need not be there.
+    The default pattern "lm_head" need not match.
     """
     if isinstance(skip, str) or not isinstance(skip, Sequence) or not all(isinstance(name, str) for name in skip):
         raise TypeError(f"skip: got {skip!r}, want a sequence of names")

@@ -1,4 +1,4 @@
-"""What `quantize_model` did to a model, what it left, and why."""
+"""The report of `quantize_model`: the layers that it swapped, those that it left, and why."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ _SHOWN_NAMES = 3  # of the layers that are left for one reason
 
 @dataclass(frozen=True)
 class ReportedLayer:
-    """A layer that `quantize_model` came across.
+    """A layer in the report of `quantize_model`.
 
     Args:
-        name: qualified; of a layer that is used several times the first.
+        name: its qualified name; the first one if it is used several times.
         kind: the name of its class, before it was swapped.
-        nbytes: bytes of its weights as they came.
+        nbytes: bytes of its weights before quantisation.
         packed_nbytes: bytes of its packed weights, 0 if it was left.
-        reason: why it was left, "" if it was not.
-        counts: whether it multiplies with its weights and was not left because `skip` says so.
-        note: its format, its products and where they come from ("MXFP4, FP8 products as asked"), what a checkpoint
-            declares.
+        reason: why it was left; "" if it was swapped.
+        counts: whether the layer counts as missed if it was left: it multiplies with its weights, and `skip` does not
+            name it.
+        note: its format and its products, and whether the caller or the checkpoint chose them ("MXFP4, FP8 products as
+            asked").
     """
 
     name: str
@@ -38,7 +39,7 @@ class QuantizationReport:
 
     Args:
         quantized: the layers that are quantised now.
-        left: the layers with weights of two or more dimensions that are as they were, each with its reason.
+        left: the layers with weights of two or more dimensions that were not changed, each with its reason.
     """
 
     quantized: tuple[ReportedLayer, ...]
@@ -46,7 +47,7 @@ class QuantizationReport:
 
     @property
     def summary(self) -> str:
-        """Counts and bytes in one line."""
+        """The numbers and bytes of quantised and left layers, in one line."""
         before, after = (sum(getattr(x, name) for x in self.quantized) for name in ("nbytes", "packed_nbytes"))
         left = sum(layer.nbytes for layer in self.left)
         return (
@@ -56,7 +57,7 @@ class QuantizationReport:
 
     @property
     def warning(self) -> str | None:
-        """The warning for a user: that nothing is quantised, or less than half of what could be; else None."""
+        """A warning for the user if nothing is quantised, or less than half of the bytes that could be; else None."""
         missed = [layer for layer in self.left if layer.counts]
         done, open_ = (sum(layer.nbytes for layer in layers) for layers in (self.quantized, missed))
         if self.quantized and done >= open_:
@@ -73,7 +74,7 @@ class QuantizationReport:
 
 
 def _reasons(layers: tuple[ReportedLayer, ...] | list[ReportedLayer]) -> list[str]:
-    """A line for each reason and class, the most bytes first."""
+    """Returns a line for each reason and class, the most bytes first."""
     groups: dict[tuple[str, str], list[ReportedLayer]] = {}
     for layer in layers:
         groups.setdefault((layer.kind, layer.reason), []).append(layer)

@@ -1,4 +1,4 @@
-"""Swapping the layers of a model for quantised ones."""
+"""Swaps the layers of a model for quantised ones."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def quantize_model(
 ) -> nn.Module:
     """Swaps the nn.Linear layers of a model for `QuantizedLinear`, and its mixtures of experts for `QuantizedMoE`.
 
-    It works in place, layer by layer. Each layer's weight is freed before the next layer is quantised, unless
-    something else holds it. A layer that is used several times is quantised once. GPT-2's Conv1D is a Linear, too.
-    Forward hooks of a layer are kept. Subclasses of nn.Linear are left alone, since they have their own forward. So
-    are layers whose weight or hooks a quantised layer cannot take over, and experts with another computation. If a
-    mixture of experts does more than `QuantizedMoE`, only its experts are swapped, for `QuantizedRoutedExperts`.
-    Routers stay as they are; the Linear layers of shared experts are layers like any other.
+    It works in place, layer by layer. Each layer's weight is freed before the next layer is quantised, unless something
+    else holds it. A layer that is used several times is quantised once. GPT-2's Conv1D is a Linear, too. Forward hooks
+    of a layer are kept. Subclasses of nn.Linear are left alone, since they have their own forward. So are layers whose
+    weight or hooks a quantised layer cannot take over, and experts with another computation. If a mixture of experts
+    does more than `QuantizedMoE`, only its experts are swapped, for `QuantizedRoutedExperts`. Routers stay as they are;
+    the Linear layers of shared experts are swapped like any other.
 
     ``model.quantization_report`` says what was done, what stayed and why
     (`cute_kernels.model_report.QuantizationReport`); print it for a table. A UserWarning says if nothing was quantised,
@@ -59,9 +59,10 @@ def quantize_model(
         batch_invariant: the new layers' attribute. True: a row's (or token's) result does not depend on the others.
         skip: layers to leave alone: shell patterns for the qualified name or its last part. Each pattern must match a
             layer. The name of a mixture of experts does not skip the layers within it.
-        progress: called after each layer with its qualified name, the number of layers done and that of all.
+        progress: a function that is called after each layer with its qualified name, the number of layers done and the
+            number of all layers.
         format: as for `quantize_weight`.
-        activations: the new layers' attribute: "fp8" rounds x to E4M3 for products in FP8. None, "16bit": it is None.
+        activations: "fp8": the new layers round x to E4M3 for products in FP8. None or "16bit": they do not.
 
     Returns:
         ``model``.
@@ -117,9 +118,9 @@ def quantize_model(
 def reported(
     name: str, swapped: nn.Module, layer: QuantizedLinear | OfExperts, before: int, note: str | None = None
 ) -> ReportedLayer:
-    """The entry of a layer that replaces ``swapped``, a module of ``before`` bytes.
+    """Returns the report's entry for a layer that replaces ``swapped``, whose weights have ``before`` bytes.
 
-    note: by default the names of the weight format and of the products, which are in FP8 as asked.
+    note: the entry's note; by default the names of the weight format and of the products.
     """
     parts = parts_of(layer)
     asked = f"{layer.products}{'' if layer.activations is None else ' as asked'}"
@@ -129,7 +130,8 @@ def reported(
 
 
 def _check_activations(places: dict[nn.Module, list[str]], form: WeightFormat) -> None:
-    """Raises TypeError, naming a layer, where weights in 16 bits say that inputs are of a dtype that is not served."""
+    """Raises TypeError, naming a layer, if a weight's dtype implies a dtype of inputs that the format does not
+    support."""
     for module, names in places.items():
         for parameter in module.parameters():
             if DTYPES.get(parameter.dtype, form.dtypes[0]) not in form.dtypes:
@@ -138,7 +140,8 @@ def _check_activations(places: dict[nn.Module, list[str]], form: WeightFormat) -
 
 
 def _tell(model: torch.nn.Module, report: QuantizationReport) -> None:
-    """Keeps a report with the model, logs it, warns of what few expect, and has the configuration say it."""
+    """Keeps a report as an attribute of the model, logs it, records the layers in the model's configuration, and warns
+    of problems."""
     vars(model)["quantization_report"] = report
     problem = record_layers(model) if report.quantized else None
     _log.info("%s: %s", type(model).__name__, report.summary)

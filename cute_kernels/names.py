@@ -1,6 +1,7 @@
-"""What arguments may be called: the names of formats, layouts and activations, for type checkers.
+"""The names of formats, layouts and activations that arguments may have, as types for type checkers.
 
-The functions check the same at run time. `tests/test_api_types.py` compares these with what the families register.
+The functions check the same names at run time. `tests/test_api_types.py` compares these types with the names that
+families register.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from typing import Literal
 import torch
 
 Activation = Literal["silu", "gelu", "swiglu", "relu2"]
-"""Of a product's result; "swiglu" is silu(gate) * up over pairs of columns, "relu2" max(x, 0)^2."""
+"""The activation of a product's result. "swiglu" is silu(gate) * up over pairs of columns, "relu2" is max(x, 0)^2."""
 
 Activations = Literal["fp8"]
-"""What a product rounds activations to; None in its place leaves them in 16 bits."""
+"""The format to which a product rounds activations; None instead leaves them in 16 bits."""
 
 ModelActivations = Literal["fp8", "16bit"]
-"""The same of a model's layers; None in its place: as its checkpoint declares, else 16 bits."""
+"""The format to which a model's layers round activations. None instead: as the checkpoint declares, else 16 bits."""
 
 CacheLayout = Literal["NHD", "HND"]
-"""Order of a cache's dimensions: tokens before heads, or heads before tokens."""
+"""The order of a cache's dimensions: tokens before heads ("NHD"), or heads before tokens ("HND")."""
 
 KvFormatName = Literal[
     "bf16",

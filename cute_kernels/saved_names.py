@@ -1,7 +1,7 @@
 """The names under which `save_pretrained` writes quantised layers.
 
-transformers writes some models in the form of their first checkpoints: q, k and v as one tensor, rows permuted. It
-cannot convert packed codes so. Such a model is written by its own modules' names.
+transformers writes some models in the form of their first checkpoints, for example with q, k and v as one tensor and
+rows permuted. It cannot convert packed codes in this way. Such a model is written with its own modules' names.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cute_kernels.gemm.module import QuantizedLinear
 
 
 def keep_names(model: PreTrainedModel) -> None:
-    """Makes transformers write a model's tensors as they are, if a conversion would change those of a quantised
-    layer."""
+    """Makes transformers write a model's tensors unconverted, if a conversion would change a quantised layer's
+    tensors."""
     targets = [
         re.compile(target)
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
@@ -30,6 +30,6 @@ def keep_names(model: PreTrainedModel) -> None:
 
 
 def _tensors(model: nn.Module) -> list[str]:
-    """Names of all quantised layers' tensors."""
+    """Returns the names of all quantised layers' tensors."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     return [f"{name}.{own}" for name, layer in layers.items() for own in layer.state_dict()]

@@ -1,7 +1,8 @@
-"""Layers whose weight the code around them reads: Mamba's `self.dt_proj.weight @ steps`. They stay as they are.
+"""Finds layers whose weight the code around them reads, such as Mamba's `self.dt_proj.weight @ steps`. Such layers are
+not quantised.
 
-The code of a model's own classes is looked through for ``<...>.layer.weight``. What the reading needs no numbers for
-(``.dtype``, `isinstance`) does not count, nor what stands behind a flag of the module that is off.
+The source of a model's own classes is searched for ``<...>.layer.weight``. A reading that needs no numbers (``.dtype``,
+`isinstance`) does not count. A reading behind a flag of the module that is off does not count either.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 
 _NOT_NUMBERS = {"dtype", "device", "shape", "ndim", "is_cuda", "requires_grad"}
 _SETTING_UP = ("__init__", "init", "_init", "reset_parameters", "tie_weights", "_tie_weights", "initialize")
-"""What methods are called, or begin with, that make or tie weights."""
+"""The names, or beginnings of names, of methods that make or tie weights; their readings do not count."""
 _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Gt: operator.gt,
     ast.Lt: operator.lt,
@@ -31,9 +32,10 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class _Reading:
-    """One place that reads ``path``'s weight: a path from self, or else the end of a layer's name.
+    """One place in the code that reads the weight of the layer at ``path``: from self if ``of_self``, else the end of a
+    layer's name.
 
-    guards: (test, what it must give) of each `if` around it.
+    guards: (test, wanted result) of each `if` around it.
     """
 
     path: str
@@ -43,7 +45,7 @@ class _Reading:
 
 
 def layers_read_by_code(model: nn.Module) -> dict[nn.Module, str]:
-    """The layers, each with the method that reads its weight."""
+    """Returns the layers whose weight is read, each with the method that reads it."""
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         for reading in _readings(type(module)):
@@ -57,7 +59,7 @@ def layers_read_by_code(model: nn.Module) -> dict[nn.Module, str]:
 
 @cache
 def _readings(kind: type) -> tuple[_Reading, ...]:
-    """Returns what the methods of a class read; nothing of torch's own classes, or where there is no source."""
+    """Returns the readings in the methods of a class. torch's own classes, and methods without source, have none."""
     methods: dict[str, FunctionType] = {}
     for base in reversed(kind.__mro__):
         if not base.__module__.startswith("torch."):
@@ -78,8 +80,7 @@ def _readings(kind: type) -> tuple[_Reading, ...]:
 def _places(
     node: ast.AST, guards: tuple[tuple[ast.expr, bool], ...]
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[ast.expr, bool], ...]]]:
-    """Returns (the name that it begins with, the path to the layer, guards) of each weight that is read for its
-    numbers."""
+    """Yields (first name of the expression, path to the layer, guards) of each weight that is read for its numbers."""
     if isinstance(node, (ast.If, ast.IfExp)):
         yield from _places(node.test, guards)
         for branch, wanted in ((node.body, True), (node.orelse, False)):
@@ -104,7 +105,7 @@ def _places(
 
 
 def _value(test: ast.expr, module: nn.Module) -> bool | None:
-    """The result of a test of a module's plain flags; None if the test reads anything else."""
+    """Returns the result of a test of a module's plain flags; None if the test reads anything else."""
     if isinstance(test, ast.BoolOp):
         values = [_value(each, module) for each in test.values]
         decides = isinstance(test.op, ast.Or)
@@ -125,7 +126,7 @@ def _value(test: ast.expr, module: nn.Module) -> bool | None:
 
 
 def _plain(node: ast.expr, module: nn.Module) -> bool | int | float | str | None:
-    """A constant, or a plain attribute of the module; None for all else."""
+    """Returns the value of a constant, or of a plain attribute of the module; None for other expressions."""
     if isinstance(node, ast.Constant):
         found: object = node.value
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":

@@ -1,1 +1,2 @@
-"""Other libraries' entry points, served by this package's kernels, so that code written for them runs."""
+"""Entry points with other libraries' names and arguments on this package's kernels, so that code for those libraries
+runs."""

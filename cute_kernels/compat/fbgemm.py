@@ -4,7 +4,7 @@ Names, order, defaults and outputs are FBGEMM's (fbgemm_gpu.experimental.gen_ai,
 
     torch.ops.fbgemm.gqa_attn_splitk(...)   by   cute_kernels.compat.fbgemm.gqa_attn_splitk(...)
 
-is all that a caller does. How the meanings map:
+is all that a caller changes. The arguments and results correspond as follows:
 
 | FBGEMM | here |
 |---|---|
@@ -16,10 +16,11 @@ is all that a caller does. How the meanings map:
 
 So, as with FBGEMM, O = sum_s w_s out_s / sum_s w_s sum_s with w_s = exp(max_s - max over splits).
 
-What is more than FBGEMM's: any number of KV heads, of tokens and of groups that `decode_attention` takes, CPU tensors
-(through the reference), and splits without tokens, which FBGEMM leaves uninitialised, hold out 0, max -inf and sum 0.
+It supports more than FBGEMM: any number of KV heads and of tokens, all groups that `decode_attention` supports, and CPU
+tensors (through the reference). Splits without tokens, which FBGEMM leaves uninitialised, have out 0, max -inf and sum
+0.
 
-What differs on a GPU, in the second and third output alone (O and the combination above are the same):
+On a GPU the second and third output differ from FBGEMM's; O and the combination above are the same:
 
 * Splits take turns tile by tile instead of owning one stretch of ceil(length / num_split_ks) tokens each, so a split's
   output stands for other tokens than FBGEMM's. CPU tensors are cut as FBGEMM cuts them.
@@ -69,10 +70,11 @@ def gqa_attn_splitk(
     2 (INT4); FP8 (1) is not supported.
 
     use_tensor_cores=True returns O [B, 1, HQ, D] in XQ's dtype, per-split outputs fp32 [B, num_split_ks, HQ, D] and
-    metadata fp32 [B, 2, num_split_ks, HQ] (see the module's text for both).
-    use_tensor_cores=False returns what FBGEMM returns there: O, the probabilities fp32 [B, HQ, MAX_T] and the unscaled
-    scores q . k fp32 [B, HQ, MAX_T], both 0 beyond the length. These are whole matrices, made by PyTorch: for study,
-    not for speed.
+    metadata fp32 [B, 2, num_split_ks, HQ]. The module's docstring explains the last two.
+
+    use_tensor_cores=False returns, as FBGEMM does, O, the probabilities fp32 [B, HQ, MAX_T] and the unscaled scores
+    q . k fp32 [B, HQ, MAX_T], both 0 beyond the length. PyTorch computes these whole matrices: they are for study, not
+    for speed.
 
     Raises TypeError or ValueError for a format that is not supported and for arguments that do not fit; the message
     names the argument, what came and what is wanted.
@@ -110,7 +112,7 @@ def _kv_format(cache: torch.Tensor, num_groups: int, logical_dtype: int) -> KvFo
 def _score_matrices(
     q: torch.Tensor, k_cache: torch.Tensor, seq_lens: torch.Tensor, kv_format: str, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and unscaled scores, fp32 [batch, num_q_heads, max_seq_len], 0 beyond the length."""
+    """Returns (probabilities, unscaled scores), both fp32 [batch, num_q_heads, max_seq_len], 0 beyond the length."""
     batch, _, num_q_heads, head_dim = q.shape
     max_seq_len, num_kv_heads = k_cache.shape[1:3]
     keys = format_of(kv_format).dequantize(k_cache, head_dim, torch.float32)

@@ -1,7 +1,7 @@
 """FlashAttention's calls over ragged tensors and caches (Dao-AILab/flash-attention 2) on this package's kernels.
 
 Names, order and defaults are FlashAttention's, so that ``from cute_kernels.compat.flash_attn import ...`` is all that a
-caller changes. Both calls are forward alone, in bf16 and fp16. How the meanings map:
+caller changes. Both calls have no backward pass, and take bf16 and fp16. The arguments correspond as follows:
 
 | FlashAttention | here |
 |---|---|
@@ -13,8 +13,8 @@ caller changes. Both calls are forward alone, in bf16 and fp16. How the meanings
 | q, k, v that are parts of a fused projection's result | taken where they lie, as caches are |
 | num_splits, 0 to choose | the same, at most 32 |
 
-Refused, by their names: dropout, slopes per request or without causal, windows that see later
-keys, new K and V to be appended (`cute_kernels.append_kv` does), rotary embedding, cache_batch_idx, cache_leftpad.
+These arguments are refused with an error: dropout, slopes per request or without causal, windows that see later keys,
+new K and V (`cute_kernels.append_kv` appends them), rotary embedding, cache_batch_idx, cache_leftpad.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """Computes attention of ragged queries; see the module.
+    """Computes attention of ragged queries; the module's docstring compares it with FlashAttention's.
 
     Args:
         q: [total_q, num_heads, head_dim].
         k, v: [total_k, num_heads_k, head_dim], or pages [num_pages, page_size, num_heads_k, head_dim].
-        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1]: where requests begin, in q and in what they have of k and v.
-        max_seqlen_q, max_seqlen_k: not needed here.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1]: where requests begin in q, and in k and v, or with pages the sums
+            of their lengths.
+        max_seqlen_q, max_seqlen_k: ignored.
         dropout_p: 0.
         softmax_scale: default head_dim ** -0.5.
-        causal: whether a query, its request's last tokens being the queries, sees no later key.
+        causal: whether a query sees no later key; the queries are the last tokens of their request.
         window_size: (left, right): keys before and after a query's own that it sees; -1 for all.
         softcap: 0 for none.
         alibi_slopes: fp32 [num_heads].
-        deterministic: results always are.
+        deterministic: ignored, as results always are.
         return_attn_probs: also return the log-sum-exp, fp32 [num_heads, total_q], and None, as there is no dropout.
         block_table: int32 [batch, max_pages], of pages.
 
@@ -110,21 +111,21 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention of the newest tokens over caches; see the module.
+    """Computes attention of the newest tokens over caches; the module's docstring compares it with FlashAttention's.
 
     Args:
         q: [batch, seqlen_q, num_heads, head_dim].
         k_cache, v_cache: [batch, seqlen_cache, num_heads_k, head_dim], or pages with a block table.
         k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad: None.
-        cache_seqlens: int32 [batch], or an int for all: tokens in the cache, the queries' own among them; None for all
-            that there is room for.
+        cache_seqlens: int32 [batch], or an int for all: tokens in the cache, the queries' own among them; None for as
+            many as the cache has room for.
         block_table: int32 [batch, max_pages], of pages.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_varlen_func`.
-        rotary_interleaved: there is no rotary embedding.
-        num_splits: into how many parts keys are cut, at most 32; 0: chosen here.
+        rotary_interleaved: ignored, as there is no rotary embedding.
+        num_splits: how many parts keys are cut into, at most 32; 0: the plan chooses.
         return_softmax_lse: also return the log-sum-exp, fp32 [batch, num_heads, seqlen_q].
 
-    Returns out [batch, seqlen_q, num_heads, head_dim] in q's dtype, and the log-sum-exp if it is asked for.
+    Returns out [batch, seqlen_q, num_heads, head_dim] in q's dtype, and the log-sum-exp with ``return_softmax_lse``.
 
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """
@@ -154,8 +155,8 @@ def flash_attn_with_kvcache(
 
 
 def _rows_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [tokens, heads, head_dim] as the kernels take it: a token's heads together, wherever that is; else a
-    copy."""
+    """Returns x [tokens, heads, head_dim] itself if each token's heads are contiguous and aligned, as kernels need it;
+    else a contiguous copy."""
     if x.dim() != 3:
         return x  # which is refused
     token, head, column = strides_of(x)
@@ -169,7 +170,8 @@ def _format_of(q: torch.Tensor) -> Any:
 
 
 def _refuse(**given: tuple[Any, Any]) -> None:
-    """Raises ValueError for an argument that has no meaning here; given: (what came, what alone is taken)."""
+    """Raises ValueError for an argument that is not supported. given: by name, (its value, the only value that is
+    supported)."""
     for name, (value, wanted) in given.items():
         if (value is not None) if wanted is None else value != wanted:
             came = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
@@ -179,7 +181,7 @@ def _refuse(**given: tuple[Any, Any]) -> None:
 def _options(
     causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Ours of FlashAttention's."""
+    """Returns this package's options for FlashAttention's."""
     left, right = window_size
     if causal:
         right = 0

@@ -4,7 +4,7 @@ Names, order, defaults and outputs are FlashMLA's, so that
 
     import cute_kernels.compat.flash_mla as flash_mla
 
-is all that a caller changes. How the meanings map:
+is all that a caller changes. The calls and arguments correspond as follows:
 
 | FlashMLA | here |
 |---|---|
@@ -15,10 +15,10 @@ is all that a caller changes. How the meanings map:
 | lse [b, h_q, s_q] | the transpose of lse [b, s_q, h_q], as there |
 | tile_scheduler_metadata | says which calls may share it; schedules are made on the device in each call |
 
-What is more: any number of heads up to 128 and of indices, any page size, CPU tensors (through the reference), sparse
-decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, topk_length and extra caches for
-both FP8 formats. What is less: dense decode has at most 16 queries a request. Mistakes are ValueErrors and TypeErrors
-that say what is wanted, where FlashMLA has assertions.
+It supports more than FlashMLA: any number of indices, up to 128 heads, any page size, CPU tensors (through the
+reference), sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, topk_length and
+extra caches for both FP8 formats. It supports less in one place: dense decode has at most 16 queries a request. Wrong
+arguments raise ValueError or TypeError, which say what is wanted, where FlashMLA has assertions.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """A schedule that several calls share; the first call with it fills it in.
+    """The schedule of several calls with equal configurations; the first call fills it in.
 
-    The two tensors are None always: nothing of a schedule outlives a call.
+    Both tensors are always None: schedules are made anew in each call.
     """
 
     @dataclasses.dataclass
@@ -74,7 +74,7 @@ class FlashMLASchedMeta:
     num_splits: torch.Tensor | None = None
 
     def hold(self, config: Config) -> None:
-        """Keeps the first call's configuration; ValueError if a later one's differs from it."""
+        """Keeps the first call's configuration; raises ValueError if a later call's differs from it."""
         if self.config is None:
             self.config, self.have_initialized = config, True
             return
@@ -116,7 +116,7 @@ def flash_mla_with_kvcache(
     Args:
         q: bf16 or fp16 [b, s_q, h_q, head_dim], head_dim 576 or 512, the last dimension contiguous.
         k_cache: [num_blocks, page_block_size, h_k, head_dim], or [num_blocks, page_block_size, 1, 656 or 584] bytes in
-            FP8; blocks may be padded. h_k is 1 but for dense decode of 16-bit tokens.
+            FP8; blocks may be padded. h_k is 1, except in dense decode of 16-bit tokens.
         block_table: int32 [b, max_num_blocks_per_seq]; ignored with indices.
         cache_seqlens: int32 [b]; ignored with indices.
         head_dim_v: 512.
@@ -127,8 +127,8 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache: whether k_cache holds FP8 tokens.
         indices: int32 [b, s_q, topk], block * page_block_size + offset, -1 for none.
         attn_sink: fp32 [h_q]: out is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
-        extra_k_cache, extra_indices_in_kvcache: another cache and indices into it, like the first.
-        topk_length, extra_topk_length: int32 [b]: only the first so many indices count.
+        extra_k_cache, extra_indices_in_kvcache: a second cache, and indices into it, in the form of the first.
+        topk_length, extra_topk_length: int32 [b]: how many of a request's indices count, from the first one on.
 
     Returns:
         out [b, s_q, h_q, 512] in q's dtype, lse fp32 [b, h_q, s_q], natural log. A query that sees nothing has out 0
@@ -190,14 +190,14 @@ def flash_mla_sparse_fwd(
         q: bf16 [s_q, h_q, d_qk], d_qk 576 or 512, the last dimension contiguous.
         kv: bf16 [s_kv, 1, d_qk], the last dimension contiguous.
         indices: int32 [s_q, 1, topk]; -1, or s_kv and above, for none.
-        sm_scale: of the scores.
+        sm_scale: multiplies the scores.
         d_v: 512.
         attn_sink: fp32 [h_q], as for `flash_mla_with_kvcache`.
-        topk_length: int32 [s_q]: only the first so many indices of a query count.
+        topk_length: int32 [s_q]: how many of a query's indices count, from the first one on.
 
     Returns:
-        out [s_q, h_q, 512] in q's dtype; the greatest scaled scores, -inf where a query sees nothing, and their lse,
-        +inf there, both fp32 [s_q, h_q].
+        out [s_q, h_q, 512] in q's dtype; the greatest scaled scores, fp32 [s_q, h_q]; lse, fp32 [s_q, h_q]. A query
+        that sees nothing has the greatest score -inf and lse +inf.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -229,7 +229,7 @@ def _dense(
     softmax_scale: float | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse [b, s_q, h_q]); each head of the cache serves a run of q's heads."""
+    """Returns (out, lse [b, s_q, h_q]); each head of the cache serves h_q / h_k neighbouring heads of q."""
     if block_table is None or cache_seqlens is None:
         name = "block_table" if block_table is None else "cache_seqlens"
         raise ValueError(f"{name}: got None without indices, want it for dense attention")
@@ -257,7 +257,8 @@ def _sparse(
     softmax_scale: float | None,
     extras: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse [b, s_q, h_q]); extras as `flash_mla_with_kvcache` names them, in the operator's order."""
+    """Returns (out, lse [b, s_q, h_q]). extras: topk_length, attn_sink, extra_k_cache, extra_indices_in_kvcache,
+    extra_topk_length."""
     topk_length, attn_sink, extra_k_cache, extra_indices, extra_topk_length = extras
     for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
         if cache is not None:
@@ -275,7 +276,7 @@ def _sparse(
 
 
 def _format_of(q: torch.Tensor, is_fp8: bool) -> str:
-    """The cache's format. FlashMLA tells its formats apart by q's columns and dtype."""
+    """Returns the name of the cache's format. FlashMLA tells formats apart by q's columns and dtype."""
     if is_fp8:
         return "mla_fp8" if q.shape[-1] == 576 else "mla_model1"
     return "mla_fp16" if q.dtype == torch.float16 else "mla_bf16"
