@@ -54,7 +54,8 @@ MlaFormatName = Literal["mla_bf16", "mla_fp16", "mla_fp8", "mla_model1"]
 """A key of `cute_kernels.mla.formats.FORMATS`."""
 
 WindowSize = int | tuple[int, int]
-"""Keys that a query sees, its own among them; or FlashAttention's (left, right), keys besides its own on each side."""
+"""How many keys a query sees, its own included; or FlashAttention's (left, right): how many besides its own on each
+side."""
 
 QkvBias = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Biases of the projections to q, k and v, each [heads * head_dim] or None."""

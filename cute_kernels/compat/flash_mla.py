@@ -15,10 +15,10 @@ is all that a caller changes. The calls and arguments correspond as follows:
 | lse [b, h_q, s_q] | the transpose of lse [b, s_q, h_q], as there |
 | tile_scheduler_metadata | says which calls may share it; schedules are made on the device in each call |
 
-It supports more than FlashMLA: any number of indices, up to 128 heads, any page size, CPU tensors (through the
-reference), sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, topk_length and
-extra caches for both FP8 formats. It supports less in one place: dense decode has at most 16 queries a request. Wrong
-arguments raise ValueError or TypeError, which say what is wanted, where FlashMLA has assertions.
+It supports more than FlashMLA: any number of indices, up to 128 heads, any page size, and CPU tensors (through the
+reference). It has sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, and
+topk_length and extra caches for both FP8 formats. It supports less in one place: dense decode has at most 16 queries a
+request. Wrong arguments raise ValueError or TypeError, which say what is wanted, where FlashMLA has assertions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile-time choices of the MLA decode kernels, and what follows from them. No GPU types here."""
+"""The compile-time choices of the MLA decode kernels, and sizes derived from them. No GPU types here."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class MlaConfig:
 
     @property
     def layout(self) -> TokenLayout:
-        """Which bytes of a token become which columns of a tile."""
+        """The layout of a token: which of its bytes become which columns of a tile."""
         return layout_of(self.form, self.head_dim)
 
     @property
@@ -151,7 +151,7 @@ class MlaConfig:
 
     @property
     def cluster(self) -> int:
-        """CTAs that share the decoding of a row's tokens."""
+        """The number of CTAs that share the decoding of a row's tokens."""
         return 2 if self.crossover else 1
 
     @property
@@ -177,7 +177,7 @@ class MlaConfig:
 
     @property
     def delays_pv(self) -> bool:
-        """Whether the right half of the values is delayed by a block."""
+        """Whether the right half of P V is computed a block later than the left half."""
         return isinstance(self.tiles, SplitTiles)
 
     @property
@@ -222,7 +222,7 @@ class MlaConfig:
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory of the queries of 64 heads."""
+        """Bytes of shared memory for the queries of 64 heads."""
         return BLOCK_HEADS * self.head_dim * 2
 
     @property
@@ -247,7 +247,7 @@ class MlaConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.tile_parts * BARRIER_BYTES) + BARRIER_BYTES
         others = WEIGHT_BYTES + ROW_VALUE_BYTES + self.entry_bytes
         return stages + self.query_bytes + others
@@ -296,7 +296,7 @@ class CombineConfig:
 
     @property
     def batch(self) -> int:
-        """Parts that a thread loads at once."""
+        """The number of parts that a thread loads at once."""
         return 4 if self.slots == COMBINE_SLOTS[0] else 8
 
     @property

@@ -44,7 +44,7 @@ class DenseCall(NamedTuple):
         return dict(zip(self._fields[:4], self[:4], strict=True))
 
     def problem(self) -> DenseProblem:
-        """The facts that decide the call's plan; TypeError or ValueError for arguments that are not supported."""
+        """Returns the call's problem; raises TypeError or ValueError for arguments that are not supported."""
         return checks.dense_problem(**self.tensors, kv_format=self.kv_format, causal=self.causal)
 
 
@@ -127,7 +127,7 @@ class SparseCall(NamedTuple):
         return {"q": self.q, "cache": self.cache, "indices": self.indices, **self.extras._asdict()}
 
     def problem(self) -> SparseProblem:
-        """The facts that decide the call's plan; TypeError or ValueError for arguments that are not supported."""
+        """Returns the call's problem; raises TypeError or ValueError for arguments that are not supported."""
         named: dict[str, Any] = self.tensors
         return checks.sparse_problem(**named, kv_format=self.kv_format)
 
@@ -136,7 +136,7 @@ def sparse(call: SparseCall) -> SparseResults:
     """Computes (out, lse, greatest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors
     are.
 
-    The greatest scores are fp32 [batch, q_len, num_heads], or empty unless ``with_max``.
+    The greatest scores are fp32 [batch, q_len, num_heads] if ``with_max`` is set, else empty.
     """
     given = {name: tensor for name, tensor in call.tensors.items() if tensor is not None}
     return route(cuda=launch_sparse, cpu=_sparse_here, operator=_sparse_through_operator, **given)(call)

@@ -35,8 +35,8 @@ class Decode:
     fence: who makes stores of a tile visible to wgmma: producers ("writer") before they arrive, or consumers ("reader")
         after they have waited.
     prefetch: how many blocks ahead tokens are prefetched into L2; 0 for not at all.
-    chunk: how many pieces of 16 bytes are decoded before the loads into their registers are issued; WHOLE: the compiler
-        decides.
+    chunk: how many pieces of 16 bytes at most are decoded before the loads into their registers are issued; WHOLE: the
+        compiler decides.
     warps: producer warps.
     """
 

@@ -44,7 +44,7 @@ class Queries:
     Attributes:
         q_dtype: of q and of the result.
         batch, q_len, num_heads, head_dim: q's shape.
-        cache: all requests' tokens.
+        cache: the shape of the cache, which has all requests' tokens.
     """
 
     q_dtype: torch.dtype

@@ -97,7 +97,7 @@ class WorkTiles:
         return WorkTile(self.shape, row, first_head, None, Int32(0), end, length, main_blocks, extra_length, left=left)
 
     def measure(self, row) -> tuple[Any, ...]:
-        """Returns (tokens, blocks of them, blocks in all, tokens of the extra cache) of a row."""
+        """Returns (tokens, blocks of these tokens, blocks of both caches, tokens of the extra cache) of a row."""
         request, _ = self.counts.request_rows.divide(Uint32(row))
         length, extra_length = self.locator.lengths(self.source, Int32(request))
         return length, *count_blocks(length, extra_length), extra_length

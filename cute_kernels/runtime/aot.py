@@ -1,7 +1,7 @@
 """Ahead-of-time bundles: every kernel of a list in one shared library, built anywhere, loaded without the compiler.
 
 DIR/bundle.so       the kernels
-DIR/manifest.json   what they are, what they were built with, and what they need
+DIR/manifest.json   their names, the versions that they were built with, and the symbols that they need
 """
 
 from __future__ import annotations

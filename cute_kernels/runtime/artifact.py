@@ -15,7 +15,7 @@ from cute_kernels.runtime.spec import KernelSpec
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch in the host function, in program order.
+    """One kernel launch in a host function.
 
     `dynamic_smem_bytes` and `threads` (per CTA) are None where they are computed at run time.
     """

@@ -79,7 +79,8 @@ def forgotten(clear: Callable[[], object]) -> None:
 
 
 def per_gpu(cached: CachedT) -> CachedT:
-    """Decorates a function under `functools.cache` whose results depend on the GPUs of this machine."""
+    """Decorates a function with `functools.cache` whose results depend on this machine's GPUs: :func:`forget` empties
+    its cache."""
     forgotten(cached.cache_clear)
     return cached
 

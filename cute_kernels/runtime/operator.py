@@ -216,11 +216,11 @@ def is_direct(first: object, second: object, *others: object) -> bool:
 def route(
     *, cuda: Callable[P, ResultT], cpu: Callable[P, ResultT], operator: Callable[P, ResultT], **tensors: object
 ) -> Callable[P, ResultT]:
-    """Returns the one of three functions with equal arguments that serves a call with these tensors. The first tensor
-    decides the device.
+    """Returns the one of three functions that serves a call with these tensors; all three take the same arguments. The
+    first tensor decides the device.
 
     The operator serves calls that are being traced, and tensors that are not plain. Raises TypeError for an argument
-    that is no tensor, ValueError for tensors on different devices or on one that is neither CPU nor CUDA.
+    that is no tensor, ValueError if the first tensor is neither on a CPU nor on a GPU and another one is elsewhere.
     """
     if needs_dispatch(**tensors):
         return operator

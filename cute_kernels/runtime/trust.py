@@ -16,8 +16,8 @@ def distrust(path: Path) -> str | None:
     exist.
 
     A trusted file belongs to the process's user, to root, or to the owner of this package. Only the owner, the user's
-    own group and root's may write to it, and to all directories above it, except those with the sticky bit, such as
-    /tmp.
+    own group and root's group may write to it. The same holds for all directories above it, except those with the
+    sticky bit, such as /tmp.
     """
     path = path.resolve()
     status = path.stat()

@@ -26,7 +26,7 @@ PACKAGE = "cute_kernels."
 
 
 def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
-    """Writes a list, or adds to an existing one for the same architecture. Raises OSError."""
+    """Writes a list of kernels, or adds them to an existing list for the same architecture. Raises OSError."""
     kernels = {json.dumps(record_of(spec), sort_keys=True) for spec in specs}
     try:
         content = json.loads(path.read_text())

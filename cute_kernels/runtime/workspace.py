@@ -95,7 +95,7 @@ def _synchronize(device_index: int) -> None:
 
 
 class Watched(Protocol):
-    """A capture in progress, as :class:`cute_kernels.runtime.captures.Capture`."""
+    """The part of :class:`cute_kernels.runtime.captures.Capture` that a pool needs: a capture in progress."""
 
     @property
     def identity(self) -> int: ...

@@ -152,7 +152,7 @@ class WriteKernel:
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def repair(self, value: Float32) -> Float32:
-        """Replaces NaN by 0, and brings everything else within the limits."""
+        """Replaces NaN by 0, and clamps all other numbers to the format's limits."""
         number = cutlass.select_(value == value, value, Float32(0.0))
         return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
 

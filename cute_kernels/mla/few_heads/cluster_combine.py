@@ -65,8 +65,8 @@ class ClusterCombine:
     # -- accumulators --------------------------------------------------------------------------------------------------
 
     def destination(self, memory, warp, lane, part) -> Any:
-        """Returns the cluster address of a lane's columns 2g and 2g + 1 of its warp's first chunk, for head 2t (g =
-        lane / 4, t = lane % 4). It is in the CTA that adds up the warp's columns, in the rows of this CTA's part."""
+        """Returns the cluster address for columns 2g and 2g + 1 of a warp's first chunk and head 2t. g is lane / 4, t
+        is lane % 4. The address is in the CTA that adds up the warp's columns, in the rows of this CTA's part."""
         owner = warp * self.config.cluster // VALUE_WARPS
         column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
         place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4

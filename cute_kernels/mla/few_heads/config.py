@@ -1,4 +1,4 @@
-"""Compile-time choices of the kernel for few heads, and what follows from them. No GPU types here."""
+"""The compile-time choices of the kernel for few heads, and sizes derived from them. No GPU types here."""
 
 from __future__ import annotations
 

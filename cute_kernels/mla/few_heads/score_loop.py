@@ -261,7 +261,7 @@ class ScoreLoop:
         return factors
 
     def weights(self, state: State, scores) -> list[Any]:
-        """Computes 2**(score - maximum) in fp32, at most 2**8, and adds them to the totals."""
+        """Computes the weights 2**(score - maximum) in fp32, at most 2**8, and adds them to the totals."""
         found = []
         for i in range(2 * self.columns):
             column = column_of(i)

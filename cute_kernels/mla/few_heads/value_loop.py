@@ -83,8 +83,8 @@ class ValueLoop:
             self.write(acc, factors, work, results, warp, lane)
 
     def place(self, block: int, chunk: int) -> int:
-        """Returns the index of the first of four accumulators. In order they are column 2g of a chunk for heads 2t and
-        2t + 1 of a block of 8, then column 2g + 1 for the same heads."""
+        """Returns the index of the first of four accumulators. The first two are column 2g of a chunk, for heads 2t and
+        2t + 1 of a block of 8. The others are column 2g + 1 for these heads."""
         return 4 * (chunk * self.config.head_blocks + block)
 
     def load_factors(self, place, tile, lane) -> list[Any]:

@@ -142,12 +142,12 @@ class TokenDecoder:
                         ptx.store_shared(address, 0, raised)
 
     def write_rope(self, words, i: int, tile, place) -> None:
-        """Stores a lane's i-th 8 RoPE columns as they are."""
+        """Stores a lane's i-th 8 RoPE columns as they are, from the registers that were loaded."""
         first = 4 * (self.layout.code_slabs + i)
         self.store_rope([words[first + j] for j in range(4)], i, tile, place)
 
     def store_rope(self, values: list[Uint32], i: int, tile, place) -> None:
-        """Stores a lane's i-th 8 RoPE columns, 4 words."""
+        """Stores a lane's i-th 8 RoPE columns. values: 4 words."""
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
         offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)
         self.tiles.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, values)

@@ -96,12 +96,12 @@ class Locator:
     """The base of both locators. A mark is the number that a locator needs of a block besides its entries."""
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
-        """Returns (address of the entry of a block's ``position``-th token, 1 if it counts, else 0)."""
+        """Returns (address of the entry of a block's ``position``-th token, 1 if the entry counts, else 0)."""
         raise NotImplementedError
 
     @cute.jit
     def load_entry(self, work, source, block, position) -> Int32:
-        """Loads the entry of a block's ``position``-th token; NO_ENTRY where none counts."""
+        """Loads the entry of a block's ``position``-th token; NO_ENTRY if the token does not count."""
         place, exists = self.entry_place(work, source, block, position)
         entry = Int32(NO_ENTRY)
         if exists != 0:
@@ -110,7 +110,8 @@ class Locator:
 
     @cute.jit
     def copy_entry(self, target, work, source, block, position):
-        """Starts copying the entry of a block's ``position``-th token to shared memory; NO_ENTRY where none counts."""
+        """Starts copying the entry of a block's ``position``-th token to shared memory; NO_ENTRY if the token does not
+        count."""
         place, exists = self.entry_place(work, source, block, position)
         numbers.copy_word_async_or(exists, target, place, NO_ENTRY)
 
@@ -131,7 +132,7 @@ class SparseLocator(Locator):
         return cutlass.max(cutlass.min(length, chosen.topk), Int32(0))
 
     def entry_place(self, work, source, block, position):
-        """Returns (address of the index of a block's ``position``-th token, 1 if one counts, else 0)."""
+        """Returns (address of the index of a block's ``position``-th token, 1 if the index counts, else 0)."""
         in_extra = block >= work.main_blocks
         place = cutlass.select_(in_extra, block - work.main_blocks, block) * BLOCK_TOKENS + position
         length = cutlass.select_(in_extra, work.extra_length, work.length)
@@ -145,11 +146,11 @@ class SparseLocator(Locator):
         return cutlass.select_(block >= work.main_blocks, Int32(1), Int32(0))
 
     def marked(self, mark):
-        """A mark as :meth:`token` takes it."""
+        """Returns a mark in the form that :meth:`token` takes."""
         return mark != 0
 
     def locate(self, work, source, entry, block, position) -> Token:
-        """The token of an entry."""
+        """Returns the token of an entry of a block."""
         return self.token(source, entry, block >= work.main_blocks, position)
 
     def token(self, source, entry, in_extra, position) -> Token:
@@ -187,11 +188,11 @@ class PagedLocator(Locator):
         return block
 
     def marked(self, mark):
-        """A mark as :meth:`token` takes it."""
+        """Returns a mark in the form that :meth:`token` takes."""
         return mark
 
     def locate(self, work, source, entry, block, position) -> Token:
-        """The token of an entry."""
+        """Returns the token of an entry of a block."""
         return self.token(source, entry, block, position)
 
     def token(self, source, entry, block, position) -> Token:

@@ -79,7 +79,7 @@ class DelayedPV:
 
     @cute.jit
     def weigh_block(self, kept: Scoring, work, memory, stage, block, warp, lane):
-        """Computes weights from a block's scores and issues the MMAs of its left half."""
+        """Computes weights from a block's scores and issues the left half of its P V."""
         rows, factors, scale = kept.rows, kept.factors, kept.scale
         flags = self.weights.common_flags(memory, stage)
         self.weights.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
