@@ -367,8 +367,8 @@ def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Ten
 
 
 def _checked_shared(shared: object) -> dict[str, nn.Module]:
-    """Returns submodules by name, none for None. Raises TypeError or ValueError unless ``shared`` is None or modules by
-    names, at most one of them an expert's."""
+    """Returns submodules by name; none if ``shared`` is None. Raises TypeError or ValueError unless it is a dict of
+    modules with known names, at most one of them an expert's."""
     if shared is not None and not isinstance(shared, dict):
         raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")
     found = shared or {}

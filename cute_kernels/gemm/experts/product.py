@@ -38,8 +38,8 @@ from cute_kernels.runtime.launch_arguments import LaunchArguments
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 SORTED = ("codes", "scales", "zeros", "bias", "out", "offsets", "rows")
 AS_THEY_ARE = ("codes", "scales", "zeros", "bias", "out", "ids")
-"""The addresses that the launch of any product takes in addition to x, by name. This list is for assignments that
-nothing sorts; `SORTED` is for sorted ones."""
+"""The addresses, by name, that the launch of a product takes in addition to x: `SORTED` for sorted assignments,
+`AS_THEY_ARE` for unsorted ones."""
 FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
 

@@ -41,7 +41,7 @@ class WgmmaConfig(Generic[M]):
 
     Attributes:
         format: the weight's format.
-        dtype: that of activations, "bf16" or "fp16".
+        dtype: dtype of the activations, "bf16" or "fp16".
         tile_m: rows of x of a tile, the N of the MMAs.
         row_parts: equal parts of ``tile_m``, with TMA tiles of their own. Parts without rows are neither loaded nor
             multiplied.

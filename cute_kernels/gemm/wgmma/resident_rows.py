@@ -216,7 +216,8 @@ class ResidentRows:
         return self.load_pieces(start, x.row_pieces - first, lane, constant=constant)
 
     def scale(self, words, factors) -> list[Any]:
-        """Multiplies packed pairs of inputs by their factors, rounded as a launch before would do."""
+        """Multiplies packed pairs of inputs by their factors, with the same rounding as a launch that scales x
+        beforehand."""
         to_floats = self.limb_rows.to_floats
         pairs = [
             zip(to_floats(word), to_floats(factor), strict=True) for word, factor in zip(words, factors, strict=True)

@@ -27,10 +27,10 @@ class WarpgroupsOf:
     `ResidentLimbs` and its reduction.
 
     Attributes:
-        most_stages: the most stages of the pipeline, even if there is room for more: the more is loaded at once, the
-            later all of it arrives.
+        most_stages: the most stages of the pipeline, even if more fit: the more is loaded at once, the later all of it
+            arrives.
         loaded_stages: the same if warps load x.
-        chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
+        chunks: whether a CTA's part of K may be processed in chunks if there is no room for all its limbs.
         least: the fewest k blocks of a CTA's part of K for which the shape is worth a try.
         loaded: whether the shape is only for x that warps load, since TMA would fill in rows of all k blocks at once.
     """

@@ -142,7 +142,7 @@ class Reduction(ABC):
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
         """Returns the schedule with ``whole`` and ``num_ctas`` filled in; None if there is nothing to cut, or no room.
 
-        Full rounds of all CTAs compute whole tiles. CTAs that multicast activations share each work tile. The CTAs of a
+        Full rounds of all CTAs compute whole tiles. CTAs that multicast activations count as one CTA. The CTAs of a
         cluster share a tile, and all clusters run at once, on the ``share`` of the SMs that they can occupy.
         """
         if self.cluster > 1:

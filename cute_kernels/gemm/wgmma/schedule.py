@@ -85,8 +85,8 @@ MULTICAST = 2
 class DsmemShape(NamedTuple):
     """A tile with a DSMEM reduction in a cluster of two, and how many warpgroups interleave its k blocks.
 
-    k_warpgroups: for codes without zero points in groups of whole k blocks. zero_k_warpgroups: for those with zero
-    points, which take more to decode. group_k_warpgroups: for groups of less than a k block.
+    k_warpgroups: for codes without zero points in groups of whole k blocks. zero_k_warpgroups: for codes with zero
+    points, which take longer to decode. group_k_warpgroups: for groups of less than a k block.
     """
 
     tile_m: int
@@ -269,7 +269,7 @@ Candidates = Callable[[LinearProblem], Iterable[WgmmaConfig]]
 
 
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations worth considering."""
+    """Returns the configurations worth considering."""
     return [config for configs in CANDIDATES for config in configs(problem)]
 
 
@@ -333,7 +333,7 @@ def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Configurations whose CTAs reduce parts of K in the cluster (DSMEM)."""
+    """Returns configurations whose CTAs reduce parts of K in the cluster (DSMEM)."""
     if problem.k_pad % DSMEM_BLOCK_K:
         return []
     configs = (

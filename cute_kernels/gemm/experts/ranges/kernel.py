@@ -368,9 +368,10 @@ class RangeKernel:
     | loads of weights | 1 | stage empty: the 4 warps of the warpgroup that takes it | stage full, with its bytes |
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
 
-    Named barriers: `MEETING` of the consumer warps, before an entry's limbs are written over and when they are made;
-    `CONSUMERS` and `EPILOGUE` of either role and the loading warp, which initialises the mbarriers and does not wait.
-    All warps wait for the launch before, where ids or offsets may be of it; the epilogue before it stores.
+    Named barriers: the consumer warps meet at `MEETING`, before an entry's limbs are overwritten and after they are
+    made. `CONSUMERS` and `EPILOGUE` are each for one role and the loading warp, which initialises the mbarriers and
+    does not wait. All warps wait for the previous launch if it may write ids or offsets. Consumer warps always wait for
+    it before they load x, epilogue warps before they store.
     """
 
     def __init__(self, config: RangeConfig):

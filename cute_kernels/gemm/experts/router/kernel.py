@@ -7,7 +7,7 @@ A CTA chooses for one token in each of its warps, so up to eight tokens are the 
 
 | who | reads | then |
 |---|---|---|
-| every thread | its first piece of an expert's weight, before the kernel ahead has ended; then hidden states | sums |
+| every thread | its first piece of an expert's weight, before the previous launch has ended; then hidden states | sums |
 | every CTA | partial sums of its warps, in shared memory, after a barrier | publishes logits |
 | a warp for each token | logits, as they come, and puts EMPTY back | stores ids and weights |
 """
@@ -157,7 +157,7 @@ class RouterKernel:
 
     @cute.jit
     def publish_logits(self, operands, choice, partial, block, thread):
-        """Publishes the logits of a CTA's experts, a thread for a token and an expert at a time."""
+        """Publishes the logits of a CTA's experts; each thread publishes one token's logit of one expert at a time."""
         shift = operands.expert_shift
         mask = (Int32(1) << shift) - 1
         for pair in cutlass.range(thread, operands.tokens << shift, WARPS * WARP_THREADS, unroll=1):

@@ -199,7 +199,7 @@ class EntryResults:
 class EntryKernel:
     """The kernel of work tiles of one entry, as one :class:`.entry_config.EntryWgmma` compiles it.
 
-    Each of two warpgroups has a ring of stages of its own, with
+    Each of two warpgroups has a ring of stages of its own, with these roles:
 
     | role | warps | waits | arrives |
     |---|---|---|---|
@@ -207,8 +207,8 @@ class EntryKernel:
     | loads of weights | 1 | stage empty: the 4 consumer warps | stage full, with the bytes of its copies |
     | loads of rows | 1 | the same, after the launch before | stage full, with the bytes of the entry's rows |
 
-    Named barriers: `BEGIN` of all threads, at which the warps that load weights arrive when they have made their ring's
-    mbarriers, and go on; those of `TileEpilogue`, one for each warpgroup.
+    Named barriers: `BEGIN` is that of all threads. The warps that load weights arrive at it once they have initialised
+    their ring's mbarriers, and do not wait. `TileEpilogue` has one for each warpgroup.
     """
 
     def __init__(self, config: EntryConfig):
