@@ -233,7 +233,8 @@ class UnpackedLaunch:
         return room_of(self.tokens(max_seq_len), self.config.head_dim)
 
     def call(self, keys: Keys) -> None:
-        """Unpacks the cache, then launches attention; takes the arguments of `ExtendLaunch.call`."""
+        """Unpacks the cache, then launches attention over the unpacked rows. keys: as `ExtendLaunch.call` takes
+        them."""
         config, attention, max_seq_len = self.config, self.attention, keys.options["max_seq_len"]
         room = self.room(max_seq_len)
         shape = (attention.batch, attention.num_kv_heads, room, config.head_dim)

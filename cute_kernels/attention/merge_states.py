@@ -1,7 +1,7 @@
 """Merges attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.kernel`.
 
-With lse = log(sum of exp(score)), the attention over both sets is the average of the two weighted by exp(lse): exact,
-so a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a long context in
+With lse = log(sum of exp(score)), the attention over both sets is the average of the two weighted by exp(lse), exactly.
+So a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a long context in
 parts.
 """
 

@@ -212,7 +212,7 @@ def _margin_of(
 
 
 def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
-    """Raises ValueError for what keeps a batch from being divided in two; both calls check the rest."""
+    """Raises ValueError unless the batch can be divided in two; the calls for both parts check the rest."""
     check_query(q)
     check_shape("seq_lens", seq_lens, "batch")
     batch, queries = seq_lens.shape[0], q.shape[0]

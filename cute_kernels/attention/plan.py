@@ -307,7 +307,7 @@ def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig
 
 
 def _as_it_lies(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Returns the algorithm that reads the cache as it lies, once, however many queries there are."""
+    """Returns the algorithm that reads the cache as it lies; it supports any number of queries."""
     if config.key_rows is not None and not lies_in_pieces(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
@@ -356,8 +356,9 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Returns whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Bytes after a
-    scale are loaded with all pieces that they touch, from blocks that begin with a piece; other rows in words."""
+    """Returns whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Rows of bytes
+    after a scale are loaded with all pieces that they touch; blocks have to begin with a piece. Other rows are loaded
+    in words."""
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
         places |= operand.token_stride | operand.head_stride

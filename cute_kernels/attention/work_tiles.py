@@ -63,7 +63,7 @@ class Work:
         part: which KV head (`head`), which part of V's columns (`value_part`) and which part of its keys (`split`),
             in a word.
         first_row: its first row among the request's rows; row = query * group + head of the group.
-        num_rows: of the request.
+        num_rows: rows of the request.
         q_start: the request's first query.
         before: position of that query, the number of tokens before it; negative if there are more queries than tokens.
         kv_start, kv_stop: keys of the request are tokens 0 to kv_stop. In ragged caches the first one lies kv_start

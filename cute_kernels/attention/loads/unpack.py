@@ -177,7 +177,7 @@ class UnpackKernel:
 
     @cute.jit
     def copy(self, operand: cutlass.Constexpr, shape, source, target, work, tops: Int32, warp: Int32, lane: Int32):
-        """Copies a warp's rows of a tile of one operand."""
+        """Unpacks a warp's rows of a tile of K or of V."""
         rows = self.rows[operand]
         line = Int64(work.request) * shape.kv_heads.value + work.head  # of the target's: a request's head
         tile = target.rows(operand) + (line * shape.room + work.block * self.config.tile_tokens) * self.row_bytes
@@ -222,8 +222,8 @@ class UnpackKernel:
 
     @cute.jit
     def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
-        """Returns the greatest of the values that the CTA's warps hold. A warp that is already at the next tile writes
-        elsewhere."""
+        """Returns the greatest of the values that the CTA's warps hold. A warp that is already at the next tile
+        publishes at another address."""
         self.publish(top, tops + 4 * warp, lane)
         cute.arch.barrier()
         words = [word for i in range(0, UNPACK_WARPS, 4) for word in ptx.load_shared_vector(tops, 4 * i, 4)]
@@ -231,7 +231,7 @@ class UnpackKernel:
 
     @cute.jit
     def publish(self, top: Float32, address: Int32, lane: Int32):
-        """Publishes a warp's greatest scale for all others."""
+        """Publishes a warp's greatest scale for the CTA's other warps."""
         if lane == 0:
             ptx.store_shared(address, 0, [top])
 

@@ -36,7 +36,7 @@ class TwoLevelSums:
     def go_on_behind(
         self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
     ) -> None:
-        """Issues scores and the values of the block before; the softmax overlaps with these values."""
+        """Issues a block's scores, then P V of the block before; the block's softmax overlaps with this P V."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         await_turn(group)
@@ -56,7 +56,7 @@ class TwoLevelSums:
     def go_on_in_turn(
         self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
     ) -> None:
-        """Issues the values of the block before, then scores, then computes their softmax."""
+        """Adds P V of the block before, then issues a block's scores and computes their softmax."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         await_turn(group)
         self.finish(rows, sums, packed, factors, memory, lane, state)
@@ -75,7 +75,7 @@ class TwoLevelSums:
         self.add(rows, sums, part, factors, memory, state, lane)
 
     def multiply(self, packed, memory, state) -> Any:
-        """Issues a block's values, and returns their accumulators."""
+        """Issues P V of a block, and returns its accumulators."""
         memory.pipelines[VALUES].consumer_wait(state)
         part = wgmma_tiles.make_sums(self.products.rows)
         self.products.multiply_values(part, packed, memory, state.stage)

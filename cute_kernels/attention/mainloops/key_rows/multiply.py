@@ -321,7 +321,7 @@ class KeyRowsConsumer:
         self._set(sums, [value for total in totals for value in total])
 
     def start_scores(self, b, operands) -> list[Any]:
-        """Issues the dot products of the warp's tokens, as :meth:`make_keys` has them, with all queries.
+        """Issues the dot products of the warp's tokens with all queries. operands: as :meth:`make_keys` returns them.
 
         b: the queries' descriptor."""
         dots: list[Any] = []

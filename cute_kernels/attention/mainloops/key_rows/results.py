@@ -99,7 +99,7 @@ class KeyRowsResults:
             ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
 
     def hear(self, memory, row, first) -> tuple[list[Any], list[Any]]:
-        """Loads (references, totals) of a row, by warpgroup of its KV head, the first of which is ``first``."""
+        """Loads (references, totals) of a row, by warpgroup of its KV head. first: the head's first warpgroup."""
         references, totals = [], []
         for index in range(self.warpgroups):
             group = index if self.heads == 1 else first
@@ -164,7 +164,7 @@ class KeyRowsResults:
         ptx.store_shared(self.numbers(memory, first) + 4 * row, 0, [cutlass.select_(exists, number, Int32(NOWHERE))])
 
     def send(self, memory, sums, place, group: int) -> None:
-        """Scales all accumulators of a warpgroup, and sends those of the other warpgroup's columns to it."""
+        """Scales all accumulators of a warpgroup, and sends the other warpgroup the accumulators of its columns."""
         factors = self.factors(memory, 0, group) + 8 * (place.lane % 4)
         place_bytes = 16 * WARPGROUP_THREADS
         area = memory.probabilities + group * (2 * self.shape.probability_bytes) + self.thread_place(place)
