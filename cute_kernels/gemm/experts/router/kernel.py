@@ -7,7 +7,7 @@ A CTA chooses for one token in each of its warps, so up to eight tokens are the 
 
 | who | reads | then |
 |---|---|---|
-| every thread | its first piece of an expert's weight, before the previous launch has ended; then hidden states | sums |
+| every thread | its first piece of an expert's weight, before the previous launch ends; then hidden states | sums |
 | every CTA | partial sums of its warps, in shared memory, after a barrier | publishes logits |
 | a warp for each token | logits, as they come, and puts EMPTY back | stores ids and weights |
 """
