@@ -1,7 +1,8 @@
 """Reads Python modules as graphs of top-level definitions: the text of each, and the definitions that it names.
 
 A definition's text is its syntax tree without comments, docstrings, positions and imports. So wording, formatting and
-moves of a module do not change it. Its names are resolved by links to other definitions.
+moves of a module do not change it. Docstrings of attributes in the body of a class do count. Its names are resolved by
+links to other definitions.
 
 The methods of a class are definitions of their own, except those that Python calls (`__init__`). A method counts only
 if reached code mentions its name, as an attribute or a string. So a method that only the host calls changes no kernel's
@@ -229,8 +230,8 @@ def _definition(node: ast.stmt | ast.expr, binds: tuple[str, ...], uses: _Uses |
 
 
 def text_of(node: object) -> object:
-    """Returns a syntax tree as nested tuples, without docstrings, imports and fields that differ between versions of
-    Python."""
+    """Returns a syntax tree as nested tuples, without imports, strings that begin a body, and fields that differ
+    between versions of Python."""
     if isinstance(node, ast.AST):
         fields = []
         for name in node._fields:
@@ -252,7 +253,7 @@ def without_packages(text: str) -> str:
 
 
 def _is_silent(node: ast.stmt, position: int) -> bool:
-    """Returns whether a statement does not count as text: an import or a docstring."""
+    """Returns whether a statement does not count as text: an import, or a string that begins a body."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return isinstance(node, ast.Import | ast.ImportFrom) or (position == 0 and is_text)
 

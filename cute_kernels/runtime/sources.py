@@ -3,7 +3,7 @@
 It covers the definitions that the compilation of a spec can reach, in any module (:mod:`.definitions`). The search
 begins with the spec's methods, the types of all values in its configuration, and its policies. It follows the names
 that each definition uses. So an edit of one policy changes only the digests of kernels with that policy. Comments,
-docstrings, formatting and moves of modules change none.
+docstrings (except those of attributes in a class), formatting and moves of modules change none.
 """
 
 from __future__ import annotations
