@@ -40,7 +40,7 @@ class Hadamard:
     def apply(self, values, lane: Int32) -> None:
         """Transforms the lane's columns, fp32, in place; all lanes of the warp take part.
 
-        Steps go from the lowest bit to the highest, and the factor 1 / sqrt(width) comes last.
+        Steps go from the lowest bit to the highest. The factor 1 / sqrt(width) comes last.
         :func:`cute_kernels.formats.kv.transforms.rotated` adds in the same order, so fp32 results are the same.
         """
         if self.width == 1:

@@ -22,7 +22,7 @@ def address(tensor) -> Int64:
 
 @pure
 def prmt(a: Uint32, b: Uint32, selector: Uint32) -> Asm[Uint32]:
-    """Byte permute: result byte i is byte ``selector[4i+2:4i]`` of the 8 bytes (a low, b high)."""
+    """Permutes bytes: byte i of the result is byte ``selector[4i+2:4i]`` of the 8 bytes (a low, b high)."""
     return Asm("prmt.b32 $0, $1, $2, $3;")
 
 

@@ -15,9 +15,9 @@ says which of q, seq_lens and block_table are used; the unused ones may be any t
                                      gets the transformed q
 
 The bulk kernels (`bulk_arguments`) take numbers [num_rows, head_dim] and rows [num_rows, row], both contiguous; scale,
-fp32, for formats with a scale beside the cache: a row belongs to head ``row % num_heads``; and ``*_divisor``, which is
-`divisor_of` the argument that it is named after. If numbers or rows lie in blocks, further arguments are the rows of a
-block and the bytes from one block to the next; ``numbers`` is then the first row alone, and num_rows the number of
+fp32, is for formats with a scale beside the cache; row ``row`` belongs to head ``row % num_heads``. Every ``*_divisor``
+is `divisor_of` the argument that it is named after. If numbers or rows lie in blocks, further arguments are the rows of
+a block and the bytes from one block to the next. ``numbers`` is then the first row alone, and num_rows the number of
 rows. center and factor of a transform are fp32 [num_heads, head_dim].
 """
 

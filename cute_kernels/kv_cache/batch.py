@@ -99,7 +99,7 @@ class Batch:
         """Describes the next step; returns the batch itself.
 
         Padding rows have length 0: attention returns 0 for them, and their tokens are not stored. So a graph that was
-            captured with a larger batch can be replayed.
+        captured with a larger batch can be replayed.
 
         Args:
             seq_ids: distinct sequences, already extended by their new tokens.

@@ -63,7 +63,7 @@ class Dequantize(NamedTuple):
 
 
 def quantize(call: Quantize) -> torch.Tensor:
-    """See `cute_kernels.kv_cache.quantize_kv`."""
+    """Checks and runs a call of `cute_kernels.kv_cache.quantize_kv`."""
     return route(cuda=_launch_quantize, cpu=_quantize_here, operator=_quantize_through_operator, x=call.x)(call)
 
 
@@ -110,7 +110,7 @@ def check_half(half: CacheTransform, x: torch.Tensor) -> None:
 
 
 def dequantize(call: Dequantize) -> torch.Tensor:
-    """See `cute_kernels.kv_cache.dequantize_kv`."""
+    """Checks and runs a call of `cute_kernels.kv_cache.dequantize_kv`."""
     path = route(cuda=_launch_dequantize, cpu=_dequantize_here, operator=_dequantize_through_operator, rows=call.rows)
     return path(call)
 

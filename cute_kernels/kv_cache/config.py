@@ -42,8 +42,8 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
     """Returns the alignment in bytes that every row of a cache needs, so that ``lanes`` lanes can access their parts of
     a row.
 
-    It is the widest access, up to 16 bytes, that fits a lane's part of the codes, and at least 4 for words in front of
-    the codes.
+    It is the widest access, up to 16 bytes, that fits a lane's part of the codes. Rows with words in front of the codes
+    need at least 4.
     """
     form = format_of(kv_format)
     header, row_bytes = form.header_bytes, form.row_bytes(head_dim)
@@ -232,8 +232,8 @@ class AppendConfig:
         faster there.
 
         A warp then runs most of its code once, so fetching instructions takes longer than arithmetic. With twice the
-            lanes to a row, a lane has half the instructions. The number of lanes stays the same for many tokens whose
-            rows have several constants: the registers of the constants would leave room for too few warps.
+        lanes to a row, a lane has half the instructions. The number of lanes stays the same for many tokens whose rows
+        have several constants: the registers of the constants would leave room for too few warps.
         """
         crowded = self.transform is not None and self.transform.num_parts > 1 and num_tokens >= MANY_TOKENS
         teams = self.teams if crowded else replace(self.teams, lane_columns=LANE_ELEMENTS)

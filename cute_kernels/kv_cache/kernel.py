@@ -1,10 +1,10 @@
-"""The append kernel. One launch applies bias, QK-norm, RoPE and cache transform to new tokens, quantises K and V,
+"""The append kernel. One launch applies bias, QK-norm, RoPE and cache transform to new tokens. It quantises K and V,
 scatters them into the cache, and writes the rotated q.
 
 A *team* of lanes takes one token and a few of its q heads, k heads or v heads. The teams of a CTA take different tokens
 and the same heads, so a CTA runs one of three loops. A team starts loading its first rows and the inputs of its token's
-place, makes the token's angles once, then works row by row in registers. Teams share nothing. For decode, page numbers
-arrive in shared memory (:mod:`.page`).
+place. It makes the token's angles once, then works row by row in registers. Teams share nothing. For decode, page
+numbers arrive in shared memory (:mod:`.page`).
 
 K and V of a token without a place (an unmapped page, a position outside the table or the cache, slot -1) are not
 written. Its q is written all the same.
@@ -206,8 +206,8 @@ class AppendKernel:
     def ask(self, steps, where, phase_steps, is_q, token, lane, behind):
         """Starts loading the inputs of places and angles, without waiting. behind: see `RowExtras.behind`.
 
-        Returns (length of the token's request if each request has one token, the token's position id, its slot), with 0
-        for each number that is not given or not needed. Fills ``steps`` with the turns per position.
+        Returns (length of the token's request if each request has one token, the token's position id, its slot). A
+        number that is not given or not needed is 0. Fills ``steps`` with the turns per position.
         """
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
@@ -308,7 +308,7 @@ class AppendKernel:
     @cute.jit
     def find_page(self, where, request, position, inside, page_slot):
         """Returns (page, row of the page, whether the place exists) of a request's position. The place exists if
-        ``inside`` holds and the block table or cache reaches as far as the position."""
+        ``inside`` holds and the block table or cache reaches the position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)

@@ -27,7 +27,7 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
     """Appends on the device where the tensors are.
 
     Together the arguments are the fields of an `AppendCall`; two tuples take less time to make than that object.
-        ``extras``: the fields from cu_seqlens on, or None if all of them are None, as in most calls.
+    ``extras``: the fields from cu_seqlens on, or None if all of them are None, as in most calls.
 
     Traced calls and tensor subclasses go through the registered operator. Raises TypeError for an argument that is no
     tensor.

@@ -110,8 +110,8 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     launched as the kernel's dependent.
 
     Calls with one token a request, at the end of its length, use the decode kernel. Appends that lead use the general
-    kernel, with which attention was measured. A single token of a cache with a transform is an exception and uses the
-    decode kernel, since a warp then has less code to fetch (docs/design/kv_append.md).
+    kernel, with which attention was measured. A single token of a cache with a transform is an exception: it uses the
+    decode kernel, which has less code to fetch (docs/design/kv_append.md).
     """
     rope = call.rope
     config = AppendConfig(

@@ -12,8 +12,7 @@ def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.flo
     """Writes the call's k and v into its caches. Returns the rotated q in ``compute_dtype``, None without q.
 
     compute_dtype: float32, or float64 for a more exact comparison. q is not rounded to its own dtype, so that a
-        kernel's error can
-    be measured. K and V of tokens without a place (see `places`) are not written.
+    kernel's error can be measured. K and V of tokens without a place (see `places`) are not written.
     """
     positions, pages, rows = places(call)
     q, k, v = transform(call, positions, compute_dtype)

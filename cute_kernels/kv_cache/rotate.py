@@ -65,8 +65,8 @@ class Rotator:
         return lane * self.count + i
 
     def load_steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
-        """Starts loading the turns per position of the lane's angles. Returns words: low and high of the first angle,
-        then of the next."""
+        """Starts loading the turns per position of the lane's angles. Returns two words for each angle: low, then
+        high."""
         words: list[Any] = []
         if self.half % self.num_angles == 0:  # a run of whole lanes
             base = phase_steps + Int64(cutlass.min(self._pair(lane, 0), self.half - self.num_angles)) * 8

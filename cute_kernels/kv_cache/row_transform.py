@@ -27,8 +27,8 @@ class RowTransformer:
     :class:`cute_kernels.kv_cache.operands.Transforms`."""
 
     def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int):
-        """parts: the steps of the transform. head_dims: of K and V. lanes: lanes of a team. runs: runs of columns of a
-        lane."""
+        """Makes the transformer. parts: the steps of the transform. head_dims: of K and V. lanes: lanes of a team.
+        runs: runs of columns of a lane."""
         self.parts, self.lanes = parts or RowTransform(), lanes
         k_dim, v_dim = head_dims
         self.k_constants = Elements("fp32", k_dim, lanes, runs)

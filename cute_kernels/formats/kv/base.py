@@ -183,7 +183,7 @@ class KvFormat:
         return self.row_bytes(head_dim) if self.is_coded else head_dim
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Converts elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]; For formats in blocks
+        """Converts elements [..., num_kv_heads, head_dim] to cache rows [..., num_kv_heads, row]. For formats in blocks
         x is [..., tokens, num_kv_heads, head_dim], with whole blocks of tokens."""
         if self.by_token:
             return ChannelBlocks(x.shape[-1]).waiting(x)
@@ -194,7 +194,7 @@ class KvFormat:
     def dequantize(
         self, rows: torch.Tensor, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Converts cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]; For formats in blocks
+        """Converts cache rows [..., num_kv_heads, row] to elements [..., num_kv_heads, head_dim]. For formats in blocks
         rows are [..., tokens, num_kv_heads, row], with whole blocks of tokens."""
         if not self.is_coded:
             return rows.to(dtype)

@@ -37,7 +37,7 @@ class WordScales:
     """A mixin before `WeightFormat`: scales are four bytes.
 
     Scales are stored as int32 for bf16 activations and as uint32 for fp16 ones, so that a module's ``half()`` and
-        ``to(dtype)`` do not round them.
+    ``to(dtype)`` do not round them.
     """
 
     scale_bytes: ClassVar[int] = 4

@@ -3,7 +3,7 @@ codes.
 
 They hold the weights of HQQ and torchao, whose zero points are no integers. torchao's INT4 has this formula; HQQ's W =
 (code - z) * scale has shift = (m - z) * scale. Scale and shift have the dtype of the activations. Together they are one
-stored scale of four bytes, the shift in the upper half, so kernels that support fp32 scales of groups support these
+stored scale of four bytes, the shift in the upper half. So kernels that support fp32 scales of groups support these
 formats. A weight is rounded once, like the fused multiply-add in torchao's own kernels.
 
 | key | groups |
