@@ -74,8 +74,8 @@ def make_sums(n: int) -> Any:
 
 
 def part_of_sums(sums, n: int, part: int) -> Any:
-    """Returns a view of the accumulators of columns ``part * n`` to ``(part + 1) * n - 1`` of a wider product, as those
-    of a 64 x n product."""
+    """Returns a view of a wider product's accumulators: columns ``part * n`` to ``(part + 1) * n - 1``, as a 64 x n
+    product."""
     shape = mma(n).partition_shape_C((WARPGROUP_ROWS, n))
     return cute.make_tensor(sums.iterator + part * (n // 2), cute.make_layout(shape))
 

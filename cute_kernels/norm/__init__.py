@@ -77,8 +77,8 @@ def rms_norm(
             CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import. Otherwise wrong values read outside the row
             on a GPU.
         input_scale: [n] in x's dtype: the rounded y is multiplied by it and rounded again. Pass
-            `PackedWeight.input_scale`, and the layer need not multiply. With either argument call the layer with
-            ``replace(weight, perm=None, input_scale=None)``.
+            `PackedWeight.input_scale`, and the layer need not multiply. If all of the layer's order and scale are
+            applied here, call the layer with ``replace(weight, perm=None, input_scale=None)``.
 
     The kernel reads weight, order and input_scale while the previous kernel may still run. So a kernel of this library
     that is launched right before must not write them.

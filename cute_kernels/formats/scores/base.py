@@ -1,8 +1,8 @@
 """`ScoreOption`, an option that changes attention's scores between q K^T and the softmax.
 
-An option has a part of kernels' names, and the tensors that a call gives. It has a formula for the reference and the
-import path of its device code, which is a class like those of :mod:`.terms`, named as "module:attribute" and imported
-when a kernel is compiled.
+An option has a part of kernels' names, and the tensors that a call gives. It has a formula for the reference, and
+device code: a class like those of :mod:`.terms`. The class is named as "module:attribute" and imported when a kernel is
+compiled.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def restored(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modules_of(features: Features | None = None) -> tuple[str, ...]:
-    """Returns the modules outside this package that a process must import to compile a variant's options, or all
-    options."""
+    """Returns the modules outside this package that a process must import to compile a variant's options. Without
+    features, those of all options."""
     options = known() if features is None else options_in(features)
     names = dict.fromkeys(option.term.partition(":")[0] for option in options)
     return tuple(name for name in names if name.partition(".")[0] != __name__.partition(".")[0])

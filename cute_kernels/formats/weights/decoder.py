@@ -56,8 +56,8 @@ class ByteDecoder(ABC):
 class E4m3Decoder(ABC):
     """Decodes codes of one format to E4M3, exactly: the A operand of FP8 products.
 
-    In the blob of `layouts.weights.hopper`, a thread's codes of a k16 step belong to its rows g and g + 8 and to inputs
-    2t, 2t + 8, 2t + 1 and 2t + 9. The activations of these products have the same order.
+    In the blob of `layouts.weights.hopper`, a thread has codes of its rows g and g + 8 in each k16 step. Their inputs
+    are 2t, 2t + 8, 2t + 1 and 2t + 9. The activations of these products have the same order.
 
     Attributes:
         slots: issue slots of a warp for decoding 64 codes per thread.
