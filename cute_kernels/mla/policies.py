@@ -69,8 +69,8 @@ class Decode:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The load of FP8 tokens in a pair of CTAs with different heads: each decodes half and sends it to the other. Whole
-    tiles.
+    """The load of FP8 tokens in a pair of CTAs with different heads: each decodes half and sends it to the other. Tiles
+    are whole.
 
     scales, prefetch, chunk: as in :class:`Decode`.
     """

@@ -1,8 +1,8 @@
 """Reads Python modules as graphs of top-level definitions: the text of each, and the definitions that it names.
 
 A definition's text is its syntax tree without comments, docstrings, positions and imports. So wording, formatting and
-moves of a module do not change it. Docstrings of attributes in the body of a class do count. Its names are resolved by
-links to other definitions.
+moves of a module do not change it. Docstrings of attributes in the body of a class do count. A definition's names are
+resolved by links to other definitions.
 
 The methods of a class are definitions of their own, except those that Python calls (`__init__`). A method counts only
 if reached code mentions its name, as an attribute or a string. So a method that only the host calls changes no kernel's

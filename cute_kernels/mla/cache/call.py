@@ -52,7 +52,7 @@ class AppendMlaCall(NamedTuple):
 def check_append(call: AppendMlaCall) -> CacheShape:
     """Returns the cache's shape; raises TypeError or ValueError unless the arguments describe an append.
 
-    Checks shapes, dtypes, strides and devices only: nothing here waits for a GPU.
+    It checks shapes, dtypes, strides and devices only, so it does not wait for a GPU.
     """
     form, tensors = form_of(call.kv_format), call.tensors
     if call.position_ids is not None:

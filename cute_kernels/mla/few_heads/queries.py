@@ -90,7 +90,7 @@ class Queries:
             ptx.store_shared(place, 0, [word])
 
     def place(self, memory, step, lane, block: int):
-        """Returns the address of two words: of a step of 16 columns, a reading lane and a block of 8 heads."""
+        """Returns the address of the two words that a lane reads for a step of 16 columns and a block of 8 heads."""
         words = self.config.vector_words
         vector, word = divmod(2 * block, words)
         index = (step * self.config.step_vectors + vector) * WARP_THREADS + lane

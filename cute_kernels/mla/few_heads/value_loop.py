@@ -104,7 +104,7 @@ class ValueLoop:
 
     def add(self, acc, rows, weights, lane) -> None:
         """Adds P V of a block to ``acc``. rows: address of the warp's first column of token 0; weights: address of the
-        tile's."""
+        weights of the warp's tile."""
         blocks = range(self.config.head_blocks)
         operands = [self.load_weights(weights, block, lane) for block in blocks]
         address = rows + matrix_lane(lane)

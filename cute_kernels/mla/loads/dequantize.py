@@ -60,7 +60,7 @@ class Dequantizer:
         return self.scales != "power_of_2"
 
     def factors(self, words: cute.Tensor, count: int) -> Factors:
-        """Returns the factors of a token's first ``count`` scales. words: the words of its scales.
+        """Returns the factors of a token's first ``count`` scales. words: the token's scales as stored.
 
         An fp32 scale becomes a sum of two bf16, with a relative error of at most 2**-17, or one bf16 where ``scales``
         is "power_of_2". A UE8M0 exponent is moved to the exponent bits of a bf16.
