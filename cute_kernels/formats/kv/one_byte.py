@@ -18,7 +18,7 @@ def _bytes(codes: str, granularity: str | None = None, num_groups: int = 1) -> K
     """Makes a format of one byte per element: INT8 or E4M3 with a symmetric fp32 scale, or E5M2 without scale.
 
     granularity: of the scale, see :data:`layouts.kv.scaled.GRANULARITIES`; None for E5M2. num_groups: scales of a row
-    with granularity "group". Caches of rows without scales may also have the codes' own dtype instead of uint8.
+    with granularity "group". Caches whose rows hold only codes may also have the codes' own dtype instead of uint8.
     """
 
     def row(head_dim: int) -> KvRow:

@@ -39,8 +39,8 @@ class ScoreState:
 
     Attributes:
         values: launch values: window, soft_cap, the addresses alibi_slopes and sinks, and ``tensors`` of registered
-            options by name. With a bias or a shift they include the fields of
-            :class:`cute_kernels.attention.cta.FeatureValues`.
+            options by name. With a bias or a shift they include the fields that
+            :class:`cute_kernels.attention.cta.FeatureValues` has for it.
         length: the position after the last query's.
         positions: the positions of the columns' queries in their request; None unless a term needs them.
         kept: the list of what a term keeps for each column, by its option's name.
