@@ -50,7 +50,6 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
     """Raises TypeError or ValueError unless attention over caches of these formats can take q."""
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
-    check_query_strides(q, "requests and queries")
     check_dtype("q", q, *Q_DTYPES)
     for form in forms:
         if not form.fits(q.dtype):
@@ -64,6 +63,7 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
         raise ValueError(f"q: got a batch of {batch}, want at most {MAX_BATCH}")
     if num_q_heads == 0:
         raise ValueError("q: got no query heads, want at least one per KV head")
+    check_query_strides(q, "requests and queries")
 
 
 def check_query_strides(q: torch.Tensor, what: str) -> None:

@@ -91,12 +91,12 @@ def check_query(q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless the kernels can take q."""
     if q.dim() != 3:
         raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
-    checks.check_query_strides(q, "queries")
     check_dtype("q", q, *checks.Q_DTYPES)
     if q.shape[2] not in EXTEND_HEAD_DIMS:
         raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, EXTEND_HEAD_DIMS))}")
     if q.shape[0] * q.shape[1] > MAX_ROWS:
         raise ValueError(f"q: got {q.shape[0]} queries of {q.shape[1]} heads, want at most {MAX_ROWS} together")
+    checks.check_query_strides(q, "queries")
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:

@@ -60,6 +60,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("q-len", {"q": zeros(3, 17, 8, 128)}, ValueError, "q: got q_len 17, want 1 to 16"),
     ("no-queries", {"q": zeros(3, 0, 8, 128)}, ValueError, "q: got q_len 0, want 1 to 16"),
     ("head-dim", {"q": zeros(3, 1, 8, 100)}, ValueError, "q: got head_dim 100, want one of 64, 80, 96, 128, 192, 256"),
+    ("head-dim-of-a-part", {"q": zeros(3, 1, 8, 128)[..., :100]}, ValueError, "q: got head_dim 100, want one of 64"),
     ("row-width", {"k_cache": rows(3, 12, 2, 68)}, ValueError,
      "k_cache: got rows of 68 elements, want 80 for int4_g4 at head_dim 128"),
     ("v-row-width", {"v_cache": rows(3, 12, 2, 81)}, ValueError,

@@ -30,6 +30,7 @@ WRONG = {
     "q with 4 dimensions": ({"q": CALL.q[None]}, ValueError, "q: got 4 dimensions, want 3"),
     "q in fp32": ({"q": CALL.q.float()}, TypeError, "q: got dtype torch.float32, want"),
     "q with a head_dim": ({"q": CALL.q[..., :32].contiguous()}, ValueError, "q: got head_dim 32, want one of 64"),
+    "a part of q's columns": ({"q": CALL.q[..., :32]}, ValueError, "q: got head_dim 32, want one of 64"),
     "q of head_dim 320": (
         {"q": torch.zeros(5, 8, 320).bfloat16()},
         ValueError,
