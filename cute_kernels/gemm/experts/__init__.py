@@ -123,7 +123,7 @@ def fused_moe(
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: True: the last bits of a token's result do not depend on the other tokens or their experts. On
             CUDA this costs time for few tokens.
-        out: contiguous [T, N], written and returned.
+        out: contiguous [T, N], written and returned; may be x, but lie over no other argument.
         activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x and the hidden activations to E4M3.
 
     Returns:
