@@ -16,6 +16,7 @@ import torch
 
 from bench import linear_peers
 from bench.linear_peers import Product, Weights, in_fragments, marlin_call, marlin_codes, vllm_missing
+from bench.why_not import module_missing, short
 from cute_kernels.formats.weights.base import without_row_scales
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.weight import rows_of
@@ -103,7 +104,7 @@ class Peers:
                         found.products[key] = peer.prepare[form](codes)
                         calls += [functools.partial(found.products[key], x) for x in xs if peer.compiles]
                 except Exception as error:  # one peer's failure must not lose the others' results
-                    reason = _short(error)
+                    reason = short(error)
                 if reason is not None:
                     found.why_not[key] = reason
         with ThreadPoolExecutor(THREADS) as pool:
@@ -121,10 +122,6 @@ def _tried(call: Callable[[], object]) -> None:
         call()
     except Exception:
         return
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 # -- Marlin, from vLLM's build -----------------------------------------------------------------------------------------
@@ -183,15 +180,6 @@ def _quack_fp8(codes: Codes) -> Product:
 # -- Humming -----------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _humming_missing() -> str | None:
-    try:
-        importlib.import_module("humming.layer")
-    except Exception as error:
-        return f"not installed: import humming.layer: {_short(error)}"
-    return None
-
-
 def _humming(codes: Codes, dtype: torch.dtype | None = None, **form: object) -> Product:
     """dtype: of scales, if not bf16. form: as `HummingLayer` has it."""
     humming = importlib.import_module("humming.layer")
@@ -233,7 +221,7 @@ PEERS = (
     ),
     FormatPeer(
         "Humming",
-        _humming_missing,
+        module_missing("humming.layer"),
         {
             "w4g128": functools.partial(_humming, b_dtype="uint4", weight_scale_group_size=128),
             "mxfp4": functools.partial(

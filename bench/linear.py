@@ -16,6 +16,7 @@ from bench.random_weights import TORCH_DTYPES, Format
 from bench.report import INVARIANT, aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_host
+from bench.why_not import short
 from cute_kernels.gemm import PackedWeight, quantized_linear
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.quantize import pack_codes
@@ -140,7 +141,7 @@ class Layer:
                     if reason is None:
                         layer.products[peer.name] = peer.prepare(weights.by_row if peer.by_row else weights)
                 except Exception as error:  # one peer's failure must not lose the others' results
-                    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                    reason = short(error)
                 if reason is not None:
                     layer.why_not[peer.name] = reason
                 elif peer.by_row:
@@ -260,7 +261,7 @@ def disagreement(product: Product, x: torch.Tensor, chosen: torch.Tensor, want: 
     try:
         error = relative_error(product(x)[chosen], want)
     except Exception as failure:
-        return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        return short(failure)
     return None if error <= AGREEMENT else f"disagrees with the reference: relative error {error:.2e}"
 
 

@@ -15,6 +15,7 @@ from bench.peers import relative_error
 from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold_in_turn
+from bench.why_not import short
 from cute_kernels import quantize_activations, quantize_weight, quantized_linear
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm import PackedWeight
@@ -130,7 +131,7 @@ def peers_of(x: torch.Tensor, weight: PackedWeight) -> tuple[Calls, dict[str, st
         try:
             calls["DeepGEMM"] = _deep_gemm(codes, scales, weight)
         except Exception as error:  # one that is not there, or fails, must not lose the others
-            why_not["DeepGEMM"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why_not["DeepGEMM"] = short(error)
     return calls, why_not
 
 

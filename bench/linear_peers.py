@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.random_weights import TORCH_DTYPES
+from bench.why_not import module_missing, short
 
 GROUP_SIZE = 128  # of the weights that libraries have in common
 Product = Callable[[torch.Tensor], torch.Tensor]  # x [M, K] -> [M, N]
@@ -96,7 +97,7 @@ def vllm_missing() -> str | None:
             torch.ops.load_library(str(library))
         importlib.import_module("vllm.scalar_type")
     except (OSError, ImportError) as error:
-        return f"not loadable: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"not loadable: {short(error)}"
     missing = [name for name in ("marlin_gemm", "machete_mm") if not hasattr(torch.ops._C, name)]
     return f"no operator {', '.join(missing)} in {found[0].name}" if missing else None
 
@@ -181,13 +182,7 @@ def machete(weights: Weights) -> Product:
 # -- QuACK ------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def quack_missing() -> str | None:
-    try:
-        importlib.import_module("quack.gemm_w4")
-    except Exception as error:
-        return f"not installed: import quack.gemm_w4: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return None
+quack_missing = module_missing("quack.gemm_w4")
 
 
 def _quack(weights: Weights) -> Product:

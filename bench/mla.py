@@ -15,6 +15,7 @@ from bench.mla_workloads import SUITES, MlaInputs, MlaShape, make_inputs, shapes
 from bench.report import OURS, aligned, closing, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_graph_cold
+from bench.why_not import short
 from cute_kernels.mla.compile import MlaSpec, combine_specs
 from cute_kernels.mla.schedule import choose
 from cute_kernels.runtime import KernelSpec
@@ -85,7 +86,7 @@ def measure(bench: Bench, row: dict[str, Any], inputs: MlaInputs, peers: Iterabl
         row["error"] = check((out, lse), want, chosen).as_dict()
         calls[OURS] = partial(inputs.run, out=out)
     except Exception as error:  # peers and floor are worth having even so
-        failure, row["why_not"] = error, _short(error)
+        failure, row["why_not"] = error, short(error)
     for peer in peers:
         row["peers"][peer.name] = found = {"us": None, "why_not": peer.missing() or peer.refuses(shape)}
         if found["why_not"] is None:
@@ -177,13 +178,9 @@ def _prepared(
             if not found["distance_from_ours"] <= MUTUAL_DISTANCE:
                 raise WrongOutput(f"distance {found['distance_from_ours']:.2e} from ours, at most {MUTUAL_DISTANCE:g}")
     except Exception as error:  # one peer's failure must not lose the others' results
-        found["why_not"] = _short(error)
+        found["why_not"] = short(error)
         return {}
     return {peer.name: prepared.call}
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 # -- report -----------------------------------------------------------------------------------------------------------

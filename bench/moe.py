@@ -16,6 +16,7 @@ from bench.peers import AGREEMENT, relative_error
 from bench.report import INVARIANT, OURS, aligned, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold, time_cold_in_turn, time_graph_cold, time_host
+from bench.why_not import short
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
@@ -154,7 +155,7 @@ class Layer:
                 if reason is None:
                     layer.peers[peer.name] = peer.prepare(weights)
             except Exception as error:  # one peer's failure must not lose the others' results
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                reason = short(error)
             if reason is not None:
                 layer.why_not[peer.name] = reason
         return layer
@@ -372,7 +373,7 @@ def _agreeing(
             "product of rows by index": relative_error(*(call().sum(0, dtype=torch.float32) for call in calls[1::-1])),
         }
     except Exception as failure:
-        return None, f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        return None, short(failure)
     for what, error in errors.items():
         if not error <= AGREEMENT:
             return None, f"disagrees with the {what}: relative error {error:.2e}"

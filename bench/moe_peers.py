@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from bench.linear_peers import Weights, by_name, marlin_weights, type_id, vllm_missing, vllm_roots
+from bench.why_not import said_by
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight, rows_of
 
@@ -145,7 +146,7 @@ def _marlin_missing() -> str | None:
         for library in found:
             torch.ops.load_library(str(library))
     except OSError as error:
-        return f"not loadable: {' '.join(str(error).split())[:200]}"
+        return f"not loadable: {said_by(error)}"
     names = ("moe_wna16_marlin_gemm", "moe_align_block_size")
     missing = [name for name in names if not hasattr(torch.ops._moe_C, name)]
     return f"no operator {', '.join(missing)} in vllm/_moe_C*.so" if missing else None

@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.timing import Protocol, time_cold
+from bench.why_not import module_missing, short
 from bench.workloads import DecodeInputs
 
 AGREEMENT = 2e-2  # relative error (norm) that a 16-bit peer must stay under to be timed
@@ -80,7 +81,7 @@ def measure_peer(
         for variant in peer.variants(inputs):
             _measure_variant(variant, result, want, rows, flush, protocol, peer.agreement)
     except Exception as error:  # one peer's failure must not lose the others' results
-        result.notes["setting up"] = _short(error)
+        result.notes["setting up"] = short(error)
     if result.us is None:
         result.why_not = "; ".join(f"{label}: {note}" for label, note in result.notes.items()) or "no variant"
     return result
@@ -105,7 +106,7 @@ def _measure_variant(
             if result.us is None or us < result.us:
                 result.us, result.label, result.error = us, variant.label, error
     except Exception as failure:
-        result.notes[variant.label] = _short(failure)
+        result.notes[variant.label] = short(failure)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -134,10 +135,6 @@ def _kernel_names(call: Callable[[], object]) -> list[str]:
         call()
         torch.cuda.synchronize()
     return sorted({event.key[:120] for event in profiler.key_averages() if not event.key.startswith("cuda")})
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 # -- torch SDPA -----------------------------------------------------------------------------------------------------
@@ -204,7 +201,7 @@ def fa3_missing() -> str | None:
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        return f"not loadable: {_short(error)}"
+        return f"not loadable: {short(error)}"
     return None
 
 
@@ -257,18 +254,6 @@ def _fa3_in_fp8(inputs: DecodeInputs) -> dict[str, object]:
 
 
 # -- FlashInfer --------------------------------------------------------------------------------------------------------
-
-
-def _module_missing(*names: str) -> Callable[[], str | None]:
-    def missing() -> str | None:
-        for name in names:
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                return f"not installed: import {name}: {_short(error)}"
-        return None
-
-    return missing
 
 
 def _flashinfer_variants(inputs: DecodeInputs, page_size: int = 64) -> Iterator[Variant]:
@@ -341,11 +326,11 @@ PEERS = (
     ),
     Peer("FlashAttention-3", ("bf16", "fp16"), fa3_missing, _fa3_variants),
     Peer("FlashAttention-3 in FP8", ("e4m3_tensor",), fa3_missing, _fa3_variants, _in_pages, agreement=FP8_AGREEMENT),
-    Peer("FlashInfer", ("bf16", "fp16", "e4m3_tensor"), _module_missing("flashinfer"), _flashinfer_variants),
+    Peer("FlashInfer", ("bf16", "fp16", "e4m3_tensor"), module_missing("flashinfer"), _flashinfer_variants),
     Peer(
         "FBGEMM",
         ("bf16", "int4_g1", "int4_g4"),
-        _module_missing("fbgemm_gpu.experimental.gen_ai"),
+        module_missing("fbgemm_gpu.experimental.gen_ai"),
         _fbgemm_variants,
         _fbgemm_refuses,
     ),

@@ -314,8 +314,8 @@ EXTEND = Figure(
         Barrier("K's and V's, empty", "num_stages each", "8, lane 0 of each consumer warp", "producers", ("device/pipeline.py:Pipeline",)),
         Barrier("work, full", "WORK_SLOTS", "1, lane 0 of the first producer", "consumers, producers", ("attention/extend_policies.py:WORK_SLOTS",)),
         Barrier("work, empty", "WORK_SLOTS", "8 consumer warps and the filling_warps", "the first producer", ("attention/extend_policies.py:WORK_SLOTS",)),
-        Barrier("FIRST_WARPGROUP (1, 2)", "a warpgroup", "its warps", "its warps: shared memory of their own", ("attention/mainloops/turns.py:FIRST_WARPGROUP",)),
-        Barrier("FIRST_TURN (3, 4)", "consumers", "the other warpgroup has issued its products", "a warpgroup", ("attention/mainloops/turns.py:FIRST_TURN",)),
+        Barrier("FIRST_WARPGROUP (1, 2)", "a warpgroup", "its warps", "its warps: shared memory of their own", ("attention/mainloops/warpgroup_barriers.py:FIRST_WARPGROUP",)),
+        Barrier("FIRST_TURN (3, 4)", "consumers", "the other warpgroup has issued its products", "a warpgroup", ("attention/mainloops/warpgroup_barriers.py:FIRST_TURN",)),
     ),
     "With few queries a request the sides change (key_rows): keys are the 64 rows of the MMAs, queries their 40 or 72 columns; K and V of a stage share a barrier.",
 )

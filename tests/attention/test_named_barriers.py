@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.attention import barriers, decode_kernel, extend_kernel, extend_policies
 from cute_kernels.attention.extend_policies import MMA_WARPGROUPS
-from cute_kernels.attention.mainloops import turns
+from cute_kernels.attention.mainloops import warpgroup_barriers
 
 MOST = 16  # named barriers of a CTA; number 0 is that of all its threads
 
@@ -22,7 +22,9 @@ def numbers_in(module: ModuleType) -> dict[str, list[int]]:
     return {name: [int(number) for number in numbers.split(", ")] for name, numbers in rows}
 
 
-@pytest.mark.parametrize("kernel, names", [(decode_kernel, barriers), (extend_kernel, turns)], ids=["decode", "extend"])
+@pytest.mark.parametrize(
+    "kernel, names", [(decode_kernel, barriers), (extend_kernel, warpgroup_barriers)], ids=["decode", "extend"]
+)
 def test_no_two_named_barriers_of_a_kernel_have_one_number(kernel: ModuleType, names: ModuleType):
     table = numbers_in(kernel)
     taken = [number for numbers in table.values() for number in numbers]
@@ -32,7 +34,9 @@ def test_no_two_named_barriers_of_a_kernel_have_one_number(kernel: ModuleType, n
         assert len(numbers) == (MMA_WARPGROUPS if name.startswith("FIRST_") else 1), name
 
 
-@pytest.mark.parametrize("kernel, names", [(decode_kernel, barriers), (extend_kernel, turns)], ids=["decode", "extend"])
+@pytest.mark.parametrize(
+    "kernel, names", [(decode_kernel, barriers), (extend_kernel, warpgroup_barriers)], ids=["decode", "extend"]
+)
 def test_every_named_barrier_stands_in_its_kernels_table(kernel: ModuleType, names: ModuleType):
     own = {name: value for name, value in vars(names).items() if name.isupper() and not hasattr(extend_policies, name)}
     numbers = {name for name, value in own.items() if type(value) is int and value < MOST}

@@ -27,8 +27,8 @@ from cute_kernels.attention.mainloops.products import Fp8Products, HalfProducts
 from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader, QueryRows, query_row
 from cute_kernels.attention.mainloops.tile_results import ResultWriter
 from cute_kernels.attention.mainloops.tile_softmax import Rows, Softmax
-from cute_kernels.attention.mainloops.turns import await_turn, pass_turn, sync_warpgroup
 from cute_kernels.attention.mainloops.two_level import TwoLevelSums
+from cute_kernels.attention.mainloops.warpgroup_barriers import await_turn, pass_turn, sync_warpgroup
 from cute_kernels.attention.work_tiles import END, Work, Worker
 from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.loads import load_float

@@ -20,7 +20,7 @@ from cutlass import Float32
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.products import Fp8Products
-from cute_kernels.attention.mainloops.turns import await_turn, pass_turn
+from cute_kernels.attention.mainloops.warpgroup_barriers import await_turn, pass_turn
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.softmax import row_of
 

@@ -36,7 +36,7 @@ from cute_kernels.attention.mainloops.key_rows.queries import QueryWriter
 from cute_kernels.attention.mainloops.key_rows.results import KeyRowsResults, sum_index
 from cute_kernels.attention.mainloops.tile_queries import query_row
 from cute_kernels.attention.mainloops.tiles import Consumer
-from cute_kernels.attention.mainloops.turns import WARPGROUP_THREADS, await_turn, pass_turn, sync_warpgroup
+from cute_kernels.attention.mainloops.warpgroup_barriers import WARPGROUP_THREADS, await_turn, pass_turn, sync_warpgroup
 from cute_kernels.attention.work_tiles import END, Worker
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS

@@ -14,7 +14,7 @@ from cute_kernels.attention.extend_policies import ELEMENT_BYTES, MMA_WARPS, SLA
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, rows_of
 from cute_kernels.attention.mainloops.tile_queries import TOP_EXPONENTS
-from cute_kernels.attention.mainloops.turns import sync_consumers, sync_warpgroup
+from cute_kernels.attention.mainloops.warpgroup_barriers import sync_consumers, sync_warpgroup
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours

@@ -19,7 +19,7 @@ from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.mainloops.key_rows.codes import rows_of
 from cute_kernels.attention.mainloops.key_rows.queries import sync_head
 from cute_kernels.attention.mainloops.tile_queries import query_row
-from cute_kernels.attention.mainloops.turns import WARPGROUP_THREADS, sync_consumers
+from cute_kernels.attention.mainloops.warpgroup_barriers import WARPGROUP_THREADS, sync_consumers
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import lane_sum
