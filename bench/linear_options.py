@@ -19,7 +19,6 @@ from cute_kernels.gemm import NormedRows, PackedWeight, linear_reference, quanti
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import deferred
 from cute_kernels.gemm.normed import DeferredParts, left_to_next
-from cute_kernels.gemm.product import scaled_schedule
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, SQUARES_N, TAKES
 from cute_kernels.norm import config as norms
@@ -192,9 +191,6 @@ def _specs(layers: Iterable[Layer], form: Format) -> Iterator[KernelSpec]:
             if not changes:
                 for inputs in ("", norms.ORDERED, norms.SCALED):
                     yield NormSpec(norms.NormConfig("rms", form.dtype, *norms.launch_shape(layer.k), inputs=inputs))
-                scaled = scaled_schedule(schedule)
-                if scaled is not None:
-                    yield GemmSpec(scaled.config)
                 yield GemmSpec(chosen(replace(problem, batch_invariant=True)).config)
                 around = deferred(schedule, GIVES), deferred(schedule, TAKES)
                 yield from (GemmSpec(config) for config in around if config is not None)

@@ -15,7 +15,6 @@ format's dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as
                           configuration cuts tiles. A sequential reduction cuts every tile, and one CTA computes all of
                           its parts. workspace [tiles that are cut, splits - 1, block_rows * tile_m]
     num_ctas              how many CTAs are launched
-    factors               of inputs that are scaled: [k], of x's dtype, on 16 bytes
 
 `INPUT_ROWS` has the arguments of the kernel that prepares rows. out: [m, k], k a multiple of 8. Addresses are on 16
 bytes. x: rows of k elements, ``stride`` elements apart, a multiple of 8. order: int32 [k], the input of x that each
@@ -99,9 +98,6 @@ TILE_NUMBERS = ("n", "num_tiles", "k_blocks", "whole", "splits", "num_ctas", *RE
 TILES = matrix_arguments(DENSE_ADDRESSES, TILE_NUMBERS)
 """The arguments of `WgmmaKernel` and `ResidentKernel`."""
 TILES_KERNEL = CompiledAs("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", TILES)
-
-SCALED_TILES = matrix_arguments((*DENSE_ADDRESSES, "factors"), TILE_NUMBERS)
-"""The arguments of a `ResidentKernel` that multiplies inputs by factors, [k] of x's dtype."""
 
 GIVES_NORM = joined(TILES.arguments, arguments("address", "norm", "scaled", "squares"), arguments("float32", "offset"))
 TAKES_NORM = joined(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -13,7 +12,7 @@ from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import RowNorm
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.product import Product, problem_of, product_of, scaled_product_of
+from cute_kernels.gemm.product import Product, problem_of, product_of
 from cute_kernels.gemm.reference import prepare_input
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.gpu import GPU
@@ -24,18 +23,6 @@ from cute_kernels.runtime.plans import ALIGNMENT
 TensorOf = Callable[[LinearCall], torch.Tensor]
 
 
-class Inputs(NamedTuple):
-    """How a product gets x.
-
-    prepare: makes the rows [m, k] that the product reads; None if it reads x itself. scales: whether the product's own
-    kernel applies the input scale.
-    """
-
-    product: Product
-    prepare: TensorOf | None = None
-    scales: bool = False
-
-
 def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     """Returns the plan of a checked call; None for a call without rows."""
     x, residual, (m, n, k) = call.x, call.residual, call.size
@@ -43,7 +30,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
         return None
     index = x.get_device()
     problem = problem_of(m, n, k, call.weight.format, x.dtype, index, call.batch_invariant, call.activation)
-    product, prepare, scales = inputs_of(call, problem, index)
+    product, prepare = inputs_of(call, problem, index)
     send = product.bound(n, call.activation, call.result_dtype)
     new_out = blank(call.result_shape, call.result_dtype)
     matrix = None if x.dim() == 2 or prepare is not None else (m, k)
@@ -65,16 +52,10 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
         zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
         bias = 0 if bias is None else bias.data_ptr()
         residual = 0 if residual is None else residual.data_ptr()
-        if not scales or weight.input_scale is None:
-            send(
-                x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
-                residual=residual, out=out.data_ptr(),
-            )  # fmt: skip
-        else:
-            send(
-                x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
-                residual=residual, out=out.data_ptr(), factors=weight.input_scale.data_ptr(),
-            )  # fmt: skip
+        send(
+            x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
+            residual=residual, out=out.data_ptr(),
+        )  # fmt: skip
         return out
 
     return Plan(index, launch, (product,))
@@ -87,32 +68,20 @@ def without_rows(call: LinearCall) -> torch.Tensor:
     return call.x.new_empty(call.result_shape, dtype=call.result_dtype)
 
 
-def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> Inputs:
-    """Returns how a checked call's product gets x: by its own kernel, else by one launch before it, else by torch's
-    operators."""
+def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> tuple[Product, TensorOf | None]:
+    """Returns (a checked call's product, what makes the rows [m, k] that it reads: one launch, or torch's operators).
+    The latter is None if the product reads x itself."""
     x, perm, input_scale = call.x, call.weight.perm, call.weight.input_scale
-    if _may_scale(call):
-        scaled = scaled_product_of(problem, index)
-        if scaled is not None:
-            return Inputs(scaled, scales=True)
     product = product_of(problem, index)
     if call.norm is not None:
-        return Inputs(product, _normed_of(call))
+        return product, _normed_of(call)
     stride = row_stride(x)
     if perm is input_scale is None and is_aligned(x) and (x.is_contiguous() or _takes_apart(product, x, stride)):
-        return Inputs(product)
+        return product, None
     rows = input_rows(x, stride, perm, input_scale)
     if rows is not None:
-        return Inputs(product, lambda call: rows.make(call.x, call.weight.perm, call.weight.input_scale))
-    return Inputs(product, lambda call: ready(call.x.detach(), call.weight.perm, call.weight.input_scale))
-
-
-def _may_scale(call: LinearCall) -> bool:
-    """Whether x needs nothing but its input scale before the product, and both are aligned as a kernel wants them."""
-    x, factors = call.x, call.weight.input_scale
-    if factors is None or call.weight.perm is not None or call.norm is not None or factors.dtype != x.dtype:
-        return False
-    return is_aligned(x) and x.is_contiguous() and factors.data_ptr() % ALIGNMENT == 0
+        return product, lambda call: rows.make(call.x, call.weight.perm, call.weight.input_scale)
+    return product, lambda call: ready(call.x.detach(), call.weight.perm, call.weight.input_scale)
 
 
 def _normed_of(call: LinearCall) -> TensorOf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,15 +11,14 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations import config_of, number_of
-from cute_kernels.gemm.arguments import SCALED_TILES, STREAM, TILES
+from cute_kernels.gemm.arguments import STREAM, TILES
 from cute_kernels.gemm.out_kinds import BF16, FP16, FP32
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
-from cute_kernels.gemm.served import may_load, schedule_for
+from cute_kernels.gemm.served import schedule_for
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.resident_schedule import scaled
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -129,41 +128,11 @@ def product_of(problem: LinearProblem, device: int) -> Product:
     return make_product(schedule_for(problem), problem.m, device)
 
 
-@per_gpu
-@lru_cache(maxsize=4096)
-def scaled_product_of(problem: LinearProblem, device: int) -> Product | None:
-    """Returns the product by a kernel that also multiplies inputs by factors; a launch gives their address ``factors``.
-
-    None if the product's kernel has no such variant, or if that is not compiled and may not be compiled now. A launch
-    before the product then scales the rows.
-    """
-    arch = arch_of(device)
-    schedule = scaled_schedule(schedule_for(problem))
-    if schedule is None or not may_load(GemmSpec(schedule.config), arch, problem):
-        return None
-    return make_product(schedule, problem.m, device)
-
-
-def scaled_schedule(schedule: StreamSchedule | TileSchedule) -> TileSchedule | None:
-    """Returns the schedule of a kernel that scales inputs as it makes limbs. None if there is no such kernel, or if it
-    makes limbs in chunks.
-
-    Each chunk would wait for its own factors: one row of 4096 x 14336 took 17 us instead of 14.
-    """
-    if not isinstance(schedule, TileSchedule):
-        return None
-    config = scaled(schedule.config)
-    if config is None or schedule.split_k_blocks > config.mainloop.k_blocks:
-        return None
-    return replace(schedule, config=config)
-
-
 def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> Product:
     """Makes a schedule's product of ``m`` rows; loads or compiles its kernel."""
     function = load(GemmSpec(schedule.config), arch_of(device_index))
     if isinstance(schedule, TileSchedule):
-        declared = SCALED_TILES if getattr(schedule.config.mainloop, "scaled", False) else TILES
-        return tile_product(function, declared, schedule, device_index)
+        return tile_product(function, TILES, schedule, device_index)
     words = schedule.workspace_words(m)
     return Product(schedule, device_index, of_kernel(function, STREAM, schedule.sizes, DENSE, device_index, words))
 

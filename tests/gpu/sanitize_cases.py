@@ -29,7 +29,7 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
 from cute_kernels.gemm.layer.config import config_for
-from cute_kernels.gemm.product import make_product, scaled_schedule
+from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of
@@ -261,33 +261,6 @@ class RangesCase:
 
 
 @dataclass(frozen=True)
-class ScaledCase:
-    """A `LinearCase` of a layer whose own kernel scales inputs on the way to limbs."""
-
-    n: int
-    k: int
-    m: int
-
-    def specs(self) -> list[KernelSpec]:
-        schedule = scaled_schedule(chosen(W4.problem(self.m, self.n, self.k)))
-        assert schedule is not None, "the product's kernel takes no factors"
-        return [GemmSpec(schedule.config)]
-
-    def run(self, device: str = "cuda") -> str:
-        weights = make_weights(self.n, self.k, W4, device)
-        packed = pack(weights)
-        x, factors = (torch.randn(size, device=device).to(packed.dtype) for size in ((self.m, self.k), (self.k,)))
-        weight = dataclasses.replace(packed, input_scale=factors)
-        wanted = (x * factors).float() @ weights.dense.float().T
-        for _ in range(CALLS):
-            out = torch.full_like(wanted, torch.nan, dtype=packed.dtype)
-            quantized_linear(x, weight, out=out)
-            error = relative_error(out, wanted)
-            assert error <= PRODUCT_TOLERANCE, error
-        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
-
-
-@dataclass(frozen=True)
 class DeferredNormCase:
     """Two products around a norm that neither launches; [hidden, k] and [n, hidden], with m rows."""
 
@@ -514,12 +487,6 @@ EXTEND = {
     ),
     "extend-int4_g1-key-rows-maps": ExtendCase("int4_g1", *FEW_QUERIES, num_splits=None, num_kv_heads=4),
 }
-SCALED = {
-    "input-scale-one-row": ScaledCase(6144, 4096, 1),
-    "input-scale-part-of-a-tile": ScaledCase(520, 1024, 1),
-    "input-scale-seven-tiles": ScaledCase(28672, 1024, 8),
-    "input-scale-sixteen-rows": ScaledCase(28672, 4096, 16),
-}
 DEFERRED = {
     "deferred-norm-limbs": DeferredNormCase(1024, 1024, 520, 3),
     "deferred-norm-clusters": DeferredNormCase(1024, 1024, 520, 30),
@@ -552,6 +519,6 @@ SERVED = {
     "served-int4_per_token_head": ServedCase(Layer("int4_per_token_head")),
     "served-fp8-drafts": ServedCase(Layer("fp8", window=24, sinks=True, speculative=3, caches={"num_sms": 1})),
 }
-CASES: dict[str, Case] = {**ATTENTION, **STEPS, **EXTEND, **LAYERS, **SCALED, **DEFERRED, **NORMS, **EXPERTS}
+CASES: dict[str, Case] = {**ATTENTION, **STEPS, **EXTEND, **LAYERS, **DEFERRED, **NORMS, **EXPERTS}
 if importlib.util.find_spec("vllm") is not None:
     CASES |= SERVED

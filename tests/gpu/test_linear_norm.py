@@ -12,8 +12,6 @@ import torch
 from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.gemm import NormedRows, quantize_weight
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.product import problem_of as problem_on
-from cute_kernels.gemm.product import scaled_product_of, scaled_schedule
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import activations, check_back_to_back, exact_product
@@ -34,16 +32,12 @@ def specs() -> list[KernelSpec]:
     for dtype in DTYPES:
         for n, k in LAYERS:
             for m in (*ROWS, 9):
-                schedule = chosen(problem_of(m, n, k, 4, dtype, 128, False))
-                both = (schedule, scaled_schedule(schedule))
-                found |= dict.fromkeys(GemmSpec(one.config) for one in both if one is not None)
+                found[GemmSpec(chosen(problem_of(m, n, k, 4, dtype, 128, False)).config)] = None
     found |= dict.fromkeys(specs_of_wide())
     for n, k in ((2048, 4096), *((300, k) for k in (128, 384, 640, 8192))):
         found[GemmSpec(chosen(problem_of(1, n, k)).config)] = None
     for (group_size, zero_point), (n, k), m in product(FORMS, LAYERS[:3], ROWS):
-        schedule = chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point))
-        both = (schedule, scaled_schedule(schedule))
-        found |= dict.fromkeys(GemmSpec(one.config) for one in both if one is not None)
+        found[GemmSpec(chosen(problem_of(m, n, k, 4, DTYPES[0], group_size, zero_point)).config)] = None
     return list(found)
 
 
@@ -53,12 +47,7 @@ MORE_ROWS = (9, 13, 16)
 
 def specs_of_wide() -> list[KernelSpec]:
     """The kernels of products of more rows in limbs."""
-    found: list[KernelSpec] = []
-    for m in MORE_ROWS:
-        schedule = chosen(problem_of(m, *WIDE))
-        both = (schedule, scaled_schedule(schedule))
-        found += [GemmSpec(one.config) for one in both if one is not None]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(GemmSpec(chosen(problem_of(m, *WIDE)).config) for m in MORE_ROWS))
 
 
 def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -135,7 +124,6 @@ def test_more_rows_in_limbs_are_scaled_or_put_in_order_bit_for_bit(m):
         (replace(plain, perm=order), x[:, order.long()]),
         (replace(plain, input_scale=scale, perm=order), (x * scale)[:, order.long()]),
     ]
-    assert scaled_product_of(problem_on(m, n, k, plain.format, x.dtype, 0), 0) is not None
     for weight, prepared in ways:
         want = quantized_linear(prepared, plain)
         for _ in range(2):
@@ -218,13 +206,6 @@ def test_a_row_in_act_order_waits_for_the_launch_that_makes_it():
         unfused = quantized_linear(wide[:, orders[1].long()].contiguous(), down)
         unfused = unfused / unfused.norm()
     assert torch.equal(want, unfused)
-
-
-def test_input_scales_of_few_rows_take_no_launch():
-    for n, k in ((6144, 4096), (28_672, 4096)):
-        weight = known(n, k, group_size=128).pack()
-        for m in ROWS:
-            assert scaled_product_of(problem_on(m, n, k, weight.format, torch.bfloat16, 0), 0) is not None
 
 
 @pytest.mark.parametrize("m", [1, 2, 16, 64, 300])

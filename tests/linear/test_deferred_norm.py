@@ -233,11 +233,6 @@ REFUSED = {
         TAKES,
         "in limbs of 8 rows",
     ),
-    "limbs of scaled rows": (
-        replace(LIMBS, mainloop=replace(LIMBS.mainloop, scaled=True)),
-        TAKES,
-        "rows that are not scaled",
-    ),
     "another kind": (TILES[2], "both", "kind 'both' is not one of gives, takes"),
 }
 

@@ -148,6 +148,7 @@ PREPARED = {
     "part of wider rows": "linear_inputs_bf16",
     "part of wider rows of three dimensions": "linear_inputs_bf16",
     "many rows in each other": "linear_inputs_bf16",
+    "input scale": "linear_inputs_bf16_scaled",
     "input scale of many rows": "linear_inputs_bf16_scaled",
     "input scale of rows with gaps": "linear_inputs_bf16_scaled",
     "act-order": "linear_inputs_bf16_order8192",
@@ -209,15 +210,6 @@ def test_rows_that_are_not_as_products_take_them_are_prepared_in_one_launch(name
         assert x == given["x"].data_ptr() and stride == given["x"].stride(-2) and parts == 1
         for address, tensor in ((order, given["weight"].perm), (factors, given["weight"].input_scale)):
             assert address == (0 if tensor is None else tensor.data_ptr())
-
-
-def test_an_input_scale_of_few_rows_is_a_part_of_the_product(launches):
-    run(launches, made("input scale"))
-    (only,) = launches
-    given = made("input scale")
-    assert only.symbol.endswith("scaled")
-    assert only.arguments[0].data_ptr() == given["x"].data_ptr()
-    assert only.arguments[8] == given["weight"].input_scale.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["norm", "norm of other numbers"])

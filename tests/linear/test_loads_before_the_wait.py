@@ -7,11 +7,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
-from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
-from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, scaled
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
 from cute_kernels.runtime import KernelSpec, default_cache
@@ -19,8 +16,6 @@ from tests.linear import machine_code
 
 ARCH = "sm_90a"
 WAIT = "ACQBULK"
-FACTOR_LOADS = 4  # of 16 bytes: a lane's 32 factors of its first step
-CONFIG = resident_configs(LinearProblem(1, 6144, 4096, 4096, integers(4), "bf16"))[0]
 
 
 def opcodes(spec: KernelSpec, folder) -> list[str]:
@@ -30,15 +25,6 @@ def opcodes(spec: KernelSpec, folder) -> list[str]:
 
 def loads(code: list[str]) -> int:
     return sum(opcode.startswith("LDG.E") for opcode in code)
-
-
-def test_factors_are(tmp_path):
-    """By the consumer warps, whose wait is the second."""
-    config = scaled(CONFIG)
-    assert config is not None and config.mainloop.loads
-    code = opcodes(GemmSpec(config), tmp_path)
-    _, wait = (place for place, opcode in enumerate(code) if opcode == WAIT)
-    assert loads(code[:wait]) == FACTOR_LOADS
 
 
 def test_what_a_norm_does_to_a_layers_inputs_is(tmp_path):

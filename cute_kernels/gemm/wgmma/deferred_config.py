@@ -120,8 +120,8 @@ class DeferredNorm(StagedStore):
         parts = (type(config.mainloop), type(config.reduction))
         if parts[1] not in self.reductions.get(parts[0], ()):
             return f"a norm is not deferred by {', '.join(part.__name__ for part in parts)}"
-        if config.limbs and (config.mainloop.scaled or config.tile_m > FEW_ROWS):
-            return f"a norm is deferred in limbs of {FEW_ROWS} rows that are not scaled"
+        if config.limbs and config.tile_m > FEW_ROWS:
+            return f"a norm is deferred in limbs of {FEW_ROWS} rows"
         if config.multicast > 1:
             return f"a norm is not deferred by {config.multicast} CTAs that multicast activations"
         if config.own_m > MOST_OWN_M:

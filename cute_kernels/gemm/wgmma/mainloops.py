@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.arguments import SCALED_TILES, TILES, TILES_KERNEL, CompiledAs
+from cute_kernels.gemm.arguments import TILES, TILES_KERNEL, CompiledAs
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
@@ -280,7 +280,6 @@ class ResidentLimbs(Mainloop):
         loads: whether consumer warps load x, only the rows that exist. If not, TMA loads x, whose rows are whole TMA
             tiles; TMA takes long to fill in rows that x does not have.
         spare: as in `Mainloop`; it allows blocks of an odd number of tiles, so that there are as many blocks as SMs.
-        scaled: whether inputs are multiplied by factors before limbs are made of them.
 
     A zero point, or a shift, is multiplied by the sum of a group's inputs, apart from the group's products. The warps
     that make limbs compute that sum for each row of x. Groups of fewer than 128 inputs have accumulators of their own.
@@ -289,7 +288,6 @@ class ResidentLimbs(Mainloop):
     k_blocks: int = 64
     loads: bool = False
     spare: int = 0
-    scaled: bool = False
     reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem)
     limbs: ClassVar[bool] = True
     registers: ClassVar[dict[int, int]] = {2: 0, 4: 0}
@@ -302,13 +300,11 @@ class ResidentLimbs(Mainloop):
     name: ClassVar[str] = "s2limbs"
 
     def kernel(self) -> CompiledAs:
-        arguments = SCALED_TILES if self.scaled else TILES
-        return CompiledAs("cute_kernels.gemm.wgmma.resident_kernel:ResidentKernel", arguments)
+        return CompiledAs("cute_kernels.gemm.wgmma.resident_kernel:ResidentKernel", TILES)
 
     def kernel_name(self, config: WgmmaConfig) -> str:
         spare = f"less{self.spare}" if self.spare else ""
-        rows = "loads" * self.loads + "scaled" * self.scaled
-        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{rows}"
+        return f"{super().kernel_name(config)}_resident{self.k_blocks}{spare}{'loads' * self.loads}"
 
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
         return 0

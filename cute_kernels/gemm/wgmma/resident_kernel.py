@@ -29,7 +29,7 @@ from cute_kernels.gemm.wgmma.places import DensePlaces
 from cute_kernels.gemm.wgmma.reading import StageReader
 from cute_kernels.gemm.wgmma.reduction import TileStore
 from cute_kernels.gemm.wgmma.resident_mainloop import ResidentMainloop
-from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads, ScaledOperands
+from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
 from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_grid, dense_scheduler, dense_sizes
 
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
@@ -75,10 +75,10 @@ class ResidentKernel:
         """Launches the kernel for at most one tile of rows of x.
 
         ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, of which zeros and workspace are not
-        used; or `SCALED_TILES`, where inputs are multiplied by factors.
+        used.
         """
         config = self.config
-        operands = operands_of(ScaledOperands if config.mainloop.scaled else self.operands, given)
+        operands = operands_of(self.operands, given)
         layout = tma_tiles_layout(config, config.tile_m, K_BLOCK_TMA_TILES)
         copy_x, x_view = self.limbs.rows.k_block_copy(given.x, layout)
         shape = TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given))
@@ -112,10 +112,9 @@ class ResidentKernel:
             self.weights.copy(operands, shape, memory, scheduler)
         else:
             cute.arch.cluster_arrive_relaxed()
-            factors = self.limbs.ask_factors(scheduler, warp, lane)
             cute.arch.griddepcontrol_wait()  # for whoever makes x
             store, asked = self.ask(operands, shape, memory, warp, lane)
-            fits = self.limbs.make_first(shape, memory, scheduler, warp, lane, factors)
+            fits = self.limbs.make_first(shape, memory, scheduler, warp, lane)
             self.keep(operands, store, asked)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.consumers.multiply(

@@ -13,7 +13,7 @@ the low ones. Pieces of 16 bytes are exchanged among eight rows as 128-byte swiz
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -24,7 +24,6 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier, fence_init
-from cute_kernels.gemm.device_operands import Operands
 from cute_kernels.gemm.wgmma.config import ResidentConfig
 from cute_kernels.gemm.wgmma.limb_rows import MAGIC, RowLimbs
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K
@@ -52,20 +51,12 @@ SIGNS = 0x80808080
 
 
 @dataclass(frozen=True)
-class ScaledOperands(Operands):
-    """Addresses of a launch whose inputs are scaled. factors: [k] of x's dtype."""
-
-    factors: Int64
-
-
-@dataclass(frozen=True)
 class Source:
     """The source of x: its address and its size."""
 
     address: Int64
     rows: Int32
     row_pieces: Int32  # of 16 bytes
-    factors: Int64 | None = field(default=None, kw_only=True)  # of inputs, where they are scaled
 
     def row(self, row: Int32) -> Int32:
         """Returns the row of x for the ``row``-th row whose limbs are made; here the same number."""
@@ -89,7 +80,6 @@ class RowsRoom:
     Attributes:
         k_blocks: k blocks of x that there is room for.
         loads: whether consumer warps load x; if not, TMA loads it.
-        scaled: whether inputs are multiplied by factors before limbs are made of them.
         sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
     """
 
@@ -98,7 +88,6 @@ class RowsRoom:
     consumer_warps: int
     k_blocks: int
     loads: bool = True
-    scaled: bool = False
     sums: bool = False
 
 
@@ -108,7 +97,6 @@ class ResidentRows:
     def __init__(self, room: RowsRoom):
         self.room = room
         self.limb_rows = RowLimbs(room.dtype)
-        self.pack = ptx.pack_bf16x2 if room.dtype == "bf16" else ptx.pack_f16x2
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """Returns the source of a launch's x."""
@@ -117,7 +105,6 @@ class ResidentRows:
             address=operands.x,
             rows=shape.m,
             row_pieces=shape.k >> PIECE_BITS,
-            factors=operands.factors if isinstance(operands, ScaledOperands) else None,
             copy=copy_x,
             view=x_view,
             places=places,
@@ -162,19 +149,16 @@ class ResidentRows:
             cute.copy(x.copy, source[None, k_block], target[None, first_place + k_block], tma_bar_ptr=x.barrier)
 
     @cute.jit
-    def make(self, x: Source, memory, begin, end, warp, lane, asked: Any = None):
+    def make(self, x: Source, memory, begin, end, warp, lane):
         """Makes limbs and scales of k blocks [begin, end), from x that has arrived in their place, or from x that is
         loaded here.
 
-        MMAs may read them after a barrier of all warps that make them. asked: what `ask_factors` returned, if factors
-        are being loaded.
+        MMAs may read them after a barrier of all warps that make them.
         """
         bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        if const_expr(self.room.scaled):
-            asked = self.ask_factors(x, begin, end, warp, lane) if asked is None else asked
         if const_expr(self.room.loads):
             self.keep(coming, self.load_global(x, begin, bits, steps, warp, lane))
         for step in cutlass.range(warp, steps, self.room.consumer_warps, unroll=1):
@@ -186,9 +170,6 @@ class ResidentRows:
                 self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
             else:
                 self.keep(words, self.load(start, tile_m, row, lane))
-            if const_expr(self.room.scaled):
-                self.keep(words, self.scale(*([tensor[i] for i in range(STEP_WORDS)] for tensor in (words, asked))))
-                self.keep(asked, self.load_factors(x, begin, bits, step + self.room.consumer_warps, lane))
             scale, limbs, total = self.split_summed([words[i] for i in range(STEP_WORDS)])
             cute.arch.sync_warp()  # until all lanes have their inputs
             if begin + k_block < end:
@@ -198,31 +179,6 @@ class ResidentRows:
                     if const_expr(self.room.sums):
                         ptx.store_shared(memory.x_sums + (k_block * tile_m + row) * 4, 0, [total])
         cute.arch.fence_proxy("async.shared", space="cta")
-
-    def ask_factors(self, x: Source, begin, end, warp, lane):
-        """Starts loading the factors of a warp's first step; nothing waits for them yet.
-
-        The loads are not marked constant: ptxas moves such loads after the wait for the launch before.
-        """
-        asked = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        self.keep(asked, self.load_factors(x, begin, self.step_bits(end - begin), warp, lane, constant=False))
-        return asked
-
-    def load_factors(self, x: Source, begin, bits, step, lane, *, constant: bool = True) -> list[Any]:
-        """Loads factors of a lane's inputs of a step, in their order; factors after the ends of rows are 0."""
-        assert x.factors is not None
-        first = (begin + self.place(bits, step, lane)[1]) * GROUP_PIECES
-        start = x.factors + Int64(first) * PIECE_BYTES
-        return self.load_pieces(start, x.row_pieces - first, lane, constant=constant)
-
-    def scale(self, words, factors) -> list[Any]:
-        """Multiplies packed pairs of inputs by their factors, with the same rounding as a launch that scales x
-        beforehand."""
-        to_floats = self.limb_rows.to_floats
-        pairs = [
-            zip(to_floats(word), to_floats(factor), strict=True) for word, factor in zip(words, factors, strict=True)
-        ]
-        return [self.pack(*(value * factor for value, factor in pair)) for pair in pairs]
 
     @staticmethod
     def keep(registers, values) -> None:
@@ -236,19 +192,14 @@ class ResidentRows:
         first = (begin + k_block) * GROUP_PIECES
         start = x.address + (Int64(x.row(row)) * x.row_pieces + first) * PIECE_BYTES
         there = cutlass.select_((step < steps) & (row < x.rows), x.row_pieces - first, Int32(0))
-        # Not as constant memory: the launch before may write x, until it is waited for.
-        return self.load_pieces(start, there, lane, constant=False)
-
-    def load_pieces(self, start, there, lane, *, constant: bool) -> list[Any]:
-        """Loads a lane's blocks of a group. The group begins at ``start``; only its first ``there`` pieces exist, the
-        others are zeros."""
         words = []
         for number in range(LANE_BLOCKS):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
             for i in range(BLOCK_PIECES):
                 piece = block * BLOCK_PIECES + i
                 inside = cutlass.select_(piece < there, Int32(1), Int32(0))
-                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=constant)
+                # Not as constant memory: the launch before may write x, until it is waited for.
+                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=False)
         return words
 
     def step_bits(self, k_blocks) -> Any:
@@ -340,7 +291,6 @@ def room_of(config: ResidentConfig) -> RowsRoom:
         config.consumer_warps,
         mainloop.k_blocks,
         mainloop.loads,
-        mainloop.scaled,
         config.format.sums_inputs,
     )
 
@@ -360,17 +310,8 @@ class ResidentLimbLoads:
         """Stores where x is, once for a kernel: no dynamic condition can carry the description of copies."""
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
-    def ask_factors(self, scheduler, warp, lane):
-        """Starts loading the factors that :meth:`make_first` applies, before waiting for the launch before. Returns
-        None if rows have none."""
-        if not self.config.mainloop.scaled:
-            return None
-        assert self.source is not None
-        work_tile = scheduler.work_tile(scheduler.first)
-        return self.rows.ask_factors(self.source, work_tile.begin, work_tile.end, warp, lane)
-
     @cute.jit
-    def make_first(self, shape, memory, scheduler, warp, lane, asked):
+    def make_first(self, shape, memory, scheduler, warp, lane):
         """Makes limbs of the CTA's part of K, if there is room for all of them. Returns whether there is."""
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end
@@ -385,7 +326,7 @@ class ResidentLimbLoads:
             if const_expr(not self.config.mainloop.loads):
                 self.rows.bring(self.source, Int32(0), begin, end, warp)
                 Barrier(memory.x_barrier).wait()
-            self.rows.make(self.source, memory, begin, end, warp, lane, asked)
+            self.rows.make(self.source, memory, begin, end, warp, lane)
         return fits
 
     def bring(self, place: Lane, first, begin, end):

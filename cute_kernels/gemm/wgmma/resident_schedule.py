@@ -8,10 +8,9 @@ making all limbs in every CTA takes longer than a launch that makes them once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
-from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import StagedStore, dsmem
@@ -116,13 +115,6 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
     )
     most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
     return with_stages(config, most, SPARE_BYTES)
-
-
-def scaled(config: StreamConfig | WgmmaConfig) -> ResidentConfig | None:
-    """Returns the configuration that scales inputs as it makes limbs; None if its CTAs do not make limbs."""
-    if not isinstance(config, WgmmaConfig) or not isinstance(config.mainloop, ResidentLimbs):
-        return None
-    return replace(config, mainloop=replace(config.mainloop, scaled=True))
 
 
 def part_k_blocks(problem: LinearProblem) -> int:

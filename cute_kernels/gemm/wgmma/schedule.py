@@ -24,7 +24,7 @@ from cute_kernels.gemm.wgmma.costs import (
     cost_of,
 )
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
-from cute_kernels.gemm.wgmma.resident_schedule import resident_configs, scaled
+from cute_kernels.gemm.wgmma.resident_schedule import resident_configs
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
     RangeSplitK,
@@ -476,10 +476,8 @@ def shipped_configs() -> list[WgmmaConfig]:
     configs |= dict.fromkeys(tile_configs(LinearProblem(128, 8192, 8192, 8192, *DSMEM_FORMS[0]), ROUND_SHAPES))
     configs |= dict.fromkeys(range_configs(LinearProblem(112, 8192, 8192, 8192, *DSMEM_FORMS[0])))
     for dtype, m, zeros in product(("bf16", "fp16"), (1, *RESIDENT_TILE_M), (False, True)):
-        found = resident_configs(LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype))
-        configs |= dict.fromkeys(found)
-        if dtype == "bf16" and not zeros:
-            configs |= dict.fromkeys(config for config in map(scaled, found) if config is not None)
+        problem = LinearProblem(m, 4096, 4096, 4096, integers(4, zero_points=zeros), dtype)
+        configs |= dict.fromkeys(resident_configs(problem))
     long_rows = resident_configs(LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16"))
     configs |= dict.fromkeys(config for config in long_rows if config.mainloop.loads)
     return list(configs)
