@@ -62,7 +62,6 @@ KINDS = {
     "tiles of entries, a long K": r"m8n64x2k512\w*entries1",
     "experts' tiles in limbs": "grouped_linear_wgmma_w4bf16_g128_m32p4n128x2k128_s2limbs",
     "experts' tiles in bf16": "grouped_linear_wgmma_w4bf16_g128_m48p6",
-    "input scales on the way to limbs": "resident32loadsscaled$",
     "a norm deferred in limbs": "resident32.*_gives_norm$",
     "a norm deferred in clusters": r"m32\w*dsmem2k2_takes_norm$",
     "a norm deferred by clusters that exchange rows": "cluster2_takes_norm$",
