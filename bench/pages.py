@@ -125,7 +125,7 @@ def _gains(record: str, model: str, cache: str, weights: str = "w4") -> str:
 
 
 LATEST = "e2e_vllm33"  # of the version that is the reference
-PLUGIN = {"gpt-oss-20b": "attention,moe"}  # the parts that were on, of models that were not served by all
+PLUGIN = {"gpt-oss-20b": "attention,moe,fusion,fused_routers"}  # the parts that were on, of models that were not served by all
 
 
 def _steps_of_vllm(record: str, model: str = "llama3-8b", weights: str = "w4") -> dict[tuple[int, str, str], Record]:
@@ -141,9 +141,9 @@ def _steps_of_vllm(record: str, model: str = "llama3-8b", weights: str = "w4") -
 SERVED = (
     ("Llama-3-8B, W4, the same command line", LATEST, "llama3-8b", "w4", "fp8", (1, 32)),
     ("Llama-3-8B, W4, K INT8 and V INT4", LATEST, "llama3-8b", "w4", "int8_token_head,int4_g4", (1, 32)),
-    ("Llama-3-8B, W4, INT4 cache", "e2e_vllm", "llama3-8b", "w4", "int4_g4", (1, 32)),
+    ("Llama-3-8B, W4, INT4 cache", LATEST, "llama3-8b", "w4", "int4_g4", (1, 32)),
     ("Llama-3-8B, 16-bit weights, INT8 cache", "e2e_vllm", "llama3-8b", "bf16", "int8_per_token_head", (32,)),
-    ("Llama-2-70B, one of 8 GPUs, W4, INT4 cache", "e2e_vllm", "llama2-70b-shard8", "w4", "int4_g4", (64,)),
+    ("Llama-2-70B, one of 8 GPUs, W4, INT4 cache", LATEST, "llama2-70b-shard8", "w4", "int4_g4", (64,)),
     ("Qwen3-30B-A3B, W4, the same command line", LATEST, "qwen3-30b-a3b", "w4", "fp8", (1, 32)),
     ("gpt-oss-20b, MXFP4, FP8 cache", LATEST, "gpt-oss-20b", "mxfp4", "fp8", (1, 32)),
 )
