@@ -14,11 +14,10 @@ says which of q, seq_lens and block_table are used; the unused ones may be any t
     k_center ... q_shift             of a transform, see :class:`cute_kernels.kv_cache.operands.Transforms`; q_out then
                                      gets the transformed q
 
-The bulk kernels (`bulk_arguments`) take numbers [num_rows, head_dim] and rows [num_rows, row], both contiguous; scale,
-fp32, is for formats with a scale beside the cache; row ``row`` belongs to head ``row % num_heads``. Every ``*_divisor``
-is `divisor_of` the argument that it is named after. If numbers or rows lie in blocks, further arguments are the rows of
-a block and the bytes from one block to the next. ``numbers`` is then the first row alone, and num_rows the number of
-rows. center and factor of a transform are fp32 [num_heads, head_dim].
+The bulk kernels (`bulk_arguments`) take num_rows numbers [head_dim], of which ``numbers`` is the first row alone, and
+rows, both in blocks: further arguments are the rows of a block and the bytes from one block to the next. scale, fp32,
+is for formats with a scale beside the cache; row ``row`` belongs to head ``row % num_heads``. Every ``*_divisor`` is
+`divisor_of` the argument that it is named after. center and factor of a transform are fp32 [num_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ BULK = (
     *arguments("address", "rows", "scale"),
     *arguments("int32", "num_heads"),
     *arguments("int64", "head_divisor"),
-)
-BLOCKS = (
     *arguments("int32", "num_rows", "number_rows"),
     *arguments("int64", "number_stride", "number_divisor"),
     *arguments("int32", "cache_rows"),
@@ -71,6 +68,6 @@ BLOCKS = (
 
 
 @functools.cache
-def bulk_arguments(strided: bool, transformed: bool) -> LaunchArguments:
-    """Returns the arguments for whole caches. strided: whether rows come in blocks; with a transform they always do."""
-    return joined(BULK, BLOCKS if strided else (), arguments("address", "center", "factor") if transformed else ())
+def bulk_arguments(transformed: bool) -> LaunchArguments:
+    """Returns the arguments for whole caches; ``transformed``: with a transform."""
+    return joined(BULK, arguments("address", "center", "factor") if transformed else ())

@@ -13,30 +13,30 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.rows import Elements
-from cute_kernels.device.types import extents
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
-from cute_kernels.kv_cache.config import BulkConfig
+from cute_kernels.kv_cache.config import BULK_THREADS, BulkConfig
 from cute_kernels.kv_cache.operands import Transforms
 from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.kv_cache.rows import make_row
 
+ROWS_IN_FLIGHT = 4  # rows that a team loads before it works on the first
+
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Rows in blocks that begin ``stride`` bytes apart and hold ``inner`` dense rows each; run-time values.
+    """Rows in blocks that begin ``stride`` bytes apart and hold ``inner`` dense rows each; run-time values. A tensor
+    without gaps is one block.
 
-    divisor: `divisor_of` inner; None if all rows are one block.
+    divisor: `divisor_of` inner.
     """
 
     base: Int64
     row_bytes: int
-    inner: Int32 | None = None
-    stride: Int64 | None = None
-    divisor: Int64 | None = None
+    inner: Int32
+    stride: Int64
+    divisor: Int64
 
     def address(self, row):
-        if self.divisor is None:
-            return self.base + Int64(row) * self.row_bytes
         block = divide_by(Int64(row), self.divisor)
         within = row - block.to(Int32) * self.inner
         return self.base + block * self.stride + Int64(within) * self.row_bytes
@@ -58,75 +58,37 @@ class BulkKernel:
     def launch(self, given, stream):
         """Launches over blocks of rows; ``given`` has the arguments of
         :func:`cute_kernels.kv_cache.arguments.bulk_arguments`."""
-        numbers, of_heads = ptx.address(given.numbers), (given.num_heads, given.head_divisor)
-        if self.config.strided:
-            num_rows, transforms = given.num_rows, ()
-            if self.config.transform is not None:
-                nothing = Int64(0)
-                none = nothing, nothing, nothing, Int32(0), Int32(0)
-                transforms = (Transforms(given.center, given.factor, *none),)
-            of_numbers = given.number_rows, given.number_stride, given.number_divisor
-            of_rows = given.cache_rows, given.cache_stride, given.cache_divisor
-            blocks = (*of_numbers, *of_rows, *transforms)
-            work = self.strided_kernel(numbers, given.rows, given.scale, num_rows, *of_heads, *blocks)
-        else:
-            num_rows = extents(given.numbers)[0]
-            work = self.kernel(numbers, given.rows, given.scale, num_rows, *of_heads)
-        work.launch(**self.grid(num_rows), stream=stream)
-
-    def grid(self, num_rows) -> dict[str, Any]:
-        config = self.config
-        return {
-            "grid": (cute.ceil_div(num_rows, config.teams * config.rows_in_flight), 1, 1),
-            "block": (config.num_threads, 1, 1),
-            "preferred_smem_carveout": 0,  # all of it for L1
-        }
+        of_numbers = given.number_rows, given.number_stride, given.number_divisor
+        numbers = RowBlocks(ptx.address(given.numbers), self.elements.row_bytes, *of_numbers)
+        rows = RowBlocks(given.rows, self.row_bytes, given.cache_rows, given.cache_stride, given.cache_divisor)
+        transforms = None
+        if self.config.transform is not None:
+            nothing = Int64(0)
+            transforms = Transforms(given.center, given.factor, nothing, nothing, nothing, Int32(0), Int32(0))
+        self.kernel(numbers, rows, given.scale, given.num_rows, given.num_heads, given.head_divisor, transforms).launch(
+            grid=(cute.ceil_div(given.num_rows, self.config.teams * ROWS_IN_FLIGHT), 1, 1),
+            block=(BULK_THREADS, 1, 1),
+            preferred_smem_carveout=0,  # all of it for L1
+            stream=stream,
+        )
 
     @cute.kernel
-    def kernel(self, numbers: Int64, rows: Int64, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64):
-        of_numbers, of_rows = RowBlocks(numbers, self.elements.row_bytes), RowBlocks(rows, self.row_bytes)
-        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor)
-
-    @cute.kernel
-    def strided_kernel(
-        self,
-        numbers: Int64,
-        rows: Int64,
-        scale: Int64,
-        num_rows: Int32,
-        num_heads: Int32,
-        head_divisor: Int64,
-        number_rows: Int32,
-        number_stride: Int64,
-        number_divisor: Int64,
-        cache_rows: Int32,
-        cache_stride: Int64,
-        cache_divisor: Int64,
-        transforms=None,
-    ):
-        of_numbers = RowBlocks(numbers, self.elements.row_bytes, number_rows, number_stride, number_divisor)
-        of_rows = RowBlocks(rows, self.row_bytes, cache_rows, cache_stride, cache_divisor)
-        self.work(of_numbers, of_rows, scale, num_rows, num_heads, head_divisor, transforms)
-
-    @cute.jit
-    def work(
-        self, numbers, rows, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64, transforms=None
-    ):
+    def kernel(self, numbers, rows, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64, transforms):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         team, lane = thread // config.lanes, thread % config.lanes
-        first = block * (config.teams * config.rows_in_flight) + team
-        raw = cute.make_rmem_tensor(config.rows_in_flight * self.row_words, Uint32)
+        first = block * (config.teams * ROWS_IN_FLIGHT) + team
+        raw = cute.make_rmem_tensor(ROWS_IN_FLIGHT * self.row_words, Uint32)
         source = numbers if const_expr(config.direction == "quantize") else rows
-        for u in cutlass.range_constexpr(config.rows_in_flight):
+        for u in cutlass.range_constexpr(ROWS_IN_FLIGHT):
             row = first + u * config.teams
             if row < num_rows:
                 self.fetch(raw, u, source, row, lane)
         values = cute.make_rmem_tensor(self.elements.count, Float32)
         constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
-        count = cute.ceil_div(num_rows - block * (config.teams * config.rows_in_flight), config.teams)
-        for u in cutlass.range(cutlass.min(count, config.rows_in_flight), unroll=1):
+        count = cute.ceil_div(num_rows - block * (config.teams * ROWS_IN_FLIGHT), config.teams)
+        for u in cutlass.range(cutlass.min(count, ROWS_IN_FLIGHT), unroll=1):
             row = first + u * config.teams
             head = row - divide_by(Int64(row), head_divisor).to(Int32) * num_heads
             if const_expr(config.direction == "quantize"):
@@ -143,7 +105,7 @@ class BulkKernel:
                     store_row(self.cache_row, encoded, rows.address(row), lane)
             else:
                 self.restore(raw, numbers, row, scale, head, row < num_rows, lane)
-            for i in cutlass.range_constexpr((config.rows_in_flight - 1) * self.row_words):
+            for i in cutlass.range_constexpr((ROWS_IN_FLIGHT - 1) * self.row_words):
                 raw[i] = raw[i + self.row_words]
 
     def fetch(self, raw, u: int, source, row, lane):

@@ -273,8 +273,7 @@ def _launch(
     if num_rows > MAX_ROWS:
         raise ValueError(f"{names[0]}: got {num_rows} rows, want at most {MAX_ROWS}")
     parts = None if half is None else row_transform_of(half, shift=False)
-    strided = parts is not None or not (x.is_contiguous() and rows.is_contiguous())
-    config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim, strided=strided, transform=parts)
+    config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim, parts)
     blocks: dict[str, int] = {}
     for of, name, tensor, form in (("number", names[0], x, None), ("cache", names[1], rows, kv_format)):
         unit = 16 if form is None else row_alignment(form, head_dim, config.lanes)
@@ -288,13 +287,10 @@ def _launch(
     given: dict[str, torch.Tensor | int] = {"rows": rows.data_ptr()}
     given["scale"] = 0 if scale is None else scale.data_ptr()
     given |= {"num_heads": num_heads, "head_divisor": divisor_of(num_heads)}
-    if strided:
-        given |= {"numbers": x.as_strided((1, head_dim), (head_dim, 1)), "num_rows": num_rows, **blocks}
-    else:
-        given["numbers"] = x.view(-1, head_dim)
+    given |= {"numbers": x.as_strided((1, head_dim), (head_dim, 1)), "num_rows": num_rows, **blocks}
     if half is not None:
         given["center"], given["factor"] = half.addresses[:2]
-    send = bulk_arguments(strided, parts is not None).bound(load(BulkSpec(config), arch_of(index)), {})
+    send = bulk_arguments(parts is not None).bound(load(BulkSpec(config), arch_of(index)), {})
     with GPU.guard(index):
         send(**given)
 

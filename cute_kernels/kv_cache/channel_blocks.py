@@ -20,7 +20,7 @@ from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.arguments import FILL
 from cute_kernels.kv_cache.call import AppendCall, check_append, check_cache, check_kinds
 from cute_kernels.kv_cache.compile import FillSpec
-from cute_kernels.kv_cache.config import FillConfig
+from cute_kernels.kv_cache.config import WrittenRows
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
@@ -113,7 +113,7 @@ def _fill(fill: Fill, index: int) -> None:
     tokens, _, head_dim = fill.k_new.shape
     if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
         raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
-    send = FILL.bound(load(FillSpec(FillConfig(fill.k_format, head_dim)), arch_of(index)), {})
+    send = FILL.bound(load(FillSpec(WrittenRows(fill.k_format, head_dim)), arch_of(index)), {})
     cache, table = fill.k_cache, fill.block_table
     most = tokens if fill.cu_seqlens is not None else 1  # new tokens of a request
     send(

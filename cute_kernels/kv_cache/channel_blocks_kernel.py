@@ -18,7 +18,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs
-from cute_kernels.kv_cache.config import FillConfig
+from cute_kernels.kv_cache.config import WrittenRows
 from cute_kernels.kv_cache.rows import encode_nibbles, pack_nibbles
 from layouts.kv.channel_blocks import BLOCK_TOKENS, RUN_COLUMNS, TAIL_TOKENS, UNIT_COLUMNS
 
@@ -84,12 +84,12 @@ class ColumnPair:
 
 
 class FillKernel:
-    """One compiled variant; :class:`FillConfig` says which."""
+    """One compiled variant, for one format and head_dim of keys."""
 
-    def __init__(self, config: FillConfig):
-        self.config = config
-        self.columns = ColumnPair(config.head_dim)
-        self.row_bytes = 2 * config.head_dim
+    def __init__(self, keys: WrittenRows):
+        self.num_threads = keys.head_dim // 2  # of a CTA; each has two columns
+        self.columns = ColumnPair(keys.head_dim)
+        self.row_bytes = 2 * keys.head_dim
 
     def launch(self, given, stream):
         """Launches over (blocks of a request, KV heads, batch); ``given`` has the arguments of `FILL`."""
@@ -107,7 +107,7 @@ class FillKernel:
         keys = Keys(ptx.address(given.k_new), ptx.address(given.k_tail), ptx.address(given.tail_slots), heads)
         batch: Any = given.seq_lens.shape[0]
         self.kernel(keys, Requests(ptx.address(given.seq_lens), given.cu_seqlens), target).launch(
-            grid=(given.max_blocks, heads, batch), block=(self.config.num_threads, 1, 1), stream=stream
+            grid=(given.max_blocks, heads, batch), block=(self.num_threads, 1, 1), stream=stream
         )
 
     @cute.kernel

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.formats.kv import FORMATS, code_of, format_of, modules_of
 from cute_kernels.kv_cache.arguments import FILL, append_arguments, bulk_arguments
-from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, FillConfig, RowPrologue, row_alignment
+from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, RowPrologue, WrittenRows, row_alignment
 from cute_kernels.runtime.spec import KernelSpec, check_config
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
@@ -61,18 +61,23 @@ class AppendSpec(_RowSpec):
 class FillSpec(_RowSpec):
     """The kernel that fills blocks of keys; the compiled function takes `cute_kernels.kv_cache.arguments.FILL`."""
 
-    config: FillConfig
+    config: WrittenRows
 
     @property
     def formats(self) -> tuple[str, ...]:
-        return (self.config.k_format,)
+        return (self.config.format,)
+
+    @property
+    def symbol(self) -> str:
+        return f"fill_{self.config.format}_d{self.config.head_dim}"
 
     def compile(self, arch: str) -> Any:
         import cutlass
 
         from cute_kernels.kv_cache.channel_blocks_kernel import FillKernel
 
-        check_config(self.config)
+        if not self.config.form.in_blocks:
+            raise ValueError(f"config: {self.config.format} rows are written token by token")
         tensors = fake_fill_tensors(self.config, cutlass.AddressSpace.gmem)
         return FILL.compile(FillKernel(self.config).launch, tensors, arch)
 
@@ -100,7 +105,7 @@ class BulkSpec(_RowSpec):
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
         shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
         numbers = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align)
-        declared = bulk_arguments(config.strided, config.transform is not None)
+        declared = bulk_arguments(config.transform is not None)
         return declared.compile(kernel.launch, {"numbers": numbers}, arch)
 
 
@@ -173,23 +178,23 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
     }
 
 
-def fake_fill_tensors(config: FillConfig, memory: cute.AddressSpace) -> dict[str, Any]:
+def fake_fill_tensors(keys: WrittenRows, memory: cute.AddressSpace) -> dict[str, Any]:
     """Returns fake tensors for the kernel that fills blocks of keys, by name."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-    batch, heads, form = cute.sym_int(), cute.sym_int(), format_of(config.k_format)
+    batch, heads = cute.sym_int(), cute.sym_int()
 
     def compact(dtype, shape, align):
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
 
     strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-    shape = (cute.sym_int(), cute.sym_int(), heads, form.row_bytes(config.head_dim))
+    shape = (cute.sym_int(), cute.sym_int(), heads, keys.form.row_bytes(keys.head_dim))
     return {
-        "k_new": compact(cutlass.Float16, (cute.sym_int(), heads, config.head_dim), 16),
-        "k_tail": compact(cutlass.Float16, (cute.sym_int(), TAIL_TOKENS, heads, config.head_dim), 16),
+        "k_new": compact(cutlass.Float16, (cute.sym_int(), heads, keys.head_dim), 16),
+        "k_tail": compact(cutlass.Float16, (cute.sym_int(), TAIL_TOKENS, heads, keys.head_dim), 16),
         "tail_slots": compact(cutlass.Int32, (batch,), 4),
         "k_cache": make_fake_tensor(cutlass.Uint8, shape, stride=strides, assumed_align=4, memspace=memory),
         "seq_lens": compact(cutlass.Int32, (batch,), 4),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cute_kernels.formats.kv.transforms import CacheTransform
 
 DTYPES = ("bf16", "fp16")  # of q, k and v
+BULK_THREADS = 4 * WARP_THREADS  # of a CTA of the bulk kernels
 BULK_DTYPES = ("bf16", "fp16", "fp32")  # of what is quantised in bulk
 ROPE_STYLES = ("none", "half", "interleaved")
 LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of bf16
@@ -182,15 +183,10 @@ class RowTeams:
 
     def problem(self) -> str | None:
         """Returns why these numbers are invalid, or None."""
-        return _out_of_range(self, num_warps=32, rows_in_flight=8, q_rows_in_flight=16)
-
-
-def _out_of_range(counted: object, **most: int) -> str | None:
-    """Returns a message about the first attribute that is less than 1 or above its limit in ``most``, or None."""
-    for name, limit in most.items():
-        if not 1 <= getattr(counted, name) <= limit:
-            return f"{name} {getattr(counted, name)} is not from 1 to {limit}"
-    return None
+        for name, limit in (("num_warps", 32), ("rows_in_flight", 8), ("q_rows_in_flight", 16)):
+            if not 1 <= getattr(self, name) <= limit:
+                return f"{name} {getattr(self, name)} is not from 1 to {limit}"
+        return None
 
 
 AS_THEY_COME, TWO_WARPS = RowPrologue(), RowTeams()
@@ -333,9 +329,6 @@ class BulkConfig:
         kv_format: name of the rows' format.
         dtype: "bf16", "fp16" or "fp32", of the numbers.
         head_dim: columns of a row.
-        num_warps: warps of a CTA.
-        rows_in_flight: rows that a team loads before it works on the first.
-        strided: whether rows lie in blocks with gaps between them. With a transform it is always True.
         transform: the steps on numbers before quantisation, as a transform of K; None for none.
     """
 
@@ -343,9 +336,6 @@ class BulkConfig:
     kv_format: str
     dtype: str
     head_dim: int
-    num_warps: int = 4
-    rows_in_flight: int = 4
-    strided: bool = False
     transform: RowTransform | None = None
 
     @property
@@ -357,20 +347,15 @@ class BulkConfig:
         return team_lanes(self.head_dim)
 
     @property
-    def num_threads(self) -> int:
-        return self.num_warps * WARP_THREADS
-
-    @property
     def teams(self) -> int:
         """Number of teams of a CTA."""
-        return self.num_threads // self.lanes
+        return BULK_THREADS // self.lanes
 
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        shape = f"w{self.num_warps}r{self.rows_in_flight}" + "_strided" * self.strided
-        shape += "" if self.transform is None else f"_{self.transform.name}"
-        return f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_{shape}"
+        steps = "" if self.transform is None else f"_{self.transform.name}"
+        return f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}{steps}"
 
     def can_implement(self) -> str | None:
         """Returns why this configuration cannot be compiled, or None."""
@@ -383,12 +368,12 @@ class BulkConfig:
         if self.dtype not in BULK_DTYPES:
             return f"dtype {self.dtype!r} is not one of {', '.join(BULK_DTYPES)}"
         if self.transform is not None:
-            if self.direction != "quantize" or not self.strided:
-                return "a transform is for numbers to quantise, in blocks"
+            if self.direction != "quantize":
+                return "a transform is for numbers to quantise"
             width = self.transform.k_rotation
             if (wanted := other_rotation(width, self.head_dim)) is not None:
                 return f"k_rotation {width} is not {wanted}"
-        return _out_of_range(self, num_warps=32, rows_in_flight=8)
+        return None
 
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
@@ -437,26 +422,3 @@ def divisor_of(divisor: int) -> int:
     """
     magic = -(-(2**63) // divisor)
     return magic - 2**64 if magic >= 2**63 else magic
-
-
-@dataclass(frozen=True)
-class FillConfig:
-    """One compiled variant of the kernel that fills blocks of keys: the keys' format and head_dim."""
-
-    k_format: str
-    head_dim: int
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a CTA; each has two columns."""
-        return self.head_dim // 2
-
-    @property
-    def name(self) -> str:
-        return f"fill_{self.k_format}_d{self.head_dim}"
-
-    def can_implement(self) -> str | None:
-        """Returns why this configuration cannot be compiled, or None."""
-        if not format_of(self.k_format).in_blocks:
-            return f"{self.k_format} rows are written token by token"
-        return None if self.head_dim in (64, 128) else f"head_dim {self.head_dim} is not 64 or 128"

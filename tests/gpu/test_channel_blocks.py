@@ -17,7 +17,7 @@ from cute_kernels.formats.kv import WAITING, format_of
 from cute_kernels.kv_cache import Rope, append_kv
 from cute_kernels.kv_cache import channel_blocks as host
 from cute_kernels.kv_cache.compile import AppendSpec, FillSpec
-from cute_kernels.kv_cache.config import AppendConfig, FillConfig, RowPrologue, WrittenRows
+from cute_kernels.kv_cache.config import AppendConfig, RowPrologue, WrittenRows
 from cute_kernels.runtime import KernelSpec
 from layouts.kv.channel_blocks import TAIL_TOKENS
 from tests.attention.channel_cases import KEYS, attention, make_cached
@@ -62,7 +62,7 @@ def specs() -> list[KernelSpec]:
             call = make_call(q, *tensors, window_size=window, **options)
             for num_splits in (None, 1, 5):
                 found[AttentionSpec(make_schedule(problem_of(call), num_splits).config)] = None
-    found.update(dict.fromkeys(FillSpec(FillConfig(KEYS, head_dim)) for head_dim in (64, 128)))
+    found.update(dict.fromkeys(FillSpec(WrittenRows(KEYS, head_dim)) for head_dim in (64, 128)))
     for rope in (RowPrologue(), RowPrologue("half", 128)):
         rows = WrittenRows(WAITING.name, 128), WrittenRows("int4_g4", 128)
         config = AppendConfig(*rows, dtype="bf16", prologue=rope)

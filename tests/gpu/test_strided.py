@@ -67,10 +67,7 @@ def specs() -> list[Any]:
             found.append(decode_spec(Call(dense.q, dense.k_cache, padded(dense.v_cache, 4), *rest(dense))))
     found += append_specs(Shape(name, new=new, rope=Rope(128)) for name in APPENDED for new in ((1,), (2,)))
     found += [
-        BulkSpec(BulkConfig(direction, name, "bf16", 128, strided=strided))
-        for direction in ("quantize", "dequantize")
-        for name in BULK
-        for strided in (True, False)
+        BulkSpec(BulkConfig(direction, name, "bf16", 128)) for direction in ("quantize", "dequantize") for name in BULK
     ]
     for shape in STEPS:
         for q_len in (1, 3):

@@ -11,6 +11,7 @@ from cute_kernels.kv_cache import ops
 from cute_kernels.kv_cache.bulk_ops import row_blocks
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.config import (
+    BULK_THREADS,
     GROUP_BITS,
     HAS_Q,
     HAS_SEQ_LENS,
@@ -172,19 +173,18 @@ def simulate_bulk(
         center, factor = (Int64(gpu.put(array)) for array in constants)
         nothing = Int64(0)
         transforms = bulk.Transforms(center, factor, nothing, nothing, nothing, Int32(0), Int32(0))
-    given: list[Any] = [Int64(at_numbers), Int64(at_rows), Int64(at_scale)]
-    given += [Int32(num_rows), Int32(num_heads), Int64(divisor_of(num_heads))]
-    if config.strided:
-        for tensor in (numbers, rows):
-            inner, stride = row_blocks(tensor) or (0, 0)
-            given += [Int32(inner), Int64(stride * tensor.element_size()), Int64(divisor_of(inner))]
-        given.append(transforms)
     with running(gpu):
         simulated: Any = bulk.BulkKernel(config)
-        launch = simulated.strided_kernel if config.strided else simulated.kernel
-        for block in range(-(-num_rows // (config.teams * config.rows_in_flight))):
-            for warp in range(config.num_warps):
+        blocks = []
+        sizes = simulated.elements.row_bytes, simulated.row_bytes
+        for tensor, address, row_bytes in zip((numbers, rows), (at_numbers, at_rows), sizes, strict=True):
+            inner, stride = row_blocks(tensor) or (0, 0)
+            places = Int32(inner), Int64(stride * tensor.element_size()), Int64(divisor_of(inner))
+            blocks.append(bulk.RowBlocks(Int64(address), row_bytes, *places))
+        counts = Int32(num_rows), Int32(num_heads), Int64(divisor_of(num_heads))
+        for block in range(-(-num_rows // (config.teams * bulk.ROWS_IN_FLIGHT))):
+            for warp in range(BULK_THREADS // 32):
                 gpu.block, gpu.warp = (block, 0, 0), warp
-                launch(*given)
+                simulated.kernel(*blocks, Int64(at_scale), *counts, transforms)
     gpu.get(at_numbers, numbers)
     gpu.get(at_rows, rows)

@@ -69,7 +69,7 @@ def test_pages_apart_and_numbers_of_a_fused_projection(kv_format):
     numbers, _ = among_others(x, 2)  # heads of a token lie together
     want = quantize(form, x, scale).view(form.cache_dtype)
     rows, beside = among_others(torch.zeros_like(want), 1)  # pages apart
-    config = BulkConfig("quantize", kv_format, "bf16", 64, strided=True)
+    config = BulkConfig("quantize", kv_format, "bf16", 64)
     simulate_bulk(config, numbers, rows, scale)
     assert same_bits(rows, want) and bool((beside.view(torch.uint8) == 0xFF).all())
     back, beside = among_others(torch.zeros_like(x), 2)
@@ -146,7 +146,7 @@ def test_transformed_numbers_become_the_formats_rows(kv_format, head_dim, width,
     transform = make_transform(3, head_dim, k_rotation=width, v_rotation=width)
     half = half_of(transform, operand)
     assert half is not None
-    config = BulkConfig("quantize", kv_format, "bf16", head_dim, strided=True, transform=row_transform_of(half, False))
+    config = BulkConfig("quantize", kv_format, "bf16", head_dim, transform=row_transform_of(half, False))
     assert config.can_implement() is None
     rows = torch.zeros((*x.shape[:-1], form.row_elements(head_dim)), dtype=form.cache_dtype)
     simulate_bulk(config, x, rows, None, (half.k_center, half.k_factor))
@@ -165,7 +165,7 @@ def test_a_transform_in_bulk_that_does_not_fit_is_refused():
         quantize_kv(x, kv_format="int4_g4", transform=CacheTransform(k_rotation=128), operand="k")
     with pytest.raises(TypeError, match="transform: got str, want a CacheTransform"):
         quantize_kv(x, kv_format="int4_g4", transform="hadamard", operand="k")  # type: ignore[arg-type]
-    base = BulkConfig("quantize", "int4_g4", "bf16", 96, strided=True, transform=RowTransform(k_rotation=32))
+    base = BulkConfig("quantize", "int4_g4", "bf16", 96, transform=RowTransform(k_rotation=32))
     assert "k_rotation 32 is not 1 with a head_dim of 96" in str(base.can_implement())
     assert replace(base, direction="dequantize", head_dim=64).can_implement() is not None
 

@@ -34,7 +34,7 @@ needs_dsl = pytest.mark.skipif(native.dsl_version() is None, reason="the kernels
 def simulate(fill: host.Fill, order: Callable[[range], Iterable[int]]) -> None:
     """The kernel, every warp of every CTA in turn, the blocks of a request in an order."""
     from cute_kernels.kv_cache import channel_blocks_kernel as device
-    from cute_kernels.kv_cache.config import FillConfig
+    from cute_kernels.kv_cache.config import WrittenRows
 
     gpu = Gpu()
     at = {name: gpu.put(value) for name, value in fill._asdict().items() if isinstance(value, torch.Tensor)}
@@ -52,14 +52,13 @@ def simulate(fill: host.Fill, order: Callable[[range], Iterable[int]]) -> None:
     )
     keys = device.Keys(Int64(at["k_new"]), Int64(at["k_tail"]), Int64(at["tail_slots"]), Int32(HEADS))
     requests = device.Requests(Int64(at["seq_lens"]), Int64(at.get("cu_seqlens", 0)))
-    config = FillConfig(fill.k_format, fill.k_new.shape[2])
     most = len(fill.k_new) if fill.cu_seqlens is not None else 1
     with running(gpu):
-        kernel: Any = device.FillKernel(config)
+        kernel: Any = device.FillKernel(WrittenRows(fill.k_format, fill.k_new.shape[2]))
         for request in range(len(fill.seq_lens)):
             for block in order(range((most + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1)):
                 for h in range(HEADS):
-                    for warp in range(config.num_threads // 32):
+                    for warp in range(kernel.num_threads // 32):
                         gpu.block, gpu.warp = (block, h, request), warp
                         kernel.kernel(keys, requests, cache)
     gpu.get(at["k_cache"], fill.k_cache)

@@ -37,7 +37,7 @@ APPENDS = [append(), append(parts=ALL), append("int8_token_head"), append(head_d
 SPECS = [AppendSpec(kernel) for config in APPENDS for kernel in (config.for_decode(), replace(config, leads=True))]
 SPECS += [AppendSpec(replace(append(parts=FACTORS).for_decode(), leads=True))]  # of a single token
 SPECS += [AppendSpec(append(parts=parts).for_decode(MANY_TOKENS)) for parts in (FACTORS, ALL)]
-SPECS += [BulkSpec(BulkConfig("quantize", "int4_g4", "bf16", 128, strided=True, transform=CENTRED))]
+SPECS += [BulkSpec(BulkConfig("quantize", "int4_g4", "bf16", 128, transform=CENTRED))]
 SPECS += [
     decode(Features(shift=True, sinks=True)),
     decode(Features(shift=True, soft_cap=True, paged=True), page_tokens=16, after_append=True),
