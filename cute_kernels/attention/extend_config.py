@@ -34,7 +34,6 @@ from cute_kernels.attention.extend_policies import (
     WORK_BYTES,
     WORK_SLOTS,
     CachedKeys,
-    Fp8Products,
     KeyRows,
     Keys,
     ProducerPipeline,
@@ -150,9 +149,9 @@ class ExtendConfig(ReadsCache):
         return isinstance(self.keys, UnpackedKeys)
 
     @property
-    def fp8(self) -> Fp8Products | None:
-        """The policy of FP8 products; None for products of 16 bits."""
-        return self.keys.fp8 if isinstance(self.keys, UnpackedKeys) else None
+    def fp8(self) -> bool:
+        """Whether MMAs are FP8; else they are of 16 bits."""
+        return isinstance(self.keys, UnpackedKeys) and self.keys.fp8
 
     @property
     def coded(self) -> bool:
@@ -202,7 +201,7 @@ class ExtendConfig(ReadsCache):
     def operand_types(self) -> tuple[str, str]:
         """The types of K's and V's operands, and so of queries and of probabilities: "bf16", "fp16" or "e4m3". Codes
         become fp16 exactly."""
-        if self.fp8 is not None:
+        if self.fp8:
             return "e4m3", "e4m3"
         k, v = ("fp16" if form.is_coded else self.q_dtype for form in self.formats)
         return k, v
@@ -210,7 +209,7 @@ class ExtendConfig(ReadsCache):
     @property
     def operand_bytes(self) -> int:
         """Bytes of an operand's element."""
-        return ELEMENT_BYTES if self.fp8 is None else 1
+        return 1 if self.fp8 else ELEMENT_BYTES
 
     @property
     def slab_columns(self) -> int:
@@ -250,7 +249,7 @@ class ExtendConfig(ReadsCache):
     @property
     def converts_queries(self) -> bool:
         """Whether queries are converted to fp16 or E4M3, each row with a power of 2 of its own."""
-        return self.formats[0].is_coded and (self.q_dtype == "bf16" or self.fp8 is not None or self.channel_scales[0])
+        return self.formats[0].is_coded and (self.q_dtype == "bf16" or self.fp8 or self.channel_scales[0])
 
     @property
     def channel_scales(self) -> tuple[bool, bool]:
@@ -276,8 +275,6 @@ class ExtendConfig(ReadsCache):
     @property
     def registers(self) -> tuple[int, int]:
         """(registers of a producer thread, registers of a consumer thread)."""
-        if self.fp8 is not None:
-            return REGISTERS["fp8" if self.fp8.behind else "dense", self.pipeline.producer_warps]
         if not self.decodes or self.key_rows is not None:
             return REGISTERS["dense", 4]
         kinds = {form.extend.registers for form in self.formats if form.extend is not None}
@@ -309,7 +306,7 @@ class ExtendConfig(ReadsCache):
     @property
     def ones_rows(self) -> int:
         """Rows of ones after a tile of V's transpose; their products are sums of probabilities."""
-        return 0 if self.fp8 is None else 8
+        return 8 if self.fp8 else 0
 
     @property
     def tile_rooms(self) -> tuple[int, int]:
@@ -330,7 +327,7 @@ class ExtendConfig(ReadsCache):
     @property
     def query_code_bytes(self) -> int:
         """Bytes of a warpgroup's queries in E4M3, which lie apart from the loaded queries; 0 without FP8 products."""
-        return 0 if self.fp8 is None else WARPGROUP_ROWS * self.columns
+        return WARPGROUP_ROWS * self.columns if self.fp8 else 0
 
     @property
     def scale_bytes(self) -> int:
@@ -355,8 +352,7 @@ class ExtendConfig(ReadsCache):
         layout = f"_p{self.page_tokens}" if self.page_tokens else ""
         layout += f"_{self.features.name}" if self.features.name else ""
         layout += "_ragged" if self.ragged else "_unpacked" if self.unpacked else ""
-        if self.fp8 is not None:
-            layout += "_fp8" + ("_behind" if self.fp8.behind else "")
+        layout += "_fp8" if self.fp8 else ""
         layout += "_merges" if self.merges else ""
         layout += "_tree" if self.tree else ""
         layout += "_mapped" if self.mapped else ""
@@ -395,7 +391,7 @@ class ExtendConfig(ReadsCache):
             return "ragged keys lie in 16 bits, token by token"
         if self.unpacked and not self.features.head_major:
             return "unpacked keys lie head by head"
-        if self.fp8 is not None and (reason := cannot_multiply_fp8(self.formats, self.head_dim)) is not None:
+        if self.fp8 and (reason := cannot_multiply_fp8(self.formats, self.head_dim)) is not None:
             return reason
         if self.tree and (self.features.causal or self.features.window or self.features.alibi):
             return "a tree's mask says what is seen: neither order nor positions do"

@@ -33,7 +33,7 @@ TILE_TOKENS = {64: 128, 128: 128, 256: 64, 512: 32}
 SUM_COLUMNS = 256  # of V at most that a work tile adds up: 128 accumulators of a thread
 FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
-REGISTERS = {("dense", 4): (40, 232), ("fp8", 4): (24, 240), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
+REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 SM_REGISTERS = 65536
 UNPACK_WARPS = 8  # of a CTA, which share a tile
@@ -192,17 +192,6 @@ class RaggedKeys:
 
 
 @dataclass(frozen=True)
-class Fp8Products:
-    """The order in which E4M3 operands are multiplied, see :mod:`.mainloops.two_level`.
-
-    behind: whether P V of a block runs during the next block's softmax, in accumulators of its own. Otherwise it runs
-    before the next block's Q K, in the same registers.
-    """
-
-    behind: bool
-
-
-@dataclass(frozen=True)
 class UnpackConfig(ReadsCache):
     """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
 
@@ -268,10 +257,10 @@ class UnpackedKeys:
     """The policy for K and V that :mod:`.loads.unpack` made of a cache, as rows of 16 bits. Requests follow each other,
     head by head. Zeros fill a request's last tile.
 
-    fp8: if given, rows stay E4M3 codes, V's tiles are transposed, and MMAs are FP8.
+    fp8: whether rows stay E4M3 codes, with V's tiles transposed, and MMAs are FP8.
     """
 
-    fp8: Fp8Products | None = None
+    fp8: bool = False
 
 
 Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys

@@ -13,7 +13,6 @@ from cute_kernels.attention.extend_policies import (
     TILE_ROWS,
     TILE_TOKENS,
     CachedKeys,
-    Fp8Products,
     ProducerPipeline,
     RaggedKeys,
     UnpackConfig,
@@ -25,7 +24,6 @@ from cute_kernels.attention.extend_policies import (
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
-from cute_kernels.formats.scores.features import PLAIN
 
 DECODE_WARPS = {64: 8, 128: 8, 256: 4, 512: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
 BLOCK_TOKENS = 128
@@ -172,14 +170,12 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
     """Chooses configurations for FP8 products, as :func:`choose_unpacked` does for products of 16 bits."""
     unpack, attention = choose_unpacked(config)
-    # What changes and hides scores has no registers where values are multiplied after the softmax: ptxas spills.
-    plain = replace(attention.features, causal=False, head_major=False) == PLAIN and not config.tree
     return replace(unpack, dtype="e4m3"), replace(
         attention,
         k_format=config.k_format,
         v_format=config.v_format,
         pipeline=replace(attention.pipeline, num_stages=FP8_STAGES),
-        keys=UnpackedKeys(Fp8Products(behind=plain)),
+        keys=UnpackedKeys(fp8=True),
     )
 
 

@@ -21,7 +21,6 @@ from cute_kernels.attention.extend_policies import (
     UNPACK_CTAS_PER_SM,
     UNPACK_WARPS,
     CachedKeys,
-    Fp8Products,
     ProducerPipeline,
     UnpackedKeys,
 )
@@ -90,14 +89,14 @@ def test_it_compiles_to_what_it_was_designed_to_be(name, artifacts):
     assert shared_out <= (MMA_WARPS + config.pipeline.producer_warps) * report.registers, (
         "no warp waits for registers for ever"
     )
-    opcode, columns = ("HGMMA", 16) if config.fp8 is None else ("QGMMA", 32)
+    opcode, columns = ("QGMMA", 32) if config.fp8 else ("HGMMA", 16)
     steps = config.head_dim // columns, config.tile_tokens // columns
     assert report.opcodes[opcode] == 2 * sum(steps), "the first block's, the loop's and the last block's products"
     # Fences and waits of groups: one for each product would mean that ptxas puts them one after the other.
     assert report.opcodes["WARPGROUP"] <= 4 + 2 * 4 + 3
 
 
-@pytest.mark.parametrize("name", [name for name in COMPILED if CONFIGS[name].fp8 != Fp8Products(behind=False)])
+@pytest.mark.parametrize("name", [name for name in COMPILED if not CONFIGS[name].fp8])
 def test_a_block_s_softmax_runs_while_the_values_of_the_block_before_are_multiplied(name, artifacts, tmp_path: Path):
     """In the loop: scores and values issued, a wait for scores, all powers of 2, then the wait for values."""
     config, code = CONFIGS[name], _machine_code(artifacts[name], tmp_path)
@@ -163,7 +162,7 @@ def test_what_a_configuration_says_is_what_it_is_told_apart_by():
         replace(config, pipeline=ProducerPipeline(producer_warps=8)),
         replace(config, keys=CachedKeys(16)),
         replace(config, keys=UnpackedKeys()),
-        *(replace(config, keys=UnpackedKeys(Fp8Products(behind))) for behind in (False, True)),
+        replace(config, keys=UnpackedKeys(fp8=True)),
         replace(config, merges=True),
         replace(config, features=FEATURES),
         replace(config, tile_rows=72),

@@ -69,7 +69,7 @@ def converted(config: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         for warp in range(WARPS):
             loader.convert(None, None, Int32(0), Int32(codes), Int32(scales), Int32(warp), Int32(LANES))
     powers = torch.from_numpy(machine.shared_memory[scales:].view(np.float32).astype(np.float64))[:, None]
-    if config.fp8 is None:
+    if not config.fp8:
         halves_of_rows = machine.shared_memory[places].reshape(WARPGROUP_ROWS, -1)
         return torch.from_numpy(halves_of_rows).view(torch.float16).double(), powers
     column = np.arange(128)[None]

@@ -49,7 +49,7 @@ class TmaTileProducer:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.types = [Uint8 if config.fp8 is not None else of_name(name).type for name in config.operand_types]
+        self.types = [Uint8 if config.fp8 else of_name(name).type for name in config.operand_types]
         self.tma_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
         self.num_tma_tiles = config.tile_tokens // self.tma_rows
         self.tma_shape = (self.tma_rows, config.slab_columns)

@@ -140,7 +140,7 @@ class QueryLoader:
         places = self.places(tile, warp, lane, step)
         loaded = [word for place in places for word in ptx.load_shared_vector(place, 0, 4)]
         words, from_operand = self.convert_piece(loaded, channels)
-        if self.config.fp8 is None:
+        if not self.config.fp8:
             for part, place in enumerate(places):
                 ptx.store_shared(place, 0, words[4 * part : 4 * part + 4])
         else:
@@ -169,7 +169,7 @@ class QueryLoader:
         to_operand, from_operand = self.powers_of(top)
         to_operand = to_operand + (top - top)  # a row with an infinite number is NaN: E4M3 has no infinity
         scaled = [value * to_operand for value in values]
-        if self.config.fp8 is not None:
+        if self.config.fp8:
             return [pack_e4m3x4(scaled[i : i + 4]) for i in range(0, len(scaled), 4)], from_operand
         return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_operand
 
@@ -184,7 +184,7 @@ class QueryLoader:
 
     def powers_of(self, top: Float32) -> tuple[Float32, Float32]:
         """Returns (the power of 2 that makes an operand of a row whose greatest number is ``top``, its reciprocal)."""
-        wanted = TOP_EXPONENTS["fp16" if self.config.fp8 is None else "e4m3"]
+        wanted = TOP_EXPONENTS["e4m3" if self.config.fp8 else "fp16"]
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
         to_operand = numbers.from_bits(Uint32((127 + wanted - exponent) << 23))

@@ -60,7 +60,7 @@ class Softmax:
         self.tokens = config.tile_tokens
         self.count = config.tile_tokens // 2  # scores of a thread
         # Probabilities of E4M3 are up to 2**8, so that its 17 powers of 2 are those of the great ones.
-        self.headroom = RESCALE_SLACK if config.fp8 is not None else 0.0
+        self.headroom = RESCALE_SLACK if config.fp8 else 0.0
         self.adds_totals = config.ones_rows == 0
         self.tile_scales, self.runs, self.tree = config.tile_scales, config.scale_runs, config.tree
         # A thread's two rows are the columns that terms know, and its keys of a block their rows.

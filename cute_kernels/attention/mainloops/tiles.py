@@ -96,8 +96,8 @@ class Consumer:
         self.config = config
         self.loader, self.softmax, self.writer = QueryLoader(config), Softmax(config), ResultWriter(config)
         self.worker = Worker(config, self.softmax.terms)
-        self.products = HalfProducts(config) if config.fp8 is None else Fp8Products(config)
-        self.two_level = None if config.fp8 is None else TwoLevelSums(config, self)
+        self.products = Fp8Products(config) if config.fp8 else HalfProducts(config)
+        self.two_level = TwoLevelSums(config, self) if config.fp8 else None
         self.has_key_scale = has_head_scale(config.formats[0])
 
     @cute.jit

@@ -5,21 +5,17 @@ accumulators begin at zero, and are then added to fp32 sums of the same thread. 
 by the factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums of
 rounded probabilities, so weights add up to 1.
 
-The values of a block are multiplied during the next block's softmax, as in :mod:`.tiles`, which takes 212 accumulators
-a thread. Or they are multiplied before the next block's scores, which takes 132; the other warpgroup keeps the tensor
-cores busy meanwhile.
+The values of a block are multiplied before the next block's scores, in the same registers: 132 accumulators a thread.
+During the next block's softmax, as in :mod:`.tiles`, they would take 212. The other warpgroup keeps the tensor cores
+busy meanwhile.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import cutlass.cute as cute
-from cutlass import Float32
-
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.loads.memory import KEYS, VALUES
-from cute_kernels.attention.mainloops.products import Fp8Products
 from cute_kernels.attention.mainloops.warpgroup_barriers import await_turn, pass_turn
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.softmax import row_of
@@ -29,33 +25,9 @@ class TwoLevelSums:
     """The processing of blocks for FP8 products; arguments as `tiles.Consumer` has them."""
 
     def __init__(self, config: ExtendConfig, consumer: Any):
-        assert config.fp8 is not None
-        self.config, self.consumer, self.products = config, consumer, Fp8Products(config)
-        self.go_on = self.go_on_behind if config.fp8.behind else self.go_on_in_turn
+        self.config, self.consumer, self.products = config, consumer, consumer.products
 
-    def go_on_behind(
-        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
-    ) -> None:
-        """Issues a block's scores, then P V of the block before; the block's softmax overlaps with this P V."""
-        consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
-        scores = wgmma_tiles.make_sums(self.config.tile_tokens)
-        await_turn(group)
-        consumer.score(scores, memory, group, following)
-        tile = consumer.softmax.load_tile_scales(memory.scales_of(KEYS, following.stage))
-        part = self.multiply(packed, memory, state)
-        pass_turn(group)
-        values = consumer.finish_scores(scores, memory, following, lane, 1)
-        next_factors = cute.make_rmem_tensor(2, Float32)
-        next_factors.fill(1.0)
-        consumer.weigh(features, work, span, rows, values, next_factors, tile, lane, block)
-        self.add(rows, sums, part, factors, memory, state, lane)
-        for row in range(2):
-            factors[row] = next_factors[row]
-        self.products.pack(values, packed)
-
-    def go_on_in_turn(
-        self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state
-    ) -> None:
+    def go_on(self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state) -> None:
         """Adds P V of the block before, then issues a block's scores and computes their softmax."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         await_turn(group)
@@ -70,21 +42,12 @@ class TwoLevelSums:
         self.products.pack(values, packed)
 
     def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
-        """Adds P V of the block whose probabilities are ``packed``."""
-        part = self.multiply(packed, memory, state)
-        self.add(rows, sums, part, factors, memory, state, lane)
-
-    def multiply(self, packed, memory, state) -> Any:
-        """Issues P V of a block, and returns its accumulators."""
+        """Adds P V of the block whose probabilities are ``packed`` to the sums of all blocks. The products of ones go
+        to the totals."""
         memory.pipelines[VALUES].consumer_wait(state)
         part = wgmma_tiles.make_sums(self.products.rows)
         self.products.multiply_values(part, packed, memory, state.stage)
         wgmma_tiles.commit()
-        return part
-
-    def add(self, rows, sums, part, factors, memory, state, lane) -> None:
-        """Waits for a block's accumulators and adds them to the sums of all blocks. The products of ones go to the
-        totals."""
         wgmma_tiles.wait()
         for i, value in enumerate(wgmma.wait_all([part[i] for i in range(self.products.rows // 2)])):
             row = row_of(i)
