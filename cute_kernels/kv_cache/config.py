@@ -20,6 +20,9 @@ ROPE_STYLES = ("none", "half", "interleaved")
 LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of bf16
 GROUP_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20: of a q head and a group of them
 MAX_TRANSFORMED_HEADS = 1 << GROUP_BITS // 2  # of q, where KV heads are found so
+NUM_WARPS = 2  # of a CTA of the append kernel
+# Rows of K or V, and of q, that a team of lanes loads at a time; q heads that a team takes for each KV head of others.
+ROWS_IN_FLIGHT, Q_ROWS_IN_FLIGHT, Q_ROWS_PER_KV_ROW = 2, 4, 2
 
 # Bits of a launch's mode.
 HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
@@ -155,41 +158,7 @@ class RowPrologue:
         return None
 
 
-@dataclass(frozen=True)
-class RowTeams:
-    """The distribution of rows among warps and lanes: a *team* of lanes has one row at a time.
-
-    Attributes:
-        num_warps: warps of a CTA.
-        rows_in_flight, q_rows_in_flight: rows of K or V, and of q, that a team loads at a time; all belong to one
-            token.
-        q_rows_per_kv_row: how many q heads a team takes for each KV head that a team of K or V takes.
-        lane_columns: columns of a split row that a lane owns, if the number of lanes is then a power of two.
-        split: whether a lane owns one run of columns in each half of a row, so that it has both columns of each RoPE
-            pair. It has an effect where RoPE rotates the whole head in the half-split form.
-    """
-
-    num_warps: int = 2
-    rows_in_flight: int = 2
-    q_rows_in_flight: int = 4
-    q_rows_per_kv_row: int = 2
-    lane_columns: int = 2 * LANE_ELEMENTS
-    split: bool = True
-
-    @property
-    def name(self) -> str:
-        rows = f"r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
-        return f"w{self.num_warps}{rows}l{self.lane_columns}" + "h" * self.split
-
-    def problem(self) -> str | None:
-        """Returns why these numbers are invalid, or None."""
-        for name, limit in (("num_warps", 32), ("rows_in_flight", 8), ("q_rows_in_flight", 16)):
-            if not 1 <= getattr(self, name) <= limit:
-                return f"{name} {getattr(self, name)} is not from 1 to {limit}"
-        return None
-
-
-AS_THEY_COME, TWO_WARPS = RowPrologue(), RowTeams()
+AS_THEY_COME = RowPrologue()
 
 
 @dataclass(frozen=True)
@@ -200,7 +169,8 @@ class AppendConfig:
         k, v: formats and sizes of the rows that are written.
         dtype: "bf16" or "fp16", of q, k and v.
         prologue: the steps before the transform.
-        teams: which warps and lanes have which rows.
+        lane_columns: columns that a lane owns of a row of whole RoPE pairs, if the number of lanes is then a power of
+            two.
         leads: whether attention over the same caches is launched as this kernel's programmatic dependent. Then the
             kernel lets attention start early, and leaves the SMs' shared memory to it.
         decode: whether every token is its request's only new one, at the last position. The kernel then has no code for
@@ -212,7 +182,7 @@ class AppendConfig:
     v: WrittenRows
     dtype: str
     prologue: RowPrologue = AS_THEY_COME
-    teams: RowTeams = TWO_WARPS
+    lane_columns: int = 2 * LANE_ELEMENTS
     leads: bool = False
     decode: bool = False
     transform: RowTransform | None = None
@@ -223,21 +193,14 @@ class AppendConfig:
         rows = WrittenRows(kv_format, head_dim)
         return cls(rows, rows, dtype, prologue)
 
-    def for_decode(self, num_tokens: int = 1) -> AppendConfig:
+    def for_decode(self) -> AppendConfig:
         """Returns the configuration for calls where every token is its request's only new one (``decode``); it is
         faster there.
 
         A warp then runs most of its code once, so fetching instructions takes longer than arithmetic. With twice the
-        lanes to a row, a lane has half the instructions. The number of lanes stays the same for many tokens whose rows
-        have several constants: the registers of the constants would leave room for too few warps.
+        lanes to a row, a lane has half the instructions.
         """
-        crowded = self.transform is not None and self.transform.num_parts > 1 and num_tokens >= MANY_TOKENS
-        teams = self.teams if crowded else replace(self.teams, lane_columns=LANE_ELEMENTS)
-        return replace(self, decode=True, teams=teams)
-
-    def for_all(self) -> AppendConfig:
-        """Returns the configuration for all calls: the inverse of `for_decode`."""
-        return replace(self, decode=False, teams=replace(self.teams, lane_columns=TWO_WARPS.lane_columns))
+        return replace(self, decode=True, lane_columns=LANE_ELEMENTS)
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -246,7 +209,7 @@ class AppendConfig:
     @property
     def lanes(self) -> int:
         """Lanes of a team, which share a row."""
-        columns = self.teams.lane_columns if self.runs > 1 else LANE_ELEMENTS
+        columns = self.lane_columns if self.runs > 1 else LANE_ELEMENTS
         return team_lanes(self.k.head_dim, self.v.head_dim, lane_columns=columns)
 
     @property
@@ -254,7 +217,7 @@ class AppendConfig:
         """Runs of columns of a row that a lane owns: 2 if it owns one run in each half, so that it has whole RoPE
         pairs; else 1."""
         whole = self.prologue.rotary_dim == self.k.head_dim == self.v.head_dim and self.k.head_dim in (64, 128, 256)
-        return 2 if self.teams.split and self.prologue.rope == "half" and whole else 1
+        return 2 if self.prologue.rope == "half" and whole else 1
 
     @property
     def tokens_per_warp(self) -> int:
@@ -262,16 +225,12 @@ class AppendConfig:
 
     @property
     def tokens_per_cta(self) -> int:
-        return self.teams.num_warps * self.tokens_per_warp
-
-    @property
-    def num_threads(self) -> int:
-        return self.teams.num_warps * WARP_THREADS
+        return NUM_WARPS * self.tokens_per_warp
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM is assumed to hold at a time."""
-        counts = DECODE_CTAS_PER_SM if self.decode and self.teams.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
+        counts = DECODE_CTAS_PER_SM if self.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
             extras = self.decode and (self.prologue.has_bias or self.prologue.has_norm)  # whose words wait in registers
             return counts[0] if not extras else min(counts[0], EXTRAS_CTAS_PER_SM)
@@ -281,17 +240,16 @@ class AppendConfig:
     def least_ctas(self) -> int:
         """The least number of CTAs that the registers of an SM must have room for (``min_blocks_per_mp``). Transforms
         need more registers, so for them it is only `ctas_per_sm`."""
-        return RESIDENT_WARPS // self.teams.num_warps if self.transform is None else self.ctas_per_sm
+        return RESIDENT_WARPS // NUM_WARPS if self.transform is None else self.ctas_per_sm
 
     @property
     def smem_percent(self) -> int:
         """The percentage of an SM's combined L1 and shared memory that this kernel requests as shared memory.
 
         It is 100 if attention follows (``leads``): with less, attention could not start on an SM before this kernel is
-        done there. For decode it covers the CTAs' slots for page numbers, and 1 KiB for each CTA that the hardware
-        reserves. Otherwise it is 0.
+        done there. Otherwise it is 0.
         """
-        return 100 if self.leads else DECODE_SMEM_PERCENT if self.decode else 0
+        return 100 if self.leads else 0
 
     @property
     def name(self) -> str:
@@ -301,7 +259,7 @@ class AppendConfig:
         dims = f"d{k.head_dim}" if k.head_dim == v.head_dim else f"d{k.head_dim}x{v.head_dim}"
         kind = "_decode" * self.decode + "_leads" * self.leads
         kind += f"_{self.transform.name}" if self.transform is not None else ""
-        return f"append_{formats}_{self.dtype}_{dims}_{self.prologue.name}_{self.teams.name}{kind}"
+        return f"append_{formats}_{self.dtype}_{dims}_{self.prologue.name}_l{self.lane_columns}{kind}"
 
     def can_implement(self) -> str | None:
         """Returns why this configuration cannot be compiled, or None."""
@@ -317,7 +275,7 @@ class AppendConfig:
                     return f"{name} {width} is not {wanted}"
             if self.transform.shift and not self.transform.center:
                 return "a shift is what a center takes off"
-        return self.prologue.problem(self.k.head_dim) or self.teams.problem()
+        return self.prologue.problem(self.k.head_dim)
 
 
 @dataclass(frozen=True)
@@ -382,8 +340,6 @@ RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 CTAS_PER_SM = 9, 8, 8, 8
 DECODE_CTAS_PER_SM = 16, 16, 12, 10
 EXTRAS_CTAS_PER_SM = 12  # of decode with biases or norms
-MANY_TOKENS = 512  # of a decode step, for rows that meet several constants
-DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 

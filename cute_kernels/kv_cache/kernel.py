@@ -3,8 +3,7 @@ scatters them into the cache, and writes the rotated q.
 
 A *team* of lanes takes one token and a few of its q heads, k heads or v heads. The teams of a CTA take different tokens
 and the same heads, so a CTA runs one of three loops. A team starts loading its first rows and the inputs of its token's
-place. It makes the token's angles once, then works row by row in registers. Teams share nothing. For decode, page
-numbers arrive in shared memory (:mod:`.page`).
+place. It makes the token's angles once, then works row by row in registers. Teams share nothing.
 
 K and V of a token without a place (an unmapped page, a position outside the table or the cache, slot -1) are not
 written. Its q is written all the same.
@@ -21,6 +20,10 @@ from cute_kernels.device.write_row import divide_by, encode_row, load_given, sto
 from cute_kernels.kv_cache.config import (
     HAS_SEQ_LENS,
     HAS_TABLE,
+    NUM_WARPS,
+    Q_ROWS_IN_FLIGHT,
+    Q_ROWS_PER_KV_ROW,
+    ROWS_IN_FLIGHT,
     WIDE_POSITIONS,
     AppendConfig,
     rows_per_team,
@@ -38,7 +41,6 @@ from cute_kernels.kv_cache.operands import (
     targets_of,
     where_of,
 )
-from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.kv_cache.row_extras import RowExtras
 from cute_kernels.kv_cache.row_transform import RowTransformer
@@ -66,7 +68,6 @@ class AppendKernel:
             config.runs,
         )
         self.row_extras = RowExtras(config, self.k_elements, self.v_elements, one_code=True)
-        self.pages = PageFetch(config.lanes, config.teams.num_warps)
         # Rows one after the other, by one copy of the code: where a warp runs it once or twice, or where it is long.
         self.rolled = config.decode or config.transform is not None
         self.row_words = self.row_extras.row_words
@@ -81,7 +82,7 @@ class AppendKernel:
         shares, grid = self._shares(inputs, given.wave)
         self.kernel(shares, inputs, where, given.phase_steps, targets, extras, given.rope_factor).launch(
             grid=grid,
-            block=(config.num_threads, 1, 1),
+            block=(NUM_WARPS * WARP_THREADS, 1, 1),
             # Said, or ptxas keeps some variants at 80 registers and spills.
             min_blocks_per_mp=config.least_ctas,
             preferred_smem_carveout=config.smem_percent,
@@ -92,9 +93,7 @@ class AppendKernel:
         """Returns how the work is distributed among CTAs, and the grid."""
         config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
-        q_rows, kv_rows = rows_per_team(
-            blocks, num_q_heads, num_kv_heads, wave, config.teams.q_rows_per_kv_row, cutlass.select_
-        )
+        q_rows, kv_rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave, Q_ROWS_PER_KV_ROW, cutlass.select_)
         kv_chunks = cute.ceil_div(num_kv_heads, kv_rows)
         chunks = cute.ceil_div(num_q_heads, q_rows) + 2 * kv_chunks
         # SMs are given the CTAs of one wave in turn, so those of a kind come one after the other: were a token's kinds
@@ -133,10 +132,7 @@ class AppendKernel:
         block = cutlass.select_(shares.by_kind, block_x, block_z * MAX_GRID_Y + block_y)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        warp_token = (block * config.teams.num_warps + warp) * config.tokens_per_warp
-        page_slot = None
-        if const_expr(config.decode):
-            page_slot = self.pages.allocate(warp, lane)
+        warp_token = (block * NUM_WARPS + warp) * config.tokens_per_warp
         if warp_token < inputs.num_tokens:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
@@ -157,27 +153,18 @@ class AppendKernel:
             constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
             if const_expr(config.transform is not None):
                 self.transformer.ask(constants, extras.transforms, heads.first, is_q, is_v, team_lane)
-            behind = self.row_extras.behind(source, extras, is_q, is_v)
-            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane, behind)
+            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             asked = self.row_extras.registers()
             self.row_extras.ask(asked, extras, heads, is_q, is_v, team_lane)
-            if const_expr(config.decode):
-                self.pages.open(page_slot, ~is_q, lane)
-            scales = cute.make_rmem_tensor(config.teams.rows_in_flight, Float32)
-            if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
-                if is_v:
-                    self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
-                elif ~is_q:
-                    self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
-            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot, page_slot)
+            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             if const_expr(not config.decode):
                 position = cutlass.select_(where.position_ids != 0, own, position)
             if const_expr(config.leads):
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
-            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane, page_slot)
+            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
             if is_v:
-                self.process_v(raw, asked, scales, constants, source, heads, extras, targets, place)
+                self.process_v(raw, asked, constants, source, heads, extras, targets, place)
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
@@ -186,7 +173,7 @@ class AppendKernel:
                 if is_q:
                     self.process_q(raw, asked, constants, source, cos, sin, heads, extras, targets, place)
                 else:
-                    self.process_k(raw, asked, scales, constants, source, cos, sin, heads, extras, targets, place)
+                    self.process_k(raw, asked, constants, source, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -203,8 +190,8 @@ class AppendKernel:
         return ptx.pinned(source + Int64(lane * cutlass.select_(is_v, v_bytes, k_bytes)))
 
     @cute.jit
-    def ask(self, steps, where, phase_steps, is_q, token, lane, behind):
-        """Starts loading the inputs of places and angles, without waiting. behind: see `RowExtras.behind`.
+    def ask(self, steps, where, phase_steps, is_q, token, lane):
+        """Starts loading the inputs of places and angles, without waiting.
 
         Returns (length of the token's request if each request has one token, the token's position id, its slot). A
         number that is not given or not needed is 0. Fills ``steps`` with the turns per position.
@@ -212,7 +199,7 @@ class AppendKernel:
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
         if const_expr(self.config.decode):
-            length = _load_word(where.seq_lens, token + behind)
+            length = _load_word(where.seq_lens, token)
         else:
             if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
                 length = _load_word(where.seq_lens, token)
@@ -230,35 +217,18 @@ class AppendKernel:
                 steps[i] = word
         return length, own, _join(slot_words[0], slot_words[1])
 
-    def asks_scales(self, cache_row) -> bool:
-        """Returns whether scales beside the cache are loaded together with the rows. Prefill has many rows to a team,
-        whose work hides the latency of scales."""
-        return self.config.decode and cache_row.scale_stride is not None
-
-    @cute.jit
-    def ask_scales(self, scales, cache_row, scale, head, count):
-        """Starts loading the scales beside the cache for the next ``count`` rows from ``head`` on, at most for the rows
-        in flight."""
-        if const_expr(self.asks_scales(cache_row)):
-            for u in cutlass.range_constexpr(self.config.teams.rows_in_flight):
-                if u < count:
-                    scales[u] = cache_row.load_scale(scale, head + u, None)[0]
-
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
         """Starts loading the team's first rows, without waiting."""
         if const_expr(self.config.decode and self.k_elements == self.v_elements):  # one copy of the code for all
-            most = cutlass.select_(
-                is_q, Int32(self.config.teams.q_rows_in_flight), Int32(self.config.teams.rows_in_flight)
-            )
-            ahead = max(self.config.teams.q_rows_in_flight, self.config.teams.rows_in_flight)
-            self.fetch_rows(raw, source, self.k_elements, ahead, cutlass.min(count, most), lane)
+            most = cutlass.select_(is_q, Int32(Q_ROWS_IN_FLIGHT), Int32(ROWS_IN_FLIGHT))
+            self.fetch_rows(raw, source, self.k_elements, Q_ROWS_IN_FLIGHT, cutlass.min(count, most), lane)
         elif is_q:
-            self.fetch_rows(raw, source, self.k_elements, self.config.teams.q_rows_in_flight, count, lane)
+            self.fetch_rows(raw, source, self.k_elements, Q_ROWS_IN_FLIGHT, count, lane)
         elif is_v:
-            self.fetch_rows(raw, source, self.v_elements, self.config.teams.rows_in_flight, count, lane)
+            self.fetch_rows(raw, source, self.v_elements, ROWS_IN_FLIGHT, count, lane)
         else:
-            self.fetch_rows(raw, source, self.k_elements, self.config.teams.rows_in_flight, count, lane)
+            self.fetch_rows(raw, source, self.k_elements, ROWS_IN_FLIGHT, count, lane)
 
     @cute.jit
     def fetch_rows(self, raw, source, elements, ahead, count, lane):
@@ -270,7 +240,7 @@ class AppendKernel:
                     raw[u * self.row_words + i] = word
 
     @cute.jit
-    def locate(self, where, is_q, token, lane, length, slot, page_slot):
+    def locate(self, where, is_q, token, lane, length, slot):
         """Returns (position for RoPE, whether the token has a place, page, row of the page) of a team's token.
 
         ``length`` and ``slot`` are results of `ask`. The load of the page may still be running, and its number may be
@@ -281,7 +251,7 @@ class AppendKernel:
             position = length - 1
             inside = position >= 0
             if ~is_q:
-                page, row, inside = self.find_page(where, token, position, inside, page_slot)
+                page, row, inside = self.find_page(where, token, position, inside)
             return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
@@ -302,41 +272,23 @@ class AppendKernel:
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
             else:
-                page, row, inside = self.find_page(where, request, position, inside, page_slot)
+                page, row, inside = self.find_page(where, request, position, inside)
         return position, inside, page, row
 
     @cute.jit
-    def find_page(self, where, request, position, inside, page_slot):
+    def find_page(self, where, request, position, inside):
         """Returns (page, row of the page, whether the place exists) of a request's position. The place exists if
         ``inside`` holds and the block table or cache reaches the position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
             entry = Int64(request) * where.table_stride + cutlass.min(index, where.max_pages - 1)
-            page = self.ask_page(where.block_table + entry * 4, page_slot)
+            page = _load_word(where.block_table, entry)
             row = position - index * where.page_size
             inside = inside & (index < where.max_pages)
         else:
             inside = inside & (position < where.page_size)
-            if const_expr(self.config.decode):
-                page = self.pages.give(page_slot, request)
         return page, row, inside
-
-    def ask_page(self, address, page_slot):
-        """Starts loading the page whose number is at an address; `page_of` waits for it."""
-        if self.config.decode:
-            return self.pages.ask(page_slot, address)
-        return ptx.load_global_words(address, 0, 1)[0].to(Int32)
-
-    def page_of(self, place):
-        """Waits for the number of a team's page and returns it. Call it when a row is ready to be stored, since the
-        page arrives last.
-
-        Except for decode, a shuffle that changes nothing keeps the compiler from waiting for the page before the loop.
-        """
-        if self.config.decode:
-            return self.pages.wait(place.page_slot, place.page)
-        return cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
 
     @cute.jit
     def find_request(self, where, token, lane):
@@ -366,7 +318,7 @@ class AppendKernel:
         The loop is unrolled, except for decode and for transformed rows. In decode, fetching the copies of the code
         would take longer than the few rows do. With a transform, the code is long.
         """
-        elements, ahead = self.k_elements, self.config.teams.q_rows_in_flight
+        elements, ahead = self.k_elements, Q_ROWS_IN_FLIGHT
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
@@ -402,56 +354,52 @@ class AppendKernel:
         """Applies bias, norm, RoPE and transform to a q row, the team's ``done``-th."""
         head = heads.first + done
         given = (extras.q_bias, extras.q_norm, extras.norm_eps)
-        self.turn(values, asked, cos, sin, given, head, self.config.teams.q_rows_in_flight, place.lane)
+        self.turn(values, asked, cos, sin, given, head, Q_ROWS_IN_FLIGHT, place.lane)
         if const_expr(self.config.transform is not None):
             next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
             self.transformer.transform_q(values, constants, extras.transforms, head, next_head, place)
 
     @cute.jit
-    def process_k(self, raw, asked, scales, constants, source, cos, sin, heads, extras, targets, place):
+    def process_k(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
         """Processes the team's k heads."""
         target = (self.k_row, extras.k_scale, extras.k_bias, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
             given = (extras.k_bias, extras.k_norm, extras.norm_eps)
-            self.turn(values, asked, cos, sin, given, head, self.config.teams.rows_in_flight, place.lane)
+            self.turn(values, asked, cos, sin, given, head, ROWS_IN_FLIGHT, place.lane)
             if const_expr(self.config.transform is not None):
                 next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
                 self.transformer.transform_k(values, constants, extras.transforms, next_head, place.lane)
 
-        self.process_rows(raw, asked, scales, source, self.k_elements, heads, target, place, prepare)
+        self.process_rows(raw, asked, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_v(self, raw, asked, scales, constants, source, heads, extras, targets, place):
+    def process_v(self, raw, asked, constants, source, heads, extras, targets, place):
         """Processes the team's v heads."""
         target = (self.v_row, extras.v_scale, extras.v_bias, targets.v_cache, targets.v_strides)
 
         def prepare(values, head):
-            ahead = self.config.teams.rows_in_flight
+            ahead = ROWS_IN_FLIGHT
             self.row_extras.add_bias(values, asked, extras.v_bias, self.v_elements, head, ahead, place.lane)
             if const_expr(self.config.transform is not None):
                 next_head = cutlass.min(head + 1, heads.first + heads.count - 1)
                 self.transformer.transform_v(values, constants, extras.transforms, next_head, place.lane)
 
-        self.process_rows(raw, asked, scales, source, self.v_elements, heads, target, place, prepare)
+        self.process_rows(raw, asked, source, self.v_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_rows(self, raw, asked, scales, source, elements, heads, target, place, prepare):
+    def process_rows(self, raw, asked, source, elements, heads, target, place, prepare):
         """Processes the team's heads of K or of V. ``prepare`` applies the steps before quantisation to a row's
         values."""
         cache_row, scale, bias, cache, strides = target
-        ahead = self.config.teams.rows_in_flight
+        ahead = ROWS_IN_FLIGHT
         values = cute.make_rmem_tensor(elements.count, Float32)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
-                given = [scales[0]]
-                if const_expr(not self.asks_scales(cache_row)):
-                    given = load_given(cache_row, scale, head, place.lane)
+                given = load_given(cache_row, scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
                 self.advance(raw, ahead)
-                for i in cutlass.range_constexpr(ahead - 1):
-                    scales[i] = scales[i + 1]
                 prepare(values, head)
                 self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
@@ -460,14 +408,14 @@ class AppendKernel:
                 self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
             elif head < stop:  # seldom
                 self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
-                self.ask_scales(scales, cache_row, scale, head, stop - head)
                 self.row_extras.ask_bias(asked, bias, elements, head, ahead, stop - head, place.lane)
 
     @cute.jit
     def write(self, cache_row, values, given, cache, strides, place, head):
         """Quantises a row and stores it at the place of the team's token."""
         encoded = encode_row(cache_row, values, given)
-        page = self.page_of(place)
+        # The page arrives last. A shuffle that changes nothing keeps the compiler from waiting for it before the loop.
+        page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
         if place.valid & (page >= 0) & (page < place.num_pages):
             page_stride, token_stride, head_stride = strides
             if const_expr(cache_row.by_token):

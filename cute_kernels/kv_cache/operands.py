@@ -10,7 +10,6 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_kernels.device import ptx
 from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.config import GROUP_BITS, HAS_Q
-from cute_kernels.kv_cache.page import PageSlot
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,7 @@ class Heads:
 class Place:
     """A team's token and lane, and the page and row where its K and V are written.
 
-    Nothing is written unless ``valid`` holds and the page is one of the cache's. ``page`` may still be loading. For
-    decode it is the argument of the wait for ``page_slot``, see :mod:`cute_kernels.kv_cache.page`.
+    Nothing is written unless ``valid`` holds and the page is one of the cache's. ``page`` may still be loading.
     """
 
     token: Int32
@@ -154,7 +152,6 @@ class Place:
     num_pages: Int32
     row: Int32
     lane: Int32
-    page_slot: PageSlot | None = None
 
 
 # -- of a launch's arguments, see `.arguments` -------------------------------------------------------------------------

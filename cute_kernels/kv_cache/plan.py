@@ -130,7 +130,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     elsewhere = (call.cu_seqlens, call.slot_mapping, call.position_ids)
     alone = config.transform is not None and call.k.shape[0] == 1
     decode = (alone or not leads) and call.seq_lens is not None and all(given is None for given in elsewhere)
-    return config.for_decode(call.k.shape[0]) if decode else config
+    return config.for_decode() if decode else config
 
 
 def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:

@@ -12,7 +12,6 @@ absent argument becomes a number that changes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,7 +21,7 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements
 from cute_kernels.device.types import RegisterTensor
-from cute_kernels.kv_cache.config import AppendConfig
+from cute_kernels.kv_cache.config import Q_ROWS_IN_FLIGHT, ROWS_IN_FLIGHT, AppendConfig
 
 NO_BIAS = 0x80008000  # minus zero, twice, of either dtype
 ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
@@ -43,7 +42,7 @@ class RowExtras:
     def __init__(self, config: AppendConfig, k_elements: Elements, v_elements: Elements, one_code: bool = False):
         self.config, self.k_elements, self.v_elements = config, k_elements, v_elements
         self.row_words = max(k_elements.piece.num_words, v_elements.piece.num_words)
-        self.ahead = max(config.teams.rows_in_flight, config.teams.q_rows_in_flight)
+        self.ahead = Q_ROWS_IN_FLIGHT  # the most rows that a team has in flight
         self.asks_bias = config.decode and config.prologue.has_bias
         self.asks_norm = config.decode and config.prologue.has_norm
         self.one_code = one_code and self.asks_bias
@@ -57,43 +56,22 @@ class RowExtras:
             asked.norm.fill(ONES[self.config.dtype])
         return asked
 
-    def behind(self, source, extras, is_q, is_v) -> Any:
-        """Returns a 0 that, with ``one_code``, depends on all addresses of a team's first loads. source: the address of
-        the rows.
-
-        It is added to the address of the first load that is waited for, so that this load is issued after all addresses
-        are known. Otherwise it might share a scoreboard with loads of addresses, and later loads would wait for it.
-        """
-        if not self.one_code:
-            return 0
-        bits = source | self.bias_of(extras, is_q, is_v)
-        return Int32((bits | self.weight_of(extras, is_q, is_v) if self.asks_norm else bits) >> 63)
-
-    def bias_of(self, extras, is_q, is_v) -> Any:
-        """Returns the address of the biases of q, k or v, whichever the team has; 0 for none."""
-        return cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
-
-    def weight_of(self, extras, is_q, is_v) -> Any:
-        """Returns the address of the norm weights of q or k, whichever the team has; 0 for none, and for v."""
-        return cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
-
     @cute.jit
     def ask(self, asked: Asked, extras, heads, is_q, is_v, lane):
         """Starts loading the biases of a team's first rows and the norm weights, in decode."""
         if const_expr(self.asks_bias):
-            base = self.bias_of(extras, is_q, is_v)
-            most = cutlass.select_(
-                is_q, Int32(self.config.teams.q_rows_in_flight), Int32(self.config.teams.rows_in_flight)
-            )
+            base = cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
+            most = cutlass.select_(is_q, Int32(Q_ROWS_IN_FLIGHT), Int32(ROWS_IN_FLIGHT))
             count = cutlass.min(heads.count, most)
             if const_expr(self.k_elements == self.v_elements):  # one copy of the code for all
                 self.ask_bias(asked, base, self.k_elements, heads.first, self.ahead, count, lane)
             elif is_v:
-                self.ask_bias(asked, base, self.v_elements, heads.first, self.config.teams.rows_in_flight, count, lane)
+                self.ask_bias(asked, base, self.v_elements, heads.first, ROWS_IN_FLIGHT, count, lane)
             else:
                 self.ask_bias(asked, base, self.k_elements, heads.first, self.ahead, count, lane)
         if const_expr(self.asks_norm):
-            self.ask_norm(asked, self.weight_of(extras, is_q, is_v), lane)
+            weight = cutlass.select_(is_q, extras.q_norm, cutlass.select_(is_v, Int64(0), extras.k_norm))
+            self.ask_norm(asked, weight, lane)
 
     @cute.jit
     def ask_norm(self, asked: Asked, weight, lane):

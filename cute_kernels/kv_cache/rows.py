@@ -49,7 +49,6 @@ class DenseRow:
     num_steps: ClassVar[int] = 0
     has_header: ClassVar[bool] = False
     given_scale: ClassVar[None] = None
-    scale_stride: ClassVar[None] = None
 
     @property
     def elements(self) -> Elements:
@@ -154,11 +153,6 @@ class CodedRow:
     @property
     def given_scale(self) -> str | None:
         return self.form.given_scale
-
-    @property
-    def scale_stride(self) -> int | None:
-        """Bytes from a head's scale to the next head's; 0 for one scale per tensor. None for all other formats."""
-        return {"tensor": 0, "head": 4}.get(self.given_scale or "")
 
     @property
     def has_header(self) -> bool:
@@ -294,7 +288,7 @@ class ScaledRow(CodedRow):
             return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
                 scale + Int64(head) * (4 * self.head_dim), lane
             )
-        offset = Int64(head) * self.scale_stride if self.scale_stride else Int64(0)
+        offset = Int64(head) * 4 if self.given_scale == "head" else Int64(0)
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:

@@ -28,8 +28,7 @@ class StepConfig:
     Attributes:
         attention: the configuration of attention. Its ``after_append`` is set, although no launch of an append precedes
             it.
-        append: the configuration of the steps that make rows of q, k and v. Of its teams only the number of lanes
-            matters.
+        append: the configuration of the steps that make rows of q, k and v.
         positions: whether the positions for RoPE are given.
     """
 
@@ -108,6 +107,6 @@ def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool =
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:
-        rows = replace(rows, teams=append.for_all().teams)
+        rows = replace(rows, lane_columns=append.lane_columns)
     config = StepConfig(attention, rows, positions)
     return config if config.can_implement() is None else None

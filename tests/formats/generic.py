@@ -33,7 +33,7 @@ from tests import golden
 from tests.attention.cases import relative_errors
 from tests.attention.rig import SOFTMAX_SCALE, Operand, make_rig, random_probabilities
 from tests.kv_cache.awkward import awkward, same_bits, scales_for
-from tests.kv_cache.cases import Shape, assert_appended, clone_caches, make_call
+from tests.kv_cache.cases import Shape, assert_appended, clone_caches, general_of, make_call
 from tests.kv_cache.simulate import simulate_append, simulate_bulk
 from tests.kv_cache.steps import assert_same, make_step, run, run_separately, with_own_cache
 from tests.kv_cache.test_append_cpu import arguments
@@ -139,10 +139,10 @@ class KvFormatTests:
         )
         call = make_call(shape)
         config = config_of(call)
-        general = config.for_all()
+        general = general_of(config)
         for kernel in dict.fromkeys((config, general)):
             own = clone_caches(call)
-            changes = {"decode": kernel.decode, "lane_columns": kernel.teams.lane_columns}
+            changes = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
             assert_appended(own, call, simulate_append(own, 2, **changes))
 
     @needs_dsl

@@ -66,7 +66,7 @@ def specs() -> list[KernelSpec]:
     for rope in (RowPrologue(), RowPrologue("half", 128)):
         rows = WrittenRows(WAITING.name, 128), WrittenRows("int4_g4", 128)
         config = AppendConfig(*rows, dtype="bf16", prologue=rope)
-        found.update(dict.fromkeys(AppendSpec(each) for each in (config, config.for_decode(2), config.for_decode(3))))
+        found.update(dict.fromkeys(AppendSpec(each) for each in (config, config.for_decode())))
     return list(found)
 
 

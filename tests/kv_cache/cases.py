@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels.formats.kv import FORMATS, KvFormat, format_of, format_pair
 from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.config import LANE_ELEMENTS, AppendConfig
 from cute_kernels.kv_cache.reference import append_kv_reference, places, shaped_scale, transform
 from cute_kernels.kv_cache.rope import Rope
 
@@ -216,3 +217,8 @@ def _assert_rows_close(
 
 
 ALL_FORMATS = tuple(FORMATS)
+
+
+def general_of(config: AppendConfig) -> AppendConfig:
+    """The configuration for all calls: the inverse of `AppendConfig.for_decode`."""
+    return replace(config, decode=False, lane_columns=2 * LANE_ELEMENTS)

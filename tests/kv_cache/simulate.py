@@ -16,6 +16,8 @@ from cute_kernels.kv_cache.config import (
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
+    NUM_WARPS,
+    Q_ROWS_PER_KV_ROW,
     WIDE_POSITIONS,
     BulkConfig,
     divisor_of,
@@ -25,36 +27,6 @@ from simulator import Float32, Gpu, Int32, Int64, running, stand_in
 
 WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
-
-
-class PageFetch:
-    """What stands for `kv_cache.page.PageFetch`, whose copies no warp in NumPy can make: pages are there at once."""
-
-    def __init__(self, gpu: Gpu):
-        self.gpu = gpu
-
-    def allocate(self, warp: Any, lane: Any) -> None:
-        return None
-
-    def open(self, slot: None, wanted: Any, lane: Any) -> None:
-        return None
-
-    def ask(self, slot: None, address: Any) -> Any:
-        return Int32(self.gpu.load_global_words(address, 0, 1)[0])
-
-    def give(self, slot: None, page: Any) -> Any:
-        return page
-
-    def wait(self, slot: None, word: Any) -> Any:
-        return word
-
-
-def _make_gpu() -> Gpu:
-    from cute_kernels.kv_cache import kernel
-
-    gpu = Gpu()
-    gpu.models = {kernel: {"PageFetch": lambda lanes, num_warps: PageFetch(gpu)}}
-    return gpu
 
 
 def simulate_append(
@@ -67,7 +39,7 @@ def simulate_append(
     from cute_kernels.kv_cache import kernel, operands
 
     config = changed(ops.config_of(call), **changes)
-    gpu = _make_gpu()
+    gpu = Gpu()
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
     at = {name: gpu.put(getattr(call, name)) for name in names if isinstance(getattr(call, name), torch.Tensor)}
@@ -119,7 +91,7 @@ def simulate_append(
         transforms=_transforms(call, gpu, at.get("q_shift", 0)) if config.transform is not None else None,
     )
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
-    kv_rows = max(rows_per_team // config.teams.q_rows_per_kv_row, 1)
+    kv_rows = max(rows_per_team // Q_ROWS_PER_KV_ROW, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
     shares = operands.Shares(
         *(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=stand_in(by_kind), few=stand_in(True)
@@ -128,7 +100,7 @@ def simulate_append(
     with running(gpu):
         simulated: Any = kernel.AppendKernel(config)
         for block, chunk in itertools.product(blocks, chunks):
-            for warp in range(config.teams.num_warps):
+            for warp in range(NUM_WARPS):
                 gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
                 simulated.kernel(shares, inputs, where, Int64(steps), targets, extras, factor)
     gpu.get(at["k_cache"], call.k_cache)
@@ -164,7 +136,7 @@ def simulate_bulk(
     """
     from cute_kernels.kv_cache import bulk
 
-    gpu = _make_gpu()
+    gpu = Gpu()
     num_heads = numbers.shape[-2]
     num_rows = numbers.numel() // config.head_dim
     at_numbers, at_rows, at_scale = gpu.put(numbers), gpu.put(rows), gpu.put(scale)

@@ -47,9 +47,6 @@ def test_what_ships_can_be_implemented(config):
         (APPEND, {"rope": "none"}, "rotary_dim 128 without RoPE"),
         (APPEND, {"rotary_dim": 130}, "rotary_dim 130 is not an even number from 2 to head_dim_k = 128"),
         (APPEND, {"rotary_dim": 63}, "rotary_dim 63 is not an even number"),
-        (APPEND, {"num_warps": 33}, "num_warps 33 is not from 1 to 32"),
-        (APPEND, {"rows_in_flight": 9}, "rows_in_flight 9 is not from 1 to 8"),
-        (APPEND, {"q_rows_in_flight": 17}, "q_rows_in_flight 17 is not from 1 to 16"),
         (BULK, {"direction": "back"}, "direction 'back' is not 'quantize' or 'dequantize'"),
         (BULK, {"head_dim": 100}, "head_dim 100 is not one of"),
         (BULK, {"dtype": "fp64"}, "dtype 'fp64' is not one of bf16, fp16, fp32"),
@@ -61,12 +58,11 @@ def test_what_cannot_be_implemented_says_why(config, changes, reason):
 
 
 def test_names_tell_configurations_apart():
-    changes = {"v_format": "int8_g4", "v_head_dim": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 4}
+    changes = {"v_format": "int8_g4", "v_head_dim": 64, "rope": "interleaved"}
     changes |= {
         "has_bias": True,
         "has_norm": True,
-        "q_rows_in_flight": 8,
-        "q_rows_per_kv_row": 4,
+        "lane_columns": 8,
         "leads": True,
         "decode": True,
     }
@@ -91,7 +87,7 @@ def test_what_ships_is_few_and_has_every_format_at_the_usual_head_dim():
 def test_one_token_a_request_at_its_end_has_a_kernel_of_its_own(place, new, positions):
     call = make_call(Shape("e4m3_head", new=new, place=place, rope=Rope(128), positions=positions))
     own = place != "slots" and new == (1, 1, 1) and positions == "none"
-    general = DECODE.for_all()
+    general = dataclasses.replace(DECODE, decode=False, lane_columns=16)
     assert config_of(call) == (DECODE if own else general)
     assert config_of(call, leads=True) == dataclasses.replace(general, leads=True)
 

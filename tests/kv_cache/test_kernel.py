@@ -8,7 +8,7 @@ import torch
 from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope, YarnScaling
-from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, make_call
+from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, general_of, make_call
 from tests.kv_cache.simulate import simulate_append
 from tests.tensors import among_others, apart
 
@@ -22,11 +22,10 @@ def check(shape: Shape, rows_per_team: int = 2, **changes) -> None:
 def check_call(call: AppendCall, rows_per_team: int = 2) -> list[AppendCall]:
     """The call as it is launched and, where that is with the kernel for decode, with the one for everything, too."""
     config = config_of(call)
-    general = config.for_all()
     done = []
-    for kernel in dict.fromkeys((config, general)):
+    for kernel in dict.fromkeys((config, general_of(config))):
         own = clone_caches(call)
-        choice = {"decode": kernel.decode, "lane_columns": kernel.teams.lane_columns}
+        choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
         q_out = simulate_append(own, rows_per_team, **choice)
         assert_appended(own, call, q_out)
         done.append(own)
@@ -198,10 +197,8 @@ def test_nan_and_infinity_stay_within_their_row_and_are_stored_as_the_format_say
 @pytest.mark.parametrize(
     "choice",
     [
-        {"split": False},
         {"decode": False},
         {"lane_columns": 16},
-        {"num_warps": 4, "rows_in_flight": 4, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4},
     ],
     ids=str,
 )

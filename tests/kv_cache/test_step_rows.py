@@ -177,7 +177,7 @@ def check_call(call: AppendCall, shape: Shape, columns: int | None = None) -> No
     config = config_of(call, shape)
     one, two = clone_caches(call), clone_caches(call)
     queries = simulate_rows(one, config)
-    want = simulate_append(two, decode=not config.positions, lane_columns=config.append.teams.lane_columns)
+    want = simulate_append(two, decode=not config.positions, lane_columns=config.append.lane_columns)
     assert want is not None and torch.equal(queries.view(torch.int16), want.view(torch.int16))
     for name in ("k_cache", "v_cache"):
         got, other = getattr(one, name).view(torch.uint8), getattr(two, name).view(torch.uint8)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cute_kernels.kv_cache.call import AppendCall, check_append
-from cute_kernels.kv_cache.config import MANY_TOKENS, AppendConfig, RowTransform, other_rotation
+from cute_kernels.kv_cache.config import AppendConfig, RowTransform, other_rotation
 from cute_kernels.kv_cache.plan import check_alignment, config_of
 from cute_kernels.kv_cache.reference import places, shifts, transform
 from cute_kernels.kv_cache.rope import Rope
-from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, make_call
+from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, general_of, make_call
 from tests.kv_cache.simulate import simulate_append
 from tests.kv_cache.transformed import make_transform, with_transform
 
@@ -27,26 +27,12 @@ def check(shape: Shape, shift: bool = True, rows_per_team: int = 2, **of_transfo
     check_append(call)
     config = config_of(call)
     assert config.transform is not None
-    for kernel in dict.fromkeys((config, config.for_all())):
+    for kernel in dict.fromkeys((config, general_of(config))):
         own = clone_caches(call)
-        choice = {"decode": kernel.decode, "lane_columns": kernel.teams.lane_columns}
+        choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
         q_out = simulate_append(own, rows_per_team, **choice)
         assert_appended(own, call, q_out)
         assert_shifted(own)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_many_tokens_with_several_constants_share_rows_among_half_as_many_lanes(head_dim):
-    shape = SMALL.with_(head_dim=head_dim, rope=Rope(head_dim), new=(1,) * 8)
-    given = make_transform(shape.num_kv_heads, head_dim, k_rotation=32, parts="center factor")
-    call = with_transform(make_call(shape), given)
-    config = config_of(call._replace(seq_lens=None))  # no decode
-    few, many = config.for_decode(MANY_TOKENS - 1), config.for_decode(MANY_TOKENS)
-    assert few == config_of(call) and many.lanes * 2 == few.lanes and many.ctas_per_sm < few.ctas_per_sm
-    assert replace(many, transform=None).for_decode(MANY_TOKENS) == replace(few, transform=None)
-    own = clone_caches(call)
-    assert_appended(own, call, simulate_append(own, decode=True, lane_columns=many.teams.lane_columns))
-    assert_shifted(own)
 
 
 def assert_shifted(call: AppendCall) -> None:
