@@ -335,9 +335,9 @@ APPEND = Figure(
             Box("teams of v heads", "bias, transform, quantise", ("kv_cache/kernel.py:process_v",)),
         )),
         Lane("registers of a team", "shared", (
-            Box("rows of q", "q_rows_in_flight are asked for before the first is worked on; angles of the token", ("kv_cache/config.py:q_rows_in_flight", "kv_cache/config.py:RowPrologue")),
-            Box("rows of k", "rows_in_flight; angles are made while rows and page numbers are on their way", ("kv_cache/config.py:rows_in_flight",)),
-            Box("rows of v", "rows_in_flight", ("kv_cache/config.py:rows_in_flight",)),
+            Box("rows of q", "Q_ROWS_IN_FLIGHT are asked for before the first is worked on; angles of the token", ("kv_cache/config.py:Q_ROWS_IN_FLIGHT", "kv_cache/config.py:RowPrologue")),
+            Box("rows of k", "ROWS_IN_FLIGHT; angles are made while rows and page numbers are on their way", ("kv_cache/config.py:ROWS_IN_FLIGHT",)),
+            Box("rows of v", "ROWS_IN_FLIGHT", ("kv_cache/config.py:ROWS_IN_FLIGHT",)),
         )),
         Lane("results", "result", (
             Box("q, rotated", "written even where a token has no place", ("kv_cache/kernel.py:turn_q",)),
@@ -357,7 +357,7 @@ APPEND = Figure(
         Arrow("rows of v", "rows of V"),
     ),
     (
-        Barrier("none between teams", "", "a team is a power of two of a warp's lanes, and a CTA has teams of one kind", "", ("kv_cache/config.py:team_lanes", "kv_cache/config.py:RowTeams")),
+        Barrier("none between teams", "", "a team is a power of two of a warp's lanes, and a CTA has teams of one kind", "", ("kv_cache/config.py:team_lanes", "kv_cache/config.py:lane_columns")),
         Barrier("griddepcontrol", "the launch", "leads: attention starts beside the append, and waits for its end before it reads new tokens", "producers of attention", ("kv_cache/config.py:leads", "attention/decode_config.py:after_append")),
     ),
     "append_and_decode may do all of it within the decode kernel, for one new token a request: kv_cache/step_rows.py.",
