@@ -102,6 +102,20 @@ def test_a_token_gets_the_same_bits_whatever_others_there_are_and_each_time():
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 100])
+def test_padding_has_no_experts_and_leaves_other_tokens_as_they_are(tokens):
+    given = call(tokens, 128, 2048, ROUTINGS[0], BF16, BF16)
+    ids, weights = ops.route(given)
+    padding = torch.arange(tokens, device="cuda") % 3 == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.route(given._replace(padding=padding))
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(found[0], ids.masked_fill(padding[:, None], -1)) and torch.equal(found[1], weights)
+        padding.logical_not_()
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 100])
 def test_graphs_and_compiled_calls_return_the_same(tokens):
     given = call(tokens, 256, 7168, GROUPED, BF16, BF16)
     want = ops.route(given)

@@ -320,7 +320,6 @@ ENVIRONMENT = {"VLLM_DISABLE_COMPILE_CACHE": "1", "OMP_NUM_THREADS": "2", "TORCH
 """Of every family: compiled graphs say what they fuse, and a dozen processes share the cores."""
 ENVIRONMENTS = {
     "": {"CUTE_KERNELS_VLLM": ",".join(SEAMS)},
-    "experts": {"CUTE_KERNELS_VLLM": ",".join((*SEAMS, "fused_routers"))},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
     "off": {"CUTE_KERNELS_VLLM": "0"},
     "two": SEVERAL_GPUS,

@@ -6,12 +6,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DeepseekV3Config, DeepseekV4Config, Glm4MoeConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from cute_kernels.gemm.experts import Routing
@@ -53,6 +62,11 @@ def gpt_oss() -> Case:
     return Case(_filled(GptOssTopKRouter(config)), Routing(4, renormalize=True))
 
 
+def olmoe() -> Case:
+    config = OlmoeConfig(hidden_size=HIDDEN, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False)
+    return Case(_filled(OlmoeTopKRouter(config)), Routing(8))
+
+
 def deepseek_v3() -> Case:
     options: dict[str, Any] = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
     config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=256, num_experts_per_tok=8, **options)
@@ -72,7 +86,7 @@ def deepseek_v4() -> Case:
     return case
 
 
-ALL = (mixtral, qwen3, qwen3_as_it_is, gpt_oss, deepseek_v3, glm4, deepseek_v4)
+ALL = (mixtral, qwen3, qwen3_as_it_is, gpt_oss, olmoe, deepseek_v3, glm4, deepseek_v4)
 
 
 def _filled(module: nn.Module) -> nn.Module:

@@ -70,6 +70,12 @@ def test_tokens_choose_within_the_groups_whose_two_best_are_greatest():
     assert ids.tolist() == [[0, 3, 4]]
 
 
+def test_padding_has_no_experts():
+    given, padding = (noise(5, 8), noise(4, 8), Routing(2)), torch.tensor([False, True, False, True, True])
+    (ids, weights), whole = route(*given, padding=padding), route(*given)
+    assert torch.equal(ids, whole[0].masked_fill(padding[:, None], -1)) and torch.equal(weights, whole[1])
+
+
 def test_no_tokens():
     ids, weights = route(noise(0, 8), noise(4, 8), Routing(2))
     assert ids.shape == weights.shape == (0, 2)
@@ -86,6 +92,9 @@ def test_no_tokens():
         ("weight", {"weight": None}),
         ("bias", {"bias": noise(5)}),
         ("correction", {"correction": noise(4).double()}),
+        ("padding", {"padding": noise(3)}),
+        ("padding", {"padding": torch.zeros(2, dtype=torch.bool)}),
+        ("padding", {"padding": torch.zeros(6, dtype=torch.bool)[::2]}),
         ("routing", {"routing": 2}),
         ("routing", {"routing": Routing(5)}),
         ("routing", {"routing": Routing(1, groups=3)}),
@@ -121,10 +130,10 @@ def test_compiled_calls_are_one_operator():
     routing = Routing(4, "sigmoid", True, 2.5, 4, 2)
 
     def call(hidden: torch.Tensor) -> Any:
-        return route(hidden, weight, routing, correction=correction)
+        return route(hidden, weight, routing, correction=correction, padding=padding)
 
-    hidden = noise(6, 8, seed=3)
+    hidden, padding = noise(6, 8, seed=3), torch.arange(6) > 3
     got = torch.compile(call, backend="eager", fullgraph=True)(hidden)
     assert all(torch.equal(one, other) for one, other in zip(got, call(hidden), strict=True))
-    arguments = hidden, weight, None, correction, *routing.fields
+    arguments = hidden, weight, None, correction, *routing.fields, padding
     torch.library.opcheck(torch.ops.cute_kernels.route.default, arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +84,7 @@ class Case:
     routing: Routing
     bias: torch.Tensor | None = None
     correction: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
 
     @property
     def logits(self) -> torch.Tensor:
@@ -126,6 +127,7 @@ def chosen(made: Case, machine: Machine) -> tuple[dict[str, Any], dict[str, int]
     for name in ("bias", "correction"):
         tensor = getattr(made, name)
         numbers |= {name: machine.put(tensor), f"{name}_wide": int(tensor is None or tensor.dtype == FP32)}
+    numbers["padding"] = machine.put(made.padding)
     return {**numbers, **results}, results
 
 
@@ -199,6 +201,17 @@ ROUTINGS = {
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_it_chooses_and_weighs_as_the_reference_in_fp64(name, run_on):
     check(run(ROUTINGS[name], run_on), ROUTINGS[name])
+
+
+def test_padding_has_no_experts_and_leaves_other_tokens_as_they_are(run_on):
+    made = case(9, 13, Routing(4, renormalize=True))
+    made.padding = torch.arange(9) % 3 == 1
+    for found, whole in (
+        (run(made, run_on), run(replace(made, padding=None), run_on)),
+        (select(made.logits.float(), made, run_on), select(made.logits.float(), replace(made, padding=None), run_on)),
+    ):
+        assert torch.equal(found[0], whole[0].masked_fill(made.padding[:, None], -1))
+        assert torch.equal(found[1], whole[1])
 
 
 @pytest.mark.parametrize("expert_shift", [0, 1, 2])

@@ -47,6 +47,7 @@ CALLS: dict[str, Any] = {
     "bias": lambda: call(bias=torch.ones(128, dtype=BF16)),
     "fp32 bias": lambda: call(bias=torch.ones(128)),
     "correction": lambda: call(correction=torch.ones(128)),
+    "padding": lambda: call(padding=torch.tensor([False, True, True])),
     "256 experts": lambda: call(experts=256),
     "weight off its place": lambda: call(weight=offset(torch.ones(128, 64, dtype=BF16), 2)),
     "many tokens": lambda: call(65),
@@ -83,7 +84,8 @@ def test_a_launch_depends_on_its_call_alone(cache):
 
 
 def test_a_launch_is_told_all_of_its_routing(cache):
-    given = call(5, 256, routing=SIGMOID, correction=torch.ones(256), bias=torch.ones(256, dtype=BF16))
+    more: dict[str, Any] = {"bias": torch.ones(256, dtype=BF16), "padding": torch.zeros(5, dtype=torch.bool)}
+    given = call(5, 256, routing=SIGMOID, correction=torch.ones(256), **more)
     given["weight"] = nn.Parameter(given["weight"])  # as in a model
     ids, weights = route(**given)
     (launch,) = cache.launches
@@ -92,6 +94,7 @@ def test_a_launch_is_told_all_of_its_routing(cache):
     assert told == {
         "weight": given["weight"].data_ptr(), "bias": given["bias"].data_ptr(), "ids": ids.data_ptr(),
         "correction": given["correction"].data_ptr(), "weights": weights.data_ptr(),
+        "padding": given["padding"].data_ptr(),
         "top_k": 4, "scoring": 1, "ranks_logits": 0, "renormalize": 1, "groups": 4, "kept_groups": 2, "scale": 2.5,
         "bias_wide": 0, "correction_wide": 1, "experts": 256, "expert_shift": 1,
         "workspace": 5 * 256,
@@ -137,9 +140,12 @@ def test_torch_computes_what_no_kernel_does(others, cache):
 
 def test_the_operator_launches_what_the_call_does(cache):
     given = call(routing=SIGMOID, correction=torch.ones(128))
+    arguments = given["hidden"], given["weight"], None, given["correction"], *SIGMOID.fields
     want = outcome(cache.launches, lambda: route(**given), given)
-    tensors = given["hidden"], given["weight"], None, given["correction"]
-    assert outcome(cache.launches, lambda: ops._on_cuda(*tensors, *SIGMOID.fields), given) == want
+    assert outcome(cache.launches, lambda: ops._on_cuda(*arguments), given) == want
+    given["padding"] = torch.zeros(3, dtype=torch.bool)
+    want = outcome(cache.launches, lambda: route(**given), given)
+    assert outcome(cache.launches, lambda: ops._on_cuda(*arguments, given["padding"]), given) == want
 
 
 @pytest.mark.parametrize(

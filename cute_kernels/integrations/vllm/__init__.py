@@ -5,12 +5,10 @@ processes; a program may call it, too, before it makes an engine. One file repla
 
     linear      weight-only linear layers (AWQ, GPTQ, compressed-tensors)
     attention   quantised KV caches: vLLM's of 8 and 4 bits, and this package's own formats
-    moe         layers of experts with 4- and 8-bit weights, gpt-oss's MXFP4 among them
+    moe         layers of experts with 4- and 8-bit weights, gpt-oss's MXFP4 among them, and their routers
     mla         decoding of latent attention (DeepSeek), over whole contexts and chosen tokens
     float_linear
                 linear layers in FP8, MXFP4 and NVFP4; only where it is named
-    fused_routers
-                routers whose gate is in a model's own code, where graphs are fused; only where it is named
     fusion      gates, residual sums and norms around quantised layers, in the graphs that vLLM compiles
 
 `environment` has the switches, `versions` the names in each supported vLLM. vLLM keeps whatever cannot be served here,

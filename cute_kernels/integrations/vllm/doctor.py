@@ -8,11 +8,10 @@ from cute_kernels.runtime.doctor import LIMITED, OK, Finding
 REPLACED = {
     "linear": "weight-only linear layers",
     "attention": "attention over quantised KV caches",
-    "moe": "experts with 4- and 8-bit weights, gpt-oss's MXFP4 among them",
+    "moe": "experts with 4- and 8-bit weights, gpt-oss's MXFP4 among them, and their routers",
     "mla": "decoding of MLA",
     "fusion": "gates, sums and norms around quantised linear layers",
     "float_linear": "linear layers in FP8, MXFP4 and NVFP4",
-    "fused_routers": "routers of experts whose gate is in a model's own code",
 }
 """What each seam of `environment` replaces."""
 

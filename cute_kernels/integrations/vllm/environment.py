@@ -23,7 +23,7 @@ PLUGIN = "cute_kernels"
 """The name of this package's plug-in in vLLM's variable."""
 SEAMS = ("linear", "attention", "moe", "mla", "fusion")
 """Seams that "1" asks for, in the order in which they are replaced."""
-BY_NAME = ("float_linear", "fused_routers")
+BY_NAME = ("float_linear",)
 """Seams that only a list of names asks for; "1" does not."""
 
 

@@ -1,24 +1,21 @@
 """Rewriting of a model's traced step whose own code multiplies by a router's gate. It needs only torch.
 
-    logits = x W^T + b; experts(rows, logits)  ->  ids, weights = route(x, W, b); experts(rows, weights, ids)
+    logits = x W^T + b; experts(x, logits)  ->  experts(x, W, b)
 
-The graph must show that nothing else reads the logits. The operator of experts passes weights and ids on to the layer's
-router, which returns them as its choice (`routers`).
+The graph must show that nothing else reads the logits. The operator of experts passes W and b on to the layer's
+router in place of logits and token ids, and the router computes its choice in one launch (`routers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from cute_kernels.gemm.experts.router.routing import Routing
-from cute_kernels.integrations.vllm.fused_graph import DTYPES, item
-from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.integrations.vllm.fused_graph import DTYPES
 
-ROUTE = torch.ops.cute_kernels.route.default
 EXPERTS = ("vllm.moe_forward.default", "vllm.moe_forward_shared.default")
 ARGUMENTS = ("hidden_states", "router_logits", "shared_experts_input", "input_ids")
 """The first arguments of the operators of experts, in order."""
@@ -27,18 +24,12 @@ TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.ate
 VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
 
 
-def replace(interface: Interface) -> str:
-    """Returns a line for the log. The pass of `fusion` replaces the routers."""
-    return "routers in graphs"
-
-
-def fuse(graph: fx.Graph, routings: Mapping[int, Routing]) -> int:
+def fuse(graph: fx.Graph, experts: Container[int]) -> int:
     """Rewrites a graph in place. Returns the number of rewritten routers.
 
-    routings: by number of experts, the routing of all routers of the model with so many experts, if their choice can be
-    given to them.
+    experts: numbers of experts for which all of the model's routers can be given a gate's weight.
     """
-    return sum(_fuse(node, routings) for node in [node for node in graph.nodes if _is_experts(node)])
+    return sum(_fuse(node, experts) for node in [node for node in graph.nodes if _is_experts(node)])
 
 
 def _is_experts(node: fx.Node) -> bool:
@@ -46,21 +37,15 @@ def _is_experts(node: fx.Node) -> bool:
     return node.op == "call_function" and any(str(each) in EXPERTS for each in (node.target, *node.args[:1]))
 
 
-def _fuse(node: fx.Node, routings: Mapping[int, Routing]) -> bool:
+def _fuse(node: fx.Node, experts: Container[int]) -> bool:
     logits = _argument(node, "router_logits")
     parts = _gate_of(logits) if isinstance(logits, fx.Node) and set(logits.users) == {node} else None
     if parts is None or _argument(node, "input_ids") is not None:
         return False
     x, weight, bias = parts
-    value, routing = x.meta["val"], routings.get(weight.meta["val"].shape[0])
-    if routing is None:
+    if x is not _argument(node, "hidden_states") or weight.meta["val"].shape[0] not in experts:
         return False
-    with node.graph.inserting_before(node):
-        both = node.graph.call_function(ROUTE, (x, weight, bias, None, *routing.fields))
-    shape = value.shape[0], routing.top_k
-    both.meta = {"val": tuple(value.new_empty(shape, dtype=dtype) for dtype in (torch.int32, torch.float32))}
-    ids, weights = (item(both, index, both.meta["val"][index]) for index in (0, 1))
-    for name, given in (("router_logits", weights), ("input_ids", ids)):
+    for name, given in (("router_logits", weight), ("input_ids", bias)):
         if str(node.target) in EXPERTS and name not in node.kwargs:
             node.update_arg(ARGUMENTS.index(name), given)
         else:
@@ -85,8 +70,9 @@ def _gate_of(logits: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     if len(values) < len(nodes) or not all(isinstance(value, torch.Tensor) for value in values):
         return None
     hidden, transposed, matrix, *added = cast("list[torch.Tensor]", values)
+    experts, k = matrix.shape
     fits = hidden.dtype in DTYPES and all(value.dtype == hidden.dtype for value in (matrix, *added))
-    whole = matrix.is_contiguous() and transposed.shape == matrix.shape[::-1] and not matrix.shape[1] % VECTOR
-    if not fits or not whole or any(value.shape != matrix.shape[:1] for value in added):
-        return None
+    whole = matrix.is_contiguous() and transposed.shape == (k, experts) and not k % VECTOR
+    if not fits or not whole or k == experts or any(value.shape != (experts,) for value in added):
+        return None  # a weight with as many columns as experts would look like logits
     return cast("tuple[fx.Node, fx.Node, fx.Node | None]", (x, weight, *(biases or [None])))

@@ -22,7 +22,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from cute_kernels._version import __version__
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.vllm import fused_graph, fused_layers, fused_routers, plugin
-from cute_kernels.integrations.vllm.routers import routings_in_code
+from cute_kernels.integrations.vllm.routers import routers_in_code
 from cute_kernels.integrations.vllm.seams import replace_once, say_once
 from cute_kernels.integrations.vllm.versions import Interface
 
@@ -35,7 +35,7 @@ class FusionPass(InductorPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         found = fused_graph.fuse(graph, _sums())
-        found["routers"] = fused_routers.fuse(graph, routings_in_code(self.layers.values()))
+        found["routers"] = fused_routers.fuse(graph, routers_in_code(self.layers.values()))
         if any(found.values()):
             say_once(
                 f"in a part of the model {found['gates']} gates and {found['residuals']} residual sums "
@@ -46,8 +46,8 @@ class FusionPass(InductorPass):
 
     def uuid(self) -> str:
         sources = "".join(map(inspect.getsource, (fused_graph, fused_routers)))
-        routings = sorted(routings_in_code(self.layers.values()).items(), key=str)
-        return f"cute-kernels {__version__} {InductorPass.hash_source(sources)} {routings}"
+        routers = sorted(routers_in_code(self.layers.values()))
+        return f"cute-kernels {__version__} {InductorPass.hash_source(sources)} {routers}"
 
 
 @functools.cache

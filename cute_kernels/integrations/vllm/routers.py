@@ -1,9 +1,9 @@
 """Routers of vLLM's expert layers: one launch from hidden states to each token's experts.
 
 A runner of vLLM multiplies by its gate, and passes the logits to its router. If `cute_kernels.gemm.experts.route`
-computes both, the runner passes hidden states instead of logits. vLLM still processes the chosen experts: it records
-them, maps them to places, and masks padding. If a model's own code multiplies by the gate, its compiled graph calls
-`route` (`fused_routers`), and the router returns the graph's choice.
+computes both, the runner passes hidden states instead of logits. If a model's own code multiplies by the gate, its
+compiled graph passes the gate's weight instead (`fused_routers`). vLLM still records the chosen experts and maps them
+to places.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 from vllm import envs
 
 from cute_kernels.gemm.experts.router.call import RouteCall, check_route
@@ -28,7 +29,6 @@ from cute_kernels.integrations.vllm.seams import refusal, say_once
 
 RUNNERS, GATES = ("MoERunner",), ("GateLinear", "ReplicatedLinear")
 ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter")
-IN_GRAPHS = "fused_routers"  # the seam of gates in a model's own code
 PADDING = "_get_padding_mask"
 """vLLM's function in the modules of routers that mask padding: number of tokens -> which rows are padding, or None."""
 ANY_K = 8  # stands for the width of hidden states, which decides no kernel
@@ -45,12 +45,13 @@ class Router:
     router: Foreign
     routing: Routing
 
-    def call(self, hidden: torch.Tensor) -> RouteCall:
-        """Returns the call of `route` for hidden states [T, K]."""
-        if self.gate is None:  # whichever it is: the graph knows it
-            return RouteCall(hidden, hidden.new_empty((self.router.global_num_experts, hidden.shape[1])), self.routing)
-        extra = self.gate.bias, getattr(self.router, "e_score_correction_bias", None)
-        return RouteCall(hidden, self.gate.weight.data, self.routing, *(None if x is None else x.data for x in extra))
+    def call(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> RouteCall:
+        """Returns the call of `route` for hidden states [T, K]. weight, bias: read if the gate is in the model's own
+        code."""
+        gate = (weight, bias) if self.gate is None else (self.gate.weight, self.gate.bias)
+        added = gate[1], getattr(self.router, "e_score_correction_bias", None)
+        bias, correction = (None if each is None else each.data for each in added)
+        return RouteCall(hidden, gate[0].data, self.routing, bias, correction, self._padding(len(hidden)))
 
     def defer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Replaces the gate: returns the hidden states of few tokens unchanged, and the gate's logits of many.
@@ -69,19 +70,21 @@ class Router:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replaces the router's choice. Returns (weights fp32, ids int32), each [T, top_k]; ids of padding are -1.
 
-        router_logits: hidden states from `defer`; or logits, for which vLLM's router runs; or weights chosen in the
-        graph, with the ids as input_ids [T, top_k].
+        router_logits: hidden states from `defer`; or the weight of a gate in the model's own code, with its bias as
+            input_ids; or logits, for which vLLM's router runs.
         """
-        if self.gate is None and input_ids is not None and input_ids.dim() == 2:
-            ids, weights = input_ids, router_logits
-        elif self.gate is None or router_logits.shape[-1] == len(self.gate.weight):
-            own, logits = type(self.router)._compute_routing, (hidden_states, router_logits, indices_type)
-            return own(self.router, *logits, input_ids=input_ids)
-        else:
-            ids, weights = route(self.call(router_logits))
-        if len(ids) > 1 and (padding := self._padding(len(ids))) is not None:  # no step pads a single token
-            ids = ids.masked_fill(padding[:, None], -1)
-        return weights, ids
+        if router_logits.shape[-1] != self.experts:
+            if len(hidden_states) <= MAX_TOKENS:
+                ids, weights = route(self.call(hidden_states, router_logits, input_ids))
+                return weights, ids
+            router_logits, input_ids = functional.linear(hidden_states, router_logits, input_ids), None
+        own, logits = type(self.router)._compute_routing, (hidden_states, router_logits, indices_type)
+        return own(self.router, *logits, input_ids=input_ids)
+
+    @property
+    def experts(self) -> int:
+        """The number of experts that the gate knows."""
+        return self.router.global_num_experts if self.gate is None else len(self.gate.weight)
 
     def _padding(self, tokens: int) -> torch.Tensor | None:
         return getattr(sys.modules[type(self.router).__module__], PADDING, lambda tokens: None)(tokens)
@@ -114,18 +117,16 @@ def connect(layer: Foreign) -> None:
     say_once("routers of experts run here" if reason is None else f"routers of experts are left to vLLM: {reason}")
 
 
-def routings_in_code(layers: Iterable[object]) -> dict[int, Routing]:
-    """Returns, by number of experts, the routing of routers whose gate is in a model's own code.
+def routers_in_code(layers: Iterable[object]) -> set[int]:
+    """Returns the numbers of experts for which every router whose gate is in a model's own code runs here.
 
-    A number is left out if its routers differ, or if one of them cannot be given its choice. layers: an engine's.
+    layers: an engine's.
     """
-    found: dict[int, set[Routing | None]] = {}
+    found: dict[int, bool] = {}
     for router in (each.router for each in layers if hasattr(each, "router") and getattr(each, "gate", 0) is None):
-        choose = vars(router).get("_compute_routing")
-        routing = None if choose is None else choose.__self__.routing
-        found.setdefault(router.global_num_experts, set()).add(routing)
-    alike = {experts: routings.pop() for experts, routings in found.items() if len(routings) == 1}
-    return {experts: routing for experts, routing in alike.items() if routing is not None}
+        experts = router.global_num_experts
+        found[experts] = found.get(experts, True) and "_compute_routing" in vars(router)
+    return {experts for experts, all_run_here in found.items() if all_run_here}
 
 
 def reason_against(runner: Foreign, device: torch.device) -> str | None:
@@ -151,9 +152,7 @@ def _wrong_with_gate(runner: Foreign) -> dict[str, object]:
     if gate is None:
         where = "a gate in the model's own code"
         return {
-            f"{where}: {prepare.why_left(IN_GRAPHS)}": prepare.why_left(IN_GRAPHS) is not None,
             f"{where} without fusion": not wanted().sums,
-            f"{where} with a correction": getattr(router, "e_score_correction_bias", None) is not None,
             f"{where} with --enable-eplb": router.eplb_state is not None,
         }
     return {
@@ -201,14 +200,14 @@ def router_of(runner: Foreign) -> Router:
 
 def _calls(router: Router, dtype: torch.dtype, device: torch.device) -> list[RouteCall]:
     """Returns a call for each kernel that steps need. dtype: of hidden states."""
-    counts = (1, MAX_TOKENS, MAX_TOKENS + 1)  # graphs are for any number of tokens
-    k, counts = (ANY_K, counts) if (gate := router.gate) is None else (gate.weight.shape[1], counts[:2])
-    return [router.call(torch.empty(count, k, dtype=dtype, device=device)) for count in counts]
+    k = ANY_K if router.gate is None else router.gate.weight.shape[1]
+    weight = torch.empty(router.experts, k, dtype=dtype, device=device)
+    return [router.call(torch.empty(count, k, dtype=dtype, device=device), weight, None) for count in (1, MAX_TOKENS)]
 
 
 def specs(calls: Iterable[RouteCall]) -> list[RouterSpec]:
     """Returns the kernels of calls."""
-    return [RouterSpec(config_of(call, len(call.hidden) <= MAX_TOKENS)) for call in calls]
+    return [RouterSpec(config_of(call, multiplies=True)) for call in calls]
 
 
 def _is_vllms(thing: object, names: tuple[str, ...]) -> bool:

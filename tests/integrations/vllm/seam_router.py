@@ -211,7 +211,7 @@ def padding_has_no_experts_where_vllms_router_gives_it_none() -> None:
 def other_routers_are_left_to_vllm_with_a_reason() -> None:
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
-    from cute_kernels.integrations.vllm import prepare, routers
+    from cute_kernels.integrations.vllm import fused_layers, routers
 
     def refused(wanted: str, change: Any = None, **arguments: Any) -> None:
         with engine() as layers:
@@ -236,9 +236,8 @@ def other_routers_are_left_to_vllm_with_a_reason() -> None:
         return change
 
     corrected: dict[str, Any] = {"scoring_func": "sigmoid", "e_score_correction_bias": CORRECTION}
-    refused("a gate in the model's own code with a correction", in_code=True, **corrected)
-    with engine() as layers, mock.patch.object(prepare, "why_left", lambda seam: f"{seam} is not named"):
-        assert "own code: fused_routers is not named" in reason(make_runner(layers, in_code=True))
+    with engine() as layers, mock.patch.object(routers, "wanted", fused_layers.Fused):
+        assert "a gate in the model's own code without fusion" in reason(make_runner(layers, in_code=True))
     refused("CustomRoutingRouter", custom_routing_function=lambda **_: None)
     refused("a quantised gate", setting("gate", "quant_method", value=SimpleNamespace()))
     refused("hooks of a gate", lambda runner: runner.gate.register_forward_hook(lambda *_: None))
@@ -302,7 +301,7 @@ def layers_of_experts_connect_their_routers_once_they_are_packed() -> None:
         assert isinstance(runner.router._compute_routing.__self__, routers.Router)
 
 
-def rewritten(model: Callable[..., Any], routings: dict[int, Routing], *arguments: torch.Tensor) -> set[str]:
+def rewritten(model: Callable[..., Any], experts: set[int], *arguments: torch.Tensor) -> set[str]:
     """Compiles a model for any number of rows, and runs it. Returns the operators of its graph after the pass."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -313,17 +312,17 @@ def rewritten(model: Callable[..., Any], routings: dict[int, Routing], *argument
 
     class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            count = fused_routers.fuse(graph, routings)
+            fused_routers.fuse(graph, experts)
             graph.eliminate_dead_code()
             names.update(str(node.target) for node in graph.nodes)
-            assert count == (str(fused_routers.ROUTE) in names)
 
         def uuid(self) -> None:
             """No graph is kept."""
 
     torch._dynamo.reset()
     torch._dynamo.mark_dynamic(arguments[0], 0)
-    with torch.no_grad(), config.patch(post_grad_custom_post_pass=Pass(), fx_graph_cache=False):
+    as_vllm = {"post_grad_custom_post_pass": Pass(), "enable_auto_functionalized_v2": False, "fx_graph_cache": False}
+    with torch.no_grad(), config.patch(as_vllm):
         torch.compile(model, fullgraph=True)(*arguments)
     return names
 
@@ -338,11 +337,13 @@ def graphs_choose_experts_where_a_models_own_code_multiplies_by_the_gate() -> No
     if shutil.which(os.environ.get("CXX", "g++")) is None:  # Inductor's code for a CPU is C++
         return
     name = moe_runner.LayerName(NAME) if getattr(moe_runner, "_USE_LAYERNAME", False) else NAME
-    hidden = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
     weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
-    for bias, reader in itertools.product((None, torch.randn(EXPERTS).bfloat16()), (False, True)):
+    bias, padding = torch.randn(EXPERTS).bfloat16(), torch.arange(70) >= 60
+    kinds = (None, {}), (bias, {}), (None, {"scoring_func": "sigmoid", "e_score_correction_bias": CORRECTION})
+    for (bias, arguments), (reader, tokens) in itertools.product(kinds, ((False, 64), (False, 70), (True, 64))):
+        hidden = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
         with engine() as layers:
-            runner = make_runner(layers, in_code=True)
+            runner = make_runner(layers, in_code=True, **arguments)
             for _ in range(2):  # weights are loaded again
                 routers.connect(runner.routed_experts)
                 assert runner.gate is None
@@ -352,15 +353,27 @@ def graphs_choose_experts_where_a_models_own_code_multiplies_by_the_gate() -> No
                 out = torch.ops.vllm.moe_forward(x, logits, None, None, name, 0)
                 return (out, logits) if reader else (out,)  # noqa: B023
 
-            routings = routers.routings_in_code(layers.values())
-            assert routings == {EXPERTS: Routing(4, renormalize=True)}
-            given = torch.rand(70, 4), torch.zeros(70, 4, dtype=torch.int32)
-            with mock.patch.object(type(runner.router), "_compute_routing", return_value=given) as own:
-                names = rewritten(model, routings, hidden, weight)
-            assert own.called is reader is ("cute_kernels.route.default" not in names)  # logits that others read stay
-            assert reader is bool(names & {"aten.mm.default", "aten.addmm.default"}), names
-            if not reader:
-                ids, weights = route_reference(hidden, weight, routings[EXPERTS], bias=bias)
+            experts = routers.routers_in_code(layers.values())
+            assert experts == {EXPERTS}
+            given = torch.rand(tokens, 4), torch.zeros(tokens, 4, dtype=torch.int32)
+            module = sys.modules[type(runner.router).__module__]
+            with (
+                mock.patch.object(type(runner.router), "_compute_routing", autospec=True, return_value=given) as own,
+                mock.patch.object(module, routers.PADDING, lambda tokens: padding[:tokens], create=True),
+            ):
+                names = rewritten(model, experts, hidden, weight)
+            multiplies = bool(names & {"aten.mm.default", "aten.addmm.default"})
+            assert multiplies is reader, names  # logits that others read stay
+            assert own.called is (reader or tokens > 64)
+            if own.called:
+                logits = own.call_args.args[2]
+                assert torch.allclose(
+                    logits.float(), functional.linear(hidden, weight, bias).float(), rtol=0.02, atol=0.1
+                )
+            else:
+                added = {"bias": bias, "correction": arguments.get("e_score_correction_bias")}
+                routing = routers.router_of(runner).routing
+                ids, weights = route_reference(hidden, weight, routing, **added, padding=padding[:tokens])
                 assert torch.equal(runner.routed_experts.ids, ids)
                 assert torch.allclose(runner.routed_experts.weights, weights)
 
@@ -369,13 +382,12 @@ def graphs_choose_experts_where_a_models_own_code_multiplies_by_the_gate() -> No
 def graphs_stay_where_one_router_of_a_model_cannot_be_given_its_choice() -> None:
     from cute_kernels.integrations.vllm import routers
 
-    others: tuple[dict[str, Any], ...] = ({"renormalize": False}, {"custom_routing_function": lambda **_: None})
-    for other in others:
-        with engine() as layers:
-            first, second = make_runner(layers, in_code=True), make_runner(layers, in_code=True, **other)
-            for runner in (first, second):
-                layers[NAME] = runner
-                routers.connect(runner.routed_experts)
-            others_of_an_engine = object(), SimpleNamespace(router=None)
-            assert routers.routings_in_code([first, *others_of_an_engine]) == {EXPERTS: Routing(4, renormalize=True)}
-            assert routers.routings_in_code([first, second]) == {}
+    other: dict[str, Any] = {"custom_routing_function": lambda **_: None}
+    with engine() as layers:
+        first, second = make_runner(layers, in_code=True), make_runner(layers, in_code=True, **other)
+        for runner in (first, second):
+            layers[NAME] = runner
+            routers.connect(runner.routed_experts)
+        others_of_an_engine = object(), SimpleNamespace(router=None)
+        assert routers.routers_in_code([first, *others_of_an_engine]) == {EXPERTS}
+        assert routers.routers_in_code([first, second]) == set()

@@ -23,6 +23,7 @@ def route(
     *,
     bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses each token's experts by hidden weight^T + bias; products, sums and scores are in fp32.
 
@@ -38,6 +39,7 @@ def route(
         bias: [E], floating, added to the logits.
         correction: [E], floating, added to the scores that experts are ranked by, and not to their weights (DeepSeek's
             ``e_score_correction_bias``).
+        padding: bool [T], contiguous; ids of tokens for which it is True are -1, of no expert.
 
     Returns:
         (ids int32 [T, top_k], weights fp32 [T, top_k]), the expert that ranks first first. Among equal ones the lower
@@ -46,4 +48,4 @@ def route(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    return ops.route(RouteCall(hidden, weight, routing, bias, correction))
+    return ops.route(RouteCall(hidden, weight, routing, bias, correction, padding))

@@ -3,6 +3,7 @@
 experts, top_k, renormalize, groups, kept_groups, scale
                      as `Routing` has them; scoring: the number of the name in `SCORINGS`
 ranks_logits         whether experts are ranked by their logits
+padding              bool [T] or 0: tokens that are padding get ids of -1
 bias, correction     [experts] or 0; bias_wide, correction_wide: whether they are fp32, else they are of the
                      configuration's dtype
 ids, weights         int32 and fp32 [T, top_k]
@@ -17,7 +18,7 @@ from __future__ import annotations
 from cute_kernels.runtime.launch_arguments import arguments, joined
 
 _CHOICE = (
-    *arguments("address", "bias", "correction", "ids", "weights"),
+    *arguments("address", "bias", "correction", "padding", "ids", "weights"),
     *arguments(
         "int32", "top_k", "scoring", "ranks_logits", "renormalize", "groups", "kept_groups", "bias_wide",
         "correction_wide",

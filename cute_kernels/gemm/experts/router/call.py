@@ -20,11 +20,12 @@ class RouteCall(NamedTuple):
     routing: Routing
     bias: torch.Tensor | None = None
     correction: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Any]:
         """hidden, weight and, of the other tensors, those that are given; by name."""
-        optional = {"bias": self.bias, "correction": self.correction}
+        optional = {"bias": self.bias, "correction": self.correction, "padding": self.padding}
         given = {name: tensor for name, tensor in optional.items() if tensor is not None}
         return {"hidden": self.hidden, "weight": self.weight, **given}
 
@@ -35,7 +36,7 @@ def check_route(call: RouteCall) -> RouteCall:
     if not isinstance(call.routing, Routing):
         raise TypeError(f"routing: got {type(call.routing).__name__}, want a Routing")
     for name, tensor in call.tensors.items():
-        check_dtype(name, tensor, *DTYPES)
+        check_dtype(name, tensor, *((torch.bool,) if name == "padding" else DTYPES))
     hidden, weight = call.hidden, call.weight
     if weight.dim() != 2 or not weight.numel():
         raise ValueError(f"weight: got shape {shape_of(weight)}, want [experts, K]")
@@ -46,5 +47,8 @@ def check_route(call: RouteCall) -> RouteCall:
             check_shape(name, tensor, experts, why=", one of each expert")
     check_together(**call.tensors)
     check_contiguous("weight", weight)
+    if call.padding is not None:
+        check_shape("padding", call.padding, len(hidden), why=", one of each token")
+        check_contiguous("padding", call.padding)
     call.routing.check_experts(experts)
     return call

@@ -14,14 +14,16 @@ from cute_kernels.gemm.experts.router.routing import Routing
 from cute_kernels.runtime.operator import Operator, is_direct, launcher
 from cute_kernels.runtime.plans import identity
 
+FIELDS = 6  # of a `Routing`
+
 
 def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `cute_kernels.gemm.experts.route`."""
-    if is_direct(call.hidden, call.weight, call.bias, call.correction):
+    if is_direct(call.hidden, call.weight, call.bias, call.correction, call.padding):
         return launch(call)
     check_route(call)
     if is_compiling() or needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
-        return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields)
+        return _operator(call.hidden, call.weight, call.bias, call.correction, *call.routing.fields, call.padding)
     return by_torch(call)
 
 
@@ -31,7 +33,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _key(call: RouteCall) -> tuple[Any, ...]:
-    hidden, weight, routing, bias, correction = call
+    hidden, weight, routing, bias, correction, padding = call
     return (
         hidden.shape,
         hidden.dtype,
@@ -41,18 +43,25 @@ def _key(call: RouteCall) -> tuple[Any, ...]:
         routing,
         None if bias is None else identity(bias),
         None if correction is None else identity(correction),
+        None if padding is None else (padding.shape, padding.stride(), padding.dtype, padding.get_device()),
     )
 
 
 launch = launcher(_key, check_route, route_plan, without_tokens)
 
 
-def _on_cpu(hidden, weight, bias, correction, *numbers) -> tuple[torch.Tensor, torch.Tensor]:
-    return by_torch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
+def _call_of(hidden, weight, bias, correction, *others) -> RouteCall:
+    """Returns the operator's arguments as a call. others: the fields of a `Routing`, and padding if it is given."""
+    fields, padding = others[:FIELDS], others[FIELDS:]
+    return RouteCall(hidden, weight, Routing(*fields), bias, correction, *padding)
 
 
-def _on_cuda(hidden, weight, bias, correction, *numbers) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch(RouteCall(hidden, weight, Routing(*numbers), bias, correction))
+def _on_cpu(*fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return by_torch(_call_of(*fields))
+
+
+def _on_cuda(*fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch(_call_of(*fields))
 
 
 def _on_meta(hidden, weight, bias, correction, top_k, *_) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +71,7 @@ def _on_meta(hidden, weight, bias, correction, top_k, *_) -> tuple[torch.Tensor,
 
 _operator = Operator(
     "route(Tensor hidden, Tensor weight, Tensor? bias, Tensor? correction, int top_k, str scoring, bool renormalize, "
-    "float scale, int groups, int kept_groups) -> (Tensor, Tensor)",
+    "float scale, int groups, int kept_groups, Tensor? padding=None) -> (Tensor, Tensor)",
     cpu=_on_cpu,
     cuda=_on_cuda,
     meta=_on_meta,

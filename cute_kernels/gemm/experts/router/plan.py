@@ -49,11 +49,12 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
     new_ids, new_weights = blank(size, torch.int32), blank(size, torch.float32)
 
     def launch(call: RouteCall) -> Routed:
-        hidden, bias, correction = call.hidden, call.bias, call.correction
+        hidden, bias, correction, padding = call.hidden, call.bias, call.correction, call.padding
         ids, weights = GPU.empty(*new_ids), GPU.empty(*new_weights)
         addresses = {
             "bias": 0 if bias is None else bias.data_ptr(),
             "correction": 0 if correction is None else correction.data_ptr(),
+            "padding": 0 if padding is None else padding.data_ptr(),
             "ids": ids.data_ptr(),
             "weights": weights.data_ptr(),
         }
@@ -77,7 +78,7 @@ def without_tokens(call: RouteCall) -> Routed:
 @as_kernels
 def by_torch(call: RouteCall) -> Routed:
     """Returns the result of a checked call by torch's operators, on any device."""
-    return route_reference(call.hidden, call.weight, call.routing, bias=call.bias, correction=call.correction)
+    return route_reference(*call[:3], **dict(zip(RouteCall._fields[3:], call[3:], strict=True)))
 
 
 @as_kernels

@@ -15,10 +15,12 @@ def route_reference(
     *,
     bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes (ids, weights) as `cute_kernels.gemm.experts.route` does, on any device; nothing waits for it."""
     logits = functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
-    return select_reference(logits, routing, correction)
+    ids, weights = select_reference(logits, routing, correction)
+    return ids if padding is None else ids.masked_fill(padding[:, None], -1), weights
 
 
 def select_reference(

@@ -32,6 +32,7 @@ class Choice:
 
     bias: Int64
     correction: Int64
+    padding: Int64
     ids: Int64
     weights: Int64
     top_k: Int32
@@ -97,7 +98,10 @@ class Selection:
     @cute.jit
     def choose(self, choice, logits, token, lane):
         """Stores a token's ids and weights. logits: those of the lane's experts, any value for experts that do not
-        exist."""
+        exist. Padding's ids are -1."""
+        is_padding = Uint32(0)
+        if choice.padding != 0:
+            is_padding = numbers.load_global_part(choice.padding + Int64(token), 0, 1)
         scores = cute.make_rmem_tensor(self.count, Float32)
         keys = cute.make_rmem_tensor(self.count, Int32)
         self.score(choice, scores, logits, lane)
@@ -118,6 +122,7 @@ class Selection:
             weight = weight * ptx.reciprocal(lanes.lane_sum(counted, ALL_LANES) + Float32(LEAST_SUM))
         if lane < choice.top_k:
             place = Int64(token * choice.top_k + lane) * 4
+            own = cutlass.select_(is_padding == Uint32(0), own, Int32(-1))
             ptx.store_global(choice.ids + place, [Uint32(own)])
             ptx.store_global(choice.weights + place, [weight * choice.scale])
 
