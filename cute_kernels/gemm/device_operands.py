@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.device import numbers, ptx
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.decoder import CodeDecoder
+from layouts.weights.hopper import TILE_N
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,26 @@ def scale_number(config, decoder: CodeDecoder, word):
         return cutlass.max(Int32(word << 23), Int32(1 << 22)).bitcast(Float32)
     word = decoder.scale_word(word)
     return ptx.bf16x2_low_to_float(word) if config.dtype == "bf16" else ptx.half2_low_to_float(word)
+
+
+def load_channel(config, decoder: CodeDecoder, operands: Operands, tile, row, tile_bytes) -> list[Any]:
+    """Loads [(scales, offsets)] of a tile's rows ``row`` and ``row`` + 8 if they hold for all of K; else returns [].
+
+    tile_bytes: bytes of a tile's stored scales.
+    """
+    form, size, channel = config.format, config.format.scale_bytes, []
+    if not config.group_size:
+        first = Int64(tile) * TILE_N + row
+        words = [numbers.load_global_part(operands.scales + first * size, 8 * size * half, size) for half in range(2)]
+        points: list[Any] = [Uint32(decoder.symmetric_zero)] * 2
+        if form.has_zeros:
+            points = [numbers.load_global_part(operands.zeros + first, 8 * half, 1) for half in range(2)]
+        scales = [scale_number(config, decoder, word) for word in words]
+        channel.append((scales, decoder.row_numbers(None, points)))
+    if form.row_scales:
+        end = operands.scales + (Int64(tile) + 1) * tile_bytes
+        channel.append((load_row_scales(form, end, row), None))
+    return channel
 
 
 def load_row_scales(form: WeightFormat, end, row) -> list[Any]:

@@ -23,11 +23,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.device.tensors import matrix_shape
-from cute_kernels.gemm.device_operands import Operands, load_row_scales, operands_of, scale_number
+from cute_kernels.gemm.device_operands import Operands, load_channel, operands_of, scale_number
 from cute_kernels.gemm.stream.config import ROW_WARPS, X_PAD, StreamConfig
 from cute_kernels.gemm.stream.epilogue import StreamEpilogue
 from cute_kernels.gemm.stream.memory import StreamMemory, allocate, clear_tail, init_barriers
@@ -267,25 +267,10 @@ class StreamRoles:
     def load_channel(self, operands, work, segment, place: StreamLane):
         """Loads (scales, offsets) of the thread's two rows that hold for all of K, for each tile. The list is empty if
         there are none."""
-        config, decoder, size = self.config, self.decoder, self.config.format.scale_bytes
-        channel = []
-        if not config.group_size:
-            for i in range(config.n_tiles):
-                row = Int64(work.tile(segment, i, config.n_tiles)) * TILE_N + place.scale_offset
-                found = [
-                    numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
-                ]
-                scales = [scale_number(config, decoder, word) for word in found]
-                zeros = [Uint32(decoder.symmetric_zero)] * 2
-                if config.format.has_zeros:
-                    zeros = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
-                channel.append((scales, decoder.row_numbers(None, zeros)))
-        if config.format.row_scales:
-            tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
-            for i in range(config.n_tiles):
-                behind = (Int64(work.tile(segment, i, config.n_tiles)) + 1) * tile_bytes
-                channel.append((load_row_scales(config.format, operands.scales + behind, place.scale_offset), None))
-        return channel
+        config, row = self.config, place.scale_offset
+        tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
+        tiles = [work.tile(segment, i, config.n_tiles) for i in range(config.n_tiles)]
+        return [each for tile in tiles for each in load_channel(config, self.decoder, operands, tile, row, tile_bytes)]
 
     def add_group(self, acc, tile: int, chains, scales):
         """Adds a group's products, times its scales if there are any, to ``acc``."""

@@ -166,15 +166,22 @@ class TileEpilogue:
         self.wait(store)
         self.stage_packed(store, acc, first + done // 2, tile_m)
         self.wait(store)
-        vectors = TILE_N // PACKED_VECTOR
+        self.store_staged(operands, store, corner, shape.n, chunk, TILE_N, PACKED_PITCH)
+
+    @cute.jit
+    def store_staged(self, operands, store: Store, corner: Corner, columns, chunk: int, features: int, pitch: int):
+        """Stores what is staged of a chunk, ``features`` of a token's ``columns`` results, 8 neighbouring ones at a
+        time."""
+        done, tile_m = self.config.chunks[chunk]
+        vectors, first = features // PACKED_VECTOR, corner.row // (TILE_N // features)
         start = corner.token + done
         for i in cutlass.range_constexpr(-(-tile_m * vectors // WARPGROUP_THREADS)):
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
-            row = corner.row + vector * PACKED_VECTOR
-            if (token < tile_m) & (start + token < corner.end) & (row < shape.n):
-                words = ptx.load_shared_vector(store.staging + token * PACKED_PITCH + vector * 16, 0, 4)
-                ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
+            column = first + vector * PACKED_VECTOR
+            if (token < tile_m) & (start + token < corner.end) & (column < columns):
+                words = ptx.load_shared_vector(store.staging + token * pitch + vector * 16, 0, 4)
+                ptx.store_global(operands.out + (Int64(start + token) * columns + column) * 2, words)
 
     def stage_packed(self, store: Store, acc, first: int, tile_m: int):
         """Stores a chunk's accumulators to the staging buffer, [token][feature] in 16 bits, transposed by stmatrix."""
@@ -215,15 +222,7 @@ class TileEpilogue:
         self.wait(store)
         self.stage_gated(store, acc, first + done // 2, tile_m)
         self.wait(store)
-        vectors = TILE_N // 2 // PACKED_VECTOR
-        start, columns = corner.token + done, shape.n // 2
-        for i in cutlass.range_constexpr(-(-tile_m * vectors // WARPGROUP_THREADS)):
-            index = store.tid + i * WARPGROUP_THREADS
-            token, vector = index // vectors, index % vectors
-            column = corner.row // 2 + vector * PACKED_VECTOR
-            if (token < tile_m) & (start + token < corner.end) & (column < columns):
-                words = ptx.load_shared_vector(store.staging + token * GATED_PITCH + vector * 16, 0, 4)
-                ptx.store_global(operands.out + (Int64(start + token) * columns + column) * 2, words)
+        self.store_staged(operands, store, corner, shape.n // 2, chunk, TILE_N // 2, GATED_PITCH)
 
     def stage_gated(self, store: Store, acc, first: int, tile_m: int):
         """Stores a chunk's results to the staging buffer, [token][feature] in 16 bits.

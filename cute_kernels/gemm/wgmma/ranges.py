@@ -13,10 +13,9 @@ from cutlass import Int32, Int64
 from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.epilogue import Store
-from cute_kernels.gemm.wgmma.places import corner_of
 from cute_kernels.gemm.wgmma.reduction import StoringReduction, add_published, publish_acc
 from cute_kernels.gemm.wgmma.results import RangeSplitK
-from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes, WorkTile, dense_grid, dense_sizes
+from cute_kernels.gemm.wgmma.tiles import DenseRounds, OneByOne, TileSizes, WorkTile, dense_grid, dense_sizes
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class TileRangeSizes(TileSizes):
 
 
 @dataclass(frozen=True)
-class RangeScheduler:
+class RangeScheduler(OneByOne):
     """The work tiles of one CTA, from the last tile of its range to the first; run-time integers."""
 
     shape: TileRangeSizes
@@ -71,16 +70,8 @@ class RangeScheduler:
         return RangeScheduler(shape, cta, first_tile, first_k, last_tile, last_end)
 
     @property
-    def first(self):
-        return Int32(0)
-
-    @property
     def count(self):
         return self.last_tile - self.first_tile + 1
-
-    @property
-    def stride(self):
-        return Int32(1)
 
     def work_tile(self, index) -> WorkTile:
         """Returns the ``index``-th work tile; its ``split`` is the CTA's number, its ``number`` the tile's."""
@@ -123,8 +114,7 @@ class RangeReduction(StoringReduction):
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
         """Prepares the store of the tiles that the CTA stores."""
         if work_tile.end == shape.k_blocks:
-            corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
-            self.epilogue.prepare(operands, shape, store, corner, 0)
+            self.prepare_tiles(operands, shape, store, work_tile, first_tile)
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
@@ -136,8 +126,7 @@ class RangeReduction(StoringReduction):
         else:
             if work_tile.begin > 0:
                 self.collect(operands, shape, store, work_tile, acc)
-            corner = corner_of(self.config, self.places, shape, work_tile, first_tile)
-            self.epilogue.run(operands, shape, store, corner, acc, 0, 0)
+            self.store_tiles(operands, shape, store, work_tile, acc, first_tile)
 
     def place(self, operands, store: Store, cta):
         """Returns the address of a thread's first accumulators in the part that a CTA publishes, in the order of the

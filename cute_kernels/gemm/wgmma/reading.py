@@ -8,13 +8,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.formats.weights.decoder import CodeDecoder
-from cute_kernels.gemm.device_operands import load_row_scales, scale_number
+from cute_kernels.gemm.device_operands import load_channel
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.places import Places
 from layouts.weights.hopper import TILE_BYTES, TILE_N
@@ -172,26 +172,11 @@ class Channel:
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
         """Loads, for each tile, (scales, offsets) of the thread's two rows if they hold for all of K; else returns an
         empty list."""
-        config, decoder, size = self.config, self.stages.decoder, self.config.format.scale_bytes
-        channel = []
-        if not config.group_size:
-            for i in range(config.n_tiles):
-                tile = self.places.weight_tile(shape, work_tile, first_tile + i)
-                row = Int64(tile) * TILE_N + place.row % TILE_N
-                found = [
-                    numbers.load_global_part(operands.scales + row * size, 8 * size * half, size) for half in range(2)
-                ]
-                scales = [scale_number(config, decoder, word) for word in found]
-                points = [decoder.symmetric_zero] * 2
-                if config.format.has_zeros:
-                    points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
-                channel.append((scales, decoder.row_numbers(None, points)))
-        if config.format.row_scales:
-            for i in range(config.n_tiles):
-                tile = self.places.weight_tile(shape, work_tile, first_tile + i)
-                behind = (Int64(tile) + 1) * shape.scale_groups * config.format.group_scale_bytes
-                channel.append((load_row_scales(config.format, operands.scales + behind, place.row % TILE_N), None))
-        return channel
+        config, places = self.config, self.places
+        tile_bytes = shape.scale_groups * config.format.group_scale_bytes
+        tiles = [places.weight_tile(shape, work_tile, first_tile + i) for i in range(config.n_tiles)]
+        row, decoder = place.row % TILE_N, self.stages.decoder
+        return [each for tile in tiles for each in load_channel(config, decoder, operands, tile, row, tile_bytes)]
 
     def scale(self, acc, finished, channel):
         """Stores finished accumulators in ``acc``, multiplied by their row's scale if it holds for all of K."""

@@ -65,6 +65,18 @@ class StoringReduction:
     def begin(self) -> None:
         """Does nothing: most reductions have nothing to set up."""
 
+    def prepare_tiles(self, operands, shape, store: Store, work_tile, first_tile) -> None:
+        """Prepares the store of a warpgroup's tiles."""
+        for i in range(self.config.n_tiles):
+            corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+            self.epilogue.prepare(operands, shape, store, corner, i)
+
+    def store_tiles(self, operands, shape, store: Store, work_tile, acc, first_tile) -> None:
+        """Stores a warpgroup's tiles."""
+        for i in range(self.config.n_tiles):
+            corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
+            self.epilogue.run(operands, shape, store, corner, acc, i * (self.config.tile_m // 2), i)
+
 
 class WorkspaceReduction(StoringReduction):
     """The reduction through global memory: the CTA with the last part of K adds up the others' partials and stores.
@@ -74,21 +86,15 @@ class WorkspaceReduction(StoringReduction):
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
         """Prepares the store of the tiles that the CTA stores."""
         if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
-            for i in cutlass.range_constexpr(self.config.n_tiles):
-                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
-                self.epilogue.prepare(operands, shape, store, corner, i)
+            self.prepare_tiles(operands, shape, store, work_tile, first_tile)
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
         """Adds up the parts of K, and stores the tiles of which this CTA has the last part: see `TileReduction`."""
-        config = self.config
-        tile_acc = config.tile_m // 2
-        if const_expr(config.reduction.splits_k):
+        if const_expr(self.config.reduction.splits_k):
             self.combine(operands, store, work_tile, acc)
-        if (work_tile.split == work_tile.splits - 1) | const_expr(config.reduction.cuts_rows):
-            for i in cutlass.range_constexpr(config.n_tiles):
-                corner = corner_of(config, self.places, shape, work_tile, first_tile + i)
-                self.epilogue.run(operands, shape, store, corner, acc, i * tile_acc, i)
+        if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
+            self.store_tiles(operands, shape, store, work_tile, acc, first_tile)
 
     @cute.jit
     def combine(self, operands, store: Store, work_tile, acc):
@@ -151,22 +157,17 @@ class SequentialReduction(StoringReduction):
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
         """Prepares the store of the tile, before the part of K that is computed last."""
         if work_tile.split == work_tile.splits - 1:
-            for i in cutlass.range_constexpr(self.config.n_tiles):
-                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
-                self.epilogue.prepare(operands, shape, store, corner, i)
+            self.prepare_tiles(operands, shape, store, work_tile, first_tile)
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
         """Adds a part of K to the second set of accumulators, and stores the tile after its last part: see
         `TileReduction`."""
-        tile_acc = self.config.tile_m // 2
         begins = work_tile.split == 0
         for i in cutlass.range_constexpr(self.config.thread_acc):
             self.sums[i] = cutlass.select_(begins, acc[i], self.sums[i] + acc[i])
         if work_tile.split == work_tile.splits - 1:
-            for i in cutlass.range_constexpr(self.config.n_tiles):
-                corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
-                self.epilogue.run(operands, shape, store, corner, self.sums, i * tile_acc, i)
+            self.store_tiles(operands, shape, store, work_tile, self.sums, first_tile)
 
 
 class RowReduction(StoringReduction):

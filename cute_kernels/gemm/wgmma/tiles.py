@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -65,20 +65,15 @@ class TileSizes:
     activation: Int32
     out_kind: Int32
     grid: TileGrid | None  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
+    # Where the scales of rows of x are, if x has some: fp32 [k blocks, x_scale_pitch].
+    x_scales: Int64 | None = field(default=None, kw_only=True)
+    x_scale_pitch: Int32 | None = field(default=None, kw_only=True)
 
     @property
     def counted(self) -> TileGrid:
         """The numbering of tiles, for schedulers that have one."""
         assert self.grid is not None
         return self.grid
-
-
-@dataclass(frozen=True)
-class ScaledTileSizes(TileSizes):
-    """Sizes of a launch whose x has scales of its rows, and where these are: fp32 [k blocks, x_scale_pitch]."""
-
-    x_scales: Int64
-    x_scale_pitch: Int32
 
 
 @dataclass(frozen=True)
@@ -156,8 +151,20 @@ class TileScheduler:
         return number if self.multicast == 1 else number * self.multicast + self.rank
 
 
+class OneByOne:
+    """The numbers of a CTA's work tiles, if they count its own alone."""
+
+    @property
+    def first(self):
+        return Int32(0)
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+
 @dataclass(frozen=True)
-class SequentialScheduler:
+class SequentialScheduler(OneByOne):
     """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
 
     It takes the last part first: see `.reduction.SequentialReduction`.
@@ -168,18 +175,10 @@ class SequentialScheduler:
     num_ctas: Int32
 
     @property
-    def first(self):
-        return Int32(0)
-
-    @property
     def count(self):
         """Parts of all tiles of the CTA."""
         tiles = (self.shape.whole - self.cta + (self.num_ctas - 1)) // self.num_ctas
         return tiles * self.shape.splits
-
-    @property
-    def stride(self):
-        return Int32(1)
 
     def work_tile(self, index) -> WorkTile:
         shape = self.shape
@@ -230,6 +229,11 @@ def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[An
     return m, given.n, k, given.num_tiles, k_blocks, *cut, given.activation, given.out_kind
 
 
+def x_scales_of(given) -> dict[str, Any]:
+    """Returns where a launch has scales of rows of x, as fields of `TileSizes`."""
+    return {name: getattr(given, name, None) for name in ("x_scales", "x_scale_pitch")}
+
+
 def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
     """Returns the numbering of tiles; None if a product has one token tile, whose tiles blocks alone number."""
     if config.one_m_tile:
@@ -244,10 +248,7 @@ class DenseRounds:
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileSizes:
         """Returns the sizes of a launch, on the host."""
-        sizes: list[Any] = [*dense_sizes(config, given), dense_grid(config, given)]
-        if config.mainloop.scaled_rows:
-            return ScaledTileSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
-        return TileSizes(*sizes)
+        return TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given), **x_scales_of(given))
 
     @staticmethod
     def scheduler(config: WgmmaConfig, shape, cta, num_ctas) -> Any:

@@ -352,11 +352,6 @@ class RangeRoles:
                 staged = memory.results.next(staged)
 
 
-def launch_options(config: RangeConfig, num_ctas, stream) -> dict[str, Any]:
-    sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "min_blocks_per_mp": 1}
-    return sizes | {"use_pdl": True, "stream": stream}
-
-
 class RangeKernel:
     """The kernel of products by work ranges, as one :class:`.config.RangeConfig` compiles it; the configuration says
     how assignments are found.
@@ -383,9 +378,8 @@ class RangeKernel:
         """Launches ``num_ctas`` CTAs. ``given`` has the arguments `RANGES` or `ASSIGNED` of
         `cute_kernels.gemm.experts.arguments`."""
         routing = self.roles.routing
-        self.kernel(routing.operands(given), routing.sizes(given)).launch(
-            **launch_options(self.config, given.num_ctas, stream)
-        )
+        sizes = {"grid": (given.num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "min_blocks_per_mp": 1}
+        self.kernel(routing.operands(given), routing.sizes(given)).launch(**sizes, use_pdl=True, stream=stream)
 
     @cute.kernel
     def kernel(self, operands, shape):

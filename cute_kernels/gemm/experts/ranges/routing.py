@@ -3,7 +3,8 @@ ones."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -27,57 +28,66 @@ def range_sizes(config: RangeConfig, given, places) -> Any:
     return given.n, given.x.shape[1], *of_blocks, *routed, given.activation, given.out_kind
 
 
-class Routing(Protocol):
+class Routing(ABC):
     """How warps find the rows of x that an expert multiplies. A ``number`` counts entries, or the parts of K of all
     entries."""
 
+    def __init__(self, config: RangeConfig):
+        self.config = config
+
+    @abstractmethod
     def sizes(self, given) -> RangeSizes:
         """Returns the sizes of a launch, on the host."""
-        ...
 
+    @abstractmethod
     def operands(self, given) -> RangeOperands:
         """Returns the operands of a launch, on the host."""
-        ...
 
+    @abstractmethod
     def load(self, operands, shape, lane) -> Any:
         """Loads what a lane needs of the routing, for `find`."""
-        ...
 
+    @abstractmethod
     def find(self, shape, known, lane) -> tuple[Any, Any]:
         """Returns (the finder of entries, what a lane knows of the rows of x, for `entry_row`)."""
-        ...
 
-    def with_parts(self, shape, entries) -> Any:
-        """Returns the number of parts of K of ``entries`` entries."""
-        ...
-
-    def entry_of(self, shape, number) -> Any:
-        """Returns the entry of a ``number`` that counts parts."""
-        ...
-
-    def first_k_block(self, shape, number) -> Any:
-        """Returns the first k block of the part of K with a ``number``."""
-        ...
-
-    def tile_k_blocks(self, shape) -> Any:
-        """Returns the k blocks of the padded K."""
-        ...
-
-    def result_place(self, shape, number, place) -> Any:
-        """Returns the row in which results of a place are stored, for the entry's part with a ``number``."""
-        ...
-
+    @abstractmethod
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
         """Returns the row of x of the lane's row of an entry; lanes beyond its last row get the last one's. known: as
         `find` returns it."""
-        ...
+
+    def part_bits(self, shape) -> Any:
+        """Returns log2 of the parts of K that entries are counted with: all parts of one, then of the next."""
+        return 0
+
+    def part(self, shape, number) -> Any:
+        """Returns the part of K of a ``number``."""
+        bits = self.part_bits(shape)
+        return number - ((number >> bits) << bits)
+
+    def with_parts(self, shape, entries) -> Any:
+        """Returns the number of parts of K of ``entries`` entries."""
+        return entries << self.part_bits(shape)
+
+    def entry_of(self, shape, number) -> Any:
+        """Returns the entry of a ``number`` that counts parts."""
+        return number >> self.part_bits(shape)
+
+    def first_k_block(self, shape, number) -> Any:
+        """Returns the first k block of the part of K with a ``number``."""
+        return self.part(shape, number) * shape.k_blocks
+
+    def tile_k_blocks(self, shape) -> Any:
+        """Returns the k blocks of the padded K."""
+        return shape.k_blocks << self.part_bits(shape)
+
+    def result_place(self, shape, number, place) -> Any:
+        """Returns the row in which results of a place are stored, for the entry's part with a ``number``."""
+        return self.part(shape, number) * shape.places + place
 
 
-class SortedRouting:
+class SortedRouting(Routing):
     """Assignments sorted by expert: the offsets of experts, and the row of x at each place. See `Routing`."""
-
-    def __init__(self, config: RangeConfig):
-        self.config = config
 
     def sizes(self, given) -> RangeSizes:
         return RangeSizes(*range_sizes(self.config, given, given.places))
@@ -98,26 +108,6 @@ class SortedRouting:
         places, row = known
         return ExpertFinder.of(places, lane, self.config.tile_m), row
 
-    def with_parts(self, shape, entries) -> Any:
-        """Returns the number of entries unchanged: here each has all of K."""
-        return entries
-
-    def entry_of(self, shape, number) -> Any:
-        """Returns the entry of a ``number``: the number itself, as K has one part."""
-        return number
-
-    def first_k_block(self, shape, number) -> Any:
-        """Returns the first k block of K, for any ``number``."""
-        return Int32(0)
-
-    def tile_k_blocks(self, shape) -> Any:
-        """Returns the k blocks of the padded K."""
-        return shape.k_blocks
-
-    def result_place(self, shape, number, place) -> Any:
-        """Returns the row in which results of a place are stored: the place itself, as K has one part."""
-        return place
-
     @cute.jit
     def entry_row(self, operands, shape, entry: Entry, known, lane):
         """Returns the row of x of the lane's row of an entry; lanes beyond its last row get the last one's. known: the
@@ -137,12 +127,9 @@ class SortedRouting:
         return row
 
 
-class AssignedRouting:
+class AssignedRouting(Routing):
     """Unsorted assignments, which warps find by :mod:`.assignments`: see `Routing`. A layer of few assignments needs no
     launch that sorts them."""
-
-    def __init__(self, config: RangeConfig):
-        self.config = config
 
     def sizes(self, given) -> AssignedSizes:
         own = {"id_words": given.id_words, "row_factor": given.row_factor, "part_bits": given.part_bits}
@@ -160,20 +147,8 @@ class AssignedRouting:
     def find(self, shape, known, lane) -> tuple[Any, Any]:
         return AssignmentFinder.of(known, shape.num_experts, lane, self.config.tile_m), None
 
-    def with_parts(self, shape, entries) -> Any:
-        return entries << shape.part_bits
-
-    def entry_of(self, shape, number) -> Any:
-        return number >> shape.part_bits
-
-    def first_k_block(self, shape, number) -> Any:
-        return shape.part(number) * shape.k_blocks
-
-    def tile_k_blocks(self, shape) -> Any:
-        return shape.k_blocks << shape.part_bits
-
-    def result_place(self, shape, number, place) -> Any:
-        return shape.part(number) * shape.places + place
+    def part_bits(self, shape) -> Any:
+        return shape.part_bits
 
     @cute.jit
     def entry_row(self, operands, shape, entry, known, lane):

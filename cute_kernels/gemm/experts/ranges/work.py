@@ -60,10 +60,6 @@ class AssignedSizes(RangeSizes):
         """Returns the row of x of an assignment."""
         return (place * self.row_factor) >> ROW_BITS
 
-    def part(self, number) -> Any:
-        """Returns the part of K of a ``number``, which counts the parts of all entries."""
-        return number - ((number >> self.part_bits) << self.part_bits)
-
 
 @dataclass(frozen=True)
 class RangeOperands:

@@ -16,14 +16,14 @@ from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, TABLE_WARPS
-from cute_kernels.gemm.experts.wgmma.tiles import GroupedLimbSizes, GroupedTileScheduler, GroupedTileSizes, fill_table
+from cute_kernels.gemm.experts.wgmma.tiles import GroupedTileScheduler, GroupedTileSizes, fill_table
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.kernel import NOBODY, TileRoles, WgmmaKernel
 from cute_kernels.gemm.wgmma.limbs import Shift
 from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
 from cute_kernels.gemm.wgmma.memory import init_barriers
 from cute_kernels.gemm.wgmma.places import Places, tile_of_block
-from cute_kernels.gemm.wgmma.tiles import dense_sizes
+from cute_kernels.gemm.wgmma.tiles import dense_sizes, x_scales_of
 
 
 class ExpertPlaces:
@@ -66,9 +66,7 @@ class ExpertTiles:
         blocks = cute.ceil_div(given.num_tiles, self.config.block_tiles)
         divisors = Divisor.of(blocks * M_TILE_BAND), Divisor.of(given.num_ctas)
         sizes: list[Any] = [*dense, None, given.num_experts, blocks, *divisors, given.offsets]
-        if self.config.mainloop.scaled_rows:
-            return GroupedLimbSizes(*sizes, x_scales=given.x_scales, x_scale_pitch=given.x_scale_pitch)
-        return GroupedTileSizes(*sizes)
+        return GroupedTileSizes(*sizes, **x_scales_of(given))
 
     @cute.jit
     def begin(self, roles: TileRoles, operands, shape, memory, cta, num_ctas, warp, lane):

@@ -39,14 +39,6 @@ class GroupedTileSizes(TileSizes):
 
 
 @dataclass(frozen=True)
-class GroupedLimbSizes(GroupedTileSizes):
-    """Sizes of a launch whose x comes in limbs, and where its scales are: fp32 [k blocks, x_scale_pitch]."""
-
-    x_scales: Int64
-    x_scale_pitch: Int32
-
-
-@dataclass(frozen=True)
 class GroupedWorkTile:
     """A tile of an expert's output; run-time integers.
 
