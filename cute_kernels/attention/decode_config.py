@@ -135,16 +135,6 @@ class DecodeConfig:
         return alone and self.num_warps == 8 and "word" not in self.copies
 
     @property
-    def awaits_length(self) -> bool:
-        """Whether the first tile depends on the request's length, as a window's does."""
-        return self.features.window and not self.pipeline.early_tiles and not self.after_append
-
-    @property
-    def asks_queries_late(self) -> bool:
-        """Whether queries are loaded after the length; else together with it."""
-        return self.after_append or self.awaits_length
-
-    @property
     def num_roles(self) -> int:
         """Warps that differ in the query heads they carry."""
         return self.mainloop.num_heads * self.mainloop.num_query_blocks

@@ -35,7 +35,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.arguments import BIAS_STRIDES
 from cute_kernels.attention.assignment import Assigner, Requests
@@ -61,7 +61,6 @@ from cute_kernels.attention.mainloops.logits import Logits
 from cute_kernels.attention.mainloops.warp import WarpMainloop
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
-from cute_kernels.attention.readers.common import Query
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.pages import Pages
@@ -224,17 +223,10 @@ class DecodeKernel:
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
-        if const_expr(config.awaits_length):
-            # Before the length: uniform arithmetic with it, and so the wait for it, may stand right after its load.
-            if cta.warp == config.num_warps:
-                self.filler.prefetch_pages(cta.tiles, own_row, part, requests.parts, lane)
-        # Lengths, queries, pages and first tiles come from memory at the same time: tile ``part`` is the first of this
-        # CTA unless lengths differ.
+        # Lengths, pages and first tiles come from memory at the same time. The first tile of a CTA is tile ``part``,
+        # unless lengths differ.
         asked_length = self.assigner.fetch_length(requests, own_row)
         first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
-        asked = None  # of those that come late, `attend_unit` asks for them: after an append, or a window's first tile
-        if const_expr(not config.asks_queries_late):
-            asked = self.fetch_query(cta, place, q, own_row)  # by producer warps in vain
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
             early = early & (row < shape.batch)
@@ -247,13 +239,13 @@ class DecodeKernel:
         length = self.assigner.limit_length(requests, asked_length)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
-            self.process_unit(cta, place, requests, q, asked, first_length, unit, row, early, pages)
+            self.process_unit(cta, place, requests, q, first_length, unit, row, early, pages)
         else:
             work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-            self.process_expected(cta, work, q, asked, early, pages, part < unit.num_parts)
+            self.process_expected(cta, work, q, early, pages, part < unit.num_parts)
 
     @cute.jit
-    def process_expected(self, cta, work, q, query, early, pages, expected):
+    def process_expected(self, cta, work, q, early, pages, expected):
         """Processes a unit. It is ``expected`` if the early tile is its first tile.
 
         | early | expected, from tile 0, with tokens | the early tile |
@@ -275,7 +267,7 @@ class DecodeKernel:
                     state = cta.pipeline.next(state)
         if work.part < work.num_parts:
             if cta.warp < self.config.num_warps:
-                self.attend_unit(cta, work, q, query, state)
+                self.attend_unit(cta, work, q, state)
             else:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -285,21 +277,21 @@ class DecodeKernel:
                     self.filler.fill(cta, work, state, issued, pages, known)
 
     @cute.jit
-    def attend_unit(self, cta, work, q, query, state: PipelineState):
-        """Attends to one unit; ``query`` is None where no queries have been loaded yet."""
+    def attend_unit(self, cta, work, q, state: PipelineState):
+        """Loads the queries of a unit, while its first tile is on its way, and attends to it."""
         if const_expr(self.appends):
             addresses = self.rows.make(cta, work, q)
-            k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
-            query = self.key_reader.fetch_query(addresses, k_scale, cta.lane)
-        elif const_expr(self.config.asks_queries_late):
+        else:
             if const_expr(self.config.after_append):
                 # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
                 cute.arch.griddepcontrol_wait()
-            query = self.fetch_query(cta, work.place, q, work.request)
+            addresses = self.query_addresses(work.place, cta.roles, q, work.request, cta.lane)
+        k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
+        query = self.key_reader.fetch_query(addresses, k_scale, cta.lane)
         self.mainloop.attend_tiles(cta, work, query, state)
 
     @cute.jit
-    def process_unit(self, cta, place, requests, q, asked, first_length, unit, row, early, pages):
+    def process_unit(self, cta, place, requests, q, first_length, unit, row, early, pages):
         """Processes the CTA's part of its own row or, where lengths differ, its unit among those of all rows."""
         lane, part = cta.lane, unit.part
         tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
@@ -314,31 +306,7 @@ class DecodeKernel:
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-        if const_expr(self.config.asks_queries_late):
-            self.process_expected(cta, work, q, None, early, pages, expected)
-        else:
-            query = self.query_of(cta, place, q, asked, row, unit_row)
-            self.process_expected(cta, work, q, query, early, pages, expected)
-
-    @cute.jit
-    def query_of(self, cta, place, q, asked, row, unit_row):
-        """Returns the queries of the unit's row. ``asked``: the queries that were loaded for the CTA's own ``row``."""
-        words = _leaves(asked.words)
-        registers = cute.make_rmem_tensor(len(words), Uint32)
-        if cta.warp < self.config.num_warps:
-            for i in cutlass.range_constexpr(len(words)):
-                registers[i] = words[i]
-            if unit_row != row:
-                again = _leaves(self.fetch_query(cta, place, q, unit_row).words)
-                for i in cutlass.range_constexpr(len(words)):
-                    registers[i] = again[i]
-        return Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
-
-    def fetch_query(self, cta, place, q, row):
-        """Starts loading the warp's queries of a request."""
-        addresses = self.query_addresses(place, cta.roles, q, row, cta.lane)
-        k_scale = cta.given.of_keys(place.first_head + cta.roles.head)
-        return self.key_reader.fetch_query(addresses, k_scale, cta.lane)
+        self.process_expected(cta, work, q, early, pages, expected)
 
     def roles(self, warp, first_row) -> "Roles":
         """Returns which KV head, queries and tokens of its CTA's tiles a warp takes."""
@@ -374,19 +342,3 @@ class DecodeKernel:
             cute.arch.sync_warp()
             if lane == 0:
                 pipeline.consumer_release(first)
-
-
-def _leaves(words):
-    """Returns the elements of nested lists, in order."""
-    return [leaf for word in words for leaf in _leaves(word)] if isinstance(words, list) else [words]
-
-
-def _like(words, registers, first: int = 0):
-    """Returns nested lists shaped like ``words`` that hold ``registers`` in order."""
-    if not isinstance(words, list):
-        return registers[first]
-    result = []
-    for word in words:
-        result.append(_like(word, registers, first))
-        first += len(_leaves(word))
-    return result

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 import cutlass
 from cutlass import Int32, Int64
 
-from cute_kernels.device import numbers, ptx
+from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
-
-SECTOR_ENTRIES = 8  # of a block table, that come from memory together
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class Pages:
         """Starts loading the table's entry for a token, which must exist. Returns (entry, row of the token in its
         page)."""
         index, place = self.page_size.divide_int(token)
-        return Int32(ptx.load_global_words(self._address(request, index), 0, 1)[0]), place
+        address = self.table + (Int64(request) * self.stride + index) * 4
+        return Int32(ptx.load_global_words(address, 0, 1)[0]), place
 
     def of_head(self, head, batch) -> Pages:
         """Returns the pages of a KV head, for tables [heads, batch, entries] in which each head has its own rows."""
@@ -45,12 +44,3 @@ class Pages:
         It is not part of :meth:`ask`, so that no thread waits for an entry before its use.
         """
         return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)
-
-    def prefetch(self, request, sector, max_seq_len):
-        """Prefetches a sector of a request's entries into L2, unless it begins past ``max_seq_len`` tokens."""
-        first = sector * SECTOR_ENTRIES
-        is_there = Int32(first * self.page_size.value < max_seq_len)
-        numbers.prefetch_line_if(is_there, self._address(request, first))
-
-    def _address(self, request, index):
-        return self.table + (Int64(request) * self.stride + index) * 4

@@ -74,15 +74,12 @@ class Merger:
         address = ring.toint()
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
-        sinks = cute.make_rmem_tensor(-(-self.num_vectors // self.config.num_threads), Float32)
-        if const_expr(self.config.features.sinks):
-            if work.num_parts == 1:
-                self.ask_sinks(sinks, work, results, tid)
         sync_consumers(self.config)
         if work.num_parts == 1:
             for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+                sink = self.load_sink(work, results, index)
                 maximum, total, value = self.merge_slices(address, index)
-                self.store_output(work, results, index, maximum, total, value, self.next_sink(sinks))
+                self.store_output(work, results, index, maximum, total, value, sink)
                 if (results.mode & KEEP_PARTIALS) != 0:
                     self.store_partial(work, results, index, maximum, total, value)
         else:
@@ -305,21 +302,6 @@ class Merger:
             return Float32(0.0)
         _, head, valid = work.query_row(self.config, self.vector(index)[0])
         return load_float(results.sinks + Int64(cutlass.select_(valid, head, Int32(0))) * 4)
-
-    def ask_sinks(self, sinks, work, results, tid):
-        """Starts loading the sinks of all vectors that a thread stores for a row's only split, all at once."""
-        for i in range(cute.size(sinks)):
-            index = cutlass.min(tid + i * self.config.num_threads, self.num_vectors - 1)
-            sinks[i] = self.load_sink(work, results, index)
-
-    def next_sink(self, sinks):
-        """Returns the first of the loaded sinks and moves the others up."""
-        if not self.config.features.sinks:
-            return Float32(0.0)
-        first = sinks[0]
-        for i in range(cute.size(sinks) - 1):
-            sinks[i] = sinks[i + 1]
-        return first
 
     @cute.jit
     def store_output(self, work, results, index, maximum, total, value, sink):

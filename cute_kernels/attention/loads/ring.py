@@ -40,13 +40,6 @@ class RingFiller:
         return self.make_pages() if early else None
 
     @cute.jit
-    def prefetch_pages(self, tiles, row, part, parts, lane):
-        """Prefetches a request's row of the block table into L2, each of its CTAs a part, while its length is being
-        loaded. Only the length tells with which page a window begins; reading a page's number then hits L2."""
-        if const_expr(self.config.page_tokens > 0):
-            tiles.pages.prefetch(row, part + lane * parts, tiles.max_seq_len)
-
-    @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
         """Starts loading the pages of the tiles that begin with ``token`` and every ``stride`` tokens after it."""
         for i in cutlass.range_constexpr(self.config.pipeline.num_stages + 1):
@@ -110,18 +103,12 @@ class RingFiller:
             cute.arch.griddepcontrol_wait()
         page, place = Int32(0), Int32(0)
         if const_expr(config.page_tokens > 0):
-            first = token
             if const_expr(pages is None):
                 pages = self.make_pages()
-                if const_expr(config.awaits_length):  # the first tile's: whatever stands before its copy delays it
-                    pages[0], pages[1] = self.copier.find_pages(tiles, work.request, token, lane)
-                else:
-                    self.find_pages(tiles, work.request, token, stride, pages, lane)
+                self.find_pages(tiles, work.request, token, stride, pages, lane)
             elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
             for i in cutlass.range_constexpr(config.pipeline.num_stages):
-                if const_expr(config.awaits_length and i == 1):
-                    self.find_pages(tiles, work.request, first, stride, pages, lane)
                 if (issued <= i) & (token < work.length):
                     pipeline.producer_acquire(state)
                     self.await_append(work, token)

@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True)
 class Query:
-    """The queries that a key reader loads before the request's length is known.
+    """The queries of a unit, as a key reader loads them while the first tile is on its way.
 
     Attributes:
         words: [block][unit] raw words of the lane's query head.
