@@ -1,8 +1,8 @@
-"""Combines the accumulators of two warpgroups, each over half of the keys, into the result or a split's part of it.
+"""Scales the accumulators of two warpgroups, and writes them as the result or a split's part of it.
 
-One thread per row computes what all threads need: the factor of each warpgroup's sums, and where the row goes. Each
-warpgroup keeps the columns of one of its two MMAs. It sends the other MMA's columns to the other warpgroup, through its
-buffers of probabilities.
+One thread per row computes what all threads need: the factor of each warpgroup's sums, and where the row goes. A
+warpgroup with a KV head of its own then writes the columns of both its MMAs. Two that have half of the keys of one head
+each keep one MMA's columns, and send the other MMA's to the other warpgroup, through their buffers of probabilities.
 """
 
 from __future__ import annotations
@@ -48,45 +48,28 @@ class KeyRowsResults:
 
     @cute.jit
     def write(self, shape, operands, features, work, memory, sums, place):
-        """Writes the results of a work tile; no MMA may be in flight."""
+        """Writes the results of a work tile; no MMA may be in flight. first: the first warpgroup of a KV head."""
         self.tell(memory, sums, place)
+        sync_head(self.heads, place.group)
+        row, first = place.warp * WARP_THREADS + place.lane, place.group
         if const_expr(self.heads == 1):
-            self.write_together(shape, operands, features, work, memory, sums, place)
-        else:
-            self.write_alone(shape, operands, features, work, memory, sums, place)
-
-    @cute.jit
-    def write_alone(self, shape, operands, features, work, memory, sums, place):
-        """Writes the results of a warpgroup that has all tokens of a KV head."""
-        sync_head(self.heads, place.group)
-        row = place.warp * WARP_THREADS + place.lane
+            row, first = row + place.group * WARPGROUP_THREADS, Int32(0)
         if row < self.config.tile_rows:
-            self.finish_row(shape, operands, features, work, memory, row, place.group)
+            self.finish_row(shape, operands, features, work, memory, row, first)
+        # The head's products have read its probabilities, and all warps what was told.
         sync_head(self.heads, place.group)
-        if shape.splits.value == 1:
-            self.write_own_rows(operands.out, ELEMENT_BYTES, memory, sums, place)
+        self.scale(memory, sums, place, first)
+        if const_expr(self.heads == 2):
+            self.store(shape, operands, memory, sums, place, first, (0, 1))
         else:
-            self.write_own_rows(operands.partials, PARTIAL_BYTES, memory, sums, place)
-
-    @cute.jit
-    def write_together(self, shape, operands, features, work, memory, sums, place):
-        """Writes the results of two warpgroups that have half of the tokens each."""
-        sync_consumers()
-        row = (place.group * WARPGROUP_WARPS + place.warp) * WARP_THREADS + place.lane
-        if row < self.config.tile_rows:
-            self.finish_row(shape, operands, features, work, memory, row, Int32(0))
-        # The warpgroup's products have read its probabilities, and all warps what was told.
-        sync_consumers()
-        for group in cutlass.range_constexpr(MMA_WARPGROUPS):
-            if place.group == group:
-                self.send(memory, sums, place, group)
-        sync_consumers()
-        for group in cutlass.range_constexpr(MMA_WARPGROUPS):
-            if place.group == group:
-                if shape.splits.value == 1:
-                    self.write_rows(operands.out, ELEMENT_BYTES, memory, sums, place, group)
-                else:
-                    self.write_rows(operands.partials, PARTIAL_BYTES, memory, sums, place, group)
+            for group in cutlass.range_constexpr(MMA_WARPGROUPS):
+                if place.group == group:
+                    self.send(memory, sums, place, 1 - group)
+            sync_consumers()
+            for group in cutlass.range_constexpr(MMA_WARPGROUPS):
+                if place.group == group:
+                    self.receive(memory, sums, place, group)
+                    self.store(shape, operands, memory, sums, place, first, (group,))
 
     def tell(self, memory, sums, place) -> None:
         """Publishes, for all columns, the warp's totals and its warpgroup's references."""
@@ -117,7 +100,7 @@ class KeyRowsResults:
         """Warpgroups of a KV head."""
         return MMA_WARPGROUPS // self.heads
 
-    def factors(self, memory, first, index: int):
+    def factors(self, memory, first, index):
         """Returns the address of the rows' factors for the ``index``-th warpgroup of the KV head whose first one is
         ``first``. They overwrite the head's queries, which no MMA reads any more."""
         queries = memory.queries if self.heads == 1 else memory.queries + first * self.shape.query_bytes
@@ -163,67 +146,60 @@ class KeyRowsResults:
             ptx.store_shared(self.factors(memory, first, index) + 4 * row, 0, [weights[index] * factor])
         ptx.store_shared(self.numbers(memory, first) + 4 * row, 0, [cutlass.select_(exists, number, Int32(NOWHERE))])
 
-    def send(self, memory, sums, place, group: int) -> None:
-        """Scales all accumulators of a warpgroup, and sends the other warpgroup the accumulators of its columns."""
-        factors = self.factors(memory, 0, group) + 8 * (place.lane % 4)
-        place_bytes = 16 * WARPGROUP_THREADS
-        area = memory.probabilities + group * (2 * self.shape.probability_bytes) + self.thread_place(place)
+    def scale(self, memory, sums, place, first) -> None:
+        """Multiplies all accumulators of a warpgroup by their rows' factors."""
+        factors = self.factors(memory, first, place.group - first) + 8 * (place.lane % 4)
         for block in range(self.columns // 2):
             pair = [word.bitcast(Float32) for word in ptx.load_shared_vector(factors, 32 * block, 2)]
-            for mma in range(2):
-                places = self.block_places(mma, block)
-                own = [sums.values[index] * pair[index % 2] for index in places]
-                if mma == group:
-                    for index, value in zip(places, own, strict=True):
-                        sums.values[index] = value
-                else:
-                    ptx.store_shared(area, place_bytes * block, own)
+            for index in (index for mma in range(2) for index in self.block_places(mma, block)):
+                sums.values[index] = sums.values[index] * pair[index % 2]
 
-    def thread_place(self, place):
-        return 16 * (place.warp * WARP_THREADS + place.lane)
+    def send(self, memory, sums, place, mma: int) -> None:
+        """Sends a warpgroup's accumulators of an MMA to the other warpgroup."""
+        for block in range(self.columns // 2):
+            own = [sums.values[index] for index in self.block_places(mma, block)]
+            ptx.store_shared(self.area(memory, place, place.group), 16 * WARPGROUP_THREADS * block, own)
+
+    def receive(self, memory, sums, place, mma: int) -> None:
+        """Adds the accumulators that the other warpgroup has sent to those of an MMA."""
+        for block in range(self.columns // 2):
+            words = ptx.load_shared_vector(self.area(memory, place, 1 - place.group), 16 * WARPGROUP_THREADS * block, 4)
+            for index, word in zip(self.block_places(mma, block), words, strict=True):
+                sums.values[index] = sums.values[index] + word.bitcast(Float32)
+
+    def area(self, memory, place, group):
+        """Returns where a warpgroup's accumulators for the other one lie: in its buffers of probabilities, 16 bytes a
+        thread and block of columns."""
+        thread = place.warp * WARP_THREADS + place.lane
+        return memory.probabilities + group * (2 * self.shape.probability_bytes) + 16 * thread
 
     def block_places(self, mma: int, block: int) -> list[int]:
         """Returns the indices of a block's four accumulators: [row half][column]."""
         return [2 * self.columns * mma + sum_index(2 * block + c, half) for half in range(2) for c in range(2)]
 
     @cute.jit
-    def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, group: cutlass.Constexpr):
-        """Writes a warpgroup's columns of all rows, as numbers of ``size`` bytes: the sums of both warpgroups'
-        accumulators."""
-        d = self.rows.column(place.warp, place.lane, group)
-        start, row_bytes = target + Int64(d * size), self.config.head_dim * size
-        numbers = self.numbers(memory, 0) + 8 * (place.lane % 4)
-        area = memory.probabilities + (1 - group) * (2 * self.shape.probability_bytes) + self.thread_place(place)
-        for block in cutlass.range_constexpr(self.columns // 2):
-            its = [word.bitcast(Float32) for word in ptx.load_shared_vector(area, 16 * WARPGROUP_THREADS * block, 4)]
-            values = [sums.values[i] + more for i, more in zip(self.block_places(group, block), its, strict=True)]
-            found = ptx.load_shared_vector(numbers, 32 * block, 2)
-            for c in cutlass.range_constexpr(2):
-                number = Int32(found[c])
-                if number != NOWHERE:
-                    address = start + Int64(number) * row_bytes
-                    if const_expr(size == PARTIAL_BYTES):
-                        ptx.store_global(address, [values[c], values[2 + c]])
-                    else:
-                        ptx.store_global(address, [self.elements.pack(values[c], values[2 + c])])
+    def store(self, shape, operands, memory, sums, place, first, mmas: cutlass.Constexpr):
+        """Writes the columns of some MMAs of all rows: results, or a split's part of them."""
+        if shape.splits.value == 1:
+            self.write_rows(operands.out, ELEMENT_BYTES, memory, sums, place, first, mmas)
+        else:
+            self.write_rows(operands.partials, PARTIAL_BYTES, memory, sums, place, first, mmas)
 
     @cute.jit
-    def write_own_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place):
-        """Writes all rows and columns of a warpgroup's KV head, as numbers of ``size`` bytes."""
+    def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, first, mmas: cutlass.Constexpr):
+        """Writes the columns of some MMAs of all rows, as numbers of ``size`` bytes."""
         row_bytes = self.config.head_dim * size
-        factors = self.factors(memory, place.group, 0) + 8 * (place.lane % 4)
-        numbers = self.numbers(memory, place.group) + 8 * (place.lane % 4)
-        starts = [target + Int64(self.rows.column(place.warp, place.lane, mma) * size) for mma in range(2)]
+        numbers = self.numbers(memory, first) + 8 * (place.lane % 4)
+        starts = [target + Int64(self.rows.column(place.warp, place.lane, mma) * size) for mma in mmas]
         for block in cutlass.range_constexpr(self.columns // 2):
-            pair = [word.bitcast(Float32) for word in ptx.load_shared_vector(factors, 32 * block, 2)]
             found = ptx.load_shared_vector(numbers, 32 * block, 2)
             for c in cutlass.range_constexpr(2):
                 number = Int32(found[c])
                 if number != NOWHERE:
-                    for mma in cutlass.range_constexpr(2):
-                        places = self.block_places(mma, block)
-                        own = [sums.values[places[i]] * pair[c] for i in (c, 2 + c)]
-                        address = starts[mma] + Int64(number) * row_bytes
+                    for i in cutlass.range_constexpr(len(mmas)):
+                        places = self.block_places(mmas[i], block)
+                        own = [sums.values[places[k]] for k in (c, 2 + c)]
+                        address = starts[i] + Int64(number) * row_bytes
                         if const_expr(size == PARTIAL_BYTES):
                             ptx.store_global(address, own)
                         else:
