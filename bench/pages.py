@@ -125,7 +125,7 @@ def _gains(record: str, model: str, cache: str, weights: str = "w4") -> str:
 
 
 LATEST = "e2e_vllm33"  # of the version that is the reference
-PLUGIN = {"gpt-oss-20b": "attention,moe,fusion,fused_routers"}  # the parts that were on, of models that were not served by all
+PLUGIN = {"gpt-oss-20b": "attention,moe,fusion,fused_routers"}  # the parts that were on, where not all were
 
 
 def _steps_of_vllm(record: str, model: str = "llama3-8b", weights: str = "w4") -> dict[tuple[int, str, str], Record]:

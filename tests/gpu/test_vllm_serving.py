@@ -244,8 +244,15 @@ def test_layers_that_read_the_caches_of_others_give_vllms_tokens(served: Served,
     check(Bound(0.004, 0.01, 0.025), ours, theirs, f"shared.{model}")
 
 
+INT8_OF_HYBRID = Bound(0.0099, 0.0252, 0.0449)
+"""What `emulate_rows` prints, where every query reads rows. An engine's first chunks do not: along a served run's
+tokens they make it 0.0081, 0.0205, 0.0336 on the CPU, and an H200 gave 0.0081, 0.0212, 0.0343. Its differences from 16
+bits went with the emulated ones (a correlation of 0.91): they are what INT8 loses, and no fault of pages or chunks.
+"""
+
+
 @families("hybrid")
-@pytest.mark.parametrize(("name", "bound"), [("fp16", Bound(0.004, 0.01, 0.025)), ("int8", Bound(0.008, 0.02, 0.05))])
+@pytest.mark.parametrize(("name", "bound"), [("fp16", Bound(0.004, 0.01, 0.025)), ("int8", INT8_OF_HYBRID)])
 def test_attention_beside_mamba_layers_gives_vllms_tokens(served: Served, name: str, bound: Bound):
     """Pages of attention are as large as Mamba's state, in any format, and prompts are cut where pages end."""
     ours, theirs = served(name, "hybrid"), served("theirs", "hybrid")
