@@ -25,7 +25,7 @@ from cute_kernels.gemm.experts.compile import entry_specs, layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.experts.product import routing_function
 from cute_kernels.gemm.experts.spec import ExpertSpec
-from cute_kernels.gemm.inputs.config import InputRowsConfig
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.spec import GemmSpec
@@ -91,7 +91,10 @@ class MoeShape:
 
 def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
-    found: dict[KernelSpec, None] = {ExpertSpec(RoutingConfig(32)): None, GemmSpec(InputRowsConfig("bf16")): None}
+    found: dict[KernelSpec, None] = {
+        ExpertSpec(RoutingConfig(32)): None,
+        GemmSpec(RowsConfig("bf16", makes=INPUTS)): None,
+    }
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for model in models:
         found |= dict.fromkeys(moe_router.specs(model))

@@ -23,9 +23,8 @@ from cute_kernels.gemm.experts.compile import layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import make_fp8_tiles
-from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
-from cute_kernels.gemm.operands.fp8_config import x_group
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig, x_group
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
@@ -59,7 +58,10 @@ LAYERS = (
 
 def specs(layers: Iterable[Fp8Layer] = LAYERS) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
-    found: dict[KernelSpec, None] = {ExpertSpec(RoutingConfig(32)): None, GemmSpec(InputRowsConfig("bf16")): None}
+    found: dict[KernelSpec, None] = {
+        ExpertSpec(RoutingConfig(32)): None,
+        GemmSpec(RowsConfig("bf16", makes=INPUTS)): None,
+    }
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for layer in layers:
         for tokens in layer.tokens:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from cute_kernels.gemm import deferred_choice
-from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.gemm.inputs.config import ROOMS
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.stream import schedule as few_rows
 from cute_kernels.gemm.wgmma import invariant
@@ -17,5 +20,6 @@ def shipped_specs() -> list[KernelSpec]:
     rooms = (few_rows, many_rows, invariant)
     products = dict.fromkeys(config for room in rooms for config in room.shipped_configs())
     norms = deferred_choice.shipped_configs()
-    inputs = [InputRowsConfig("bf16", room, scaled) for room in (0, *ROOMS[:2]) for scaled in (False, True)]
-    return [GemmSpec(config) for config in (*products, *norms, *inputs, InputRowsConfig("fp16", 0, False))]
+    forms = [*product(("bf16",), (0, *ROOMS[:2]), (False, True)), ("fp16", 0, False)]
+    inputs = [RowsConfig(dtype, makes=INPUTS, room=room, scaled=scaled) for dtype, room, scaled in forms]
+    return [GemmSpec(config) for config in (*products, *norms, *inputs)]

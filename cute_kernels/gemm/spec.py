@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import CompiledAs, code_of, compile_kernel
-from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.layer.config import LayerProductsConfig
 from cute_kernels.gemm.operands.fp8_config import RowsConfig
 from cute_kernels.gemm.stream.config import StreamConfig
@@ -22,10 +21,7 @@ class GemmSpec(KernelSpec):
     on torch's current stream.
     """
 
-    config: (
-        StreamConfig | WgmmaConfig | LayerProductsConfig | InputRowsConfig
-        | RowsConfig
-    )  # fmt: skip
+    config: StreamConfig | WgmmaConfig | LayerProductsConfig | RowsConfig
     family: ClassVar[str] = "linear"
 
     @property

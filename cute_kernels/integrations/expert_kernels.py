@@ -17,7 +17,7 @@ from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
 from cute_kernels.gemm.experts.plan import DTYPE_NAMES, entry_layouts
 from cute_kernels.gemm.experts.product import layout_of, problem_of
 from cute_kernels.gemm.experts.spec import ExpertSpec
-from cute_kernels.gemm.inputs.config import InputRowsConfig
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.gpu import forgotten
@@ -109,5 +109,5 @@ def _specs_of(
         return
     yield from (spec for layout in layouts for spec in specs_of(layout.config))
     yield ExpertSpec(RoutingConfig(ID_BITS))
-    yield GemmSpec(InputRowsConfig(name))
+    yield GemmSpec(RowsConfig(name, makes=INPUTS))
     yield from (ExpertSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))

@@ -14,8 +14,9 @@ from cute_kernels import quantized_linear, rms_norm
 from cute_kernels.arguments import row_stride
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.gemm.inputs.config import ROOMS
 from cute_kernels.gemm.inputs.launch import input_rows
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.reference import linear_reference, prepare_input
@@ -82,7 +83,7 @@ def specs() -> list[KernelSpec]:
     found += [problem_of(m, n, k, 4, torch.bfloat16, 128, False) for m, n, k in (*SUMS, *chains)]
     few: list[KernelSpec] = [GemmSpec(make_schedule(one).config) for one in found if one.m <= FEW_ROWS]
     few += [
-        GemmSpec(InputRowsConfig(dtype, room, scaled))
+        GemmSpec(RowsConfig(dtype, makes=INPUTS, room=room, scaled=scaled))
         for dtype in ("bf16", "fp16")
         for room in (0, *ROOMS)
         for scaled in (False, True)

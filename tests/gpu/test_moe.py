@@ -25,8 +25,7 @@ from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
-from cute_kernels.gemm.inputs.config import InputRowsConfig
-from cute_kernels.gemm.operands.fp8_config import LIMBS, RowsConfig
+from cute_kernels.gemm.operands.fp8_config import INPUTS, LIMBS, RowsConfig
 from cute_kernels.gemm.packed_experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import DTYPES
@@ -97,7 +96,7 @@ def problem(
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     found: list[KernelSpec] = [ExpertSpec(RoutingConfig(bits)) for bits in (32, 64)]
-    found += [GemmSpec(InputRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
+    found += [GemmSpec(RowsConfig(dtype, makes=INPUTS)) for dtype in ("bf16", "fp16")]
     found += [GemmSpec(RowsConfig(dtype, makes=LIMBS)) for dtype in ("bf16", "fp16")]
     found += [ExpertSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
     found += [ExpertSpec(CombineConfig("fp32", "bf16"))]

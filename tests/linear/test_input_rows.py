@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.gemm.inputs import kernel
-from cute_kernels.gemm.inputs.config import ROOMS, THREADS, InputRowsConfig, parts_of, room_for
+from cute_kernels.gemm.inputs.config import ROOMS, THREADS, parts_of, room_for
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.reference import prepare_input
 from simulator import Meanings, PlainThread
 from tests.attention import warp as machine
@@ -40,7 +41,7 @@ def test_a_row_is_scaled_then_put_in_order(dtype: str, room: int, scaled: bool, 
     shared[: 2 * K] = parts[0]  # where the row has been brought
     gpu = WarpgroupWarp(shared, np.concatenate(parts))
     run_on(gpu)
-    subject: Any = kernel.InputRowsKernel(InputRowsConfig(dtype, room, scaled))
+    subject: Any = kernel.InputRowsKernel(RowsConfig(dtype, makes=INPUTS, room=room, scaled=scaled))
     inputs, scales = (machine.Registers(8, machine.Uint32) for _ in range(2))
     lanes = machine.LANES
     subject.ask(inputs, scales, int(starts[2]), int(starts[1]), lanes, K // 8)
@@ -56,7 +57,7 @@ def test_a_vector_behind_the_row_asks_for_the_last_one(run_on):
     order = torch.arange(K, dtype=torch.int32).flip(0).contiguous()
     gpu = WarpgroupWarp(np.zeros(16, np.uint8), bytes_of(order))
     run_on(gpu)
-    subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", ROOMS[0]))
+    subject: Any = kernel.InputRowsKernel(RowsConfig("bf16", makes=INPUTS, room=ROOMS[0]))
     inputs, scales = (machine.Registers(8, machine.Uint32) for _ in range(2))
     subject.ask(inputs, scales, 0, 0, machine.LANES + 16, K // 8)
     assert np.asarray(inputs[0])[-1] == 7 and np.asarray(inputs[0])[0] == K - 1 - 16 * 8
@@ -79,7 +80,9 @@ def test_parts_of_rows_in_their_own_order_have_a_vector_a_thread():
 
 def test_rows_that_no_shared_memory_holds_have_no_room():
     assert [room_for(k) for k in (8, 8192, 8200, 98_304, 98_312)] == [8192, 8192, 32_768, 98_304, None]
-    assert InputRowsConfig("bf16", 100).can_implement() and InputRowsConfig("fp32").can_implement()
+    assert (
+        RowsConfig("bf16", makes=INPUTS, room=100).can_implement() and RowsConfig("fp32", makes=INPUTS).can_implement()
+    )
 
 
 class Grid:
@@ -163,7 +166,7 @@ def test_a_launch_writes_every_row_once(m: int, k: int, parts: int, room: int, s
     ]
     starts = [int(start) for start in np.cumsum([0, *(part.size for part in made)])]
     grid = Grid(np.concatenate(made), range(starts[1], starts[2]), parts, torch.bfloat16)
-    subject: Any = kernel.InputRowsKernel(InputRowsConfig("bf16", room, scaled))
+    subject: Any = kernel.InputRowsKernel(RowsConfig("bf16", makes=INPUTS, room=room, scaled=scaled))
     run_on(grid)
     subject.halves = (lambda word: grid.element(word & 0xFFFF), lambda word: grid.element(word >> 16))
     subject.pack = lambda low, high: int(torch.tensor([low, high]).bfloat16().view(torch.int32)[0]) & 0xFFFFFFFF

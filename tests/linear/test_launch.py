@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.gemm import NormedRows, PackedWeight, call, ops, quantized_linear
-from cute_kernels.gemm.inputs.config import InputRowsConfig
+from cute_kernels.gemm.operands.fp8_config import RowsConfig
 from cute_kernels.norm.config import NormConfig
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
@@ -162,7 +162,7 @@ made = functools.cache(lambda name: CALLS[name]())
 def launches():
     from tests.host_functions import input_rows_function, norm_function, product_function
 
-    makers = {InputRowsConfig: input_rows_function, NormConfig: norm_function}
+    makers = {RowsConfig: input_rows_function, NormConfig: norm_function}
 
     def function_of(spec: Any) -> Any:
         return makers.get(type(spec.config), product_function)(spec.config)

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.gemm.inputs.config import ROOMS, InputRowsConfig
+from cute_kernels.gemm.inputs.config import ROOMS
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.norm.compile import NormSpec
 from cute_kernels.norm.config import BOTH, NormConfig, launch_shape
@@ -35,5 +36,5 @@ def test_what_a_norm_does_to_a_layers_inputs_is(tmp_path):
 
 @pytest.mark.parametrize(("room", "scaled", "count"), [(ROOMS[0], False, 2), (0, True, 1)])
 def test_the_order_and_the_factors_of_prepared_rows_are(room: int, scaled: bool, count: int, tmp_path):
-    code = opcodes(GemmSpec(InputRowsConfig("bf16", room, scaled)), tmp_path)
+    code = opcodes(GemmSpec(RowsConfig("bf16", makes=INPUTS, room=room, scaled=scaled)), tmp_path)
     assert loads(code[: code.index(WAIT)]) == count

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.gemm.arguments import INPUT_ROWS
-from cute_kernels.gemm.inputs.config import InputRowsConfig
 from cute_kernels.gemm.inputs.kernel import InputRowsKernel
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from tests.launchers import given_to
 from tests.moe.machine import Machine
 
@@ -20,7 +20,7 @@ LEFT = -7
 
 @pytest.mark.parametrize("places, count, pieces, parts", [(1, 1, 1, 1), (5, 0, 3, 1), (7, 4, 5, 2), (3, 3, 300, 1)])
 def test_every_place_that_an_expert_has_gets_its_row(places, count, pieces, parts, run_on):
-    machine, kernel, launches = Machine(), InputRowsKernel(InputRowsConfig("bf16")), []
+    machine, kernel, launches = Machine(), InputRowsKernel(RowsConfig("bf16", makes=INPUTS)), []
     run_on(machine)
     x = torch.randint(0, 1 << 15, (9, 8 * pieces), dtype=torch.int16)
     rows = torch.randint(0, len(x), (places,), dtype=torch.int32)

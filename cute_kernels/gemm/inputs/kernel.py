@@ -16,16 +16,17 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.types import extents
 from cute_kernels.gemm.device_operands import row_of
-from cute_kernels.gemm.inputs.config import VECTOR, InputRowsConfig
+from cute_kernels.gemm.inputs.config import VECTOR
+from cute_kernels.gemm.operands.fp8_config import RowsConfig
 
 WORDS = VECTOR // 2  # of a vector
 LOW_HALVES = 0x5410
 
 
 class InputRowsKernel:
-    """The kernel that prepares rows of x, in the variant of its :class:`InputRowsConfig`."""
+    """The kernel that prepares rows of x in their own dtype, in the variant of its :class:`RowsConfig`."""
 
-    def __init__(self, config: InputRowsConfig):
+    def __init__(self, config: RowsConfig):
         self.config = config
         if config.dtype == "bf16":
             self.halves, self.pack = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float), ptx.pack_bf16x2

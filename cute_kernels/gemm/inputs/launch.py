@@ -11,7 +11,8 @@ import torch
 
 from cute_kernels.arguments import row_stride
 from cute_kernels.gemm.arguments import INPUT_ROWS
-from cute_kernels.gemm.inputs.config import VECTOR, InputRowsConfig, parts_of, room_for
+from cute_kernels.gemm.inputs.config import VECTOR, parts_of, room_for
+from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.cache import load
@@ -80,9 +81,9 @@ def rows_of(
     size: tuple[int, int], stride: int, dtype: torch.dtype, room: int = 0, scaled: bool = False, *, index: int
 ) -> InputRows:
     """Returns the launch that makes rows of ``size`` [m, k] from rows ``stride`` elements apart. room, scaled: as in
-    `InputRowsConfig`."""
+    `RowsConfig`."""
     fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index), room)}
-    spec = GemmSpec(InputRowsConfig(DTYPES[dtype], room, scaled))
+    spec = GemmSpec(RowsConfig(DTYPES[dtype], makes=INPUTS, room=room, scaled=scaled))
     return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.base import spelling
-from cute_kernels.gemm.arguments import DENSE_ADDRESSES, TILE_NUMBERS, CompiledAs, matrix_arguments
+from cute_kernels.gemm.arguments import DENSE_ADDRESSES, INPUT_ROWS, TILE_NUMBERS, CompiledAs, matrix_arguments
+from cute_kernels.gemm.inputs.config import ROOMS, THREADS
 from cute_kernels.gemm.wgmma.config import DTYPES, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import (
     MMA_GROUP,
@@ -22,11 +23,10 @@ X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all
 BY_GROUP, BY_ROW, GIVEN = "groups", "rows", "given"  # what has a scale: a row's 128 inputs, a row, all of x
 # What is made of rows: codes in the order that FP8 products take, codes in x's own, the bf16 numbers that these and
 # their scales stand for, or two int8 limbs for products of bytes.
-FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS = "products", "plain", "rounded", "limbs"
+FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS, INPUTS = "products", "plain", "rounded", "limbs", "inputs"
 # Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
 # stand for is exact in bf16, and 16-bit products take it.
 SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
-ROWS_THREADS = 256
 SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
@@ -144,27 +144,36 @@ class Fp8Wgmma(Mainloop):
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """The configuration of the kernel that makes rows of x in E4M3 or in limbs.
+    """The configuration of a kernel that makes rows of x: codes with scales, or rows in x's own dtype.
 
     Attributes:
         dtype: of x, "bf16" or "fp16".
         scales: what has a scale: `BY_GROUP`, `BY_ROW` or `GIVEN`.
-        makes: what is made of rows: `FOR_PRODUCTS`, `PLAIN`, `ROUNDED` or `LIMBS`; limbs have a scale for each group.
-        half_last: whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.
+        makes: what is made of rows. `FOR_PRODUCTS`, `PLAIN` or `ROUNDED`: E4M3. `LIMBS`, which have a scale for each
+            group. `INPUTS`: 16 bits, gathered, permuted and scaled (`cute_kernels.gemm.inputs`).
+        half_last: of codes, whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.
+        room: of `INPUTS` in another order, the most inputs of a row, one of `ROOMS`; else 0.
+        scaled: of `INPUTS`, whether each input has a factor.
     """
 
     dtype: str
     scales: str = BY_GROUP
     makes: str = FOR_PRODUCTS
     half_last: bool = False
-    num_threads: ClassVar[int] = ROWS_THREADS
+    room: int = 0
+    scaled: bool = False
+    num_threads: ClassVar[int] = THREADS
 
     def kernel(self) -> CompiledAs:
         """Returns the kernel class and the launch arguments."""
+        if self.makes == INPUTS:
+            return CompiledAs("cute_kernels.gemm.inputs.kernel:InputRowsKernel", INPUT_ROWS)
         return CompiledAs("cute_kernels.gemm.operands.rows:RowsKernel", ROWS)
 
     @property
     def name(self) -> str:
+        if self.makes == INPUTS:
+            return f"linear_inputs_{self.dtype}{f'_order{self.room}' if self.room else ''}{'_scaled' * self.scaled}"
         if self.makes == LIMBS:
             return f"linear_limbs_{self.dtype}"
         kind = "_half" if self.half_last else "" if self.makes == FOR_PRODUCTS else f"_{self.makes}"
@@ -173,6 +182,7 @@ class RowsConfig:
     def can_implement(self) -> str | None:
         """Returns why this configuration cannot be compiled, or None."""
         scales = (BY_GROUP,) if self.makes == LIMBS else (BY_GROUP, BY_ROW, GIVEN)
-        makes = (FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS)
+        makes = (FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS, INPUTS)
         kinds = one_of(self.scales, scales, "scales") or one_of(self.makes, makes, "makes")
-        return one_of(self.dtype, DTYPES, "dtype") or kinds
+        rooms = (0, *ROOMS) if self.makes == INPUTS else (0,)
+        return one_of(self.dtype, DTYPES, "dtype") or kinds or one_of(self.room, rooms, "room")

@@ -20,6 +20,7 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import extents
 from cute_kernels.gemm.device_operands import row_of
+from cute_kernels.gemm.inputs.config import THREADS
 from cute_kernels.gemm.operands.fp8_config import (
     BY_GROUP,
     BY_ROW,
@@ -27,16 +28,15 @@ from cute_kernels.gemm.operands.fp8_config import (
     GIVEN,
     LIMBS,
     ROUNDED,
-    ROWS_THREADS,
     SCALE_BITS,
     SCALE_ROUND_UP,
     RowsConfig,
 )
 from cute_kernels.gemm.wgmma.limb_rows import GROUP_LANES, INFINITY, PIECE_BYTES, RowLimbs
 
-WARPS = ROWS_THREADS // WARP_THREADS
+WARPS = THREADS // WARP_THREADS
 HALF_LANES = GROUP_LANES // 2
-GROUPS_AT_ONCE = ROWS_THREADS // GROUP_LANES
+GROUPS_AT_ONCE = THREADS // GROUP_LANES
 MOST = 448.0
 IN_FLIGHT = 4  # pieces that a thread asks for at a time
 LEAST_BITS = (127 - 110) << 23  # of the largest that counts: 2**-110
