@@ -22,8 +22,10 @@ from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.compile import entry_specs, layer_specs
-from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.experts.product import routing_function
+from cute_kernels.gemm.experts.router.compile import RouterSpec
+from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.packed_experts import PackedExperts
@@ -92,7 +94,7 @@ class MoeShape:
 def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
     found: dict[KernelSpec, None] = {
-        ExpertSpec(RoutingConfig(32)): None,
+        RouterSpec(RouterConfig("int32", IDS)): None,
         GemmSpec(RowsConfig("bf16", makes=INPUTS)): None,
     }
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}

@@ -20,7 +20,9 @@ from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts import stack_experts
 from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.compile import layer_specs
-from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig
+from cute_kernels.gemm.experts.router.compile import RouterSpec
+from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import make_fp8_tiles
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
@@ -59,7 +61,7 @@ LAYERS = (
 def specs(layers: Iterable[Fp8Layer] = LAYERS) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
     found: dict[KernelSpec, None] = {
-        ExpertSpec(RoutingConfig(32)): None,
+        RouterSpec(RouterConfig("int32", IDS)): None,
         GemmSpec(RowsConfig("bf16", makes=INPUTS)): None,
     }
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}

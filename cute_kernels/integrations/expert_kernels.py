@@ -13,9 +13,11 @@ from cute_kernels.gemm.activations import ActivationFunction, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.experts.choice import assigned
 from cute_kernels.gemm.experts.compile import specs_of
-from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.experts.plan import DTYPE_NAMES, entry_layouts
 from cute_kernels.gemm.experts.product import layout_of, problem_of
+from cute_kernels.gemm.experts.router.compile import RouterSpec
+from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig
 from cute_kernels.gemm.packed_experts import ExpertsForm, PackedExperts
@@ -108,6 +110,6 @@ def _specs_of(
         yield ExpertSpec(CombineConfig(name, name, ID_BITS))
         return
     yield from (spec for layout in layouts for spec in specs_of(layout.config))
-    yield ExpertSpec(RoutingConfig(ID_BITS))
+    yield RouterSpec(RouterConfig(f"int{ID_BITS}", IDS))
     yield GemmSpec(RowsConfig(name, makes=INPUTS))
     yield from (ExpertSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))

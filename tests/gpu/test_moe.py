@@ -16,13 +16,15 @@ from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.call import MoeCall
 from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
 from cute_kernels.gemm.experts.compile import layer_specs
-from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.experts.plan import assigned_products, make_moe_plan, sorted_products
 from cute_kernels.gemm.experts.product import make_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
+from cute_kernels.gemm.experts.router.compile import RouterSpec
+from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.gemm.operands.fp8_config import INPUTS, LIMBS, RowsConfig
@@ -95,7 +97,7 @@ def problem(
 
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
-    found: list[KernelSpec] = [ExpertSpec(RoutingConfig(bits)) for bits in (32, 64)]
+    found: list[KernelSpec] = [RouterSpec(RouterConfig(f"int{bits}", IDS)) for bits in (32, 64)]
     found += [GemmSpec(RowsConfig(dtype, makes=INPUTS)) for dtype in ("bf16", "fp16")]
     found += [GemmSpec(RowsConfig(dtype, makes=LIMBS)) for dtype in ("bf16", "fp16")]
     found += [ExpertSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]

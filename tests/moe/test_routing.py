@@ -11,8 +11,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.gemm.experts import routing
 from cute_kernels.gemm.experts.arguments import ROUTING
-from cute_kernels.gemm.experts.config import RoutingConfig
 from cute_kernels.gemm.experts.reference import route_reference
+from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from simulator import Altered
 from tests.launchers import given_to
 from tests.moe.machine import Machine
@@ -22,7 +22,7 @@ WARPS = 4  # Python threads are slow
 
 def run(topk_ids: torch.Tensor, num_experts: int, run_on) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     machine = Machine()
-    run_on(Altered(machine, modules={routing: {"ROUTING_WARPS": WARPS}}))
+    run_on(Altered(machine, modules={routing: {"SORTING_WARPS": WARPS}}))
     count = topk_ids.numel()
     sizes = num_experts + 1, count, count
     addresses = [machine.put(torch.full((max(1, size),), -7, dtype=torch.int32)) for size in sizes]
@@ -32,7 +32,7 @@ def run(topk_ids: torch.Tensor, num_experts: int, run_on) -> tuple[torch.Tensor,
         machine.run(lambda: kind.kernel(kernel, *launches[0]), [(0, 0, 0)], 32 * WARPS)
 
     kind = routing.RoutingKernel
-    kernel = kind(RoutingConfig(8 * topk_ids.element_size()))
+    kernel = kind(RouterConfig(f"int{8 * topk_ids.element_size()}", IDS))
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
     given = SimpleNamespace(shape=tuple(topk_ids.shape), address=machine.put(topk_ids))
     kind.launch(kernel, given_to(ROUTING, given, *addresses, num_experts), None)

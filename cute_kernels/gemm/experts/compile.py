@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import choice
-from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import candidate_configs, entry_tiles
 from cute_kernels.gemm.operands.fp8_config import LIMBS, RowsConfig
@@ -34,8 +34,7 @@ def shipped_specs() -> list[KernelSpec]:
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
             specs |= dict.fromkeys(entry_specs(tokens, problems))
         specs |= {ExpertSpec(config): None for config in candidate_configs(problems[0])}
-    small: list[KernelSpec] = [ExpertSpec(RoutingConfig(bits)) for bits in (32, 64)]
-    small += [ExpertSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
+    small: list[KernelSpec] = [ExpertSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [ExpertSpec(CombineConfig("bf16", "bf16")), ExpertSpec(CombineConfig("fp16", "fp16"))]
     small += [ExpertSpec(CombineConfig("bf16", id_bits=bits)) for bits in (32, 64)]
     small += [ExpertSpec(CombineConfig("bf16", "bf16", id_bits=bits)) for bits in (32, 64)]

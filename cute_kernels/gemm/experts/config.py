@@ -1,52 +1,18 @@
-"""Every compile-time choice of the small kernels around the GEMM, as data. There are no GPU types here."""
+"""Every compile-time choice of the kernel after the products, as data. There are no GPU types here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import CompiledAs
-from cute_kernels.gemm.experts.arguments import COMBINE, ROUTING
-from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
+from cute_kernels.gemm.experts.arguments import COMBINE
 from cute_kernels.gemm.wgmma.results import one_of
 
-ROUTING_WARPS = 32
 COMBINE_THREADS = 128
 COMBINE_VECTOR = 4  # columns of a thread
 COMBINE_BATCH = 8  # rows that a thread asks for at a time
 OUT_DTYPES = ("bf16", "fp16", "fp32")
-
-
-@dataclass(frozen=True)
-class RoutingConfig:
-    """The kernel that sorts assignments by expert: one CTA.
-
-    Attributes:
-        id_bits: bits of an expert's id, 32 or 64.
-    """
-
-    id_bits: int = 32
-    num_threads: ClassVar[int] = ROUTING_WARPS * WARP_THREADS
-
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory: a count for each warp and expert, and one for each expert."""
-        return 4 * MAX_EXPERTS * (ROUTING_WARPS + 1)
-
-    def kernel(self) -> CompiledAs:
-        """Returns how the configuration's kernel is compiled."""
-        return CompiledAs(
-            "cute_kernels.gemm.experts.routing:RoutingKernel", ROUTING, f"int{self.id_bits}", 1, self.id_bits // 8
-        )
-
-    @property
-    def name(self) -> str:
-        return f"moe_routing_i{self.id_bits}_pdl"
-
-    def can_implement(self) -> str | None:
-        """Returns why this configuration cannot be compiled, or None."""
-        return one_of(self.id_bits, (32, 64), "id_bits")
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from cute_kernels.gemm.experts.arguments import (
     TILES,
 )
 from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
-from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
+from cute_kernels.gemm.experts.router.compile import RouterSpec
+from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
 from cute_kernels.gemm.operands.fp8_config import BY_GROUP, FOR_PRODUCTS, LIMBS, X_GROUP, x_group
@@ -187,7 +189,7 @@ def assigned_product(
 @lru_cache(maxsize=64)
 def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
     """Returns the kernel that sorts assignments; it takes its arguments by name."""
-    return ROUTING.bound(load(ExpertSpec(RoutingConfig(id_bits)), arch_of(device_index)), {})
+    return ROUTING.bound(load(RouterSpec(RouterConfig(f"int{id_bits}", IDS)), arch_of(device_index)), {})
 
 
 @per_gpu

@@ -16,15 +16,15 @@ from cutlass import Int32, Int64, Uint32
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.types import extents
-from cute_kernels.gemm.experts.config import ROUTING_WARPS, RoutingConfig
 from cute_kernels.gemm.experts.ranges.assignments import load_expert
+from cute_kernels.gemm.experts.router.config import SORTING_WARPS, RouterConfig
 from cute_kernels.gemm.experts.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 
 
 class RoutingKernel:
-    """The kernel that sorts assignments, as one :class:`RoutingConfig` compiles it."""
+    """The kernel that sorts assignments, as one :class:`RouterConfig` compiles it."""
 
-    def __init__(self, config: RoutingConfig):
+    def __init__(self, config: RouterConfig):
         self.config = config
 
     def launch(self, given, stream):
@@ -50,16 +50,16 @@ class RoutingKernel:
         topk: Int32,
         num_experts: Int32,
     ):
-        thread, id_words = cute.arch.thread_idx()[0], self.config.id_bits // 32
+        thread, id_words = cute.arch.thread_idx()[0], self.config.id_words
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
-        counts = smem.allocate(4 * MAX_EXPERTS * ROUTING_WARPS, byte_alignment=16).toint()
+        counts = smem.allocate(4 * MAX_EXPERTS * SORTING_WARPS, byte_alignment=16).toint()
         totals = smem.allocate(4 * MAX_EXPERTS, byte_alignment=16).toint()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         # Few assignments are those of few warps.
-        num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), ROUTING_WARPS)
+        num_warps = cutlass.min(cute.ceil_div(count, WARP_THREADS), SORTING_WARPS)
         run = cute.ceil_div(count, num_warps * WARP_THREADS) * WARP_THREADS
         begin, end = warp * run, cutlass.min((warp + 1) * run, count)
         mine = counts + warp * (4 * MAX_EXPERTS)
@@ -70,7 +70,7 @@ class RoutingKernel:
             expert = load_expert(ids, first + lane, end, id_words, num_experts)
             self.take(mine, expert, num_experts, lane)
         cute.arch.sync_threads()
-        for expert in cutlass.range(thread, num_experts, ROUTING_WARPS * WARP_THREADS, unroll=1):
+        for expert in cutlass.range(thread, num_experts, SORTING_WARPS * WARP_THREADS, unroll=1):
             self.sum_warps(counts + expert * 4, totals + expert * 4, num_warps)
         cute.arch.sync_threads()
         if warp == 0:

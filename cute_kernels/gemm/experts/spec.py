@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.gemm.arguments import TILES_KERNEL, CompiledAs, code_of, compile_kernel
 from cute_kernels.gemm.experts.arguments import LIMB_TILES, TILES
-from cute_kernels.gemm.experts.config import CombineConfig, RoutingConfig
+from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
@@ -15,13 +15,13 @@ from cute_kernels.runtime.spec import KernelSpec
 
 @dataclass(frozen=True, eq=False)
 class ExpertSpec(KernelSpec):
-    """One kernel of experts' products, or of the steps around the products.
+    """One kernel of experts' products, or of the sum after them.
 
     It takes the arguments of `kernel`, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration that names no kernel
     of its own has a dense product's kernel, whose work tiles are then those of all experts.
     """
 
-    config: StreamConfig | WgmmaConfig | RoutingConfig | CombineConfig
+    config: StreamConfig | WgmmaConfig | CombineConfig
     family: ClassVar[str] = "moe"
 
     @property

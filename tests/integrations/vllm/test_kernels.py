@@ -222,7 +222,7 @@ def test_experts_of_few_and_of_many_tokens_are_ready():
     down = ExpertsForm(128, 2048, 768, 768, integers(4), torch.bfloat16, 0)
     specs = expert_kernels.specs(gate_up, down, 8, (1, 32, 4096), False)
     kinds = {type(spec.config).__name__ for spec in specs}
-    assert {"StreamConfig", "WgmmaConfig", "RoutingConfig", "CombineConfig"} <= kinds
+    assert {"StreamConfig", "WgmmaConfig", "RouterConfig", "CombineConfig"} <= kinds
     assert len(specs) == len(set(specs))
 
 

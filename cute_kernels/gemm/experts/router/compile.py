@@ -1,10 +1,10 @@
-"""The kernels of routers that ship."""
+"""The kernels of routers, and of sorting, that ship."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.gemm.experts.router.config import LOGITS, TILE_TOKENS, RouterConfig, lane_experts_of
+from cute_kernels.gemm.experts.router.config import IDS, LOGITS, TILE_TOKENS, RouterConfig, lane_experts_of
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -23,4 +23,5 @@ def shipped_specs() -> list[KernelSpec]:
     lanes = [lane_experts_of(experts) for experts in SHIPPED_EXPERTS]
     routers = [RouterConfig(lane_experts=count, tile_tokens=tile) for count in lanes for tile in TILE_TOKENS]
     routers += [RouterConfig(weight=LOGITS, lane_experts=count) for count in lanes]
+    routers += [RouterConfig(f"int{bits}", IDS) for bits in (32, 64)]
     return [RouterSpec(config) for config in routers]

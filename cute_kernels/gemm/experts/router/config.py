@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import CompiledAs
+from cute_kernels.gemm.experts.arguments import ROUTING
 from cute_kernels.gemm.experts.router.arguments import ROUTER, SELECT
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.wgmma.results import one_of
 
 WARPS = 8
+SORTING_WARPS = 32
 MAX_TOKENS = 64  # of a launch that has the product in it
 MAX_CHOICES = WARP_THREADS  # experts of a token, and groups: one of a lane
 LANE_EXPERTS = (4, 8, 16)
 TILE_TOKENS = (1, 8)
 CLUSTER_SHIFT = 2  # log2 of the number of CTAs that share hidden states of several tokens
-LOGITS = "logits"
+LOGITS, IDS = "logits", "ids"
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The kernel from hidden states to experts, for up to `MAX_TOKENS` tokens, or from logits, for any number of them.
+    """A kernel before the products: from hidden states to experts, for up to `MAX_TOKENS` tokens; from logits to
+    experts, for any number of tokens; or from ids to assignments sorted by expert.
 
     Attributes:
-        dtype: that of hidden states. For a kernel from logits: that of a bias or correction that is not fp32.
-        weight: dtype of the router's weight, "own" (``dtype``) or "fp32"; `LOGITS`: the kernel starts from logits.
+        dtype: that of hidden states. For a kernel from logits: that of a bias or correction that is not fp32. For one
+            from ids: "int32" or "int64".
+        weight: dtype of the router's weight, "own" (``dtype``) or "fp32"; `LOGITS` or `IDS`: what the kernel starts
+            from.
         lane_experts: how many of a token's scores each lane has; there may be 32 times as many experts.
         tile_tokens: for how many tokens a thread adds up products at the same time.
     """
@@ -35,10 +39,21 @@ class RouterConfig:
     weight: str = "own"
     lane_experts: int = 4
     tile_tokens: int = 1
-    num_threads: ClassVar[int] = WARPS * WARP_THREADS
+
+    @property
+    def num_threads(self) -> int:
+        return (SORTING_WARPS if self.weight == IDS else WARPS) * WARP_THREADS
+
+    @property
+    def id_words(self) -> int:
+        """Words of 32 bits of an id."""
+        return 2 if self.dtype == "int64" else 1
 
     def kernel(self) -> CompiledAs:
         """Returns how the configuration's kernel is compiled."""
+        if self.weight == IDS:
+            made_by = "cute_kernels.gemm.experts.routing:RoutingKernel"
+            return CompiledAs(made_by, ROUTING, divisibility=1, assumed_align=4 * self.id_words)
         if self.weight == LOGITS:
             return CompiledAs("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
         return CompiledAs("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
@@ -51,6 +66,8 @@ class RouterConfig:
     @property
     def name(self) -> str:
         experts = 32 * self.lane_experts
+        if self.weight == IDS:
+            return f"moe_routing_i{32 * self.id_words}_pdl"
         if self.weight == LOGITS:
             return f"moe_select_{self.dtype}_e{experts}_pdl"
         weight = "" if self.weight == "own" else f"_w{self.weight}"
@@ -59,8 +76,8 @@ class RouterConfig:
     def can_implement(self) -> str | None:
         """Returns why this configuration cannot be compiled, or None."""
         return (
-            one_of(self.dtype, ("bf16", "fp16"), "dtype")
-            or one_of(self.weight, ("own", "fp32", LOGITS), "weight")
+            one_of(self.dtype, ("int32", "int64") if self.weight == IDS else ("bf16", "fp16"), "dtype")
+            or one_of(self.weight, ("own", "fp32", LOGITS, IDS), "weight")
             or one_of(self.tile_tokens, TILE_TOKENS, "tile_tokens")
             or one_of(self.lane_experts, LANE_EXPERTS, "lane_experts")
         )
