@@ -69,7 +69,9 @@ class Stages:
         self.filled += 1
 
     def release(self, memory: Any, here: Any, releases: Any) -> None:
-        stage = here.stage
+        if not releases:
+            return
+        stage = index(here.stage)
         assert stage == self.given_back % STAGES and self.given_back < self.filled
         self.given_back += 1
         self.spoil(stage)
