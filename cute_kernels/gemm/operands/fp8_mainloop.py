@@ -196,7 +196,7 @@ class Fp8Mainloop:
         return found
 
     def decode_and_start(self, sums, slice_m: int, words, x, group: Group, zero) -> tuple[list[Any], list[Any]]:
-        """Decodes a group's codes and issues its MMAs of a slice, `DECODED_MMAS` at a time. Returns (sums, operands)."""
+        """Decodes codes of a group and issues MMAs of a slice, `DECODED_MMAS` at a time. Returns (sums, operands)."""
         operands: list[Any] = []
         for first in range(group.first, group.end, DECODED_MMAS):
             part = wgmma.fence(self.operands(words, group, first, min(first + DECODED_MMAS, group.end)))
