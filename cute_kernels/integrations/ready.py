@@ -20,7 +20,7 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.served import note_ready
 from cute_kernels.gemm.spec import GemmSpec
-from cute_kernels.runtime import wanted
+from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
@@ -36,6 +36,9 @@ GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
 
 Steps with row counts in between run the same kernels (`cute_kernels.gemm.served`).
 """
+
+
+COMPILERS_WAIT = 60.0  # seconds, for the kernels of the next layers: they take longer to start than kernels to compile
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logg
     outlasting(device, lambda: [pool.prepare(index) for pool in (POOL, COUNTERS)])
     if missing:
         logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(asked))
+        workers.keep(COMPILERS_WAIT)
     default_cache().load_many(asked, arch)
     logger.info("cute-kernels: %d kernels ready after %.1f s", len(asked), time.perf_counter() - start)
 

@@ -2,8 +2,8 @@
 
 The DSL's compiler is not thread-safe, so kernels are compiled in processes, which run `cute_kernels.runtime.worker`.
 They are not started by multiprocessing. So the caller's `__main__` does not run again, no GPU context is inherited, and
-a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so within `kept` workers wait
-for the next call.
+a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so within `kept`, or after
+`keep`, workers wait for the next call.
 """
 
 from __future__ import annotations
@@ -102,6 +102,16 @@ def kept(most: int = 2) -> Iterator[None]:
     finally:
         ended, _waiting = _waiting, before
         ended.close()
+
+
+def keep(seconds: float) -> None:
+    """Keeps workers of this process, as many as fit, until none was used for ``seconds``; blocks of `kept` go first.
+
+    As in `kept`, sources must not change meanwhile.
+    """
+    global _waiting
+    if _waiting.seconds is None and not _waiting.most:
+        _waiting = _Waiting(default_jobs(), seconds)
 
 
 def compile_all(
@@ -254,11 +264,12 @@ class _Waiting:
     """The workers that wait for the next call; the one that has waited longest comes first. Thread-safe.
 
     Attributes:
-        most: how many workers may wait.
+        most: how many workers may wait. seconds: for how long they wait after the last one came; None for ever.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, seconds: float | None = None) -> None:
+        self.most, self.seconds = most, seconds
+        self._timer: threading.Timer | None = None
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
 
@@ -283,6 +294,12 @@ class _Waiting:
             self._workers.append(worker)
             surplus = self._workers[: max(len(self._workers) - self.most, 0)]
             self._workers = self._workers[len(surplus) :]
+            if self.seconds is not None:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = threading.Timer(self.seconds, self.close)
+                self._timer.daemon = True
+                self._timer.start()
         for other in surplus:
             other.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,27 @@ def test_no_more_wait_than_are_wanted():
             inner.put(within)
         assert within.closed and not second.closed and workers._waiting is waiting
     assert second.closed and third.closed
+
+
+def test_workers_that_are_kept_end_once_nobody_has_used_them_for_a_while():
+    first, second = Worker("a"), Worker("a")
+    with workers.kept(0):
+        workers.keep(0.2)
+        waiting: Any = workers._waiting
+        waiting.put(first)
+        workers.keep(0.2)
+        assert workers._waiting is waiting and waiting.take("a") is first, "the next call finds it"
+        time.sleep(0.15)
+        for worker in (first, second):
+            waiting.put(worker)
+        time.sleep(0.1)
+        assert not first.closed, "the time begins with the last use"
+        time.sleep(0.3)
+        assert first.closed and second.closed and len(waiting) == 0
+    with workers.kept():
+        within = workers._waiting
+        workers.keep(0.2)
+        assert workers._waiting is within
 
 
 def test_a_worker_whose_reply_is_not_understood_ends(tmp_path: Path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +18,14 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.integrations import attention_kernels, expert_kernels, mla_kernels
+from cute_kernels.integrations import attention_kernels, expert_kernels, mla_kernels, ready
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.vllm import engine_kernels, kv_formats, prepare
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig
+from cute_kernels.runtime import workers
+from cute_kernels.runtime.cache import using
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.vllm_scenarios import SCENARIOS, kernels_of
@@ -186,6 +191,19 @@ def test_layers_are_loaded_once_and_all_together():
     for _ in range(2):
         prepare.load_noted(torch.device("cuda", 0), load_all=load_all)
     assert len(loaded) == 1 and len(loaded[0]) >= 4
+
+
+def test_compilers_wait_for_the_kernels_of_the_next_layers():
+    """Each of some five groups started its own, for 9 s each."""
+    cache: Any = SimpleNamespace(has=lambda *_: False, load_many=lambda *_: None)
+    with workers.kept(0), using(cache), mock.patch.multiple(ready, outlasting=mock.DEFAULT, arch_of=mock.DEFAULT):
+        ready.load(torch.device("cuda", 0), [], logging.getLogger())
+        assert not workers._waiting.most, "there is nothing to compile"
+        ready.load(torch.device("cuda", 0), [engine_kernels.linear_specs(LINEAR)[0]], logging.getLogger())
+        assert workers._waiting.most and workers._waiting.seconds == ready.COMPILERS_WAIT
+
+
+LINEAR = LinearProblem(1, 4096, 4096, 4096, integers(4), "bf16")
 
 
 @pytest.mark.usefixtures("h200")
