@@ -17,9 +17,11 @@ from typing import TypeVar
 import torch
 
 from cute_kernels.gemm.choice import chosen
+from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.served import note_ready
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.wgmma.deferred_config import DeferredKind
 from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.cache import default_cache
@@ -159,6 +161,13 @@ def index_of(device: torch.device) -> int:
 def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
     """Returns the kernels of a layer for ``m`` rows."""
     return [GemmSpec(chosen(replace(problem, m=m)).config)]
+
+
+def specs_beside_norm(problem: LinearProblem, rows: Iterable[int], kind: DeferredKind) -> list[GemmSpec]:
+    """Returns the kernels of a layer's products on one side of a norm, for numbers of rows that have some."""
+    problems = [replace(problem, m=m) for m in rows]
+    found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
+    return list(dict.fromkeys(GemmSpec(config) for config in found if config is not None))
 
 
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: str) -> str | None:

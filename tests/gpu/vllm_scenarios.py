@@ -25,8 +25,6 @@ import torch
 from bench.e2e_cases import SEVERAL_GPUS
 from cute_kernels.formats.kv import LayerFormats, format_pair
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import TILE_TOKENS, RouterConfig, lane_experts_of
@@ -37,6 +35,7 @@ from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations import attention_kernels, expert_kernels, mla_kernels
+from cute_kernels.integrations.ready import specs_beside_norm
 from cute_kernels.integrations.vllm import kv_formats, prepare
 from cute_kernels.integrations.vllm.environment import SEAMS
 from cute_kernels.norm.compile import NormSpec
@@ -439,9 +438,7 @@ def _fused_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
         (hidden, middle): GIVES,
     }
     for (n, k), kind in sides.items():
-        problems = [LinearProblem(m, n, k, k, integers(4, GROUP), DTYPES[dtype]) for m in rows]
-        found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
-        yield from (GemmSpec(one) for one in found if one is not None)
+        yield from specs_beside_norm(LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[dtype]), rows, kind)
     if any(map(serves_rows, rows)):
         yield from (GemmSpec(one) for one in configs_for(max(hidden, middle))[:1])
 

@@ -25,8 +25,10 @@ from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations import attention_kernels, expert_kernels
 from cute_kernels.integrations.engine_cache import Formats
+from cute_kernels.integrations.ready import specs_beside_norm
 from cute_kernels.integrations.vllm import prepare
 from cute_kernels.runtime import wanted, workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
@@ -104,9 +106,13 @@ CACHES = (
 
 @dataclass(frozen=True)
 class Layers:
-    """A model's linear layers. shapes: (n, k) of each."""
+    """A model's linear layers.
+
+    shapes: (n, k) of each. sides: on which side of a norm each is whose product may leave that norm to the other.
+    """
 
     shapes: tuple[tuple[int, int], ...]
+    sides: tuple[DeferredKind | None, ...] = (None,) * 4
 
     @classmethod
     def of(cls, hidden: int, middle: int, qkv: int, heads: int, ranks: int = 1) -> Layers:
@@ -120,7 +126,8 @@ class Layers:
                 (hidden, heads // ranks),
                 (2 * middle // ranks, hidden),
                 (hidden, middle // ranks),
-            )
+            ),
+            (TAKES, GIVES, TAKES, GIVES) if ranks == 1 else (None,) * 4,
         )
 
 
@@ -246,15 +253,19 @@ def attention_specs(heads: Heads, caches: Caches, drafted: int, batches: tuple[i
 
 
 def _linear() -> Iterator[Part]:
-    shapes = dict.fromkeys(shape for layers in LAYERS for shape in layers.shapes)
-    for (n, k), (form, dtype) in itertools.product(shapes, WEIGHTS):
-        yield functools.partial(linear_specs, LinearProblem(1, n, k, k, form, dtype))
+    sides: dict[tuple[int, int], DeferredKind | None] = {}
+    for shape, side in (pair for layers in LAYERS for pair in zip(layers.shapes, layers.sides, strict=False)):
+        sides[shape] = sides.get(shape) or side
+    for ((n, k), side), (form, dtype) in itertools.product(sides.items(), WEIGHTS):
+        kind = side if dtype == "bf16" else None
+        yield functools.partial(linear_specs, LinearProblem(1, n, k, k, form, dtype), kind)
 
 
-def linear_specs(problem: LinearProblem) -> list[KernelSpec]:
-    """Returns the kernels of a linear layer, given as a problem of one row."""
+def linear_specs(problem: LinearProblem, kind: DeferredKind | None = None) -> list[KernelSpec]:
+    """Returns the kernels of a linear layer, given as a problem of one row. kind: the layer's side of a norm."""
     rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
-    return list(dict.fromkeys(spec for m in rows for spec in prepare.specs_for(problem, m)))
+    beside = [] if kind is None else specs_beside_norm(problem, rows, kind)
+    return list(dict.fromkeys([*(spec for m in rows for spec in prepare.specs_for(problem, m)), *beside]))
 
 
 def _experts() -> Iterator[Part]:

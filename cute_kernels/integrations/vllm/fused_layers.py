@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
-from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.layer.call import kernel_of, serves_rows
 from cute_kernels.gemm.layer.operator import may_serve
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
+from cute_kernels.integrations.ready import specs_beside_norm
 from cute_kernels.integrations.vllm import plugin, prepare
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.compile import NormSpec
@@ -90,13 +88,21 @@ def reads_norm(layer: object) -> bool:
 def side_of_norm(layer: object) -> DeferredKind | None:
     """Returns the side of a norm on which a layer's product is: GIVES before a norm, TAKES after one.
 
-    Returns None for neither, and for layers split among GPUs: their results are summed before the norm.
+    Returns None for neither, and for layers split among GPUs: their results are summed before the norm. Returns None
+    also in models with experts in every layer: they and their router read one norm, and no product precedes the other.
     """
-    if getattr(layer, "tp_size", 1) > 1:
+    if getattr(layer, "tp_size", 1) > 1 or _has_experts_everywhere():
         return None
     if ends_block(layer):
         return GIVES
     return TAKES if reads_norm(layer) else None
+
+
+def _has_experts_everywhere() -> bool:
+    """Returns whether each layer of the model that is being made has experts."""
+    config = get_current_vllm_config_or_none()
+    experts = [] if config is None else config.compilation_config.static_all_moe_layers
+    return config is not None and 0 < config.model_config.hf_text_config.num_hidden_layers <= len(experts)
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:
@@ -153,9 +159,7 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
 
     problem: the layer, of one row. rows: numbers of rows that the engine runs.
     """
-    problems = [replace(problem, m=m) for m in rows.all()]
-    found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
-    _load_those_there(dict.fromkeys(GemmSpec(config) for config in found if config is not None))
+    _load_those_there(specs_beside_norm(problem, rows.all(), kind))
 
 
 @functools.cache

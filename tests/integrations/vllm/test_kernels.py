@@ -18,6 +18,7 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.wgmma.deferred_config import GIVES
 from cute_kernels.integrations import attention_kernels, expert_kernels, mla_kernels, ready
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.vllm import engine_kernels, kv_formats, prepare
@@ -204,6 +205,16 @@ def test_compilers_wait_for_the_kernels_of_the_next_layers():
 
 
 LINEAR = LinearProblem(1, 4096, 4096, 4096, integers(4), "bf16")
+
+
+@pytest.mark.usefixtures("h200")
+def test_the_wheel_has_the_kernels_of_products_beside_norms():
+    """They were compiled as an engine started: some ten of each layer."""
+    rows = prepare.RowCounts((1, 2, 4, 8, 16, 24, 32), 16384).all()
+    found = [part.args for part in engine_kernels._linear() if part.args[0] == LINEAR]
+    assert [kind for _, kind in found] == [GIVES]  # Llama-3 8B's o projection
+    asked = ready.specs_beside_norm(LINEAR, rows, GIVES)
+    assert asked and set(asked) <= set(engine_kernels.linear_specs(*found[0]))
 
 
 @pytest.mark.usefixtures("h200")
