@@ -13,11 +13,11 @@ from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
+    Dsmem,
     RowCuts,
     RowExchange,
     StagedStore,
     WorkspaceSplitK,
-    dsmem,
 )
 from cute_kernels.gemm.wgmma.schedule import (
     BETWEEN_SHAPES,
@@ -160,7 +160,7 @@ PREFETCHING_RESIDENT = [
         block_k=128,
         num_stages=6,
         mainloop=ResidentLimbs(16, loads=loads),
-        reduction=dsmem(2, k_warpgroups),
+        reduction=Dsmem(2, k_warpgroups),
     )
     for warpgroups, k_warpgroups, loads in ((2, 2, True), (4, 2, False), (4, 1, True))
 ]

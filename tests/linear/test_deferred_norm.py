@@ -22,11 +22,11 @@ from cute_kernels.gemm.wgmma.epilogue import Store
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, ResidentLimbs
 from cute_kernels.gemm.wgmma.places import Corner
 from cute_kernels.gemm.wgmma.results import (
+    Dsmem,
     RowExchange,
     SequentialSplitK,
     StagedStore,
     WorkspaceSplitK,
-    dsmem,
 )
 from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from layouts import banks
@@ -44,7 +44,7 @@ TILES = [
     WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, reduction=RowExchange()),
     WgmmaConfig(W4, "bf16", tile_m=80, reduction=WorkspaceSplitK()),
 ]
-LIMBS = replace(TILES[0], block_k=128, num_stages=8, mainloop=ResidentLimbs(32, loads=True), reduction=dsmem(2, 2))
+LIMBS = replace(TILES[0], block_k=128, num_stages=8, mainloop=ResidentLimbs(32, loads=True), reduction=Dsmem(2, 2))
 TILES.append(LIMBS)
 every_tile = pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.name)
 
@@ -229,7 +229,7 @@ REFUSED = {
         "1 tiles of 3 chunks have no buffers",
     ),
     "rows of 16 in limbs": (
-        replace(LIMBS, tile_m=16, mainloop=ResidentLimbs(16), reduction=dsmem(2)),
+        replace(LIMBS, tile_m=16, mainloop=ResidentLimbs(16), reduction=Dsmem(2)),
         TAKES,
         "in limbs of 8 rows",
     ),

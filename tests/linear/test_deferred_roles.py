@@ -18,15 +18,15 @@ from cute_kernels.gemm.wgmma.deferred_config import FACTOR_REGISTERS, GIVES, TAK
 from cute_kernels.gemm.wgmma.deferred_kernel import FactorWarps, deferred_kernel
 from cute_kernels.gemm.wgmma.kernel import SpareWarps, WgmmaKernel
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
-from cute_kernels.gemm.wgmma.results import RowExchange, WorkspaceSplitK, dsmem
+from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, WorkspaceSplitK
 
 SM_REGISTERS = 65536
 W4 = integers(4)
 TILES = [
-    WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, num_stages=7, reduction=dsmem(2)),
-    WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, num_stages=6, reduction=dsmem(4, 2)),
-    WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, num_stages=6, reduction=dsmem(2, 2)),
-    WgmmaConfig(W4, "bf16", tile_m=32, n_tiles=2, warpgroups=3, block_k=128, num_stages=6, reduction=dsmem(2, 3)),
+    WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, num_stages=7, reduction=Dsmem(2)),
+    WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, num_stages=6, reduction=Dsmem(4, 2)),
+    WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, num_stages=6, reduction=Dsmem(2, 2)),
+    WgmmaConfig(W4, "bf16", tile_m=32, n_tiles=2, warpgroups=3, block_k=128, num_stages=6, reduction=Dsmem(2, 3)),
     WgmmaConfig(W4, "bf16", tile_m=64, block_k=128, reduction=RowExchange()),
     WgmmaConfig(W4, "bf16", tile_m=80, warpgroups=1, block_k=128, reduction=WorkspaceSplitK()),
 ]

@@ -25,7 +25,7 @@ from cute_kernels.gemm.wgmma import (
 )
 from cute_kernels.gemm.wgmma.config import ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ROW_SCALE_BYTES, TMA_TILE_K, ResidentLimbs
-from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, WorkspaceSplitK, dsmem
+from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, Dsmem, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import schedule_of
 from cute_kernels.gemm.wgmma.tiles import WorkTile
 from simulator import Altered, Lanes, stand_in
@@ -46,7 +46,7 @@ CONFIGS = [
         n_tiles=n_tiles,
         warpgroups=warpgroups,
         mainloop=ResidentLimbs(resident_k_blocks, spare=spare),
-        reduction=dsmem(cluster, k_warpgroups),
+        reduction=Dsmem(cluster, k_warpgroups),
     )
     for tile_m, n_tiles, spare, warpgroups, k_warpgroups, cluster, resident_k_blocks in (
         (8, 1, 0, 2, 1, 3, 10),
@@ -260,8 +260,8 @@ def test_only_what_can_be_resident_is_taken():
         {"format": integers(4, 0)},
         {"tile_m": 32},
         {"row_parts": 2},
-        {"reduction": dsmem(2, 3)},
-        {"reduction": dsmem(1)},
+        {"reduction": Dsmem(2, 3)},
+        {"reduction": Dsmem(1)},
         {"reduction": WorkspaceSplitK()},
         {"mainloop": ResidentLimbs(7)},
         {"mainloop": ResidentLimbs(6)},

@@ -19,7 +19,7 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_kernel import START_BARRIER
 from cute_kernels.gemm.wgmma.resident_rows import CHUNK_BARRIER
-from cute_kernels.gemm.wgmma.results import dsmem
+from cute_kernels.gemm.wgmma.results import Dsmem
 from cute_kernels.gemm.wgmma.schedule import schedule_of
 from simulator import Meanings, PlainThread, stand_in
 from tests.attention import warp as machine
@@ -92,7 +92,7 @@ class Cluster:
 
 
 def publishing(bits: int, tile_m: int, cluster: int, k_warpgroups: int = 1, **choices) -> WgmmaConfig:
-    reduction = dsmem(cluster, k_warpgroups)
+    reduction = Dsmem(cluster, k_warpgroups)
     config = WgmmaConfig(integers(bits), "bf16", tile_m=tile_m, block_k=128, reduction=reduction)
     return replace(config, **{"row_parts": min(tile_m // 8, 4), "num_stages": 2, **choices})
 
@@ -123,12 +123,12 @@ SPARED = WgmmaConfig(
     warpgroups=4,
     n_tiles=2,
     mainloop=ResidentLimbs(spare=1),
-    reduction=dsmem(2),
+    reduction=Dsmem(2),
 )
 RESIDENT = [
     SPARED,
-    replace(SPARED, n_tiles=1, mainloop=ResidentLimbs(), reduction=dsmem(2, 2), num_stages=8),
-    replace(SPARED, n_tiles=1, mainloop=ResidentLimbs(), reduction=dsmem(2, 4), num_stages=8),
+    replace(SPARED, n_tiles=1, mainloop=ResidentLimbs(), reduction=Dsmem(2, 2), num_stages=8),
+    replace(SPARED, n_tiles=1, mainloop=ResidentLimbs(), reduction=Dsmem(2, 4), num_stages=8),
     replace(SPARED, tile_m=16, warpgroups=2, n_tiles=4),
 ]
 

@@ -15,10 +15,10 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.wgmma import reading, register_mainloop
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import Limbs, MmaSync
-from cute_kernels.gemm.wgmma.results import dsmem
+from cute_kernels.gemm.wgmma.results import Dsmem
 from simulator import PlainThread, stand_in
 
-DSMEM = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, num_stages=6, reduction=dsmem(2, 2))
+DSMEM = WgmmaConfig(integers(4), "bf16", tile_m=16, block_k=128, num_stages=6, reduction=Dsmem(2, 2))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def stepping(run_on) -> list[tuple[int, int]]:
 def test_every_k_block_is_multiplied_once_and_given_back_once(
     begin: int, k_blocks: int, k_warpgroups: int, num_stages: int, stepping
 ):
-    config = replace(DSMEM, reduction=dsmem(2, k_warpgroups), warpgroups=k_warpgroups, num_stages=num_stages)
+    config = replace(DSMEM, reduction=Dsmem(2, k_warpgroups), warpgroups=k_warpgroups, num_stages=num_stages)
     taken: list[int] = []
     for group in range(k_warpgroups):
         stages = reading.StageReader(config)
@@ -63,12 +63,12 @@ def test_every_k_block_is_multiplied_once_and_given_back_once(
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"reduction": dsmem(2, 5)}, "k_warpgroups 5 is not one of 2, 3, 4"),
+        ({"reduction": Dsmem(2, 5)}, "k_warpgroups 5 is not one of 1, 2, 3, 4"),
         ({"warpgroups": 3}, "3 warpgroups are no multiple of 2 that interleave"),
         ({"num_stages": 5}, "num_stages 5 is no multiple of 2 warpgroups"),
         ({"num_stages": 2}, "or less than two for each"),
-        ({"mainloop": Limbs()}, "Limbs does not go with InterleavedDsmem"),
-        ({"mainloop": MmaSync()}, "MmaSync does not go with InterleavedDsmem"),
+        ({"mainloop": Limbs()}, "Limbs does not go with Dsmem"),
+        ({"mainloop": MmaSync()}, "MmaSync does not go with Dsmem"),
     ],
 )
 def test_turns_that_cannot_be_had_are_refused(changes: dict[str, Any], message: str):

@@ -17,7 +17,7 @@ from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import cost_of
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
-from cute_kernels.gemm.wgmma.results import RangeSplitK, RowExchange, WorkspaceSplitK, dsmem
+from cute_kernels.gemm.wgmma.results import Dsmem, RangeSplitK, RowExchange, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import (
     LARGE_TILE_M,
     TileSchedule,
@@ -477,7 +477,7 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, run_
     from tests.linear import plain_work_tiles
 
     run_on(PlainThread())
-    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, row_parts=2, block_k=128, reduction=dsmem(cluster))
+    config = WgmmaConfig(integers(4), "bf16", tile_m=tile_m, row_parts=2, block_k=128, reduction=Dsmem(cluster))
     schedule = schedule_of(problem(tile_m, n, k), config, cluster)
     assert schedule is not None and schedule_of(problem(tile_m + 1, n, k), config, cluster) is None
     shape = plain_work_tiles.shape_of(schedule)

@@ -18,7 +18,6 @@ from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM, CompiledAs
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import (
     Dsmem,
-    InterleavedDsmem,
     RowExchange,
     StagedStore,
     WholeK,
@@ -60,8 +59,8 @@ class DeferredNorm(StagedStore):
     """
 
     reductions: ClassVar[dict[type, tuple[type, ...]]] = {
-        RegisterWgmma: (WholeK, WorkspaceSplitK, RowExchange, Dsmem, InterleavedDsmem),
-        ResidentLimbs: (Dsmem, InterleavedDsmem),
+        RegisterWgmma: (WholeK, WorkspaceSplitK, RowExchange, Dsmem),
+        ResidentLimbs: (Dsmem,),
     }
     """The reductions that a norm can be deferred with, by type of mainloop."""
 

@@ -21,7 +21,6 @@ from cute_kernels.gemm.wgmma.results import (
     TMA_TILE_ALIGNMENT,
     WGMMA_N_STEP,
     Dsmem,
-    InterleavedDsmem,
     RangeSplitK,
     Reduction,
     RowCuts,
@@ -178,7 +177,7 @@ class RegisterWgmma(Mainloop):
     group_steps: int = 2
     in_flight: int = 1
     reductions: ClassVar[tuple[type[Reduction], ...]] = (
-        WholeK, RowCuts, WorkspaceSplitK, RangeSplitK, SequentialSplitK, RowExchange, Dsmem, InterleavedDsmem,
+        WholeK, RowCuts, WorkspaceSplitK, RangeSplitK, SequentialSplitK, RowExchange, Dsmem,
     )  # fmt: skip
     block_k_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
     scales_codes: ClassVar[bool] = True
@@ -288,7 +287,7 @@ class ResidentLimbs(Mainloop):
     k_blocks: int = 64
     loads: bool = False
     spare: int = 0
-    reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem, InterleavedDsmem)
+    reductions: ClassVar[tuple[type[Reduction], ...]] = (Dsmem,)
     limbs: ClassVar[bool] = True
     registers: ClassVar[dict[int, int]] = {2: 0, 4: 0}
     more_threads: ClassVar[int] = WARP_THREADS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cute_kernels.gemm.problem import LinearProblem, weight_fields
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
-from cute_kernels.gemm.wgmma.results import StagedStore, dsmem
+from cute_kernels.gemm.wgmma.results import Dsmem, StagedStore
 from cute_kernels.gemm.wgmma.stages import with_stages
 
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
@@ -111,7 +111,7 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
         warpgroups=shape.warpgroups,
         n_tiles=shape.n_tiles,
         mainloop=ResidentLimbs(shape.resident_k_blocks, loads=loads, spare=shape.spare),
-        reduction=dsmem(RESIDENT_CLUSTER, shape.k_warpgroups),
+        reduction=Dsmem(RESIDENT_CLUSTER, shape.k_warpgroups),
     )
     most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
     return with_stages(config, most, SPARE_BYTES)

@@ -27,7 +27,7 @@ CHUNK_M = 64  # rows of x that a warpgroup stores at a time, if nothing else is 
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 STAGING_ALIGNMENT = 128
 DSMEM_CLUSTERS = (2, 3, 4)
-K_WARPGROUPS = (2, 3, 4)
+K_WARPGROUPS = (1, 2, 3, 4)
 # Clocks to leave sums of a work range in memory and take up others; a factor of a k block's time, as CTAs are at as
 # many parts of K as there are.
 RANGE_CLOCKS, RANGE_SPREAD = 4600, 1.05
@@ -330,35 +330,19 @@ class RowExchange(Reduction):
 
 @dataclass(frozen=True)
 class Dsmem(Reduction):
-    """CTAs of a cluster publish partials to the one that stores a tile: `.cluster_reduction`; for few rows."""
+    """CTAs of a cluster publish partials to the one that stores a tile: `.cluster_reduction`; for few rows.
+
+    Warpgroups may interleave the k blocks of a tile (intra-CTA split-K).
+    """
 
     cluster: int = 2
+    k_warpgroups: int = 1
     dsmem: ClassVar[bool] = True
     made_by: ClassVar[str] = f"{_ROOM}.cluster_reduction:ClusterReduction"
 
     @property
     def name(self) -> str:
-        return f"_dsmem{self.cluster}"
-
-    def problem(self, config: WgmmaConfig) -> str | None:
-        return one_of(self.cluster, DSMEM_CLUSTERS, "cluster")
-
-    def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
-        return _dsmem_clocks(problem, schedule, cost, k_block)
-
-
-@dataclass(frozen=True)
-class InterleavedDsmem(Reduction):
-    """The reduction of `Dsmem` for warpgroups that interleave the k blocks of a tile (intra-CTA split-K)."""
-
-    k_warpgroups: int = 2
-    cluster: int = 2
-    dsmem: ClassVar[bool] = True
-    made_by: ClassVar[str] = f"{_ROOM}.cluster_reduction:ClusterReduction"
-
-    @property
-    def name(self) -> str:
-        return f"_dsmem{self.cluster}k{self.k_warpgroups}"
+        return f"_dsmem{self.cluster}{f'k{self.k_warpgroups}' if self.k_warpgroups > 1 else ''}"
 
     def problem(self, config: WgmmaConfig) -> str | None:
         count = self.k_warpgroups
@@ -372,19 +356,9 @@ class InterleavedDsmem(Reduction):
         return None
 
     def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
-        return _dsmem_clocks(problem, schedule, cost, k_block)
-
-
-def _dsmem_clocks(problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
-    """Returns the clocks of a CTA's part of K, and of the partials that it publishes or receives."""
-    config = schedule.config
-    products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, config)
-    return products + cost.dsmem + cost.dsmem_row * config.tile_m * (config.cluster - 2)
-
-
-def dsmem(cluster: int, k_warpgroups: int = 1) -> Dsmem | InterleavedDsmem:
-    """Returns the DSMEM reduction of a cluster size, and of as many warpgroups that interleave k blocks."""
-    return Dsmem(cluster) if k_warpgroups == 1 else InterleavedDsmem(k_warpgroups, cluster)
+        config = schedule.config
+        products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, config)
+        return products + cost.dsmem + cost.dsmem_row * config.tile_m * (self.cluster - 2)
 
 
 # What a configuration has where nothing else is said.

@@ -27,12 +27,12 @@ from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs
 from cute_kernels.gemm.wgmma.results import (
     CHUNK_M,
+    Dsmem,
     RangeSplitK,
     RowCuts,
     RowExchange,
     StagedStore,
     WorkspaceSplitK,
-    dsmem,
 )
 from cute_kernels.gemm.wgmma.stages import MAX_STAGES, with_stages
 
@@ -344,7 +344,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
             n_tiles=shape.n_tiles,
             block_k=DSMEM_BLOCK_K,
             warpgroups=k_warpgroups_of(problem, shape),
-            reduction=dsmem(DSMEM_CLUSTER, k_warpgroups_of(problem, shape)),
+            reduction=Dsmem(DSMEM_CLUSTER, k_warpgroups_of(problem, shape)),
         )
         for shape in DSMEM_SHAPES[problem.format.bits]
         if shape.tile_m >= problem.m and (shape.tile_m == SHAPES[-1][0] or problem.m > shape.tile_m // 2)
@@ -363,10 +363,10 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     # Fewer rows than half of a tile's take no longer.
     rows = problem if problem.batch_invariant else replace(problem, m=max(problem.m, WIDE_TILE_M))
     found = (one for one in dsmem_configs(rows) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
-    interleaved = dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
+    interleaved = Dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
     wide = [replace(one, warpgroups=WIDE_K_WARPGROUPS, reduction=interleaved) for one in found]
     if MOST_DSMEM_ROWS < problem.m <= MOST_WIDE_ROWS:
-        alone = dsmem(WIDE_CLUSTER)
+        alone = Dsmem(WIDE_CLUSTER)
         options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
         wide.append(of_format(problem, tile_m=MOST_WIDE_ROWS, reduction=alone, **options))
     return implementable(wide, DSMEM_STAGES)
@@ -422,7 +422,7 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
         return []
-    options = {"tile_m": tile_m, "warpgroups": 2, "block_k": DSMEM_BLOCK_K, "reduction": dsmem(DSMEM_CLUSTER)}
+    options = {"tile_m": tile_m, "warpgroups": 2, "block_k": DSMEM_BLOCK_K, "reduction": Dsmem(DSMEM_CLUSTER)}
     return implementable([of_format(problem, **options, mainloop=RegisterWgmma(in_flight=2))], DSMEM_STAGES)
 
 
