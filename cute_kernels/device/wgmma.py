@@ -131,34 +131,11 @@ def multiply_bytes(
 
 @dsl_user_op
 def multiply_e4m3(
-    sums: Sequence[Float32],
-    count: int,
-    a: Sequence[Uint32],
-    b_low: Uint32,
-    adds: int | Uint32 = 1,
-    *,
-    loc=None,
-    ip=None,
+    sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, *, loc=None, ip=None
 ) -> list[Float32]:
     """Multiplies E4M3 numbers, with the operands of `multiply_bytes`. Accumulators are fp32, but the tensor cores add
-    with only some 14 bits.
-
-    adds: 0 if D = A B^T. If ptxas does not know this number, it keeps the registers of ``sums`` for D.
-    """
-    d, registers = (", ".join(f"${i}" for i in range(start, end)) for start, end in ((0, count), (count, count + 4)))
-    asm = (
-        f"{{ .reg .b64 b; .reg .pred p; setp.ne.u32 p, ${count + 5}, 0; "
-        f"mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.e4m3.e4m3 {{{d}}}, {{{registers}}}, b, p, 1, 1; }}"
-    )
-    words = [Uint32(word).ir_value(loc=loc, ip=ip) for word in (*a, b_low, adds if sums else 0)]
-    values = [Float32(value).ir_value(loc=loc, ip=ip) for value in sums]
-    constraints = ["=f"] * count + ["r"] * len(words) + [str(i) for i in range(len(sums))] + ["~{memory}"]
-    kind = Float32.mlir_type
-    struct = llvm.inline_asm(
-        struct_of(kind, count), [*words, *values], asm, ",".join(constraints), has_side_effects=True, loc=loc, ip=ip
-    )
-    return [Float32(llvm.extractvalue(kind, struct, [i], loc=loc, ip=ip)) for i in range(count)]
+    with only some 14 bits."""
+    return _issue(sums, count, a, b_low, "k32.f32.e4m3.e4m3", ", 1, 1", Float32, "f", loc=loc, ip=ip)
 
 
 def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):

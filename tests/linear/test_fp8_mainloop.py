@@ -19,17 +19,18 @@ from cute_kernels.formats.weights import registered_formats, weight_format
 from cute_kernels.formats.weights.fp4 import E2m1Codes
 from cute_kernels.gemm.experts.wgmma.kernel import ExpertTiles, x_scale_shift
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, x_group
+from cute_kernels.gemm.operands.fp8_mainloop import BARRIER, PingPong
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.gemm.wgmma.results import RowExchange
 from layouts import banks
-from simulator import Altered, stand_in
+from simulator import Altered, PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.linear.cases import random_weight
 from tests.linear.test_wgmma_limb_stages import STAGES, Stages
-from tests.linear.test_wgmma_products import CODES, DTYPES, SCALES, STAGING, X
+from tests.linear.test_wgmma_products import CODES, DTYPES, SCALES, STAGE, STAGING, X
 from tests.linear.warpgroup import WarpgroupWarp, e4m3_numbers, put_tma_tile
 
 X_SCALES = 13 << 14
@@ -50,7 +51,7 @@ CONFIGS = [
         ("mxfp4", "bf16", 16, 2),
         ("mxfp4", "bf16", 64, 1),
         ("w4g128", "bf16", 16, 1),
-        ("w4g256", "fp16", 16, 1),
+        ("w4g256", "fp16", 8, 1),
         ("w4g32", "bf16", 32, 2),
         ("w4gchannel", "bf16", 48, 1),
     )
@@ -78,66 +79,50 @@ def load_stage(
     scales: np.ndarray,
     shift: int = 0,
 ) -> None:
-    """Fills every stage with the first k block of a weight and of x, as the producer warps do; shift: of experts'
-    tiles, scales of x before their first one."""
-    for stage in range(config.num_stages):
-        fill_stage(shared, config, weight, codes, scales, shift, stage)
-
-
-def fill_stage(
-    shared: np.ndarray,
-    config: WgmmaConfig,
-    weight: PackedWeight,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    shift: int,
-    stage: int,
-) -> None:
+    """Fills a stage with the first k block of a weight and of x, as the producer warps do; shift: of experts' tiles,
+    scales of x before their first one."""
     parts = [(weight.codes[:, : config.k_block_tiles], CODES, config.code_stage_bytes)]
     if config.group_size:
         parts.append((weight.scales[:, : config.k_block_groups], SCALES, config.scale_stage_bytes))
     for part, start, stage_bytes in parts:
         run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
         assert run.size == stage_bytes
-        shared[start + stage * stage_bytes : start + (stage + 1) * stage_bytes] = run
+        shared[start + STAGE * stage_bytes : start + (STAGE + 1) * stage_bytes] = run
     rows = np.ascontiguousarray(codes[:, ORDER]).view(np.uint16)
     assert rows.shape[1] == TMA_TILE_K and config.x_stage_bytes == config.tma_tile_bytes
-    put_tma_tile(shared, X + stage * config.x_stage_bytes, rows)
-    place = X_SCALES + stage * config.x_scale_stage_bytes + 4 * shift
+    put_tma_tile(shared, X + STAGE * config.x_stage_bytes, rows)
+    place = X_SCALES + STAGE * config.x_scale_stage_bytes + 4 * shift
     shared[place : place + 4 * len(scales)] = scales.view(np.uint8)
 
 
-def multiplied(consumers: Any, acc: machine.Registers, work_tile: Any, place: Any, channel: Any, tile_m: int) -> None:
-    """Adds a work tile's products to ``acc``; stages are always full, and whoever releases one is not heard."""
-    consumers.stages.release = lambda memory, here, releases: None
-    pipeline = Pipeline(stand_in(0), stand_in(STAGES), consumers.config.num_stages)
-    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, pipeline=pipeline)
-    begins = pipeline.consumer_state(), pipeline.consumer_state()
-    consumers.mainloop.multiply(acc, memory, work_tile, place, channel, begins, True, tile_m)
-
-
 class Machine:
-    """All consumer warps, one after the other, on stages that all hold the same."""
+    """All consumer warps, one after the other, on one stage."""
 
     def __init__(self, config: WgmmaConfig, weight: PackedWeight, codes: np.ndarray, scales: np.ndarray, run_on):
         self.config, self.weight = config, weight
         self.shared = np.zeros(1 << 19, np.uint8)
         load_stage(self.shared, config, weight, codes, scales)
-        self.gpu = WarpgroupWarp(self.shared, weight.scales.view(torch.uint8).numpy().reshape(-1))
-        run_on(Altered(self.gpu, arch={"mbarrier_wait": lambda *_: None}))
+        of_weight = weight.scales.view(torch.uint8).numpy().reshape(-1)
+        self.x_scales = of_weight.size  # their address, where rows have one each
+        self.gpu = WarpgroupWarp(self.shared, np.concatenate((of_weight, scales.view(np.uint8))))
+        meet = {"barrier": lambda **_: None, "barrier_arrive": lambda **_: None}
+        run_on(Altered(self.gpu, arch=meet))
         self.subject: Any = kernel.WgmmaKernel(config)
         self.consumers: Any = self.subject.consumers
 
     def acc(self, warp: int, k_blocks: int = 1) -> machine.Registers:
         config, consumers = self.config, self.consumers
-        shape = SimpleNamespace(m=config.tile_m, num_tiles=config.block_tiles, scale_groups=1)
-        work_tile = SimpleNamespace(block=0, m_tile=0, begin=0, end=k_blocks)
-        first_tile = warp // 4 * config.n_tiles
+        memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES)
+        sizes = {"m": config.tile_m, "num_tiles": config.block_tiles, "scale_groups": 1}
+        shape = SimpleNamespace(**sizes, x_scales=machine.Int64(self.x_scales))
+        work_tile, first_tile = SimpleNamespace(block=0, m_tile=0), warp // 4 * config.n_tiles
         acc = machine.Registers(config.thread_acc, machine.Float32)
         place = consumers.lane(shape, warp, machine.LANES)
         channel = consumers.channel.load(SimpleNamespace(scales=0), shape, work_tile, first_tile, place)
-        multiplied(consumers, acc, work_tile, place, channel, config.tile_m)
-        consumers.mainloop.finish(acc, shape, None, work_tile, place, channel, None, None)
+        x_place = consumers.mainloop.reader.x_scale_place(work_tile)
+        for _ in range(k_blocks):
+            consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, x_place, config.tile_m)
+        consumers.mainloop.finish(acc, shape, memory, work_tile, place, channel, None, None)
         return acc
 
     def results(self) -> np.ndarray:
@@ -160,17 +145,18 @@ class Machine:
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @pytest.mark.parametrize("present", [1, 2])
 def test_tiles_of_experts_begin_at_any_row_and_end_early(config: WgmmaConfig, shift: int, present: int, run_on):
-    config = replace(config, tile_m=32, row_parts=2)
+    config = replace(config, row_parts=2 if config.tile_m == 16 else 4)
     weight, tile_m = make_weight(config), present * config.part_m
     codes, scales = rounded(torch.randn(config.tile_m, X_GROUP, generator=torch.Generator().manual_seed(4)))
     subject = Machine(config, weight, codes, scales, run_on)
     load_stage(subject.shared, config, weight, codes, scales, shift)
     consumers: Any = kernel.WgmmaKernel(config, ExpertTiles(config)).consumers
-    work_tile = SimpleNamespace(block=0, token=4 + shift, expert=0, begin=0, end=1)
-    consumers.mainloop.reader.x_scale_shift = lambda work_tile: machine.Int32(x_scale_shift(work_tile))
+    reader, work_tile = consumers.mainloop.reader, SimpleNamespace(block=0, token=4 + shift, expert=0)
+    reader.x_scale_shift = lambda work_tile: machine.Int32(x_scale_shift(work_tile))
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES)
     acc = machine.Registers(config.thread_acc, machine.Float32)
     place = consumers.lane(SimpleNamespace(m=config.tile_m), 5, machine.LANES)
-    multiplied(consumers, acc, work_tile, place, [], tile_m)
+    consumers.mainloop.multiply_k_block(acc, memory, STAGE, place, reader.x_scale_place(work_tile), tile_m)
     want = exact(weight, codes, scales)[:, 64 * config.n_tiles : 64 * (config.n_tiles + 1)]  # of the second warpgroup
     for i in range(tile_m // 2):
         rows = 16 + machine.LANES // 4 + 8 * (i // 2 % 2)  # of its second warp
@@ -252,9 +238,9 @@ class WholeK(Stages):
 
     def __init__(self, shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, begin: int):
         super().__init__(shared, config, weight, x, begin)
-        group = x_group(config.format)
-        codes, scales = quantize_activations(x, group)
-        scales = scales.expand(-1, x.shape[1] // X_GROUP)
+        codes, scales = quantize_activations(x, X_GROUP)
+        if not x_group(config.format):  # scales of rows meet the accumulators at the end
+            scales = torch.ones_like(scales)
         self.found, self.scales = codes.view(torch.uint8).numpy(), scales.T.contiguous().numpy()
 
     def fill(self, stage: int, k_block: int) -> None:
@@ -330,3 +316,24 @@ def test_powers_of_two_of_a_k_block_are_folded_exactly_up_to_eleven_below_the_la
             if power <= 11:
                 np.testing.assert_array_equal(numbers, exact)
             assert (np.abs(numbers - exact) < 2.0**-9 * 6 * 2.0 ** (largest - 127)).all()
+
+
+def test_each_wait_of_a_warpgroup_has_an_arrival_of_the_other(run_on):
+    met: list[tuple[str, int]] = []
+    arch = {
+        "barrier": lambda barrier_id, number_of_threads: met.append(("waits", int(np.unique(barrier_id).item()))),
+        "barrier_arrive": lambda barrier_id, number_of_threads: met.append(
+            ("arrives", int(np.unique(barrier_id).item()))
+        ),
+    }
+    run_on(Altered(PlainThread(), arch=arch))
+    config = next(config for config in CONFIGS if config.mainloop.is_ping_pong(config))
+    for warpgroup in range(2):
+        ping_pong = PingPong(config)
+        ping_pong.begin(4 * warpgroup)
+        for _ in range(6):
+            ping_pong.wait(4 * warpgroup)
+            ping_pong.arrive(4 * warpgroup)
+        ping_pong.end(4 * warpgroup)
+    waits, arrivals = ([number for kind, number in met if kind == wanted] for wanted in ("waits", "arrives"))
+    assert len(waits) == 13 and sorted(waits) == sorted(arrivals) and met[0] == ("waits", BARRIER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,11 +42,7 @@ def e4m3_numbers(codes: np.ndarray) -> np.ndarray:
 
 @dataclass
 class WarpgroupWarp(LinearWarp):
-    """Also stands for `cute_kernels.device.wgmma`. MMAs of E4M3 are done when they are waited for, from what B is then;
-    all others at once."""
-
-    issued: list[Callable[[], None]] = field(default_factory=list)
-    groups: list[list[Callable[[], None]]] = field(default_factory=list)
+    """Also stands for `cute_kernels.device.wgmma`; MMAs are done at once, and registers may not be changed early."""
 
     def meanings(self) -> Meanings:
         # Descriptors are plain integer arithmetic and stay as they are.
@@ -81,38 +77,24 @@ class WarpgroupWarp(LinearWarp):
         return list(registers)
 
     def commit(self) -> None:
-        self.groups.append(self.issued)
-        self.issued = []
+        pass
 
     def wait(self, pending: int) -> None:
-        done = max(len(self.groups) - pending, 0)
-        for multiply in [each for group in self.groups[:done] for each in group]:
-            multiply()
-        del self.groups[:done]
+        pass
 
     def wait_for_dots(self, dots: Sequence[Lanes], pending: int) -> list[Lanes]:
         return list(dots)
 
     def wait_for(self, acc: Sequence[Lanes], pending: int) -> list[Lanes]:
-        self.wait(pending)
         return list(acc)
 
     def multiply_bytes(self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
         products = self.byte_products(count, a, b_low, lambda codes: codes.view(np.int8).astype(np.int64))
         return [Int32(value + (np.int64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
 
-    def multiply_e4m3(
-        self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes, adds: Lanes | int = 1
-    ) -> list[Lanes]:
-        sums = [Float32(np.full(32, np.nan)) for _ in range(count)]
-        before = acc if acc and np.unique(np.asarray(adds)).item() else []
-
-        def multiply() -> None:
-            for i, value in enumerate(self.byte_products(count, a, b_low, e4m3_numbers)):
-                sums[i][:] = Float32(value + (np.float64(before[i]) if before else 0))
-
-        self.issued.append(multiply)
-        return sums
+    def multiply_e4m3(self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
+        products = self.byte_products(count, a, b_low, e4m3_numbers)
+        return [Float32(value + (np.float64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
 
     def byte_products(
         self, count: int, a: Sequence[Lanes], b_low: Lanes, numbers_of: Callable[[np.ndarray], np.ndarray]

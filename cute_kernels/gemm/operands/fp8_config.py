@@ -16,7 +16,7 @@ from cute_kernels.gemm.wgmma.mainloops import (
     X_SCALE_ALIGNMENT,
     Mainloop,
 )
-from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, Reduction, RowCuts, WholeK, WorkspaceSplitK, one_of
+from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, WorkspaceSplitK, one_of
 
 FP8 = "fp8"
 X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block
@@ -27,7 +27,6 @@ FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS, INPUTS = "products", "plain", "rounded", "l
 # Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
 # stand for is exact in bf16, and 16-bit products take it.
 SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
-SLICE_M = 64  # rows of x of a slice: MMAs of 64 rows and more take no longer than their products
 SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
@@ -124,19 +123,15 @@ class Fp8Wgmma(Mainloop):
     def x_tma_tiles(self, config: WgmmaConfig) -> int:
         return config.block_k // X_GROUP  # rows of 128 bytes
 
-    def slice_m(self, config: WgmmaConfig, rows: int) -> int:
-        """Returns how many of a loop's rows of x MMAs multiply at a time: equal parts, at most `SLICE_M`; 0 for none.
-
-        A k block has an even number of such parts in all, as sums have two sets of registers in turn, and each k block
-        begins with the first.
-        """
-        units, eights = config.n_tiles * groups_apart(config.format), rows // WGMMA_N_STEP
-        counts = range(-(-rows // SLICE_M), eights + 1)
-        return next((rows // count for count in counts if eights % count == 0 and count * units % 2 == 0), 0)
+    def is_ping_pong(self, config: WgmmaConfig) -> bool:
+        """Whether two warpgroups alternate. They do if a k block has one group, and tile_m is so large that a thread
+        has no registers for sums of two groups."""
+        return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of x's fp32 scales in a stage, with room to begin on a multiple of 16 bytes."""
-        return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
+        """Returns the bytes of x's fp32 scales in a stage, with room to begin on a multiple of 16 bytes. 0 where x has
+        one scale per row."""
+        return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT) if x_group(config.format) else 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
         wanted, rows = fp8_problem(config.format), config.tile_m * config.n_tiles
@@ -144,8 +139,6 @@ class Fp8Wgmma(Mainloop):
             return f"groups of {config.group_size} inputs end with a k block"
         if wanted is None and groups_apart(config.format) > 1 and rows > SMALL_GROUP_ACC_M:
             return f"{rows} rows of all tiles are more than the {SMALL_GROUP_ACC_M} of groups of {config.group_size}"
-        if wanted is None and not all(self.slice_m(config, config.part_m * count) for count in config.loop_parts):
-            return f"{config.part_m} rows in one group cannot be halved"
         return None if wanted is None else f"FP8 products want {wanted}, not {config.format.key}"
 
 

@@ -11,27 +11,29 @@ codebook by a byte permutation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import pairwise, product
+from operator import or_
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, x_group
-from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift
+from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
+from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift, StageByStage
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
 from cute_kernels.gemm.wgmma.places import Places
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing
 from layouts.weights.hopper import STEP_K
 
-DECODED_MMAS = 2  # whose operands are decoded before the first of them is issued
-PIECE_M = 32  # rows of x whose scales are loaded at a time
+SLICE_M = 128  # rows of x whose sums a thread has registers for beside the accumulators of twice as many
+PIECE_M = 32  # of them whose scales are loaded at a time
+BARRIER = 9  # the first of two named barriers, one a warpgroup, after those of `wgmma.kernel`
 
 
 @dataclass(frozen=True)
@@ -52,28 +54,58 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A group's sums for a slice of the rows of x, which MMAs may still be writing.
+class KBlock:
+    """A thread's part of a stage: words of codes, [tile][chunk][word], the descriptor of x, and the function that loads
+    scales of x from a given row on."""
 
-    first_row: of the slice. before: the total of the k block's earlier groups. stage: the pipeline stage in which the
-    scales of x are.
+    words: Sequence[Sequence[Sequence[Any]]]
+    x: Uint32
+    load_x_scales: Callable[[int], Sequence[Any]]
+
+
+class PingPong:
+    """The order of two consumer warpgroups that alternate: while one's MMAs run, the other adds its sums.
+
+    Without an order both wait for the same stage. Their MMAs then end at the same time, and the tensor cores idle
+    while both wait. Each warpgroup has a named barrier, at which it waits for the other one's arrival.
+    FlashAttention-3 and CUTLASS's ping-pong kernels order their warpgroups so.
     """
 
-    tile: int
-    first_row: int
-    is_last: bool
-    sums: Sequence[Any]
-    scales: Sequence[Any]
-    before: Sequence[Any]
-    stage: Any
+    def __init__(self, config: WgmmaConfig[Fp8Wgmma]):
+        self.active = config.mainloop.is_ping_pong(config)
+
+    @cute.jit
+    def begin(self, warp):
+        """Lets the first warpgroup multiply first: the second one arrives at the first one's barrier."""
+        if const_expr(self.active):
+            if warp >= WARPGROUP_WARPS:
+                self.arrive(warp)
+
+    def wait(self, warp, nothing: Int32 | int = 0):
+        """Waits for the other warpgroup's arrival.
+
+        Args:
+            nothing: a run-time 0, computed from all operands of the next MMAs. ptxas would move the decoding of other
+                operands behind the barrier, where the tensor cores would wait for it.
+        """
+        own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
+        cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
+
+    def arrive(self, warp):
+        other = BARRIER + 1 - warp // WARPGROUP_WARPS
+        cute.arch.barrier_arrive(barrier_id=other, number_of_threads=2 * WARPGROUP_THREADS)
+
+    @cute.jit
+    def end(self, warp):
+        """Waits for the second warpgroup's last arrival."""
+        if const_expr(self.active):
+            if warp < WARPGROUP_WARPS:
+                self.wait(warp)
 
 
-class Fp8Mainloop:
+class Fp8Mainloop(StageByStage):
     """The mainloop policy of FP8 products; `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop` describes the
     methods.
-
-    A k block is multiplied slice by slice. While the MMAs of a slice run, a thread adds the sums of the slice before,
-    also where that one is the last of the k block before.
 
     x_scale_shift: as in `LimbReader`; None where tiles begin at any multiple of 8 rows.
     """
@@ -92,84 +124,58 @@ class Fp8Mainloop:
         decoder = config.format.e4m3_decoder()
         assert decoder is not None, config.format
         self.decoder = decoder(HopperMath(config.dtype))
+        self.ping_pong = PingPong(config)
 
     def masks(self, shape, lane):
         return nothing(shape, lane)
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies as `RegisterMainloop.multiply` does; waits for all MMAs and releases every stage itself."""
-        here, last = state
-        begin, x_place = work_tile.begin, self.reader.x_scale_place(work_tile)
-        slice_m = self.config.mainloop.slice_m(self.config, tile_m)
-        running = cute.make_rmem_tensor(sum(self.running_words(slice_m)), Float32)
-        running.fill(0.0)
-        for k_block in cutlass.range(begin, work_tile.end, 1, unroll=1):
-            memory.pipeline.consumer_wait(here)
-            before = (running, self.state_before(here, k_block > begin), releases & (k_block > begin))
-            self.multiply_k_block(acc, memory, here.stage, place, x_place, before, tile_m)
-            here = memory.pipeline.next(here)
-        last = self.state_before(here, here.stage >= 0)
-        added = self.loaded(running, last.stage, tile_m)
-        self.add(acc, memory, x_place, replace(added, sums=wgmma.wait_for(added.sums, 0)))
-        if const_expr(self.by_row):
-            self.scale_rows(acc, memory, last.stage, x_place, tile_m)
-        cute.arch.sync_warp()
-        self.stages.release(memory, last, releases)
+        """Multiplies a work tile stage by stage, as `StageByStage.multiply` does, between the first and the last
+        arrival of `PingPong`."""
+        self.ping_pong.begin(place.warp)
+        here, last = StageByStage.multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m)
+        self.ping_pong.end(place.warp)
         return here, last
 
-    def state_before(self, here, has_one) -> PipelineState:
-        """Returns the state at the k block before, or at this one unless ``has_one``. It is computed again, as there is
-        no register for it; its phase is not."""
-        before = cutlass.select_(here.stage == 0, Int32(self.config.num_stages), here.stage) - 1
-        return PipelineState(cutlass.select_(has_one, before, here.stage), here.phase)
-
-    def multiply_k_block(self, acc, memory, stage, place, x_place, before, tile_m: int) -> None:
-        """Adds a k block's products to ``acc``, but for those of its last slice, whose MMAs are left running.
-
-        before: (what `stored` stored for the k block before, its state, whether this lane releases its stage).
-        """
-        running, last, releases = before
-        added, free = self.loaded(running, last.stage, tile_m), []
-        # Codes are loaded, and decoded, when no MMA reads the registers of the k block before's any more.
-        added, first = replace(added, sums=wgmma.wait_for(added.sums, 0)), True
+    def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
+        """Adds a k block's products to ``acc``."""
         words, x = self.reader.load_codes(memory, stage, place), self.reader.descriptor(memory, stage)
-        slice_m = self.config.mainloop.slice_m(self.config, tile_m)
-        for group in self.groups(memory, stage, place):
-            operands: list[Any] = []
-            for first_row in range(0, tile_m, slice_m):
-                b = wgmma.advanced(x, first_row * wgmma.ROW_BYTES)
-                if operands:
-                    operands = wgmma.fence(operands)
-                    sums = self.start(free, slice_m, operands, b, group.first, place.masks)
-                else:
-                    sums, operands = self.decode_and_start(free, slice_m, words, b, group, place.masks)
-                wgmma.commit()
-                if not first:
-                    added = replace(added, sums=wgmma.wait_for(added.sums, 1))
-                total, free = self.add(acc, memory, x_place, added), added.sums
-                if first:
-                    cute.arch.sync_warp()
-                    self.stages.release(memory, last, releases)
-                added, first = Slice(group.tile, first_row, group.is_last, sums, group.scales, total, stage), False
-        self.stored(running, added)
+        k_block = KBlock(words, x, partial(self.load_x_scales, memory, stage, x_place, tile_m))
+        groups = self.groups(memory, stage, place)
+        if self.ping_pong.active:
+            self.multiply_slices(acc, k_block, groups, place, tile_m)
+        else:
+            self.multiply_groups(acc, k_block, groups, tile_m)
 
-    def running_words(self, slice_m: int) -> tuple[int, ...]:
-        """Returns how many numbers a loop carries: sums, totals of earlier groups, scales of two rows."""
-        totals = slice_m // 2 * (groups_apart(self.config.format) > 1 and not self.by_row)
-        return slice_m // 2, totals, 2 * bool(self.config.group_size)
+    def multiply_groups(self, acc, k_block: KBlock, groups: Sequence[Group], tile_m: int):
+        """Multiplies a k block group by group. While one group's MMAs run, the next group is decoded and its MMAs are
+        issued."""
+        before: Sequence[Any] = []
+        following = self.start(self.operands(k_block.words, groups[0]), k_block.x, groups[0], tile_m)
+        for group, after in pairwise([*groups, None]):
+            assert group is not None
+            started = following
+            if after:
+                following = self.start(self.operands(k_block.words, after), k_block.x, after, tile_m)
+            before = self.add(acc, k_block, group, wgmma.wait_for(started, 1 if after else 0), before)
 
-    def stored(self, running, added: Slice) -> None:
-        """Stores a k block's last slice in registers that a loop carries."""
-        for i, value in enumerate([*added.sums, *added.before, *added.scales]):
-            running[i] = value
+    def multiply_slices(self, acc, k_block: KBlock, groups: Sequence[Group], place, tile_m: int):
+        """Multiplies a k block by `SLICE_M` rows of x at a time, alternating with the other warpgroup."""
+        for group in groups:
+            operands = self.operands(k_block.words, group)
+            for first in range(0, tile_m, SLICE_M):
+                self.ping_pong.wait(place.warp, Int32(reduce(or_, operands) & place.masks))
+                x = wgmma.advanced(k_block.x, first * wgmma.ROW_BYTES)
+                started = self.start(operands, x, group, min(SLICE_M, tile_m - first))
+                wgmma.wait(1)
+                self.ping_pong.arrive(place.warp)  # the last MMA is still running: the other's follow it without a gap
+                self.add(acc, k_block, group, wgmma.wait_for(started, 0), [], first)
 
-    def loaded(self, running, stage, tile_m: int) -> Slice:
-        """Returns the slice that `stored` stored. stage: that of its k block."""
-        slice_m = self.config.mainloop.slice_m(self.config, tile_m)
-        ends = [*accumulate(self.running_words(slice_m), initial=0)]
-        sums, totals, scales = ([running[i] for i in range(*bounds)] for bounds in pairwise(ends))
-        return Slice(self.config.n_tiles - 1, tile_m - slice_m, True, sums, scales, totals, stage)
+    def load_x_scales(self, memory, stage, x_place, tile_m: int, first: int) -> list[Any]:
+        """Loads a thread's scales of up to `PIECE_M` rows of x, two of every eight. Those of all rows would not fit in
+        registers."""
+        return self.reader.load_x_scales(memory, stage, x_place + 4 * first, min(PIECE_M, tile_m - first))
 
     def groups(self, memory, stage, place) -> list[Group]:
         """Returns the groups of a k block, tile by tile."""
@@ -186,74 +192,71 @@ class Fp8Mainloop:
                 found.append(Group(tile, first, end, scales[2 * i : 2 * i + 2], [], is_last=i == count - 1))
         return found
 
-    def operands(self, words, group: Group, first: int, end: int) -> list[Any]:
-        """Decodes the A operands of a group's MMAs ``first`` to ``end``: four registers each."""
+    def operands(self, words, group: Group) -> list[Any]:
+        """Decodes the A operands of a group: four registers for each of its MMAs."""
         decoder, found = self.stages.decoder, []
-        for step in range(first * MMA_K // STEP_K, end * MMA_K // STEP_K):
-            chunk, first_word = words[group.tile][step // decoder.steps], step % decoder.steps * decoder.words_per_step
-            own = [chunk[first_word + i] for i in range(decoder.words_per_step)]
+        for step in range(group.first * MMA_K // STEP_K, group.end * MMA_K // STEP_K):
+            chunk, first = words[group.tile][step // decoder.steps], step % decoder.steps * decoder.words_per_step
+            own = [chunk[first + i] for i in range(decoder.words_per_step)]
             found += self.decoder.fragment(own, *([group.tables[step * STEP_K // MMA_K]] if group.tables else []))
         return found
 
-    def decode_and_start(self, sums, slice_m: int, words, x, group: Group, zero) -> tuple[list[Any], list[Any]]:
-        """Decodes codes of a group and issues MMAs of a slice, `DECODED_MMAS` at a time. Returns (sums, operands)."""
-        operands: list[Any] = []
-        for first in range(group.first, group.end, DECODED_MMAS):
-            part = wgmma.fence(self.operands(words, group, first, min(first + DECODED_MMAS, group.end)))
-            sums = self.start(sums, slice_m, part, x, first, zero if first == group.first else 1)
-            operands += part
-        return sums, operands
-
-    def start(self, sums, slice_m: int, operands, x, first: int, adds) -> list[Any]:
-        """Issues the MMAs of a slice from ``first`` on and returns the thread's sums.
-
-        sums: registers that these sums shall have, or []. adds: 0, or a run-time 0, if MMAs begin at zero.
-        """
-        for number in range(len(operands) // 4):
-            a, b = operands[4 * number : 4 * number + 4], wgmma.advanced(x, (first + number) * wgmma.STEP_BYTES)
-            sums = wgmma.multiply_e4m3(sums, slice_m // 2, a, b, 1 if number else adds)
+    def start(self, operands, x, group: Group, rows: int) -> list[Any]:
+        """Issues the MMAs of a group and returns the thread's sums. Where warpgroups alternate, the last MMA is a
+        commit group of its own."""
+        ready, sums = wgmma.fence(operands), []
+        for number, step in enumerate(range(group.first, group.end)):
+            if self.ping_pong.active and step == group.end - 1:
+                wgmma.commit()
+            b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
+            sums = wgmma.multiply_e4m3(sums, rows // 2, ready[4 * number : 4 * number + 4], b)
+        wgmma.commit()
         return sums
 
-    def add(self, acc, memory, x_place, added: Slice) -> list[Any]:
-        """Waits for a slice's MMAs, all but the last ``pending`` groups, scales its sums and adds ``before`` to them.
-        Returns this new total.
+    def add(self, acc, k_block: KBlock, group: Group, sums, before: Sequence[Any], first_row: int = 0) -> list[Any]:
+        """Scales the sums of a group for some rows of x, and adds ``before``, the total of the k block's earlier
+        groups. Returns the new total.
 
         After the k block's last group it adds the total, times the scales of x, to the accumulators and returns [].
         Where x has one scale per row, it adds each group's sums to the accumulators at once and returns []."""
-        first, scales = added.tile * (self.config.tile_m // 2) + added.first_row // 2, added.scales
+        first, scales = group.tile * (self.config.tile_m // 2) + first_row // 2, group.scales
         if self.by_row:
-            for i, value in enumerate(added.sums):
-                acc[first + i] = ptx.fma(value, scales[i // 2 % 2] if scales else Float32(1.0), acc[first + i])
+            for i, value in enumerate(sums):
+                acc[first + i] = (
+                    ptx.fma(value, scales[i // 2 % 2], acc[first + i]) if scales else acc[first + i] + value
+                )
             return []
         total = [
-            ptx.fma(value, scales[i // 2 % 2], added.before[i]) if added.before else value * scales[i // 2 % 2]
-            for i, value in enumerate(added.sums)
+            ptx.fma(value, scales[i // 2 % 2], before[i]) if before else value * scales[i // 2 % 2]
+            for i, value in enumerate(sums)
         ]
-        if not added.is_last:
+        if not group.is_last:
             return total
         for start in range(0, len(total), PIECE_M // 2):
-            part = total[start : start + PIECE_M // 2]
-            x_scales = self.reader.load_x_scales(
-                memory, added.stage, x_place + 4 * (added.first_row + 2 * start), 2 * len(part)
-            )
-            for i, value in enumerate(part):
+            x_scales = k_block.load_x_scales(first_row + 2 * start)
+            for i, value in enumerate(total[start : start + PIECE_M // 2]):
                 at = first + start + i
                 acc[at] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[at])
         return []
 
-    def scale_rows(self, acc, memory, stage, x_place, tile_m: int) -> None:
-        """Multiplies the accumulators by the scales of rows of x."""
-        tile_acc = self.config.tile_m // 2
-        for first in range(0, tile_m, PIECE_M):
-            rows = min(PIECE_M, tile_m - first)
-            scales = self.reader.load_x_scales(memory, stage, x_place + 4 * first, rows)
-            for tile, i in product(range(self.config.n_tiles), range(rows // 2)):
-                at = tile * tile_acc + first // 2 + i
-                acc[at] = acc[at] * scales[i // 4 * 2 + i % 2]
-
     def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
-        """Applies the weight's scales that hold for all of K."""
+        """Applies scales that hold for all of K."""
+        if self.by_row:
+            self.scale_rows(acc, shape, work_tile, place)
         if not self.config.group_size:
             sums = [acc[i] for i in range(self.config.thread_acc)]
             unit = self.decoder.unit
             self.channel.scale(acc, [value * unit for value in sums] if unit != 1 else sums, channel)
+
+    def scale_rows(self, acc, shape, work_tile, place) -> None:
+        """Multiplies the accumulators by the scales of rows of x."""
+        first, _ = self.places.rows_of(shape, work_tile)
+        address = shape.x_scales + Int64(first + place.lane % 4 * 2) * 4
+        tile_acc = self.config.tile_m // 2
+        for start in range(0, self.config.tile_m, PIECE_M):
+            end = min(start + PIECE_M, self.config.tile_m)
+            places = [4 * (row + i) for row in range(start, end, 8) for i in range(2)]
+            scales = [ptx.load_global_words(address, place, 1, constant=False)[0].bitcast(Float32) for place in places]
+            for tile, i in product(range(self.config.n_tiles), range((end - start) // 2)):
+                at = tile * tile_acc + start // 2 + i
+                acc[at] = acc[at] * scales[i // 4 * 2 + i % 2]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma
-from cute_kernels.gemm.operands.fp8_schedule import L2_BYTES_PER_CLOCK, SLOTS_SHARE, issue_slots
+from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
+from cute_kernels.gemm.operands.fp8_schedule import SLOTS_SHARE, issue_slots
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import K_BLOCK_CLOCKS
 from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
@@ -93,11 +93,10 @@ class LimbCost(MainloopCost):
 
 
 class Fp8Cost(MainloopCost):
-    """Models `Fp8Wgmma`, tensor cores and loads from L2 included: see docs/design/fp8_gemm.md."""
+    """Models `Fp8Wgmma`, tensor cores included: see docs/design/fp8_gemm.md."""
 
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        from_l2 = (config.weight_stage_bytes + X_GROUP * tile_m) / L2_BYTES_PER_CLOCK
-        return max(config.block_tiles * 2 * tile_m + SLOTS_SHARE * issue_slots(config, tile_m), from_l2)
+        return config.block_tiles * 2 * tile_m + SLOTS_SHARE * issue_slots(config, tile_m)
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {

@@ -75,7 +75,7 @@ SHAPES = (
 # Of products in FP8, where a k block has one group, and several.
 FP8_SHAPES = tuple(
     TileShape(tile_m, n_tiles, X_GROUP, parts, mainloop=Fp8Wgmma())
-    for tile_m, n_tiles, parts in ((256, 1, 2), (192, 1, 3), (128, 1, 4), (64, 2, 4), (32, 2, 4), (16, 2, 2))
+    for tile_m, n_tiles, parts in ((256, 1, 4), (128, 1, 4), (64, 2, 4), (32, 2, 4), (16, 2, 2))
 )
 SMALL_GROUP_FP8_SHAPES = tuple(
     TileShape(tile_m, n_tiles, X_GROUP, parts, mainloop=Fp8Wgmma())
