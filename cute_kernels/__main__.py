@@ -70,7 +70,7 @@ def run_aot_build(arguments: argparse.Namespace) -> int:
     specs = [spec for path in arguments.list or () for spec in wanted.read(path, arguments.arch)]
     specs = list(dict.fromkeys(specs)) or chosen_specs(arguments.only)
     if arguments.engines:
-        specs = list(dict.fromkeys([*specs, *engine_kernels.kept_specs(arguments.arch, default_directory())]))
+        specs = list(dict.fromkeys([*specs, *engine_kernels.specs()]))
     if not specs:
         return 2
     start = time.perf_counter()

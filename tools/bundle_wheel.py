@@ -25,7 +25,6 @@ from cute_kernels.runtime import KernelCache, aot_build  # noqa: E402
 from cute_kernels.runtime.cache import default_cache  # noqa: E402
 from cute_kernels.runtime.installed import PACKAGES  # noqa: E402
 from cute_kernels.runtime.spec import KernelSpec  # noqa: E402
-from cute_kernels.runtime.store import default_directory  # noqa: E402
 from tools import backend  # noqa: E402
 
 ARCH = "sm_90a"
@@ -77,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backend.need()
     specs = chosen_specs(options.only or ["*"])
     if not options.only:
-        print("listing the kernels of common models: some minutes of processor time, where no list is kept", flush=True)
+        print("listing the kernels of common models: some minutes of processor time", flush=True)
         start = time.perf_counter()
-        specs = list(dict.fromkeys([*specs, *engine_kernels.kept_specs(ARCH, default_directory())]))
+        specs = list(dict.fromkeys([*specs, *engine_kernels.specs()]))
         print(f"{len(specs)} kernels, listed in {time.perf_counter() - start:.0f} s", flush=True)
     wheel = build(specs, options.output, default_cache())
     print(f"{wheel}: {len(specs)} kernels, {wheel.stat().st_size / 2**20:.1f} MiB")

@@ -1,4 +1,4 @@
-"""What a hybrid's log-probabilities lose by rows of a cache format, on the CPU: `python -m tests.gpu.emulate_rows`.
+"""What a hybrid's log-probabilities lose by rows of a cache format, on the CPU: `python -m tests.gpu.emulate_rows [FORMAT]`.
 
 The served scenario's model runs in fp32, over K and V as they are and as the format returns them, for every query: an
 engine reads a prompt's first chunk as it is, so it loses less. What comes out bounds `test_vllm_serving`'s hybrid.
@@ -6,8 +6,11 @@ engine reads a prompt's first chunk as it is, so it loses less. What comes out b
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +65,13 @@ def losses(kv_format: KvFormatName) -> list[float]:
     return sorted(found)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kv_format", nargs="?", default="int8_token_head", metavar="FORMAT")
+    ordered = losses(parser.parse_args(arguments).kv_format)
+    print(*(f"{ordered[int(len(ordered) * part)]:.4f}" for part in PARTS), f"{ordered[-1]:.4f}")
+    return 0
+
+
 if __name__ == "__main__":
-    for kv_format in ("int8_token_head", "int4_g4"):
-        ordered = losses(kv_format)
-        print(kv_format, *(f"{ordered[int(len(ordered) * part)]:.4f}" for part in PARTS), f"{ordered[-1]:.4f}")
+    sys.exit(main())

@@ -15,11 +15,11 @@ import torch
 from cute_kernels._version import __version__
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.wgmma.deferred_config import GIVES
 from cute_kernels.integrations.attention_kernels import Decodes, EngineLayer, batches_up_to, specs_of
 from cute_kernels.integrations.vllm import engine_kernels, prepare
-from cute_kernels.runtime import KernelCache
+from cute_kernels.runtime import KernelCache, wanted
 from cute_kernels.runtime.gpu import Gpu, standing_in
-from cute_kernels.runtime.spec import KernelSpec
 from tests.runtime.tiny import tiny_specs
 from tools import bundle_wheel
 
@@ -143,38 +143,11 @@ def test_no_shape_is_listed_twice():
     assert len(parts) == len(set(parts))
 
 
-def test_the_list_is_kept_until_a_source_changes(tmp_path: Path):
+def test_a_list_that_is_written_is_read_again(tmp_path: Path):
     of_attention = engine_kernels.attention_specs(HEADS, CACHES, 0, (1, 64))
-    of_layers = prepare.specs_for(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), 64)
+    of_layers = engine_kernels.linear_specs(LinearProblem(1, 4096, 7168, 7168, integers(4, 128), "bf16"), GIVES)
     with standing_in(Gpu(num_sms=lambda device: 132)):
         of_experts = engine_kernels.experts_specs(engine_kernels.EXPERTS[0], integers(4, 128))
-    found, asked = [*of_attention, *of_layers, *of_experts], []
-
-    def kept(sources: str | None = None) -> list[KernelSpec]:
-        return engine_kernels.kept_specs("sm_90a", tmp_path / "cache", sources, lambda: asked.append(1) or found)
-
-    assert kept() == found
-    assert set(kept()) == set(found) and len(asked) == 1
-    (path,) = (tmp_path / "cache").iterdir()
-    path.write_text("{}")  # damaged
-    assert set(kept()) == set(found) and len(asked) == 2
-    assert kept("another") == found and len(asked) == 3
-    assert [one.name for one in path.parent.iterdir()] == ["engine_kernels_another.json"]
-
-
-def test_a_list_that_others_could_have_written_is_not_read(tmp_path: Path):
-    directory = tmp_path / "cache"
-    found: list[KernelSpec] = [*tiny_specs(2)]
-    engine_kernels.kept_specs("sm_90a", directory, "same", list)
-    (path,) = directory.iterdir()
-    path.chmod(0o666)
-    assert engine_kernels.kept_specs("sm_90a", directory, "same", lambda: found) == found
-    directory.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match=r"not kept .* can be written by everybody"):
-        assert engine_kernels.kept_specs("sm_90a", directory, "same", lambda: found) == found
-
-
-def test_a_list_that_cannot_be_kept_is_given_all_the_same(tmp_path: Path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.warns(RuntimeWarning, match="not kept"):
-        assert engine_kernels.kept_specs("sm_90a", tmp_path / "cache", "same", lambda: [*tiny_specs(1)]) != []
+    found = [*of_attention, *of_layers, *of_experts]
+    wanted.write(tmp_path / "list.json", found, "sm_90a")
+    assert set(wanted.read(tmp_path / "list.json", "sm_90a")) == set(found)

@@ -7,17 +7,12 @@ that are missing, its start names them (`prepare.why_not_ready`).
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-import cute_kernels
-import layouts
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.weights import MXFP4, WeightFormat, integers
@@ -30,12 +25,9 @@ from cute_kernels.integrations import attention_kernels, expert_kernels
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.ready import specs_beside_norm
 from cute_kernels.integrations.vllm import prepare
-from cute_kernels.runtime import wanted, workers
+from cute_kernels.runtime import workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
-from cute_kernels.runtime.sources import state_of
 from cute_kernels.runtime.spec import KernelSpec
-from cute_kernels.runtime.store import PRIVATE
-from cute_kernels.runtime.trust import distrust
 
 CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))  # what vLLM captures
 DECODED = attention_kernels.batches_up_to(512)
@@ -171,46 +163,6 @@ EXPERTS = (
     *(Experts(8, 4096, 14336 // ranks, 2) for ranks in (1, 2, 4, 8)),  # Mixtral 8x7B
     *(Experts(count, 2880, 2880, 4, (MXFP4,), ClampedSwiglu()) for count in (32, 128)),  # gpt-oss
 )
-
-
-def kept_specs(
-    arch: str, directory: Path, sources: str | None = None, make: Callable[[], list[KernelSpec]] | None = None
-) -> list[KernelSpec]:
-    """Returns the list of :func:`specs` kept in ``directory``, made anew if the sources have changed.
-
-    A list that others could have written is not read, as with kernels (:mod:`cute_kernels.runtime.trust`). If the list
-    cannot be kept, a warning says so.
-
-    Args:
-        sources: a digest of the list's sources; None for that of the present ones. make: makes the list; None for
-            :func:`specs`.
-    """
-    path = directory / f"{KEPT}{sources or _digest_of_sources()}.json"
-    try:
-        if distrust(path) is None:
-            return wanted.read(path, arch)
-    except (OSError, ValueError):
-        pass  # there is none yet, or one that is of no use
-    found = (make or specs)()
-    try:
-        directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        if (reason := distrust(directory)) is not None:
-            raise PermissionError(reason)
-        for old in directory.glob(f"{KEPT}*.json"):
-            old.unlink(missing_ok=True)
-        wanted.write(path, found, arch)
-    except OSError as error:
-        warnings.warn(f"list of engines' kernels: not kept ({error})", RuntimeWarning, stacklevel=2)
-    return found
-
-
-KEPT = "engine_kernels_"
-
-
-def _digest_of_sources() -> str:
-    """Returns a digest of the Python sources that decide the list of kernels."""
-    packages = [Path(str(package.__file__)).parent for package in (cute_kernels, layouts)]
-    return hashlib.sha256(state_of(packages, (".py",)).digest.encode()).hexdigest()[:16]
 
 
 def specs() -> list[KernelSpec]:
