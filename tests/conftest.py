@@ -71,9 +71,9 @@ def compiler_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def compilers_wait_for_the_next_kernels() -> Iterator[None]:
     """A worker that compiles kernels takes longer to start than a kernel to compile; a dozen files want some."""
-    from cute_kernels.runtime import workers
+    from tests.compilers import kept
 
-    with workers.kept():
+    with kept():
         yield
 
 

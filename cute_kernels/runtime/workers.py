@@ -2,8 +2,8 @@
 
 The DSL's compiler is not thread-safe, so kernels are compiled in processes, which run `cute_kernels.runtime.worker`.
 They are not started by multiprocessing. So the caller's `__main__` does not run again, no GPU context is inherited, and
-a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so within `kept`, or after
-`keep`, workers wait for the next call.
+a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so after `keep` workers
+wait for the next call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -85,29 +84,10 @@ def default_jobs() -> int:
     return max(1, min(cores, free // WORKER_BYTES))
 
 
-@contextmanager
-def kept(most: int = 2) -> Iterator[None]:
-    """Keeps workers within this block: those that are done wait for the next call of `compile_all`. They end with the
-    block.
-
-    A worker keeps the sources that it was started with, so sources must not change in the block. A nested block has
-    workers of its own.
-
-    most: how many workers may wait; each has 0.4 GiB of memory.
-    """
-    global _waiting
-    before, _waiting = _waiting, _Waiting(most)
-    try:
-        yield
-    finally:
-        ended, _waiting = _waiting, before
-        ended.close()
-
-
 def keep(seconds: float) -> None:
-    """Keeps workers of this process, as many as fit, until none was used for ``seconds``; blocks of `kept` go first.
+    """Makes this process keep workers that are done, as many as fit, until none was used for ``seconds``.
 
-    As in `kept`, sources must not change meanwhile.
+    A worker keeps the sources that it was started with, so sources must not change meanwhile.
     """
     global _waiting
     if _waiting.seconds is None and not _waiting.most:

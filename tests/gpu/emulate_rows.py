@@ -1,4 +1,4 @@
-"""What a hybrid's log-probabilities lose by rows of a cache format, on the CPU: `python -m tests.gpu.emulate_rows [FORMAT]`.
+"""What a hybrid's log-probabilities lose by rows of a cache: `python -m tests.gpu.emulate_rows [FORMAT]`, on a CPU.
 
 The served scenario's model runs in fp32, over K and V as they are and as the format returns them, for every query: an
 engine reads a prompt's first chunk as it is, so it loses less. What comes out bounds `test_vllm_serving`'s hybrid.

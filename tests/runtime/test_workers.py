@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.runtime import CompileError, KernelCache, Progress, native, store, workers
+from tests.compilers import kept
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import TellingSpec, tiny_specs
 
@@ -41,7 +42,7 @@ def test_a_worker_serves_later_calls_until_the_block_ends(tmp_path: Path):
         KernelCache(tmp_path).artifacts(tiny_specs(1), ARCH, progress=seen.append)
         return [progress.source for progress in seen]
 
-    with workers.kept():  # of its own, not the session's
+    with kept():  # of its own, not the session's
         first = process(tmp_path)
         assert process(tmp_path) == first and lives(first)
         assert sources() == ["compiled"] and sources() == ["disk"]
@@ -49,7 +50,7 @@ def test_a_worker_serves_later_calls_until_the_block_ends(tmp_path: Path):
         assert sources() == ["compiled"] and sources() == ["disk"], "the worker writes again what it has made before"
         assert process(tmp_path / "another") == first
     assert not lives(first)
-    with workers.kept(0):
+    with kept(0):
         alone = process(tmp_path)
         assert alone != first and not lives(alone)
 
@@ -70,7 +71,7 @@ class Worker:
 
 
 def test_a_call_gets_a_worker_that_was_started_as_it_wants_one_and_lives():
-    with workers.kept(3):
+    with kept(3):
         waiting: Any = workers._waiting
         dead, other, living = Worker("a", alive=False), Worker("b"), Worker("a")
         for worker in (dead, other, living):
@@ -83,12 +84,12 @@ def test_a_call_gets_a_worker_that_was_started_as_it_wants_one_and_lives():
 
 def test_no_more_wait_than_are_wanted():
     first, second, third, within = (Worker("a") for _ in range(4))
-    with workers.kept(2):
+    with kept(2):
         waiting: Any = workers._waiting
         for worker in (first, second, third):
             waiting.put(worker)
         assert (first.closed, second.closed, third.closed) == (True, False, False), "the longest ends first"
-        with workers.kept():
+        with kept():
             inner: Any = workers._waiting
             inner.put(within)
         assert within.closed and not second.closed and workers._waiting is waiting
@@ -97,7 +98,7 @@ def test_no_more_wait_than_are_wanted():
 
 def test_workers_that_are_kept_end_once_nobody_has_used_them_for_a_while():
     first, second = Worker("a"), Worker("a")
-    with workers.kept(0):
+    with kept(0):
         workers.keep(0.2)
         waiting: Any = workers._waiting
         waiting.put(first)
@@ -110,7 +111,7 @@ def test_workers_that_are_kept_end_once_nobody_has_used_them_for_a_while():
         assert not first.closed, "the time begins with the last use"
         time.sleep(0.3)
         assert first.closed and second.closed and len(waiting) == 0
-    with workers.kept():
+    with kept():
         within = workers._waiting
         workers.keep(0.2)
         assert workers._waiting is within
@@ -119,7 +120,7 @@ def test_workers_that_are_kept_end_once_nobody_has_used_them_for_a_while():
 def test_a_worker_whose_reply_is_not_understood_ends(tmp_path: Path):
     """The next call would read the rest of it as the reply to its own request."""
     worker: Any = Worker(workers._Start.now())
-    with workers.kept():
+    with kept():
         workers._waiting.put(worker)
         with pytest.raises(CompileError, match="half a line"):
             workers.compile_all([TellingSpec()], ARCH, tmp_path)

@@ -29,6 +29,7 @@ from cute_kernels.runtime import workers
 from cute_kernels.runtime.cache import using
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
+from tests.compilers import kept
 from tests.gpu.vllm_scenarios import SCENARIOS, kernels_of
 from tests.launchers import recording
 
@@ -197,7 +198,7 @@ def test_layers_are_loaded_once_and_all_together():
 def test_compilers_wait_for_the_kernels_of_the_next_layers():
     """Each of some five groups started its own, for 9 s each."""
     cache: Any = SimpleNamespace(has=lambda *_: False, load_many=lambda *_: None)
-    with workers.kept(0), using(cache), mock.patch.multiple(ready, outlasting=mock.DEFAULT, arch_of=mock.DEFAULT):
+    with kept(0), using(cache), mock.patch.multiple(ready, outlasting=mock.DEFAULT, arch_of=mock.DEFAULT):
         ready.load(torch.device("cuda", 0), [], logging.getLogger())
         assert not workers._waiting.most, "there is nothing to compile"
         ready.load(torch.device("cuda", 0), [engine_kernels.linear_specs(LINEAR)[0]], logging.getLogger())
