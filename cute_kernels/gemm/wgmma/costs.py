@@ -10,7 +10,8 @@ is measured and compiled kernels do not. Plain Python, no GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, ResidentConfig, WgmmaConfig
@@ -33,7 +34,7 @@ MULTICAST_GAIN = 0.02  # of a k block's time, in a launch between others; 0.05 i
 MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its first copy and after its last
 
 
-class MainloopCost(Protocol):
+class MainloopCost(ABC):
     """The cost model of a mainloop and its store; a reduction computes a launch's clocks from it.
 
     Attributes:
@@ -41,29 +42,30 @@ class MainloopCost(Protocol):
         dsmem_row: additional clocks for each row of a tile and each CTA beyond two.
     """
 
-    dsmem: float
-    dsmem_row: float
+    dsmem: float = 0
+    dsmem_row: float = 0
+
+    @abstractmethod
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Returns the clocks of a k block of a CTA's tile, averaged over tiles of rows."""
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Returns the clocks that a launch's start takes beyond `START_CLOCKS`."""
-        ...
+        return 0
 
-    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks of a k block of a CTA's tile, averaged over tiles of rows."""
-        ...
+    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        """Returns the rates from which reductions compute their own clocks; zeros where storing hides them."""
+        return NO_RATES
 
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
         """Returns the clocks of storing a whole tile's results, during which no MMAs run."""
-        ...
-
-    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
-        """Returns the rates from which reductions compute their own clocks."""
-        ...
+        rates = self.rates_of(problem, config)
+        return rates.work_tile + rates.work_tile_acc * config.thread_acc
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Returns the additional microseconds of a launch whose tiles are all cut, with parts added in memory. No other
         function counts this time."""
-        ...
+        return self.rates_of(problem, schedule.config).all_cut_us
 
 
 def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
@@ -111,7 +113,7 @@ class TileRates(NamedTuple):
 NO_RATES = TileRates(0, 0, 0, work_tile=0, combine=0, combine_part=0, join=0, join_acc=0)
 
 
-class DecodedCost:
+class DecodedCost(MainloopCost):
     """The cost of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
 
     # By the bits of a code.
@@ -146,12 +148,6 @@ class DecodedCost:
         if config.k_warpgroups > 1 and config.format.bits == 4:
             return self.interleaved
         return self.rates[config.format.bits]
-
-    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        return 0
-
-    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        return self.rates_of(problem, schedule.config).all_cut_us
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         config = schedule.config
@@ -199,16 +195,10 @@ class DecodedCost:
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
         return self.apart_zero if config.reduction.dsmem and in_flight > 1 else self.scaled_zero
 
-    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        rates = self.rates_of(problem, config)
-        return rates.work_tile + rates.work_tile_acc * config.thread_acc
 
-
-class ResidentCost:
+class ResidentCost(MainloopCost):
     """The cost of limbs that a CTA makes itself: `ResidentLimbs`."""
 
-    dsmem: float = 0
-    dsmem_row: float = 0
     start = 3300  # until limbs are made, and the way out of the last work tile
     start_row = 100  # of that, for each row beyond eight
     # Of a tile's k block and a warpgroup, by the rows; of few the memory takes longer.
@@ -233,22 +223,12 @@ class ResidentCost:
             rows += self.limb / config.warpgroups * problem.m * made
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
-    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        return 0.0  # they meet in the cluster
-
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Returns the clocks of a k block of a tile; a tile has all rows of x."""
         config = schedule.config
         loading = config.weight_stage_bytes / bytes_per_clock(schedule)
         decoding = config.format.limb_clocks * config.block_tiles
         return max(loading, self.tile[config.tile_m] * config.n_tiles, decoding)
-
-    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        return 0.0
-
-    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
-        """Returns zero rates: parts are reduced in the cluster, which takes no longer than storing them."""
-        return NO_RATES
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
