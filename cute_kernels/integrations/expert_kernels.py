@@ -11,11 +11,11 @@ import torch
 from cute_kernels import fused_moe
 from cute_kernels.gemm.activations import ActivationFunction, Swiglu
 from cute_kernels.gemm.experts.call import MAX_TOKENS
-from cute_kernels.gemm.experts.choice import assigned
 from cute_kernels.gemm.experts.compile import specs_of
 from cute_kernels.gemm.experts.config import CombineConfig
-from cute_kernels.gemm.experts.plan import DTYPE_NAMES, entry_layouts
-from cute_kernels.gemm.experts.product import layout_of, problem_of
+from cute_kernels.gemm.experts.plan import DTYPE_NAMES, LayerForm, few_layouts
+from cute_kernels.gemm.experts.product import layout_of
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
@@ -96,20 +96,13 @@ forgotten(specs.cache_clear)
 def _specs_of(
     gate_up: ExpertsForm, down: ExpertsForm, tokens: int, topk: int, invariant: bool, activation: ActivationFunction
 ) -> Iterator[KernelSpec]:
-    count = tokens * topk
-    kinds, name = ((gate_up, invariant, activation), (down, invariant)), DTYPE_NAMES[gate_up.dtype]
-    layouts = [layout_of(count, *kind) for kind in kinds]
-    few = None if invariant else assigned(count, [problem_of(count, *kind) for kind in kinds], layouts)
+    form, name = LayerForm(tokens, topk, ID_BITS, gate_up, down, activation, invariant), DTYPE_NAMES[gate_up.dtype]
+    few = few_layouts(form)
     if few is not None:
         yield from (ExpertSpec(layout.config) for layout in few)
-        yield ExpertSpec(CombineConfig(name, "fp32", ID_BITS))
+        yield ExpertSpec(CombineConfig(name, "fp32" if isinstance(few[-1], RangeLayout) else name, ID_BITS))
         return
-    entries = entry_layouts(tokens, topk, gate_up, down, activation) if gate_up.activations is None else None
-    if entries is not None:
-        yield from (ExpertSpec(layout.config) for layout in entries)
-        yield ExpertSpec(CombineConfig(name, name, ID_BITS))
-        return
-    yield from (spec for layout in layouts for spec in specs_of(layout.config))
+    yield from (spec for kind in form.kinds for spec in specs_of(layout_of(form.count, *kind).config))
     yield RouterSpec(RouterConfig(f"int{ID_BITS}", IDS))
     yield GemmSpec(RowsConfig(name, makes=INPUTS))
     yield from (ExpertSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))

@@ -17,7 +17,7 @@ from bench.moe_peers import PEERS, Calls, MoePeer, Routed
 from bench.suites import WrongOutput
 from cute_kernels.families import shipped_specs
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.experts.plan import moe_plan_of
+from cute_kernels.gemm.experts.plan import LayerForm, moe_plan_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.weight import padded_shape
 from tests.gpu.specs import products_needed_by
@@ -259,7 +259,7 @@ def test_kernels_of_layers_of_every_number_of_tokens_are_among_them(model):
 
     def plan_all() -> None:
         for tokens in moe.TOKENS:
-            moe_plan_of(tokens, model.topk, 32, *forms, torch.bfloat16)
+            moe_plan_of(LayerForm(tokens, model.topk, 32, forms[0], forms[1]), torch.bfloat16)
 
     needed = set(products_needed_by(plan_all))
     assert needed <= set(moe.specs())

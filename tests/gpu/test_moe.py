@@ -17,7 +17,7 @@ from cute_kernels.gemm.experts.call import MoeCall
 from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
 from cute_kernels.gemm.experts.compile import layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig
-from cute_kernels.gemm.experts.plan import assigned_products, make_moe_plan, sorted_products
+from cute_kernels.gemm.experts.plan import LayerForm, as_they_are, few_layouts, make_moe_plan, sorted_products
 from cute_kernels.gemm.experts.product import make_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import SHAPES as RANGE_SHAPES
@@ -338,12 +338,12 @@ def test_each_product_may_be_any_kernels(pair):
     gate_up, down = layer()
     x, (ids, weights) = numbers(PAIR_TOKENS, LAYER[1]), assignments(PAIR_TOKENS)
     wanted = fused_moe(x, gate_up, down, weights, ids, out_dtype=torch.float32)
-    forms, count = (gate_up.to(CUDA).form, down.to(CUDA).form), 2 * PAIR_TOKENS
+    form = LayerForm(PAIR_TOKENS, 2, 8 * ids.element_size(), gate_up.to(CUDA).form, down.to(CUDA).form)
     first, second = (
-        make_product(layout, count, form.num_experts, form.device_index)
-        for layout, form in zip(products_of(pair), forms, strict=True)
+        make_product(layout, form.count, each.num_experts, each.device_index)
+        for layout, each in zip(products_of(pair), (form.gate_up, form.down), strict=True)
     )
-    made = make_moe_plan((first, second), PAIR_TOKENS, 2, 8 * ids.element_size(), *forms, torch.bfloat16)
+    made = make_moe_plan((first, second), form, torch.bfloat16)
     out = torch.full((PAIR_TOKENS, LAYER[1]), math.nan, device=CUDA, dtype=torch.bfloat16)
     made.launch(MoeCall(x.to(CUDA), gate_up.to(CUDA), down.to(CUDA), weights.to(CUDA), ids.to(CUDA), out=out))
     assert_near(out, wanted, 6e-3)
@@ -354,15 +354,14 @@ def test_each_product_may_be_any_kernels(pair):
 def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, kind):
     """Of layers behind each other with new routing each: offsets, limbs, partial results of one are no other's."""
     gate_up, down = (weight.to(CUDA) for weight in layer())
-    forms = gate_up.form, down.form
-    few = kind == "as they are"
-    products = assigned_products(tokens, 2, 32, *forms) if few else sorted_products(2 * tokens, *forms)
-    assert products is not None
-    first, second = products
+    form, few = LayerForm(tokens, 2, 32, gate_up.form, down.form), kind == "as they are"
+    layouts = few_layouts(form)
+    assert layouts is not None
+    first, second = as_they_are(layouts, form) if few else sorted_products(form)
     assert isinstance(second.schedule, RangeLayout)
     assert second.finds_ids == few and second.waits is False
     both = (first, second), (first, replace(second, waits=True))
-    early, late = (make_moe_plan(each, tokens, 2, 32, *forms, torch.float32) for each in both)
+    early, late = (make_moe_plan(each, form, torch.float32) for each in both)
     x, weights = numbers(tokens, LAYER[1]).to(CUDA), assignments(tokens)[1].to(CUDA)
     chosen = [assignments(tokens, seed)[0].to(CUDA, torch.int32) for seed in range(200)]
 

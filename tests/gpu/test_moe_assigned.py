@@ -15,7 +15,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import fused_moe
 from cute_kernels.gemm.experts.call import MoeCall
-from cute_kernels.gemm.experts.plan import make_moe_plan, moe_plan_of, sorted_products
+from cute_kernels.gemm.experts.plan import LayerForm, make_moe_plan, moe_plan_of, sorted_products
 from cute_kernels.gemm.experts.product import AssignedIds, assigned_product
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS
@@ -135,10 +135,10 @@ def specs() -> list[KernelSpec]:
             for tokens, topk in ROUTES:
                 for id_dtype in ID_DTYPES:
                     for out_dtype in {dtype, *OUT_DTYPES}:
-                        sizes = tokens, topk, 8 * id_dtype.itemsize, *forms, out_dtype
+                        form = LayerForm(tokens, topk, 8 * id_dtype.itemsize, *forms)
                         few = (experts, dtype, tokens, topk) in CASES
-                        assert moe_plan_of(*sizes).products[1].finds_ids == few
-                        make_moe_plan(sorted_products(tokens * topk, *forms), *sizes)
+                        assert moe_plan_of(form, out_dtype).products[1].finds_ids == few
+                        make_moe_plan(sorted_products(form), form, out_dtype)
 
     found = dict.fromkeys(products_needed_by(plan_all))
     found |= dict.fromkeys(products_needed_by(plan_in_parts))
@@ -154,7 +154,9 @@ def plan_in_parts() -> None:
         forms = [form_of(LONG_EXPERTS, n, k, dtype) for n, k in sizes]
         for tokens, topk in LONG_ROUTES:
             for id_dtype in ID_DTYPES:
-                _, second = moe_plan_of(tokens, topk, 8 * id_dtype.itemsize, *forms, FP32).products
+                _, second = moe_plan_of(
+                    LayerForm(tokens, topk, 8 * id_dtype.itemsize, forms[0], forms[1]), FP32
+                ).products
                 assert second.finds_ids and second.schedule.part_bits
 
 
@@ -357,10 +359,9 @@ def test_a_second_product_in_parts_of_k(dtype, tokens, topk, routing, id_dtype):
 @pytest.mark.parametrize("routing", ["random experts", "one expert", "few experts and none"])
 def test_layers_of_sorted_assignments_agree(experts, dtype, tokens, topk, routing):
     gate_up, down, *_ = layer(experts, dtype)
-    forms = gate_up.form, down.form
+    form = LayerForm(tokens, topk, 32, gate_up.form, down.form)
     x, (ids, shares) = numbers(tokens, HIDDEN, dtype=dtype).to(CUDA), assignments(routing, tokens, topk, experts)
-    sizes = tokens, topk, 32, *forms, FP32
-    assigned, of_sorted = moe_plan_of(*sizes), make_moe_plan(sorted_products(tokens * topk, *forms), *sizes)
+    assigned, of_sorted = moe_plan_of(form, FP32), make_moe_plan(sorted_products(form), form, FP32)
     assert assigned.products[1].finds_ids and not of_sorted.products[1].finds_ids
     found, wanted = (plan.launch(MoeCall(x, gate_up, down, shares, ids)) for plan in (assigned, of_sorted))
     assert found.isfinite().all()

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.call import MoeCall
-from cute_kernels.gemm.experts.plan import as_they_are, make_moe_plan, sorted_products
+from cute_kernels.gemm.experts.plan import LayerForm, as_they_are, make_moe_plan, sorted_products
 from cute_kernels.gemm.experts.product import problem_of
 from cute_kernels.gemm.experts.reference import route_reference
 from cute_kernels.gemm.experts.spec import ExpertSpec
@@ -98,13 +98,13 @@ def entries_and_sorted(
 ) -> list[Plan[[MoeCall], torch.Tensor]]:
     """The same layer by tiles of entries, whether or not they are what serves it, and by sorted tiles."""
     gate_up, down = (weight.form for weight in weights)
-    count, id_bits = tokens * topk, 8 * id_dtype.itemsize
-    problems = [replace(problem_of(count, form, True), num_experts=MANY_EXPERTS) for form in (gate_up, down)]
-    layouts = [entry_tiles(each, tokens) for each in problems]
-    assert None not in layouts
-    entries = as_they_are(layouts, count, topk, id_bits, gate_up)
-    both = entries, sorted_products(count, gate_up, down, True)
-    return [make_moe_plan(products, tokens, topk, id_bits, gate_up, down, gate_up.dtype) for products in both]
+    layer = LayerForm(tokens, topk, 8 * id_dtype.itemsize, gate_up, down, batch_invariant=True)
+    problems = [replace(problem_of(layer.count, form, True), num_experts=MANY_EXPERTS) for form in (gate_up, down)]
+    found = [entry_tiles(each, tokens) for each in problems]
+    layouts = [layout for layout in found if layout is not None]
+    assert len(layouts) == len(found)
+    both = as_they_are(layouts, layer), sorted_products(layer)
+    return [make_moe_plan(products, layer, gate_up.dtype) for products in both]
 
 
 def only_shapes(form: Form, weights: tuple[PackedExperts, PackedExperts], tokens: int, batch_invariant: bool) -> None:

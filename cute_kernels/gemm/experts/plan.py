@@ -8,10 +8,10 @@ may lie after its last row. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from cute_kernels.gemm.experts.product import (
     product_of,
     routing_function,
 )
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, entry_tiles
 from cute_kernels.gemm.inputs.launch import InputRows, contiguous, rows_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
@@ -141,7 +142,33 @@ class Scratch:
 
 
 Products = tuple[GroupedProduct, GroupedProduct]
-Activation = str | ActivationFunction
+
+
+class LayerForm(NamedTuple):
+    """All that decides the products of a layer's calls, of which each has at least one assignment.
+
+    Attributes:
+        id_bits: bits of an expert's id, 32 or 64.
+        batch_invariant: whether no token's result may depend on the other tokens.
+    """
+
+    tokens: int
+    topk: int
+    id_bits: int
+    gate_up: ExpertsForm
+    down: ExpertsForm
+    activation: str | ActivationFunction = "swiglu"
+    batch_invariant: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of assignments."""
+        return self.tokens * self.topk
+
+    @property
+    def kinds(self) -> tuple[tuple[Any, ...], ...]:
+        """Arguments of `problem_of` for both products, after the number of places."""
+        return (self.gate_up, self.batch_invariant, self.activation), (self.down, self.batch_invariant)
 
 
 def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
@@ -149,10 +176,11 @@ def moe_plan(call: MoeCall) -> Plan[[MoeCall], torch.Tensor] | None:
     ids, out_dtype = call.topk_ids, call.result_dtype
     if not ids.numel():
         return None
-    sizes = *ids.shape, 8 * ids.element_size()
-    forms = (one.form._replace(activations=call.activations) for one in (call.gate_up, call.down))
+    (tokens, topk), id_bits = ids.shape, 8 * ids.element_size()
+    first, second = (one.form._replace(activations=call.activations) for one in (call.gate_up, call.down))
+    form = LayerForm(tokens, topk, id_bits, first, second, call.activation, call.batch_invariant)
     with GPU.guard(call.x.device):
-        return moe_plan_of(*sizes, *forms, out_dtype, call.batch_invariant, call.activation)
+        return moe_plan_of(form, out_dtype)
 
 
 def without_assignments(call: MoeCall) -> torch.Tensor:
@@ -165,39 +193,17 @@ def without_assignments(call: MoeCall) -> torch.Tensor:
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
-def moe_plan_of(
-    tokens: int,
-    topk: int,
-    id_bits: int,
-    gate_up: ExpertsForm,
-    down: ExpertsForm,
-    out_dtype: torch.dtype,
-    batch_invariant: bool = False,
-    activation: Activation = "swiglu",
-) -> Plan[[MoeCall], torch.Tensor]:
-    """Returns the plan of a layer's calls with at least one assignment. id_bits: bits of an expert's id, 32 or 64.
-    batch_invariant: whether no token's result may depend on the other tokens."""
-    few = None
-    if gate_up.activations is None:
-        given = tokens, topk, id_bits, gate_up, down, activation
-        few = (None if batch_invariant else assigned_products(*given)) or entry_products(*given)
-    products = few or sorted_products(tokens * topk, gate_up, down, batch_invariant, activation)
-    return make_moe_plan(products, tokens, topk, id_bits, gate_up, down, out_dtype, activation)
+def moe_plan_of(form: LayerForm, out_dtype: torch.dtype) -> Plan[[MoeCall], torch.Tensor]:
+    """Returns the plan of a layer's calls."""
+    layouts = few_layouts(form)
+    products = sorted_products(form) if layouts is None else as_they_are(layouts, form)
+    return make_moe_plan(products, form, out_dtype)
 
 
-def make_moe_plan(
-    products: Products,
-    tokens: int,
-    topk: int,
-    id_bits: int,
-    gate_up: ExpertsForm,
-    down: ExpertsForm,
-    out_dtype: torch.dtype,
-    activation: Activation = "swiglu",
-) -> Plan[[MoeCall], torch.Tensor]:
-    """Returns the plan of a layer. products: what `assigned_products`, `entry_products` or `sorted_products`
-    returns."""
-    count, num_experts, (first, second) = tokens * topk, gate_up.num_experts, products
+def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -> Plan[[MoeCall], torch.Tensor]:
+    """Returns the plan of a layer. products: what `as_they_are` or `sorted_products` returns."""
+    tokens, topk, id_bits, gate_up, down, activation, _ = form
+    count, num_experts, (first, second) = form.count, gate_up.num_experts, products
     few = second.finds_ids
     dtype, index, vector = gate_up.dtype, gate_up.device_index, ALIGNMENT // gate_up.dtype.itemsize
     # Few rows: accumulators stay in fp32 until all experts have been added. Many: half the traffic, as large as the
@@ -287,64 +293,46 @@ def sorting(form: ExpertsForm, id_bits: int, count: int, gathers: bool, scratch:
     return route
 
 
-def assigned_products(
-    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
-) -> Products | None:
-    """Returns both products over unsorted assignments; None if there are too many, or if one product does not support
-    them.
-
-    No launch of the first product lets the next launch begin before it has waited for the ids, so the second product
-    need not wait.
-    """
-    count, kinds = tokens * topk, ((gate_up, False, activation), (down,))
-    layouts = assigned(count, [problem_of(count, *kind) for kind in kinds], [layout_of(count, *kind) for kind in kinds])
-    return None if layouts is None else as_they_are(layouts, count, topk, id_bits, gate_up)
+def few_layouts(form: LayerForm) -> Sequence[RangeLayout | GroupedTiles] | None:
+    """Returns the layouts of both products over unsorted assignments: work ranges, or tiles of entries. None if there
+    are too many assignments, or if a product does not support them."""
+    if form.gate_up.activations is not None:
+        return None
+    found = None
+    if not form.batch_invariant:
+        problems = [problem_of(form.count, *kind) for kind in form.kinds]
+        found = assigned(form.count, problems, [layout_of(form.count, *kind) for kind in form.kinds])
+    return found or entry_layouts(form)
 
 
-def entry_products(
-    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
-) -> Products | None:
-    """Returns both products by tiles of entries; `assigned_products` returns those by work ranges."""
-    layouts = entry_layouts(tokens, topk, gate_up, down, activation)
-    return None if layouts is None else as_they_are(layouts, tokens * topk, topk, id_bits, gate_up)
-
-
-def entry_layouts(
-    tokens: int, topk: int, gate_up: ExpertsForm, down: ExpertsForm, activation: Activation = "swiglu"
-) -> list[GroupedTiles] | None:
+def entry_layouts(form: LayerForm) -> list[GroupedTiles] | None:
     """Returns the layouts of both products by tiles of entries; None if there are too many assignments, or if one
     product does not support them."""
-    count, own = tokens * topk, activation_named(activation)
-    first = problem_of(count, gate_up, True, activation)
+    own = activation_named(form.activation)
+    first, second = (problem_of(form.count, *kind) for kind in form._replace(batch_invariant=True).kinds)
     if own is not None and not own.gated:  # of those that are chosen by a number, entries' stores know the gated one
         first = replace(first, activation=own)
-    found = [entry_tiles(problem, tokens) for problem in (first, problem_of(count, down, True))]
+    found = [entry_tiles(problem, form.tokens) for problem in (first, second)]
     layouts = [layout for layout in found if layout is not None]
     return layouts if len(layouts) == len(found) else None
 
 
-def as_they_are(layouts: list[Any], count: int, topk: int, id_bits: int, form: ExpertsForm) -> Products:
+def as_they_are(layouts: Sequence[RangeLayout | GroupedTiles], form: LayerForm) -> Products:
     """Returns both products over unsorted assignments. In the first, ``topk`` neighbouring assignments share a row of
-    x; in the second, each has its own row of hidden activations."""
-    words = id_bits // 32
-    ids = AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)
-    first, second = (
-        assigned_product(layout, one, form.num_experts, form.device_index)
-        for layout, one in zip(layouts, ids, strict=True)
-    )
+    x; in the second, each has its own row of hidden activations.
+
+    No launch of the first product lets the next launch begin before it has waited for the ids, so the second product
+    need not wait.
+    """
+    words, where = form.id_bits // 32, (form.gate_up.num_experts, form.gate_up.device_index)
+    ids = AssignedIds(form.count, words, form.topk, True), AssignedIds(form.count, words, 1, False)
+    first, second = (assigned_product(layout, one, *where) for layout, one in zip(layouts, ids, strict=True))
     return first, second
 
 
-def sorted_products(
-    places: int,
-    gate_up: ExpertsForm,
-    down: ExpertsForm,
-    batch_invariant: bool = False,
-    activation: Activation = "swiglu",
-) -> Products:
+def sorted_products(form: LayerForm) -> Products:
     """Returns both products of sorted assignments."""
-    first = product_of(places, gate_up, batch_invariant, activation)
-    return behind_each_other(first, product_of(places, down, batch_invariant))
+    return behind_each_other(*(product_of(form.count, *kind) for kind in form.kinds))
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
