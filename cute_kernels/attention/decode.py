@@ -11,7 +11,7 @@ from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import Given
 from cute_kernels.attention.checks import MAX_SPLITS
-from cute_kernels.attention.options import CallOptions, options_of, with_more
+from cute_kernels.attention.options import CallNumbers, CallOptions, options_of, with_more
 from cute_kernels.attention.reference import decode_attention_splits_reference
 from cute_kernels.attention.transformed import checked_transform, restore, transform_query
 from cute_kernels.attention.trees import attend_to_trees
@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class DecodeOptions(CallOptions, total=False):
+class DecodeOptions(CallOptions, CallNumbers, total=False):
     """The optional arguments of a decode call; the defaults are those of a plain call."""
 
-    softmax_scale: float | None
-    num_splits: int | None
-    out: torch.Tensor | None
+    transform: CacheTransform | None
     tree_mask: torch.Tensor | None
 
 

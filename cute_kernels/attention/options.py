@@ -44,18 +44,32 @@ NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
 """The defaults of extend attention's options."""
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Options that both calls have; :func:`cute_kernels.attention.decode_attention` documents each."""
+class CallNumbers(TypedDict, total=False):
+    """What every call of attention takes beside its options; :func:`cute_kernels.attention.decode_attention` documents
+    each."""
 
-    block_table: torch.Tensor | None
-    cache_layout: CacheLayout
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
+    softmax_scale: float | None
+    num_splits: int | None
+    out: torch.Tensor | None
+
+
+class MaskOptions(TypedDict, total=False):
+    """Options that all calls have; :func:`cute_kernels.attention.decode_attention` documents each."""
+
     causal: bool
     window_size: WindowSize | None
     softcap: float | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+
+
+class AttentionOptions(MaskOptions, total=False):
+    """Options of calls over caches that are given as tensors."""
+
+    block_table: torch.Tensor | None
+    cache_layout: CacheLayout
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
 
 class BlockOptions(TypedDict, total=False):
@@ -81,20 +95,17 @@ class CallOptions(ScoreOptions, BlockOptions, total=False):
     score_options: Mapping[str, torch.Tensor] | None
 
 
-class AppendedOptions(AttentionOptions, total=False):
+class AppendedOptions(AttentionOptions, CallNumbers, total=False):
     """Options of extend attention except those about new tokens; :func:`cute_kernels.attention.extend_attention`
     documents each."""
 
-    softmax_scale: float | None
     transform: CacheTransform | None
     tree_mask: torch.Tensor | None
-    num_splits: int | None
     sm_margin: int
     unpack: bool | None
     fp8_products: bool
     max_seq_len: int | None
     score_options: Mapping[str, torch.Tensor] | None
-    out: torch.Tensor | None
 
 
 def options_of(

@@ -6,8 +6,9 @@ from typing import TypedDict
 
 import torch
 
+from cute_kernels.attention.options import CallNumbers, MaskOptions
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.names import QkvBias, WindowSize
+from cute_kernels.names import QkvBias
 
 
 class NewTokenOptions(TypedDict, total=False):
@@ -29,25 +30,14 @@ class AppendOptions(NewTokenOptions, total=False):
     q_shift: torch.Tensor | None
 
 
-class _BothOptions(TypedDict, total=False):
-    """Options that both `KVCache.attend` and `KVCache.append_and_attend` take."""
-
-    softmax_scale: float | None
-    causal: bool
-    window_size: WindowSize | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    attn_bias: torch.Tensor | None
-    num_splits: int | None
-    out: torch.Tensor | None
-
-
-class AttendOptions(_BothOptions, total=False):
+class AttendOptions(MaskOptions, CallNumbers, total=False):
     """Further options of `KVCache.attend`; :func:`cute_kernels.decode_attention` documents each."""
 
+    attn_bias: torch.Tensor | None
     q_shift: torch.Tensor | None
 
 
-class StepAttendOptions(_BothOptions, NewTokenOptions, total=False):
+class StepAttendOptions(MaskOptions, CallNumbers, NewTokenOptions, total=False):
     """Further options of `KVCache.append_and_attend`; :func:`cute_kernels.append_and_decode` documents each."""
+
+    attn_bias: torch.Tensor | None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from cute_kernels.attention.options import ScoreOptions, options_of
+from cute_kernels.attention.options import CallNumbers, ScoreOptions, options_of
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import channel_blocks, ops, step_ops
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class StepOptions(ScoreOptions, NewTokenOptions, total=False):
-    """Further options of a step, besides `ScoreOptions`; :func:`append_and_decode` documents each."""
+class StepOptions(ScoreOptions, CallNumbers, NewTokenOptions, total=False):
+    """The optional arguments of a step; :func:`append_and_decode` documents each."""
 
-    softmax_scale: float | None
-    num_splits: int | None
-    out: torch.Tensor | None
     transform: CacheTransform | None
 
 
