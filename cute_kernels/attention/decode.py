@@ -197,7 +197,7 @@ def decode_attention(
         return (result, lse) if return_lse else result
     if score_options:
         check_mapping(score_options)
-        options = with_more(options, score_options=score_options)
+        options = with_more(options, score_options=dict(score_options))
     if block_list is not None or block_counts is not None or block_tokens is not None:
         options = with_more(options, block_list=block_list, block_counts=block_counts, block_tokens=block_tokens)
     values = q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options, None

@@ -209,7 +209,7 @@ def extend_attention(
     if score_options is not None:
         check_mapping(score_options)
         if score_options:
-            options["score_options"] = score_options
+            options["score_options"] = dict(score_options)
     if block_list is not None or block_counts is not None or block_tokens is not None:
         options |= {"block_list": block_list, "block_counts": block_counts, "block_tokens": block_tokens}
     inputs, own_sinks, needs_lse = None, None, return_lse

@@ -7,7 +7,7 @@ none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -49,6 +49,7 @@ from cute_kernels.runtime.workspace import EMPTY
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
 _PLAIN = _PLAIN_TENSORS | {type(None), str, bool, int, float}
 ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for each query
+_NOT_IN_KEYS = {*ROWS_OF_QUERIES, "max_seq_len"}
 
 
 def _key(given: Given) -> tuple[Any, ...]:
@@ -84,11 +85,12 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
     their number, in which case it has no plan."""
     if options["max_seq_len"] is not None:
         check_optional_count("max_seq_len", options["max_seq_len"])
-    odd = q.shape[0] * q.shape[1] > MAX_ROWS
+    of_queries = [options[name] for name in ROWS_OF_QUERIES]
+    odd = q.shape[0] * q.shape[1] > MAX_ROWS or any(x is not None and x.shape[:1] != q.shape[:1] for x in of_queries)
     return (
         q.shape[1:],
         q.shape[0] == 0,
-        odd or any(options[name] is not None and options[name].shape[:1] != q.shape[:1] for name in ROWS_OF_QUERIES),
+        odd,
         q.dtype,
         q.get_device(),
         q.data_ptr() % ALIGNMENT,
@@ -101,21 +103,9 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
         kv_format,
         num_splits,
         out if out is None else out is not q,
-        *[_key_of(name, value) for name, value in options.items() if name != "max_seq_len"],
+        *[None if x is None else (x.shape[1:], *identity(x)[1:]) for x in of_queries],
+        options_key({name: value for name, value in options.items() if name not in _NOT_IN_KEYS}),
     )
-
-
-def _key_of(name: str, value: object) -> Any:
-    """Returns the part of an option that decides a plan; the number of queries is left out, since q's rows have it."""
-    if value is None:
-        return None
-    if name == "score_options":
-        given = cast("Mapping[str, torch.Tensor]", value)
-        return tuple((name, identity(tensor)) for name, tensor in given.items())
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape, *others = identity(value)
-    return (cast(torch.Size, shape)[1:], *others) if name in ROWS_OF_QUERIES else (shape, *others)
 
 
 def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
@@ -125,29 +115,13 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
 
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the part of decode attention's complete options (see `NO_OPTIONS`) that decides a plan. Tensors count by
-    everything but their contents, and by their alignment; other options by value.
+    """Returns the part of complete options that decides a plan. Tensors count by everything but their contents, and by
+    their alignment; other options by value.
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    (table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias, shift, tail, slots,
-     *more) = options.values()  # fmt: skip
-    return (
-        None if table is None else identity(table),
-        layout,
-        None if k_scale is None else identity(k_scale),
-        None if v_scale is None else identity(v_scale),
-        causal,
-        window,
-        soft_cap,
-        None if sinks is None else identity(sinks),
-        None if slopes is None else identity(slopes),
-        None if bias is None else identity(bias),
-        None if shift is None else identity(shift),
-        None if tail is None else identity(tail),
-        None if slots is None else identity(slots),
-        *[_key_of("score_options" if isinstance(value, Mapping) else "", value) for value in more],
-    )
+    kinds, values = _PLAIN_TENSORS, options.values()
+    return tuple([identity(x) if type(x) in kinds else (*x, options_key(x)) if type(x) is dict else x for x in values])
 
 
 def _call_of(given: Given) -> AttentionCall:

@@ -14,6 +14,7 @@ from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.extend_checks import check_query, check_rows
 from cute_kernels.attention.extend_schedule import choose, choose_newer
 from cute_kernels.attention.launches import Keys
+from cute_kernels.attention.ops import options_key
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.attention.plan import check_alignment, extend_launches, problem_of
 from cute_kernels.attention.reference import attention_of
@@ -51,8 +52,7 @@ def ragged_attention(
 
 
 def _key(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    values = [identity(value) if isinstance(value, torch.Tensor) else value for value in given[-1].values()]
-    return (*[identity(tensor) for tensor in given[:5]], *values)
+    return (*[identity(tensor) for tensor in given[:5]], options_key(given[-1]))
 
 
 def _checked_launch(given: tuple[Any, ...]) -> AttentionCall:
