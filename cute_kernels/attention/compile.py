@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +25,7 @@ from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats import scores as score_options
 from cute_kernels.formats.kv import KvFormat, code_of, load_code, modules_of
 from cute_kernels.formats.scores.features import Features
+from cute_kernels.runtime.fake_tensors import dense, element_type, strided
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, A
 
     batch, q_len, q_heads, blocks, outer, inner = (cute.sym_int() for _ in range(6))
     caches = [
-        _strided(
-            cutlass.Uint8 if form.is_coded else _element_type(form.name),
+        strided(
+            cutlass.Uint8 if form.is_coded else element_type(form.name),
             (blocks, outer, inner, form.row_elements(head_dim)),
             units[copy],
             units[copy][0],
@@ -134,10 +134,10 @@ def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, A
         )
         for form, head_dim, copy in zip(config.formats, config.head_dims, config.copies, strict=True)
     ]
-    dtype = _element_type(config.q_dtype)
-    q = _strided(dtype, (batch, q_len, q_heads, config.head_dim), (16, 16), 16, memory)
-    out = _dense(dtype, (batch, q_len, q_heads, config.v_head_dim), memory=memory)
-    lengths = _dense(cutlass.Int32, (cute.sym_int() if config.features.by_head else batch,), memory=memory)
+    dtype = element_type(config.q_dtype)
+    q = strided(dtype, (batch, q_len, q_heads, config.head_dim), (16, 16), 16, memory)
+    out = dense(dtype, (batch, q_len, q_heads, config.v_head_dim), memory=memory)
+    lengths = dense(cutlass.Int32, (cute.sym_int() if config.features.by_head else batch,), memory=memory)
     return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "seq_lens": lengths, "out": out}
 
 
@@ -152,23 +152,23 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
     from cute_kernels.attention.extend_kernel import ExtendKernel
 
     check_config(config)
-    dtype = _element_type(config.q_dtype)
+    dtype = element_type(config.q_dtype)
     total_q, q_heads, *blocks = (cute.sym_int() for _ in range(5))
 
     def cache(form, cache_type):
         if cache_type is None:
             return _coded_cache(config, form, blocks)
-        return _strided(_element_type(cache_type), (*blocks, config.head_dim), (16, 16, 16), 16)
+        return strided(element_type(cache_type), (*blocks, config.head_dim), (16, 16, 16), 16)
 
     k_cache, v_cache = map(cache, config.formats, config.cache_types)
     rows = total_q, q_heads, config.head_dim
     tensors = {
-        "q": _strided(dtype, rows, (16,), 16),
+        "q": strided(dtype, rows, (16,), 16),
         "k_cache": k_cache,
         "v_cache": v_cache,
-        "cu_seqlens": _dense(cutlass.Int32, (cute.sym_int(),)),
-        "seq_lens": _dense(cutlass.Int32, (cute.sym_int(),)),
-        "out": _dense(dtype, rows),
+        "cu_seqlens": dense(cutlass.Int32, (cute.sym_int(),)),
+        "seq_lens": dense(cutlass.Int32, (cute.sym_int(),)),
+        "out": dense(dtype, rows),
     }
     return extend_arguments(config.features).compile(ExtendKernel(config).launch, tensors, arch, *options)
 
@@ -181,17 +181,17 @@ def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
     from cute_kernels.attention.loads.unpack import UnpackKernel
 
     check_config(config)
-    dtype = _element_type(config.dtype)
+    dtype = element_type(config.dtype)
     *blocks, requests, heads, room = (cute.sym_int() for _ in range(6))
 
     k_cache, v_cache = (_coded_cache(config, form, blocks) for form in config.formats)
     tensors = {
         "k_cache": k_cache,
         "v_cache": v_cache,
-        "k_rows": _dense(dtype, (requests, heads, room, config.head_dim)),
-        "v_rows": _dense(dtype, (requests, heads, room, config.head_dim)),
-        "cu_seqlens": _dense(cutlass.Int32, (cute.sym_int(),)),
-        "seq_lens": _dense(cutlass.Int32, (cute.sym_int(),)),
+        "k_rows": dense(dtype, (requests, heads, room, config.head_dim)),
+        "v_rows": dense(dtype, (requests, heads, room, config.head_dim)),
+        "cu_seqlens": dense(cutlass.Int32, (cute.sym_int(),)),
+        "seq_lens": dense(cutlass.Int32, (cute.sym_int(),)),
     }
     return UNPACK.compile(UnpackKernel(config).launch, tensors, arch, *options)
 
@@ -204,7 +204,7 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
 
     check_config(config)
     outer = (cute.sym_int() for _ in range(config.ndim - 1))
-    out = _dense(_element_type(config.dtype), (*outer, cute.sym_int(divisibility=LANE_COLUMNS)))
+    out = dense(element_type(config.dtype), (*outer, cute.sym_int(divisibility=LANE_COLUMNS)))
     return COMBINE.compile(CombineKernel(config).launch, {"out": out}, arch, *options)
 
 
@@ -218,11 +218,11 @@ def compile_block_tables(config: BlockTablesConfig, arch: str, *options: str) ->
     check_config(config)
     batch, heads, max_blocks, entries, rows = (cute.sym_int() for _ in range(5))
     tensors = {
-        "block_list": _strided(cutlass.Int32, (batch, heads, max_blocks), (WORD, WORD, WORD), WORD),
-        "block_counts": _strided(cutlass.Int32, (batch, heads), (WORD, WORD), WORD),
-        "seq_lens": _dense(cutlass.Int32, (batch,)),
-        "pages": _dense(cutlass.Int32, (heads, batch, entries)),
-        "tokens": _dense(cutlass.Int32, (rows,)),
+        "block_list": strided(cutlass.Int32, (batch, heads, max_blocks), (WORD, WORD, WORD), WORD),
+        "block_counts": strided(cutlass.Int32, (batch, heads), (WORD, WORD), WORD),
+        "seq_lens": dense(cutlass.Int32, (batch,)),
+        "pages": dense(cutlass.Int32, (heads, batch, entries)),
+        "tokens": dense(cutlass.Int32, (rows,)),
     }
     return BLOCK_TABLES.compile(BlockTablesKernel(config).launch, tensors, arch, *options)
 
@@ -230,34 +230,4 @@ def compile_block_tables(config: BlockTablesConfig, arch: str, *options: str) ->
 def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Sequence[Any]) -> Any:
     """Returns a fake tensor of rows of codes, which begin on any multiple of 4 bytes."""
     shape = (*blocks, form.row_elements(config.head_dim))
-    return _strided(_element_type("e4m3"), shape, (WORD, WORD, WORD), WORD)
-
-
-def _element_type(name: str) -> Any:
-    """Returns the type of a tensor's elements; codes come as bytes."""
-    import cutlass
-
-    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "e4m3": cutlass.Uint8}
-    return types[name]
-
-
-def _dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: Any = None) -> Any:
-    """Returns a fake tensor without gaps, with strides of 32 bits. It is aligned to 16 bytes, or to 4 for 32-bit
-    elements."""
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    align = align or (4 if dtype.width == 32 else 16)
-    order, places = tuple(reversed(range(len(shape)))), {} if memory is None else {"memspace": memory}
-    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, **places)
-
-
-def _strided(dtype: Any, shape: tuple[Any, ...], units: Sequence[int], align: int, memory: Any = None) -> Any:
-    """Returns a fake tensor whose first dimensions have any strides that are multiples of ``units`` bytes; others
-    follow from the shape."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    strides = [cute.sym_int64(divisibility=unit * 8 // dtype.width) for unit in units]
-    dense = [math.prod(shape[i + 1 :]) for i in range(len(units), len(shape))]
-    places = {} if memory is None else {"memspace": memory}
-    return make_fake_tensor(dtype, shape, stride=(*strides, *dense), assumed_align=align, **places)
+    return strided(element_type("e4m3"), shape, (WORD, WORD, WORD), WORD)

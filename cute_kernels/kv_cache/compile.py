@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cute_kernels.formats.kv import FORMATS, code_of, format_of, modules_of
 from cute_kernels.kv_cache.arguments import FILL, append_arguments, bulk_arguments
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, RowPrologue, WrittenRows, row_alignment
+from cute_kernels.runtime.fake_tensors import dense, element_type, strided
 from cute_kernels.runtime.spec import KernelSpec, check_config
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
@@ -93,18 +94,15 @@ class BulkSpec(_RowSpec):
         return (self.config.kv_format,)
 
     def compile(self, arch: str) -> Any:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor
 
         from cute_kernels.kv_cache.bulk import BulkKernel
 
         config = self.config
         check_config(config)
         kernel = BulkKernel(config)
-        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
-        shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
-        numbers = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align)
+        shape = cute.sym_int(), config.head_dim
+        numbers = dense(element_type(config.dtype), shape, kernel.elements.piece.unit)
         declared = bulk_arguments(config.transform is not None)
         return declared.compile(kernel.launch, {"numbers": numbers}, arch)
 
@@ -137,32 +135,21 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
     from cute_kernels.kv_cache.kernel import AppendKernel
 
     kernel = AppendKernel(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
 
     def rows(heads: cute.SymInt, elements: Elements, head_dim: int):
         unit = elements.piece.unit
-        strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
-        return make_fake_tensor(
-            dtype, (num_tokens, heads, head_dim), stride=strides, assumed_align=unit, memspace=memory
-        )
+        return strided(element_type(config.dtype), (num_tokens, heads, head_dim), (unit,), unit, memory)
 
     def cache(kv_format: str, head_dim: int):
         form = format_of(kv_format)
-        element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(form.codes, cutlass.Uint8)
+        element = element_type(form.codes) if form.codes in DTYPES else cutlass.Uint8
         align = row_alignment(kv_format, head_dim, config.lanes, config.runs)
-        strides = [cute.sym_int64(divisibility=align // (element.width // 8)) for _ in range(3)]
         pages = (cute.sym_int(), cute.sym_int()) if form.by_token else (num_pages, page_size)
-        shape = (*pages, kv_heads, form.row_elements(head_dim))
-        return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align, memspace=memory)
-
-    def integers(*shape: cute.SymInt):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(cutlass.Int32, shape, stride_order=order, assumed_align=4, memspace=memory)
+        return strided(element, (*pages, kv_heads, form.row_elements(head_dim)), (align,) * 3, align, memory)
 
     num_tokens, q_heads, kv_heads, num_pages, page_size = (cute.sym_int() for _ in range(5))
     k_dim, v_dim = config.k.head_dim, config.v.head_dim
@@ -173,8 +160,8 @@ def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, A
         "q_out": rows(q_heads, kernel.k_elements, k_dim),
         "k_cache": cache(config.k.format, k_dim),
         "v_cache": cache(config.v.format, v_dim),
-        "seq_lens": integers(cute.sym_int()),
-        "block_table": integers(cute.sym_int(), cute.sym_int()),
+        "seq_lens": dense(cutlass.Int32, (cute.sym_int(),), memory=memory),
+        "block_table": dense(cutlass.Int32, (cute.sym_int(), cute.sym_int()), memory=memory),
     }
 
 
@@ -182,20 +169,13 @@ def fake_fill_tensors(keys: WrittenRows, memory: cute.AddressSpace) -> dict[str,
     """Returns fake tensors for the kernel that fills blocks of keys, by name."""
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
     batch, heads = cute.sym_int(), cute.sym_int()
-
-    def compact(dtype, shape, align):
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
-
-    strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-    shape = (cute.sym_int(), cute.sym_int(), heads, keys.form.row_bytes(keys.head_dim))
+    rows = cute.sym_int(), cute.sym_int(), heads, keys.form.row_bytes(keys.head_dim)
     return {
-        "k_new": compact(cutlass.Float16, (cute.sym_int(), heads, keys.head_dim), 16),
-        "k_tail": compact(cutlass.Float16, (cute.sym_int(), TAIL_TOKENS, heads, keys.head_dim), 16),
-        "tail_slots": compact(cutlass.Int32, (batch,), 4),
-        "k_cache": make_fake_tensor(cutlass.Uint8, shape, stride=strides, assumed_align=4, memspace=memory),
-        "seq_lens": compact(cutlass.Int32, (batch,), 4),
+        "k_new": dense(cutlass.Float16, (cute.sym_int(), heads, keys.head_dim), memory=memory),
+        "k_tail": dense(cutlass.Float16, (cute.sym_int(), TAIL_TOKENS, heads, keys.head_dim), memory=memory),
+        "tail_slots": dense(cutlass.Int32, (batch,), memory=memory),
+        "k_cache": strided(cutlass.Uint8, rows, (4, 4, 4), 4, memory),
+        "seq_lens": dense(cutlass.Int32, (batch,), memory=memory),
     }

@@ -11,6 +11,7 @@ from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.step_config import StepConfig
+from cute_kernels.runtime.fake_tensors import element_type, strided
 from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
 from cute_kernels.runtime.spec import KernelSpec, check_config
 
@@ -78,20 +79,16 @@ def compile_step(config: StepConfig, arch: str, *options: str) -> Any:
 
 def fake_tensors(config: StepConfig, memory: cute.AddressSpace) -> dict[str, Any]:
     """Returns fake tensors for a launch, by name."""
-    import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
 
     from cute_kernels.device.rows import Elements
 
     append = config.append
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[append.dtype]
     batch, heads = cute.sym_int(), cute.sym_int()
 
     def rows(head_dim: int):
         unit = Elements(append.dtype, head_dim, append.lanes, append.runs).piece.unit
-        strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
-        return make_fake_tensor(dtype, (batch, heads, head_dim), stride=strides, assumed_align=unit, memspace=memory)
+        return strided(element_type(append.dtype), (batch, heads, head_dim), (unit,), unit, memory)
 
     new = {"k": rows(append.k.head_dim), "v": rows(append.v.head_dim)}
     return attention_compile.fake_tensors(config.attention, memory) | new
