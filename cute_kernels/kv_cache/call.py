@@ -17,14 +17,12 @@ from cute_kernels.arguments import (
     overlaps,
     shape_of,
 )
-from cute_kernels.attention.checks import check_alike, check_given_scale, check_row
+from cute_kernels.attention.checks import Q_DTYPES, check_alike, check_given_scale, check_layout, check_row
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
 from cute_kernels.kv_cache.rope import Rope
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-LAYOUTS = ("NHD", "HND")
 MAX_TOKENS = 2**31 - 1
 WITH_STRIDES = ("k", "v", "q", "q_out", "k_cache", "v_cache", "block_table")
 POSITION_DTYPES = (torch.int32, torch.int64)
@@ -123,8 +121,7 @@ def check_append(call: AppendCall) -> None:
     k_format, v_format = call.formats
     check_kinds(call)
     _check_tokens(call)
-    if call.cache_layout not in LAYOUTS:
-        raise ValueError(f"cache_layout: got {call.cache_layout!r}, want 'NHD' or 'HND'")
+    check_layout(call.cache_layout)
     check_cache("k_cache", call, call.k_cache, k_format, call.k.shape[2])
     check_cache("v_cache", call, call.v_cache, v_format, call.v.shape[2])
     for name, form in (("k", k_format), ("v", v_format)):
@@ -184,7 +181,7 @@ def _check_tokens(call: AppendCall) -> None:
         if x is None:
             continue
         check_shape(name, x, "tokens", "heads", "head_dim")
-        check_dtype(name, x, *DTYPES)
+        check_dtype(name, x, *Q_DTYPES)
         check_dtype(name, x, call.k.dtype, why=", that of k")
         if x.shape[0] != call.k.shape[0]:
             raise ValueError(f"{name}: got {x.shape[0]} tokens, want {call.k.shape[0]}, those of k")

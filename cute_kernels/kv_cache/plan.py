@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_aligned
+from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.formats.kv import format_of
 from cute_kernels.kv_cache.arguments import CONSTANTS, append_arguments
-from cute_kernels.kv_cache.call import DTYPES, AppendCall
+from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import (
     HAS_Q,
@@ -117,7 +118,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     config = AppendConfig(
         k=WrittenRows(call.k_format, call.k.shape[2]),
         v=WrittenRows(call.v_format, call.v.shape[2]),
-        dtype=DTYPES[call.k.dtype],
+        dtype=Q_DTYPES[call.k.dtype],
         prologue=RowPrologue(
             rope="none" if rope is None else rope.style,
             rotary_dim=0 if rope is None else rope.rotary_dim,
@@ -187,7 +188,7 @@ def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
     for name in ("q", "k", "v", "q_out"):
         x = getattr(call, name)
         if x is not None:
-            _check_start(name, x, row_alignment(DTYPES[x.dtype], x.shape[2], config.lanes, config.runs))
+            _check_start(name, x, row_alignment(Q_DTYPES[x.dtype], x.shape[2], config.lanes, config.runs))
     for name, kv_format, head_dim in (
         ("k_cache", call.k_format, config.k.head_dim),
         ("v_cache", call.v_format, config.v.head_dim),
