@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backend.need()
     specs = chosen_specs(options.only or ["*"])
     if not options.only:
-        print("listing the kernels of common models: some minutes of processor time", flush=True)
+        print("listing the kernels of common models: some minutes", flush=True)
         start = time.perf_counter()
         specs = list(dict.fromkeys([*specs, *engine_kernels.specs()]))
         print(f"{len(specs)} kernels, listed in {time.perf_counter() - start:.0f} s", flush=True)

@@ -19,17 +19,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, NamedTuple
 
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import compile_environment
 
 WORKER_BYTES = 1 << 30  # resident size of one worker (0.4 GiB) with room for large kernels
 
-Result = TypeVar("Result")
 CompiledCallback = Callable[[KernelSpec, float], None]
 
 
@@ -55,26 +53,6 @@ def python_command(code: str, path: Sequence[str]) -> list[str]:
     import.
     """
     return [sys.executable, "-c", f"import sys; sys.path[:] = {list(path)!r}; {code}"]
-
-
-def call_all(functions: Sequence[Callable[[], Result]], jobs: int) -> list[Result]:
-    """Calls each function in `jobs` new processes, and returns their results in order. Functions and results are
-    pickled.
-
-    Raises CalledProcessError if a process fails.
-    """
-    code = "import pickle; pickle.dump([call() for call in pickle.load(sys.stdin.buffer)], sys.stdout.buffer)"
-    command = python_command(code, import_path())
-
-    def share(index: int) -> list[Result]:
-        asked = pickle.dumps(functions[index::jobs])
-        return pickle.loads(subprocess.run(command, input=asked, stdout=subprocess.PIPE, check=True).stdout)
-
-    results: list[Any] = list(functions)
-    with ThreadPoolExecutor(jobs) as threads:
-        for index, found in enumerate(threads.map(share, range(jobs))):
-            results[index::jobs] = found
-    return results
 
 
 def default_jobs() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,6 @@ from cute_kernels.integrations import attention_kernels, expert_kernels
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.ready import specs_beside_norm
 from cute_kernels.integrations.vllm import prepare
-from cute_kernels.runtime import workers
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -170,13 +169,8 @@ def specs() -> list[KernelSpec]:
 
     It chooses some 70,000 schedules, one for each number of rows or requests of each shape.
     """
-    return listed([*_attention(), *_linear(), *_experts()], workers.default_jobs())
-
-
-def listed(parts: Iterable[Part], jobs: int) -> list[KernelSpec]:
-    """Returns the kernels of all parts, each once, listed by ``jobs`` processes."""
-    lists = [part() for part in parts] if jobs == 1 else workers.call_all(list(parts), jobs)
-    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
+    parts = itertools.chain(_attention(), _linear(), _experts())
+    return list(dict.fromkeys(spec for part in parts for spec in part()))
 
 
 Part = Callable[[], list[KernelSpec]]

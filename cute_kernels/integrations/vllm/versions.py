@@ -13,10 +13,7 @@ DISTRIBUTION = "vllm"
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 SCHEMES = f"{QUANTIZATION}.compressed_tensors.schemes.compressed_tensors"
 COMPRESSED_TENSORS = "compressed_tensors.compressed_tensors_moe"
-AUTO_EXPERTS = (
-    (f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"),
-    (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"),
-)
+AUTO_EXPERTS = ((f"{QUANTIZATION}.auto_gptq", "AutoGPTQMoEMethod"), (f"{QUANTIZATION}.auto_awq", "AutoAWQMoEMethod"))
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,7 @@ _OLD_EXPERTS = f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna1
 INTERFACES = {
     (0, 26): Interface(
         "served on an H200, interface tests",
-        expert_methods=(
-            (_OLD_EXPERTS, "CompressedTensorsWNA16MarlinMoEMethod"),
-            *AUTO_EXPERTS,
-        ),
+        expert_methods=((_OLD_EXPERTS, "CompressedTensorsWNA16MarlinMoEMethod"), *AUTO_EXPERTS),
         mla_gives_lse=False,
     ),
     **{(0, minor): Interface("interface tests") for minor in (30, 31, 32)},

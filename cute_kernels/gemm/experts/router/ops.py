@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.gemm.experts.router.call import RouteCall, check_route
-from cute_kernels.gemm.experts.router.plan import by_torch, route_plan, without_tokens
+from cute_kernels.gemm.experts.router.plan import by_torch, route_plan, unfilled
 from cute_kernels.gemm.experts.router.routing import Routing
 from cute_kernels.runtime.operator import Operator, is_direct, launcher
 from cute_kernels.runtime.plans import identity
@@ -47,7 +47,7 @@ def _key(call: RouteCall) -> tuple[Any, ...]:
     )
 
 
-launch = launcher(_key, check_route, route_plan, without_tokens)
+launch = launcher(_key, check_route, route_plan, unfilled)
 
 
 def _call_of(hidden, weight, bias, correction, *others) -> RouteCall:
@@ -64,15 +64,10 @@ def _on_cuda(*fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return launch(_call_of(*fields))
 
 
-def _on_meta(hidden, weight, bias, correction, top_k, *_) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = hidden.shape[0], top_k
-    return hidden.new_empty(shape, dtype=torch.int32), hidden.new_empty(shape, dtype=torch.float32)
-
-
 _operator = Operator(
     "route(Tensor hidden, Tensor weight, Tensor? bias, Tensor? correction, int top_k, str scoring, bool renormalize, "
     "float scale, int groups, int kept_groups, Tensor? padding=None) -> (Tensor, Tensor)",
     cpu=_on_cpu,
     cuda=_on_cuda,
-    meta=_on_meta,
+    meta=lambda *fields: unfilled(_call_of(*fields)),
 )

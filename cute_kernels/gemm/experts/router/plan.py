@@ -69,9 +69,9 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
     return Plan(index, launch)
 
 
-def without_tokens(call: RouteCall) -> Routed:
-    """Returns the result of a checked call without tokens."""
-    shape = 0, call.routing.top_k
+def unfilled(call: RouteCall) -> Routed:
+    """Returns new tensors for the result of a call."""
+    shape = call.hidden.shape[0], call.routing.top_k
     return call.hidden.new_empty(shape, dtype=torch.int32), call.hidden.new_empty(shape, dtype=torch.float32)
 
 
