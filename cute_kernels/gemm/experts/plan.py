@@ -46,31 +46,17 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
     """Returns the plan of a checked call; None for a call without places."""
-    if not call.places:
+    places, activation, out_dtype = call.places, call.activation, call.result_dtype
+    if not places:
         return None
-    by_rows = call.rows is not None
     form = call.weight.form._replace(activations=call.activations)
+    index, vector, num_experts = form.device_index, ALIGNMENT // form.dtype.itemsize, form.num_experts
     with GPU.guard(call.x.device):
-        return _grouped_plan(call.places, by_rows, form, call.activation, call.result_dtype, call.batch_invariant)
-
-
-@per_gpu
-@lru_cache(maxsize=MAX_PLANS)
-def _grouped_plan(
-    places: int,
-    by_rows: bool,
-    form: ExpertsForm,
-    activation: str | ActivationFunction | None,
-    out_dtype: torch.dtype,
-    batch_invariant: bool,
-) -> Plan[[GroupedCall], torch.Tensor]:
-    """Returns the plan of calls of a kind. by_rows: whether the call names rows of x."""
-    index, vector = form.device_index, ALIGNMENT // form.dtype.itemsize
-    product, num_experts = product_of(places, form, batch_invariant, activation), form.num_experts
-    # What lays rows of x in the order of the places, where the product does not take them by index.
-    gather = gathering(places, form) if by_rows and not product.gathers else None
+        product = product_of(places, form, call.batch_invariant, activation)
+        # What lays rows of x in the order of the places, where the product does not take them by index.
+        gather = gathering(places, form) if call.rows is not None and not product.gathers else None
+        send = product.bound(form.n, activation, out_dtype)
     new_out = blank((places, out_features(form.n, activation)), out_dtype)
-    send = product.bound(form.n, activation, out_dtype)
     pads = bool(form.k % vector)
 
     def launch(call: GroupedCall) -> torch.Tensor:
