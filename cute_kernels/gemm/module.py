@@ -34,6 +34,7 @@ class OfWeight(OfFormat, nn.Module):
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
+    bias: torch.Tensor | None
     shape: tuple[int, int]
     weight_format: WeightFormat
     tensor_names: ClassVar[tuple[str, ...]]  # buffers that a state dict may hold
@@ -55,7 +56,7 @@ class OfWeight(OfFormat, nn.Module):
     def _needed(self) -> list[str]:
         """Returns the names that a state dict must hold besides the weight's tensors. The module's own tensors stay
         where one is missing."""
-        return []
+        return [] if self.bias is None else ["bias"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -142,7 +143,6 @@ class QuantizedLinear(OfWeight):
 
     perm: torch.Tensor | None
     input_scale: torch.Tensor | None
-    bias: torch.Tensor | None
     activation_scale: torch.Tensor | None
     batch_invariant: bool = False
     _activations: Activations | None = None
@@ -284,9 +284,6 @@ class QuantizedLinear(OfWeight):
         return kept
 
     # -- state dicts -------------------------------------------------------------------------------------------------
-
-    def _needed(self) -> list[str]:
-        return [] if self.bias is None else ["bias"]
 
     def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
         weight = PackedWeight.from_state_dict({name: own[name] for name in (*TENSOR_NAMES, "format") if name in own})

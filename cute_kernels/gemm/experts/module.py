@@ -44,7 +44,6 @@ class QuantizedExperts(OfWeight):
         bias: [E, N], or None; kept in the dtype of the activations.
     """
 
-    bias: torch.Tensor | None
     tensor_names = (*PackedExperts.tensor_names, "bias")
 
     def __init__(self, weight: PackedExperts, bias: torch.Tensor | None = None) -> None:
@@ -94,9 +93,6 @@ class QuantizedExperts(OfWeight):
             raise ValueError("bias: got biases of experts, want none: the layer has none")
         bias = _checked_bias(own.get("bias", self.bias), weight)
         return weight.format, {name: getattr(weight, name) for name in weight.tensor_names} | {"bias": bias}
-
-    def _needed(self) -> list[str]:
-        return [] if self.bias is None else ["bias"]
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
         super()._take(form, tensors, copy)

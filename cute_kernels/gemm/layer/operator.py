@@ -19,7 +19,7 @@ from cute_kernels.gemm.layer.call import (
     serves_shape,
 )
 from cute_kernels.gemm.layer.config import FORMAT, config_for
-from cute_kernels.gemm.ops import plain, weight_of
+from cute_kernels.gemm.ops import of_plain, weight_of
 from cute_kernels.gemm.product import problem_of
 from cute_kernels.gemm.served import is_noted
 from cute_kernels.gemm.spec import GemmSpec
@@ -51,16 +51,13 @@ def _apply(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shapes = (hidden, heads), (2 * inner, hidden), (hidden, inner), (projected, hidden)
     fields = (o, o_scales), (gate_up, gate_up_scales), (down, down_scales), (qkv, qkv_scales)
-    fields = tuple((plain(codes), plain(scales)) for codes, scales in fields)
-    x, residual, norms = plain(x), plain(residual), (plain(norm), plain(following_norm))
     o, gate_up, down, qkv = (weight_of(*each, None, FORMAT, shape) for each, shape in zip(fields, shapes, strict=True))
-    with torch.no_grad():
-        call, most_k = LayerCall(x, o, gate_up, down, qkv, residual, *norms, eps, 0.0), max(heads, hidden, inner)
-        on_gpu = x.is_cuda or GPU.takes_cpu
-        one = on_gpu and _may_load(len(x), *shapes[2], most_k, x.get_device()) and is_one_launch(call)
-        found = layer(call) if one else layer_apart(call)
-        assert found.qkv is not None
-        return found.rows.rows, found.qkv
+    call = LayerCall(x, o, gate_up, down, qkv, residual, norm, following_norm, eps, 0.0)
+    on_gpu, most_k = x.is_cuda or GPU.takes_cpu, max(heads, hidden, inner)
+    one = on_gpu and _may_load(len(x), *shapes[2], most_k, x.get_device()) and is_one_launch(call)
+    found = layer(call) if one else layer_apart(call)
+    assert found.qkv is not None
+    return found.rows.rows, found.qkv
 
 
 def _meta(x: torch.Tensor, *given) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,8 +69,8 @@ layer_products = Operator(
     "layer_products(Tensor x, Tensor residual, Tensor o, Tensor o_scales, Tensor norm, Tensor gate_up, "
     "Tensor gate_up_scales, Tensor down, Tensor down_scales, Tensor following_norm, Tensor qkv, Tensor qkv_scales, "
     "int heads, int hidden, int inner, int projected, float eps) -> (Tensor, Tensor)",
-    cpu=_apply,
-    cuda=_apply,
+    cpu=of_plain(_apply),
+    cuda=of_plain(_apply),
     meta=_meta,
 )
 """The operator: returns (rows [M, hidden] after a layer, qkv [M, projected] of the next one) from x [M, heads]. All

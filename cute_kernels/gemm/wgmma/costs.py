@@ -212,10 +212,10 @@ class ResidentCost(MainloopCost):
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         config: ResidentConfig = schedule.config
         mainloop = config.mainloop
-        made = schedule.split_k_blocks if config.cluster > 1 else schedule.k_blocks
-        first, chunks = made, 0.0
+        made = first = schedule.split_k_blocks
+        chunks = 0.0
         if made > mainloop.k_blocks:  # of a tile's rows each
-            made, first = schedule.split_k_blocks, mainloop.k_blocks // 2
+            first = mainloop.k_blocks // 2
             chunks = self.chunk[mainloop.loads] * made / first
         missing = config.tile_m - problem.m
         rows = self.load * problem.m * made if mainloop.loads else self.fill * missing * first
