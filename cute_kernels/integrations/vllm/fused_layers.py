@@ -15,9 +15,10 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
-from cute_kernels.gemm.layer.call import kernel_of, serves_rows
+from cute_kernels.gemm.layer.call import configs_for, kernel_of, serves_rows
 from cute_kernels.gemm.layer.operator import may_serve
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations.ready import specs_beside_norm
 from cute_kernels.integrations.vllm import plugin, prepare
@@ -172,9 +173,9 @@ def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     n, k = problem.n, problem.k
     if not may_serve([(problem.format.key, n, k)]):
         return
-    index = torch.cuda.current_device()
     if any(map(serves_rows, rows.all())):
-        kernel_of(max(n, k), index)
+        _load_those_there(GemmSpec(config) for config in configs_for(max(n, k))[:1])  # by compilers that wait
+        kernel_of(max(n, k), torch.cuda.current_device())
 
 
 def ends_layer(layer: object) -> bool:

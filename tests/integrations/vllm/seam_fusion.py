@@ -398,6 +398,21 @@ def passes_end_with_the_fusion() -> None:
 
 
 @check
+def the_launch_of_a_layers_products_is_compiled_beside_the_engine() -> None:
+    """The compiler would take as long to be imported as the kernel to be compiled."""
+    from cute_kernels.formats.weights import integers
+    from cute_kernels.gemm.problem import LinearProblem
+    from cute_kernels.integrations.vllm import fused_layers, prepare
+
+    down = LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16")
+    with mock.patch.multiple(fused_layers, _load_those_there=mock.DEFAULT, kernel_of=mock.DEFAULT) as made:
+        fused_layers.make_whole_ready.__wrapped__(down, prepare.RowCounts((1, 2), 8))
+    (asked,) = made["_load_those_there"].call_args.args
+    assert [spec.family for spec in asked] == ["linear"]
+    made["kernel_of"].assert_called_once_with(14336, 0)
+
+
+@check
 def layers_are_made_for_it_where_graphs_are_compiled() -> None:
     from cute_kernels.integrations.vllm import fused_layers
 
