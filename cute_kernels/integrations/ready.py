@@ -18,6 +18,8 @@ import torch
 
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
+from cute_kernels.gemm.layer.call import configs_for
+from cute_kernels.gemm.layer.operator import may_serve
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.served import note_ready
 from cute_kernels.gemm.spec import GemmSpec
@@ -168,6 +170,13 @@ def specs_beside_norm(problem: LinearProblem, rows: Iterable[int], kind: Deferre
     problems = [replace(problem, m=m) for m in rows]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
     return list(dict.fromkeys(GemmSpec(config) for config in found if config is not None))
+
+
+def whole_specs(problem: LinearProblem) -> list[GemmSpec]:
+    """Returns the kernel of all products from one attention to the next; none if there is none for the MLP's last
+    layer."""
+    n, k = problem.n, problem.k
+    return [GemmSpec(one) for one in configs_for(max(n, k))[:1]] if may_serve([(problem.format.key, n, k)]) else []
 
 
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: str) -> str | None:

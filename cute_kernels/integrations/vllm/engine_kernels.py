@@ -23,7 +23,7 @@ from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations import attention_kernels, expert_kernels
 from cute_kernels.integrations.engine_cache import Formats
-from cute_kernels.integrations.ready import specs_beside_norm
+from cute_kernels.integrations.ready import specs_beside_norm, whole_specs
 from cute_kernels.integrations.vllm import prepare
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
@@ -211,7 +211,8 @@ def linear_specs(problem: LinearProblem, kind: DeferredKind | None = None) -> li
     """Returns the kernels of a linear layer, given as a problem of one row. kind: the layer's side of a norm."""
     rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
     beside = [] if kind is None else specs_beside_norm(problem, rows, kind)
-    return list(dict.fromkeys([*(spec for m in rows for spec in prepare.specs_for(problem, m)), *beside]))
+    whole = whole_specs(problem) if kind == GIVES and problem.k > problem.n else []  # of an MLP's last layer
+    return list(dict.fromkeys([*(spec for m in rows for spec in prepare.specs_for(problem, m)), *beside, *whole]))
 
 
 def _experts() -> Iterator[Part]:

@@ -15,12 +15,10 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 
-from cute_kernels.gemm.layer.call import configs_for, kernel_of, serves_rows
-from cute_kernels.gemm.layer.operator import may_serve
+from cute_kernels.gemm.layer.call import kernel_of, serves_rows
 from cute_kernels.gemm.problem import LinearProblem
-from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
-from cute_kernels.integrations.ready import specs_beside_norm
+from cute_kernels.integrations.ready import specs_beside_norm, whole_specs
 from cute_kernels.integrations.vllm import plugin, prepare
 from cute_kernels.norm.call import DTYPES
 from cute_kernels.norm.compile import NormSpec
@@ -170,12 +168,10 @@ def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     problem: the last layer of an MLP, of one row. If a model's o projection has more inputs than any other layer, it
     needs another kernel, which is not loaded; its products then run one by one.
     """
-    n, k = problem.n, problem.k
-    if not may_serve([(problem.format.key, n, k)]):
-        return
-    if any(map(serves_rows, rows.all())):
-        _load_those_there(GemmSpec(config) for config in configs_for(max(n, k))[:1])  # by compilers that wait
-        kernel_of(max(n, k), torch.cuda.current_device())
+    specs = whole_specs(problem)
+    if specs and any(map(serves_rows, rows.all())):
+        _load_those_there(specs)  # by compilers that wait
+        kernel_of(max(problem.n, problem.k), torch.cuda.current_device())
 
 
 def ends_layer(layer: object) -> bool:

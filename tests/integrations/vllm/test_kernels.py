@@ -216,6 +216,8 @@ def test_the_wheel_has_the_kernels_of_products_beside_norms():
     assert [kind for _, kind in found] == [GIVES]  # Llama-3 8B's o projection
     asked = ready.specs_beside_norm(LINEAR, rows, GIVES)
     assert asked and set(asked) <= set(engine_kernels.linear_specs(*found[0]))
+    down = LinearProblem(1, 5120, 25600, 25600, integers(4), "bf16")  # Qwen3 32B's
+    assert ready.whole_specs(down) and set(ready.whole_specs(down)) <= set(engine_kernels.linear_specs(down, GIVES))
 
 
 @pytest.mark.usefixtures("h200")
