@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import ActivationFunction
@@ -37,11 +36,6 @@ class LinearProblem:
     @property
     def num_tiles(self) -> int:
         return -(-self.n // TILE_N)
-
-
-def weight_fields(problem: object) -> dict[str, Any]:
-    """Returns a configuration's fields that follow from a problem's weights, dense or of experts."""
-    return {name: getattr(problem, name) for name in ("format", "dtype")}
 
 
 @dataclass(frozen=True)

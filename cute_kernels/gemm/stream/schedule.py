@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 
 from cute_kernels.formats.weights import SHIPPED_GROUP_SIZES, integers
-from cute_kernels.gemm.problem import LinearProblem, weight_fields
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.stream.config import X_PAD, StreamConfig, StreamStore
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US
 from cute_kernels.runtime.composed import changed
@@ -178,7 +178,8 @@ def base_config(problem: LinearProblem) -> StreamConfig:
     ldmatrix reads, and has twice as much work between two waits."""
     block_k = 256 if problem.format.group_size == 256 else 128
     return StreamConfig(
-        **weight_fields(problem),
+        problem.format,
+        problem.dtype,
         store=StreamStore(activation=problem.activation),
         n_tiles=1 if problem.format.bits == 8 or problem.num_tiles == 1 else 2,
         block_k=block_k if problem.k_pad % block_k == 0 else 64,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.gemm.problem import LinearProblem, weight_fields
-from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig, WgmmaConfig
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
-from cute_kernels.gemm.wgmma.results import Dsmem, StagedStore
-from cute_kernels.gemm.wgmma.stages import with_stages
+from cute_kernels.gemm.wgmma.results import Dsmem
+from cute_kernels.gemm.wgmma.stages import of_format, with_stages
 
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
 MOST_STAGES = 16
@@ -103,9 +103,8 @@ def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
 
 def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
     """Returns the configuration of a shape, for tiles of ``tile_m`` rows of a problem's weights."""
-    config = WgmmaConfig(
-        **weight_fields(problem),
-        store=StagedStore(activation=problem.activation),
+    config = of_format(
+        problem,
         tile_m=tile_m,
         block_k=LIMB_GROUP,
         warpgroups=shape.warpgroups,

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cute_kernels.formats.weights import integers
-from cute_kernels.gemm.problem import LinearProblem, weight_fields
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import (
     CLOCKS_PER_US,
@@ -34,7 +34,7 @@ from cute_kernels.gemm.wgmma.results import (
     StagedStore,
     WorkspaceSplitK,
 )
-from cute_kernels.gemm.wgmma.stages import MAX_STAGES, with_stages
+from cute_kernels.gemm.wgmma.stages import MAX_STAGES, of_format, with_stages
 
 MAX_SPLITS = 16
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
@@ -481,12 +481,6 @@ def shipped_configs() -> list[WgmmaConfig]:
     long_rows = resident_configs(LinearProblem(1, 4096, 14336, 14336, integers(4), "bf16"))
     configs |= dict.fromkeys(config for config in long_rows if config.mainloop.loads)
     return list(configs)
-
-
-def of_format(problem: LinearProblem, **choices: Any) -> WgmmaConfig:
-    """Returns a configuration for a problem's weights and activation."""
-    choices.setdefault("store", StagedStore(activation=problem.activation))
-    return WgmmaConfig(**weight_fields(problem), **choices)
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: int = MAX_STAGES) -> list[WgmmaConfig]:

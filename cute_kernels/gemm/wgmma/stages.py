@@ -1,16 +1,24 @@
-"""The number of stages of a configuration's pipeline. Plain Python, no GPU."""
+"""Configurations of a problem, with as many pipeline stages as fit. Plain Python, no GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cute_kernels.device.cuda import BARRIER_BYTES
+from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.results import StagedStore
 
 MAX_STAGES = 8  # where nothing else is said
 ALIGNMENT_BYTES = 1024  # of shared memory, as pipelines are laid out in whole 128 bytes
 Config = TypeVar("Config", bound=WgmmaConfig)
+
+
+def of_format(problem: LinearProblem | GroupedProblem, **choices: Any) -> WgmmaConfig[Any]:
+    """Returns a configuration for a problem's weights and activation."""
+    choices.setdefault("store", StagedStore(activation=problem.activation))
+    return WgmmaConfig(problem.format, problem.dtype, **choices)
 
 
 def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_BYTES) -> Config:

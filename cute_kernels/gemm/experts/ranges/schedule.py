@@ -21,7 +21,7 @@ from cute_kernels.gemm.experts.ranges.config import (
     RangeConfig,
 )
 from cute_kernels.gemm.experts.schedule import usual_entries, usual_rows
-from cute_kernels.gemm.problem import GroupedProblem, weight_fields
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
 from cute_kernels.gemm.stream.schedule import MEMORY_BYTES_PER_US
 from cute_kernels.runtime.composed import changed
@@ -179,7 +179,8 @@ def config_of(
     if rounds is None:
         return None
     config: RangeConfig = StreamConfig(
-        **weight_fields(problem),
+        problem.format,
+        problem.dtype,
         block_k=BLOCK_K,
         store=StreamStore(EPILOGUE_WARPS, activation=problem.activation),
         num_stages=shape.k_warps,

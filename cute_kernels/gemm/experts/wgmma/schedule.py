@@ -27,12 +27,11 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     EntryWgmma,
 )
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, whole_k
-from cute_kernels.gemm.problem import GroupedProblem, weight_fields
+from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
 from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
-from cute_kernels.gemm.wgmma.results import StagedStore
-from cute_kernels.gemm.wgmma.stages import MAX_STAGES
+from cute_kernels.gemm.wgmma.stages import of_format, with_stages
 from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first place
@@ -153,21 +152,14 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
 def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None:
     """Returns a tile's configuration, with as many stages as fit beside the table of tiles; None if fewer than two
     fit."""
-    config = WgmmaConfig(
-        **weight_fields(problem),
-        store=StagedStore(activation=problem.activation),
-        tile_m=shape.tile_m,
-        row_parts=shape.row_parts,
-        n_tiles=shape.n_tiles,
-        block_k=shape.block_k if problem.k_pad % shape.block_k == 0 else 64,
-        num_stages=2,
-        mainloop=shape.mainloop,
-    )
+    if problem.k_pad % shape.block_k:
+        shape = shape._replace(block_k=64)
+    spare = SMEM_RESERVE + TABLE_BYTES
+    config = with_stages(of_format(problem, **shape._asdict()), spare=spare)
     if shape.row_parts > MOST_LOOPS and shape.n_tiles > 1 and not scaled_as_decoded(config):
         return None  # not measured
-    room = config.limits.shared_bytes - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
-    config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
-    return config if config.can_implement() is None and room >= 0 else None
+    fits = config.smem_bytes + spare <= config.limits.shared_bytes
+    return config if fits and config.can_implement() is None else None
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
@@ -241,9 +233,8 @@ def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
 
 def entry_config(problem: GroupedProblem, rows: int, block_k: int, lane_assignments: int) -> EntryConfig | None:
     """Returns a configuration with as many stages as there is room for; None if it cannot be compiled."""
-    config: EntryConfig = WgmmaConfig(
-        **weight_fields(problem),
-        store=StagedStore(activation=problem.activation),
+    config: EntryConfig = of_format(
+        problem,
         tile_m=ROW_COLUMNS * rows,
         n_tiles=1,
         warpgroups=RINGS,
