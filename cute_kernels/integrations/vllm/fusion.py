@@ -45,9 +45,8 @@ class FusionPass(InductorPass):
             )
 
     def uuid(self) -> str:
-        sources = "".join(map(inspect.getsource, (fused_graph, fused_routers)))
-        routers = sorted(routers_in_code(self.layers.values()))
-        return f"cute-kernels {__version__} {InductorPass.hash_source(sources)} {routers}"
+        sources = InductorPass.hash_source("".join(map(inspect.getsource, (fused_graph, fused_routers))))
+        return f"cute-kernels {__version__} {sources} {sorted(routers_in_code(self.layers.values()))}"
 
 
 @functools.cache
