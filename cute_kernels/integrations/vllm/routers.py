@@ -31,7 +31,6 @@ RUNNERS, GATES = ("MoERunner",), ("GateLinear", "ReplicatedLinear")
 ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter")
 PADDING = "_get_padding_mask"
 """vLLM's function in the modules of routers that mask padding: number of tokens -> which rows are padding, or None."""
-ANY_K = 8  # stands for the width of hidden states, which decides no kernel
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,9 @@ class Router:
         return self.router.global_num_experts if self.gate is None else len(self.gate.weight)
 
     def _padding(self, tokens: int) -> torch.Tensor | None:
-        return getattr(sys.modules[type(self.router).__module__], PADDING, lambda tokens: None)(tokens)
+        """Returns which rows are padding; None if vLLM does not say, or says it of another step's rows."""
+        mask = getattr(sys.modules[type(self.router).__module__], PADDING, lambda tokens: None)(tokens)
+        return mask if mask is not None and len(mask) == tokens else None
 
 
 def connect(layer: Foreign) -> None:
@@ -200,7 +201,7 @@ def router_of(runner: Foreign) -> Router:
 
 def _calls(router: Router, dtype: torch.dtype, device: torch.device) -> list[RouteCall]:
     """Returns a call for each kernel that steps need. dtype: of hidden states."""
-    k = ANY_K if router.gate is None else router.gate.weight.shape[1]
+    k = 8 if router.gate is None else router.gate.weight.shape[1]  # only the graph knows it, and it decides no kernel
     weight = torch.empty(router.experts, k, dtype=dtype, device=device)
     return [router.call(torch.empty(count, k, dtype=dtype, device=device), weight, None) for count in (1, MAX_TOKENS)]
 

@@ -199,7 +199,10 @@ def padding_has_no_experts_where_vllms_router_gives_it_none() -> None:
         module = sys.modules[type(runner.router).__module__]
         with mock.patch.object(module, routers.PADDING, lambda tokens: rows[:tokens], create=True):
             _, ids, _ = run(runner, 7)
+        with mock.patch.object(module, routers.PADDING, lambda tokens: rows[:3], create=True):
+            _, others, _ = run(runner, 7)  # a drafting model's step, beside the context of another
     assert bool((ids[5:] == -1).all()) and int(ids[:5].min()) >= 0
+    assert torch.equal(others[:5], ids[:5]) and int(others.min()) >= 0
     with engine() as layers:
         runner = make_runner(layers, scoring_func="sigmoid", e_score_correction_bias=CORRECTION, **GROUPED)
         routers.connect(runner.routed_experts)
