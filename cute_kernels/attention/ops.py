@@ -46,8 +46,8 @@ from cute_kernels.runtime.operator import Operator, Plan, as_kernels, launcher, 
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import EMPTY
 
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
-_PLAIN = _PLAIN_TENSORS | {type(None), str, bool, int, float}
+_VALUES = frozenset({type(None), str, bool, int, float})  # of optional arguments that are no tensors
+_PLAIN = _VALUES | {torch.Tensor, torch.nn.Parameter}  # sinks often are parameters
 ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for each query
 _NOT_IN_KEYS = {*ROWS_OF_QUERIES, "max_seq_len"}
 
@@ -120,8 +120,14 @@ def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    kinds, values = _PLAIN_TENSORS, options.values()
-    return tuple([identity(x) if type(x) in kinds else (*x, options_key(x)) if type(x) is dict else x for x in values])
+    return tuple([x if type(x) in _VALUES else _key_of(x) for x in options.values()])
+
+
+def _key_of(value: Any) -> Any:
+    """Returns the part of a tensor, of tensors by name, or of another value that decides a plan."""
+    if isinstance(value, torch.Tensor):
+        return identity(value)
+    return (*value, options_key(value)) if type(value) is dict else value
 
 
 def _call_of(given: Given) -> AttentionCall:

@@ -14,8 +14,10 @@ import torch
 
 from cute_kernels.attention import decode_attention, ops
 from cute_kernels.attention.arguments import BIAS_STRIDES, decode_arguments
+from cute_kernels.attention.call import Given
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import CTAS_SHIFT
+from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime import native
 from tests.attention.cases import ALL_FORMATS, make_call
@@ -169,6 +171,19 @@ def test_tensors_that_were_changed_in_place_are_looked_at_again(name, launches):
         if isinstance(tensor, torch.Tensor):
             tensor.set_(changed[argument])  # type: ignore[call-overload]
     assert run(launches, given | {"kv_format": changed["kv_format"]}) == want
+
+
+def test_tensors_of_any_class_count_by_their_properties(launches):
+    """The operator gets those of a subclass as they are. A key that holds one would make a plan for each."""
+
+    class Parameter(torch.nn.Parameter):
+        pass
+
+    for _ in range(2):
+        call = make_call("int4_g4", (64,), num_kv_heads=2, head_dim=64, sinks=True)
+        options = NO_OPTIONS | call.options | {"sinks": Parameter(call.options["sinks"])}
+        ops.launch(Given(*call.tensors, "int4_g4", options=options))
+    assert len(launches) == 2 and len(ops.launch.plans) == 1
 
 
 @pytest.mark.parametrize("name", ["plain", "lse", "out", "int8", "pages", "sinks"])

@@ -100,8 +100,10 @@ def side_of_norm(layer: object) -> DeferredKind | None:
 def _has_experts_everywhere() -> bool:
     """Returns whether each layer of the model that is being made has experts."""
     config = get_current_vllm_config_or_none()
-    experts = [] if config is None else config.compilation_config.static_all_moe_layers
-    return config is not None and 0 < config.model_config.hf_text_config.num_hidden_layers <= len(experts)
+    if config is None:
+        return False
+    count = getattr(config.model_config.hf_text_config, "num_hidden_layers", 0)  # which not every configuration has
+    return 0 < count <= len(config.compilation_config.static_all_moe_layers)
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:

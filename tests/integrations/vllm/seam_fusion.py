@@ -436,10 +436,12 @@ def layers_are_made_for_it_where_graphs_are_compiled() -> None:
     def layer(prefix: str = "model.layers.0.mlp.gate_up_proj", sizes: Any = (64, 64), bias: Any = None) -> Any:
         return SimpleNamespace(prefix=prefix, output_partition_sizes=sizes, bias=bias)
 
-    for experts, side in ((0, "takes"), (1, "takes"), (2, None)):  # of two layers: norms between products are no more
+    two, unknown = {"num_hidden_layers": 2}, {}
+    # Of two layers with experts, norms are between products no more.
+    for experts, known, side in ((0, two, "takes"), (1, two, "takes"), (2, two, None), (2, unknown, "takes")):
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_all_moe_layers=["experts"] * experts),
-            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2)),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**known)),
         )
         with mock.patch.object(fused_layers, "get_current_vllm_config_or_none", lambda config=config: config):
             assert fused_layers.side_of_norm(layer()) == side
