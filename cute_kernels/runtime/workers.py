@@ -270,3 +270,12 @@ class _Waiting:
 
 
 _waiting = _Waiting(0)
+
+
+def _leave_in_child() -> None:
+    """Closes a forked child's copies of the pipes to waiting workers, which would live on as long as the child."""
+    _waiting._lock = threading.Lock()  # another thread may have held it
+    _waiting.close()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -115,6 +119,26 @@ def test_workers_that_are_kept_end_once_nobody_has_used_them_for_a_while():
         within = workers._waiting
         workers.keep(0.2)
         assert workers._waiting is within
+
+
+def test_a_worker_ends_with_this_process_s_pipe_although_a_forked_child_lives():
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    worker = workers._Worker.__new__(workers._Worker)
+    worker._process, worker._log = cast(Any, process), tempfile.TemporaryFile()
+    with kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which a child does not have
+        workers._waiting.put(worker)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(timeout=10) == 0
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_a_worker_whose_reply_is_not_understood_ends(tmp_path: Path):
