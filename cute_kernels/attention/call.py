@@ -436,8 +436,9 @@ def make_extend_call(
         read |= {"new_k": new_k, "new_v": new_v, "tree_mask": tree_mask, **options, **call.score_tensors}
         check_apart("out", out, read)
     new = extend_checks.check_new(new_k, new_v)
-    if tree_mask is not None:
-        extend_checks.check_positional(window_size=window_size, alibi_slopes=options.get("alibi_slopes"))
+    for name in ("window_size", "alibi_slopes"):
+        if tree_mask is not None and options.get(name) is not None:
+            raise ValueError(f"{name}: got a value beside a tree_mask, want None: positions in a tree are not known")
     return replace(
         call,
         q=q,

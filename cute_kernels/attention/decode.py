@@ -13,10 +13,10 @@ from cute_kernels.attention.call import Given
 from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.options import CallNumbers, CallOptions, options_of, with_more
 from cute_kernels.attention.reference import decode_attention_splits_reference
-from cute_kernels.attention.transformed import checked_transform, restore, transform_query
+from cute_kernels.attention.transformed import restore, transform_query
 from cute_kernels.attention.trees import attend_to_trees
 from cute_kernels.formats.kv import format_pair
-from cute_kernels.formats.kv.transforms import CacheTransform
+from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
 from cute_kernels.runtime.operator import as_kernels, new_call
@@ -182,10 +182,12 @@ def decode_attention(
             raise ValueError(f"score_options: got {', '.join(score_options)} with a tree_mask, want one of them")
         if k_tail is not None or tail_slots is not None:
             raise ValueError("k_tail: got one with a tree_mask, want None: extend attention reads no such cache")
-    elif transform is not None and (transform := checked_transform(transform)) is not None:
-        sees_shift = return_lse or bool(score_options) or softcap is not None or sinks is not None
-        caches = k_cache, v_cache
-        q, q_shift = transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
+    elif transform is not None:
+        check_transform("transform", transform)
+        if transform.kind is not None:
+            sees_shift = return_lse or bool(score_options) or softcap is not None or sinks is not None
+            caches = k_cache, v_cache
+            q, q_shift = transform_query(transform, q, q_shift, caches, kv_format, cache_layout, sees_shift)
     options = options_of(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias,
         q_shift, k_tail, tail_slots,

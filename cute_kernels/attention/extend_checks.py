@@ -67,13 +67,6 @@ def check_score_options(names: tuple[str, ...], **others: object) -> None:
             )
 
 
-def check_positional(**positional: object) -> None:
-    """Raises ValueError for options that a call with a tree's mask cannot have."""
-    for name, value in positional.items():
-        if value is not None:
-            raise ValueError(f"{name}: got a value beside a tree_mask, want None: positions in a tree are not known")
-
-
 def check_new(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns K and V of the queries' own tokens, or None without them. Checks their strides; the caller has checked
     sizes and dtypes."""

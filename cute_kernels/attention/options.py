@@ -166,9 +166,3 @@ def keys_seen(window: WindowSize | None) -> int | None:
     if window[1] == -1:
         return None
     return MAX_TOKENS if window[0] == -1 else window[0] + 1
-
-
-def complete_options(options: Mapping[str, Any]) -> CallOptions | None:
-    """Completes the options that an operator's implementation gets: those that differ from the schema's defaults, and
-    maybe others."""
-    return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None

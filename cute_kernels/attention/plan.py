@@ -64,6 +64,7 @@ def make_plan(
 def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionProblem:
     """Returns the problem of a call, as the schedule takes it."""
     rows, features = [operand for operand in (call.k, call.v) if operand.form.has_header], call.features
+    device = call.q.device
     return AttentionProblem(
         batch=call.batch,
         max_seq_len=call.max_seq_len,
@@ -80,7 +81,7 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
         aligned=not any(_bits_of_addresses(call, operand) % ALIGNMENT for operand in rows),
         tokens_touch=all(operand.tokens_touch for operand in rows),
         heads_touch=call.head_major or all(operand.heads_touch for operand in rows),
-        num_sms=_num_sms_of(call.q.device),
+        num_sms=GPU.num_sms(device) if device.type == "cuda" or GPU.takes_cpu else AttentionProblem.num_sms,
         after_append=after_append,
         tree=call.tree_mask is not None,
     )
@@ -92,10 +93,6 @@ def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
     # Copies of several tokens are cut where the block ends.
     bits |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
     return bits if operand.heads_touch and not call.head_major else bits | operand.head_stride
-
-
-def _num_sms_of(device: torch.device) -> int:
-    return GPU.num_sms(device) if device.type == "cuda" or GPU.takes_cpu else AttentionProblem.num_sms
 
 
 # -- decode attention --------------------------------------------------------------------------------------------------
@@ -126,6 +123,7 @@ def decode_launch_of(
 ) -> DecodeLaunch:
     """Returns the launch of a checked call with a schedule; ``send``: the compiled kernel, bound to its constant
     arguments."""
+    ctas = problem.num_sms * schedule.config.pipeline.ctas_per_sm  # at a time: combiners of a row wait for each other
     return DecodeLaunch(
         send=send,
         schedule=schedule,
@@ -136,7 +134,7 @@ def decode_launch_of(
         k_view=byte_view(call.k.cache),
         v_view=byte_view(call.v.cache),
         num_words=workspace_words(schedule, problem),
-        mode=ctas_log2(schedule.config, problem.num_sms) << CTAS_SHIFT,
+        mode=(ctas.bit_length() - 1) << CTAS_SHIFT,
     )
 
 
@@ -156,10 +154,11 @@ def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
     options: dict[str, Place] = {}
     if config.has_features:
-        max_pages, table_stride = _columns(call.block_table)
+        table, pages = call.block_table, _table_pages(call)
+        table_stride = pages if table is None or table.shape[0] < 2 else table.stride(0)
         strides = (0, 0, 0, 0) if call.bias is None else call.bias.strides
         fixed |= {"more_rows": schedule.more_rows, "shares": schedule.shares}
-        fixed |= {"max_pages": max_pages, "table_stride": table_stride}
+        fixed |= {"max_pages": pages, "table_stride": table_stride}
         fixed |= {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
         fixed |= dict(zip(BIAS_STRIDES, strides, strict=True))
         options |= _found_in_options("block_table", "sinks", "alibi_slopes")
@@ -184,19 +183,6 @@ def _found_in_options(*names: str) -> dict[str, Place]:
 
 def _score_tensors(features: Features) -> dict[str, Place]:
     return {tensor.name: ("options", "score_options", tensor.name) for tensor in tensors_in(features)}
-
-
-def _columns(table: torch.Tensor | None) -> tuple[int, int]:
-    """Returns the columns of a block table, and the entries from one row to the next."""
-    if table is None:
-        return 0, 0
-    return table.shape[1], table.stride(0) if table.shape[0] > 1 else table.shape[1]
-
-
-def ctas_log2(config: DecodeConfig, num_sms: int) -> int:
-    """Returns log2 of the CTAs that a GPU holds at a time, rounded down: so many combiners of a row may wait for each
-    other."""
-    return (num_sms * config.pipeline.ctas_per_sm).bit_length() - 1
 
 
 def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:

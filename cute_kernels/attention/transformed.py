@@ -9,7 +9,7 @@ has taken off is added to the log-sum-exp.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,14 +17,6 @@ from cute_kernels.arguments import check_tensors
 from cute_kernels.attention.checks import check_cache, check_formats, check_layout, check_query, head_dim_of_row
 from cute_kernels.attention.reference import apply_sinks
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
-
-
-def checked_transform(transform: object) -> CacheTransform | None:
-    """Returns the transform of a call; None for one that changes nothing. Raises TypeError for a value that is no
-    transform."""
-    check_transform("transform", transform)
-    checked = cast("CacheTransform", transform)
-    return None if checked.kind is None else checked
 
 
 @torch.no_grad()

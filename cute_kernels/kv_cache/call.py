@@ -20,7 +20,7 @@ from cute_kernels.arguments import (
 from cute_kernels.attention.checks import Q_DTYPES, check_alike, check_given_scale, check_layout, check_row
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
-from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS, RowTransform, row_transform_of
+from cute_kernels.kv_cache.config import MAX_TRANSFORMED_HEADS
 from cute_kernels.kv_cache.rope import Rope
 
 MAX_TOKENS = 2**31 - 1
@@ -65,11 +65,6 @@ class AppendCall(NamedTuple):
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
         return format_of(self.k_format), format_of(self.v_format)
-
-    @property
-    def row_transform(self) -> RowTransform | None:
-        """The compile-time facts of the call's transform; None without one."""
-        return row_transform_of(self.transform, self.q_shift is not None)
 
     @property
     def num_tokens(self) -> int:

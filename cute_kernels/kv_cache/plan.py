@@ -25,6 +25,7 @@ from cute_kernels.kv_cache.config import (
     WrittenRows,
     other_rotation,
     row_alignment,
+    row_transform_of,
 )
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -126,7 +127,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
             has_norm=call.q_norm is not None or call.k_norm is not None,
         ),
         leads=leads,
-        transform=call.row_transform,
+        transform=row_transform_of(call.transform, call.q_shift is not None),
     )
     elsewhere = (call.cu_seqlens, call.slot_mapping, call.position_ids)
     alone = config.transform is not None and call.k.shape[0] == 1

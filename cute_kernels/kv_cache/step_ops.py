@@ -31,7 +31,7 @@ from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.device_values import check_device_values
 from cute_kernels.attention.launches import DecodeLaunch
-from cute_kernels.attention.options import NO_OPTIONS, OF_BIAS, OF_BOTH, OF_NUMBERS, complete_options
+from cute_kernels.attention.options import NO_OPTIONS, OF_BIAS, OF_BOTH, OF_NUMBERS
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.transformed import restore
 from cute_kernels.formats.kv import format_of, format_pair
@@ -368,7 +368,8 @@ def _implementation(path: Callable[[Step], tuple[torch.Tensor, Any]]) -> Callabl
         made = None if rope is None else rope_of(rope)
         given = None if all(extra is None for extra in extras) else extras
         transform = transform_of(**{name: options.pop(name) for name in PART_NAMES if name in options})
-        numbers = (softmax_scale, num_splits, True, None, complete_options(options), transform)
+        complete = {**NO_OPTIONS, **options} if options else None
+        numbers = (softmax_scale, num_splits, True, None, complete, transform)
         return path(Step(q, k, v, k_cache, v_cache, seq_lens, formats, made, norm_eps, given, *numbers))
 
     return run
