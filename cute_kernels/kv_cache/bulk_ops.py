@@ -68,8 +68,7 @@ def quantize(call: Quantize) -> torch.Tensor:
 
 
 def _quantize_through_operator(call: Quantize) -> torch.Tensor:
-    result = _quantize_operator(call.numbers(), call.kv_format, call.scale)
-    return _copied(call.out, result, result.dtype, call.x.device)
+    return _copied(call.out, _quantize_operator(call.numbers(), call.kv_format, call.scale))
 
 
 def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
@@ -84,16 +83,10 @@ def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTrans
         raise ValueError(f"operand: got {operand!r}, want 'k' or 'v' with a transform: which of its parts is x's")
     if transform is None:
         return None
-    if operand == "k":
-        half = transform_of(
-            k_center=transform.k_center,
-            k_factor=transform.k_factor,
-            q_factor=transform.q_factor,
-            k_rotation=transform.k_rotation,
-        )
-    else:
-        half = transform_of(k_factor=transform.v_factor, k_rotation=transform.v_rotation)
-    return half
+    if operand == "v":
+        return transform_of(k_factor=transform.v_factor, k_rotation=transform.v_rotation)
+    of_k = ("k_center", "k_factor", "q_factor", "k_rotation")
+    return transform_of(**{name: getattr(transform, name) for name in of_k})
 
 
 def check_half(half: CacheTransform, x: torch.Tensor) -> None:
@@ -116,8 +109,7 @@ def dequantize(call: Dequantize) -> torch.Tensor:
 
 
 def _dequantize_through_operator(call: Dequantize) -> torch.Tensor:
-    result = _dequantize_operator(*call[:-1])
-    return _copied(call.out, result, call.dtype, call.rows.device)
+    return _copied(call.out, _dequantize_operator(*call[:-1]))
 
 
 def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
@@ -207,8 +199,8 @@ def _result(
     return out
 
 
-def _copied(out: torch.Tensor | None, result: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return result if out is None else _result(out, result.shape, (dtype,), device).copy_(result)
+def _copied(out: torch.Tensor | None, result: torch.Tensor, **read: torch.Tensor | None) -> torch.Tensor:
+    return result if out is None else _result(out, result.shape, (result.dtype,), result.device, **read).copy_(result)
 
 
 def _quantize_here(call: Quantize) -> torch.Tensor:
@@ -228,9 +220,7 @@ def _dequantize_here(call: Dequantize) -> torch.Tensor:
     rows, _, head_dim, dtype, scale, out = call
     form = _check_rows(call)
     x = form.dequantize(rows, head_dim, dtype, shaped_scale(form, scale))
-    if out is None:
-        return x.clone() if x is rows else x
-    return _result(out, x.shape, (dtype,), rows.device, rows=rows, scale=scale).copy_(x)
+    return _copied(out, x.clone() if x is rows and out is None else x, rows=rows, scale=scale)
 
 
 def _launch_quantize(call: Quantize) -> torch.Tensor:
