@@ -19,7 +19,6 @@ A sink is one more logit in the denominator. The log-sum-exp leaves it out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +29,7 @@ from cute_kernels.attention.call import AttentionCall, make_call, make_extend_ca
 from cute_kernels.attention.device_values import check_device_values
 from cute_kernels.attention.operands import CacheOperand
 from cute_kernels.attention.options import CallOptions
+from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.scores import KeyBlock, options_in
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 # Elements of one dequantised block of K (and of V), and of its scores: 128 MiB each in fp32, whatever the batch.
 _BLOCK_ELEMENTS = 1 << 25
-
-SplitTokens = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Partial(NamedTuple):
@@ -192,13 +190,10 @@ def decode_attention_splits_reference(
     kv_format: str | tuple[str, str],
     num_splits: int,
     softmax_scale: float | None = None,
-    split_tokens: SplitTokens | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes attention of one query a request, cut into `num_splits` parts, and the contribution of each part.
-
-    split_tokens: rule (int64 seq_lens [batch], num_splits) -> tokens per split, int64 [batch]; split s of request b
-    covers [s * n, (s + 1) * n) below the length. Default: an even share, rounded up (`even_split_tokens(1)`).
+    """Computes attention of one query a request, cut into `num_splits` parts, and the contribution of each part. Each
+    part has an even share of the request's tokens, rounded up; the last ones may have fewer or none.
 
     Returns out [batch, 1, num_q_heads, v_head_dim], split_out [batch, num_splits, num_q_heads, v_head_dim] (normalised
     per split), split_max and split_sum [batch, num_splits, num_q_heads] as in `Partial`, all in `compute_dtype`.
@@ -210,22 +205,11 @@ def decode_attention_splits_reference(
         raise ValueError(f"q: got q_len {call.q_len}, want 1")
     check_device_values(call)
     lengths = seq_lens.to(torch.int64)
-    tokens = (split_tokens or even_split_tokens(1))(lengths, num_splits)
+    tokens = (lengths + num_splits - 1) // num_splits
     bounds = [torch.minimum(tokens * split, lengths) for split in range(num_splits + 1)]
     parts = [attend(call, start, stop, compute_dtype) for start, stop in itertools.pairwise(bounds)]
     split_out, split_max, split_sum = (torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True))
     return combine(split_out, split_max, split_sum).out.unsqueeze(1), split_out, split_max, split_sum
-
-
-def even_split_tokens(tile_tokens: int) -> SplitTokens:
-    """Returns a rule for `split_tokens`: a split gets an even share of the request, rounded up to a multiple of
-    `tile_tokens`."""
-
-    def rule(seq_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
-        share = (seq_lens + num_splits - 1) // num_splits
-        return (share + tile_tokens - 1) // tile_tokens * tile_tokens
-
-    return rule
 
 
 def combine(split_out: torch.Tensor, split_max: torch.Tensor, split_sum: torch.Tensor) -> Partial:
@@ -313,7 +297,8 @@ def fetch(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor, dty
     if operand.form.in_blocks:
         return _fetch_blocks(call, keys_at, dtype)
     rows = rows_at(call, operand, keys_at)
-    return operand.form.dequantize(rows, operand.head_dim, dtype, given_scale_of(operand))
+    scale = None if operand.scale is None else operand.scale.tensor
+    return operand.form.dequantize(rows, operand.head_dim, dtype, shaped_scale(operand.form, scale))
 
 
 def rows_at(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor) -> torch.Tensor:
@@ -344,12 +329,11 @@ def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype
     return torch.where(full[:, :, None, None], keys, waiting)
 
 
-def given_scale_of(operand: CacheOperand) -> torch.Tensor | None:
-    """Returns the scale beside the cache as the format wants it: broadcastable to [..., num_kv_heads, head_dim]."""
-    if operand.scale is None:
-        return None
-    scale = operand.scale.tensor
-    return scale.reshape(-1, 1) if operand.form.given_scale == "head" else scale
+def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the scale beside a cache in the shape that :mod:`layouts.kv` uses."""
+    if scale is None or form.given_scale == "channel":
+        return scale
+    return scale.reshape(()) if form.given_scale == "tensor" else scale.reshape(-1, 1)
 
 
 def _exp_difference(value: torch.Tensor, top: torch.Tensor) -> torch.Tensor:

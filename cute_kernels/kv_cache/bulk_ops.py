@@ -18,12 +18,12 @@ from cute_kernels.arguments import (
     shape_of,
 )
 from cute_kernels.attention.checks import check_given_scale
+from cute_kernels.attention.reference import shaped_scale
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform, transform_of
 from cute_kernels.kv_cache.arguments import bulk_arguments
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig, divisor_of, other_rotation, row_alignment, row_transform_of
-from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU

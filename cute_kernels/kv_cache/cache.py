@@ -24,6 +24,8 @@ import torch
 
 from cute_kernels import attention
 from cute_kernels.arguments import check_count
+from cute_kernels.attention.checks import check_layout
+from cute_kernels.attention.transformed import restore
 from cute_kernels.formats.kv import KvFormat, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache.batch import Batch
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cute_kernels.kv_cache.options import AppendOptions, AttendOptions, StepAttendOptions
-
-CACHE_LAYOUTS = ("NHD", "HND")
 
 
 def _pages(
@@ -120,8 +120,7 @@ class KVCache:
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_sizes(num_layers, num_pages, page_size, num_kv_heads, (head_dim, v_head_dim), max_seq_len)
-        if cache_layout not in CACHE_LAYOUTS:
-            raise ValueError(f"cache_layout: got {cache_layout!r}, want one of {', '.join(CACHE_LAYOUTS)}")
+        check_layout(cache_layout)
         self.kv_format = told_formats(kv_format)
         self.layer_formats = layers_formats(self.kv_format, num_layers, dtype)
         keys = self.layer_formats[0][0]
@@ -316,10 +315,9 @@ class KVCache:
         found = attention.decode_attention(q, seq_lens=batch.seq_lens, **operands, **undone, **options)
         if not (is_done and transform.changes_values):
             return found
-        out = found[0] if options.get("return_lse") else found
-        restored = transform.restore(out)
-        restored = restored if options.get("out") is None else out.copy_(restored)
-        return (restored, found[1]) if options.get("return_lse") else restored
+        if isinstance(found, tuple):
+            return restore(transform, found[0], options.get("out")), found[1]
+        return restore(transform, found, options.get("out"))
 
     @overload
     def append_and_attend(

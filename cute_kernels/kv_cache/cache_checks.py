@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_all_positive, check_count, check_flag, check_floating, is_one_of
-from cute_kernels.attention.checks import check_readable
+from cute_kernels.attention.checks import PAGE_SIZES, check_readable
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, check_layers, format_of, format_pair, formats_of_layer
 from cute_kernels.formats.kv.transforms import CacheTransform
-
-MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
 
 
 def check_sizes(
@@ -28,8 +26,8 @@ def check_sizes(
         check_count(name, value, 1)
     if max_seq_len is not None:
         check_count("max_seq_len", max_seq_len, 1)
-    if not is_one_of(page_size, range(MIN_PAGE_SIZE, MAX_PAGE_SIZE + 1, MIN_PAGE_SIZE)):
-        raise ValueError(f"page_size: got {page_size}, want a multiple of 16 from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}")
+    if not is_one_of(page_size, PAGE_SIZES):
+        raise ValueError(f"page_size: got {page_size}, want a multiple of 16 from {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
     for name, value in zip(("head_dim", "v_head_dim"), head_dims, strict=True):
         if not is_one_of(value, HEAD_DIMS):
             raise ValueError(f"{name}: got {value}, want one of {', '.join(map(str, HEAD_DIMS))}")

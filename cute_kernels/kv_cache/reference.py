@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.attention.reference import shaped_scale
 from cute_kernels.formats.kv import KvFormat
 from cute_kernels.kv_cache.call import AppendCall
 
@@ -116,13 +117,6 @@ def quantize(form: KvFormat, x: torch.Tensor, scale: torch.Tensor | None) -> tor
     """Quantises numbers [..., num_kv_heads, head_dim] to rows. A scale per head may have the shape [num_kv_heads],
     too."""
     return form.quantize(x, shaped_scale(form, scale))
-
-
-def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the scale in the shape that :mod:`layouts.kv` uses."""
-    if scale is None or form.given_scale == "channel":
-        return scale
-    return scale.reshape(()) if form.given_scale == "tensor" else scale.reshape(-1, 1)
 
 
 def scatter(

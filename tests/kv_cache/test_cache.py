@@ -318,7 +318,7 @@ def test_a_format_without_given_scales_takes_none():
         ({"num_layers": 1.0}, TypeError, "num_layers: got 1.0, want an int"),
         ({"max_seq_len": 0}, ValueError, "max_seq_len: got 0, want at least 1"),
         ({"v_head_dim": 65}, ValueError, "v_head_dim: got 65, want one of 64"),
-        ({"cache_layout": "DHN"}, ValueError, "cache_layout: got 'DHN', want one of NHD, HND"),
+        ({"cache_layout": "DHN"}, ValueError, "cache_layout: got 'DHN', want 'NHD' or 'HND'"),
         ({"kv_format": "int3"}, ValueError, "kv_format: got 'int3'"),
         ({"kv_format": ("bf16",)}, TypeError, "want the name of a format or a pair of names"),
         ({"kv_format": "fp16"}, TypeError, "kv_format: got 'fp16' for a model in torch.bfloat16"),
