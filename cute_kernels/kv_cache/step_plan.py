@@ -78,17 +78,9 @@ def lie_well(q: torch.Tensor) -> bool:
     return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The kernel chosen for a step, with attention's problem and schedule."""
-
-    config: StepConfig
-    problem: AttentionProblem
-    schedule: DecodeSchedule
-
-
-def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
-    """Chooses the kernel for a step with one token a request; returns None if the step needs two launches."""
+def chosen(append: AppendCall, attention: AttentionCall) -> tuple[StepConfig, AttentionProblem, DecodeSchedule] | None:
+    """Returns the kernel for a step with one token a request, and attention's problem and schedule; None if the step
+    needs two launches."""
     assert append.q is not None
     more = (append.cu_seqlens, append.slot_mapping, append.q_shift)
     if any(given is not None for given in more) or not lie_well(append.q):
@@ -97,7 +89,7 @@ def chosen(append: AppendCall, attention: AttentionCall) -> Chosen | None:
     schedule = make_schedule(problem, attention.num_splits)
     rows = append_plan.config_of(append, leads=True)
     config = serving_config(problem, schedule, rows, append.position_ids is not None)
-    return None if config is None else Chosen(config, problem, schedule)
+    return None if config is None else (config, problem, schedule)
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
@@ -105,7 +97,7 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | N
     found = chosen(append, attention)
     if found is None:
         return None
-    config, problem, schedule = found.config, found.problem, found.schedule
+    config, problem, schedule = found
     fixed, options = attention_plan.known_arguments(attention, schedule)
     steps = None if append.rope is None else append.rope.phase_steps(attention.q.device)
     fixed |= {"phase_steps": 0 if steps is None else steps.data_ptr()}

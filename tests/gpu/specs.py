@@ -61,7 +61,7 @@ def _specs_of(append: AppendCall, attention: AttentionCall, *, fused: bool) -> l
     """The kernels of a step, in one call or in two."""
     alone = step_plan.chosen(append, attention) if fused else None
     if alone is not None:
-        return [StepSpec(alone.config)]
+        return [StepSpec(alone[0])]
     schedule = make_schedule(problem_of(attention, after_append=fused), attention.num_splits)
     return [AppendSpec(append_plan.config_of(append, leads=fused)), AttentionSpec(schedule.config)]
 
