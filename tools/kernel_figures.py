@@ -502,10 +502,9 @@ ROUTER = Figure(
         )),
         Lane("all 8 warps", "role", (
             Box("sums of products", "8 elements a lane at a time, fp32; over lanes by shuffles", ("gemm/experts/router/kernel.py:RouterKernel",)),
-            Box("hidden states of several tokens", "4 CTAs of a cluster share them: parts of K", ("gemm/experts/router/kernel.py:RouterKernel",)),
         )),
         Lane("shared memory", "shared", (
-            Box("partial sums", "of each part of K, added in one order; in a cluster by DSMEM", ("gemm/experts/router/kernel.py:RouterKernel",)),
+            Box("partial sums", "of each warp, added in one order", ("gemm/experts/router/kernel.py:RouterKernel",)),
         )),
         Lane("workspace", "shared", (
             Box("logits", "words of all CTAs, EMPTY between launches", ("device/exchange.py:Published",)),
@@ -527,9 +526,7 @@ ROUTER = Figure(
     ),
     (
         Barrier("griddepcontrol_wait", "the launch", "the launch before has ended", "all threads, before hidden states", ("gemm/experts/router/kernel.py:RouterKernel",)),
-        Barrier("sync_threads", "the CTA, one token", "all threads: the warps' sums are there", "all threads", ("gemm/experts/router/kernel.py:RouterKernel",)),
-        Barrier("cluster_wait", "the cluster", "all threads: mbarriers are initialised", "all threads, before the first store", ("gemm/experts/router/kernel.py:RouterKernel",)),
-        Barrier("mbarrier_wait", "the CTA, several tokens", "one arrival, and the bytes of all sums", "all threads", ("gemm/experts/router/kernel.py:RouterKernel",)),
+        Barrier("sync_threads", "the CTA", "all threads: the warps' sums are there", "all threads", ("gemm/experts/router/kernel.py:RouterKernel",)),
     ),
 )
 

@@ -34,61 +34,8 @@ class Float32(np.float32):
     inf = np.float32(np.inf)
 
 
-class RemoteAddress(int):
-    """An address in the shared memory of a CTA of the cluster."""
-
-    cta: Any
-
-    def __new__(cls, address: int, cta: Any) -> RemoteAddress:
-        made = super().__new__(cls, address)
-        made.cta = cta
-        return made
-
-    def __add__(self, other: int) -> RemoteAddress:
-        return RemoteAddress(int(self) + int(other), self.cta)
-
-
-class ClusterBarrier:
-    """The barrier of a cluster of CTAs, of which a thread arrives and waits apart."""
-
-    def __init__(self, turns: Any) -> None:
-        self.turns, self.threads, self.come, self.waiting = turns, 0, 0, []
-
-    def arrive(self, here: Any) -> None:
-        here.phases = getattr(here, "phases", 0) + 1
-        self.come += 1
-        self.turns.wake(self.waiting)
-
-    def wait(self, here: Any) -> None:
-        while self.come < here.phases * self.threads:
-            self.turns.wait(self.waiting)
-
-
 class RouterMachine(Machine):
-    """With the instructions that routers have besides; arithmetic is fp32's, infinities and NaN included. cluster: the
-    number of CTAs that reach each other's shared memory."""
-
-    cluster = 1
-
-    def _thread(self, work: Any, cta: Any, number: int) -> None:
-        if number == 0:
-            self.ctas[cta.block[0]] = cta
-        barrier = self.barriers.setdefault(cta.block[0] // self.cluster, ClusterBarrier(self.turns))
-        barrier.threads = self.cluster * len(cta.warps) * 32
-        super()._thread(work, cta, number)
-
-    def run(self, *given: Any) -> None:
-        self.ctas: dict[int, Any] = {}
-        self.barriers: dict[int, ClusterBarrier] = {}
-        super().run(*given)
-
-    def address_in(self, address: int, rank: int) -> RemoteAddress:
-        return RemoteAddress(address, self.ctas[self.cta.block[0] // self.cluster * self.cluster + rank])
-
-    def store_async(self, address: RemoteAddress, words: list[Any], barrier: RemoteAddress) -> None:
-        assert address % 16 == 0 and len(words) == 4 and barrier.cta is address.cta
-        address.cta.shared[address : address + 16] = np.array(words, np.uint32).view(np.uint8)
-        address.cta.barriers[int(barrier)].change(num_bytes=-16)
+    """With the instructions that routers have besides; arithmetic is fp32's, infinities and NaN included."""
 
     def meanings(self) -> Meanings:
         found = super().meanings()
@@ -116,18 +63,12 @@ class RouterMachine(Machine):
             "warp_max": lambda x: max(self.exchanged(x)),
             "load_relaxed_part": load_relaxed_part,
             "prefetch_line": lambda address: None,
-            "address_in": self.address_in,
-            "store_async": self.store_async,
         }
         vars(found.instructions).update(more)
-        arch = {
-            "shuffle_sync_bfly": lambda value, offset: self.exchanged(value)[self.lane ^ offset],
-            "cluster_arrive": lambda: self.barriers[self.cta.block[0] // self.cluster].arrive(self.here),
-            "cluster_wait": lambda: self.barriers[self.cta.block[0] // self.cluster].wait(self.here),
-        }
+        butterfly = {"shuffle_sync_bfly": lambda value, offset: self.exchanged(value)[self.lane ^ offset]}
         return Meanings(
             found.instructions,
-            arch={**found.arch, **arch, "cluster_arrive_relaxed": arch["cluster_arrive"]},
+            arch={**found.arch, **butterfly},
             cute=found.cute,
             cutlass=found.cutlass,
             scalars={**found.scalars, "Float32": Float32},
@@ -190,13 +131,11 @@ def chosen(made: Case, machine: Machine) -> tuple[dict[str, Any], dict[str, int]
     return {**numbers, **results}, results
 
 
-def launched(kind: Any, config: Any, declared: Any, given: dict[str, Any], machine: RouterMachine, run_on: Any) -> None:
+def launched(kind: Any, config: Any, declared: Any, given: dict[str, Any], machine: Machine, run_on: Any) -> None:
     run_on(Altered(machine, modules={kernels: {"WARPS": WARPS}}))
     kernel, calls = kind(config), []
 
-    def launch(grid: tuple[int, int, int], cluster: tuple[int, ...] | None = None, **_: Any) -> None:
-        machine.cluster = (cluster or (1,))[0]
-        assert grid[0] % machine.cluster == 0
+    def launch(grid: tuple[int, int, int], **_: Any) -> None:
         blocks = [(block, 0, 0) for block in range(grid[0])]
         machine.run(lambda: kind.kernel(kernel, *calls[0]), blocks, 32 * WARPS)
 

@@ -17,7 +17,6 @@ MAX_TOKENS = 64  # of a launch that has the product in it
 MAX_CHOICES = WARP_THREADS  # experts of a token, and groups: one of a lane
 LANE_EXPERTS = (4, 8, 16)
 TILE_TOKENS = (1, 8)
-CLUSTER_SHIFT = 2  # log2 of the number of CTAs that share hidden states of several tokens
 LOGITS, IDS = "logits", "ids"
 
 
@@ -57,11 +56,6 @@ class RouterConfig:
         if self.weight == LOGITS:
             return CompiledAs("cute_kernels.gemm.experts.router.kernel:SelectKernel", SELECT, "fp32", 1, 4)
         return CompiledAs("cute_kernels.gemm.experts.router.kernel:RouterKernel", ROUTER)
-
-    @property
-    def cluster_shift(self) -> int:
-        """log2 of the number of CTAs in a cluster."""
-        return CLUSTER_SHIFT if self.tile_tokens > 1 else 0
 
     @property
     def name(self) -> str:

@@ -1,22 +1,15 @@
 """Kernels of a router: from hidden states to experts in one launch, or from logits where tokens are many.
 
 `RouterKernel`: each CTA has 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same time. Warps share an
-expert's K. Of several tokens a cluster's CTAs share hidden states, too: a CTA multiplies some parts of K by the weights
-of all the cluster's experts, and partial sums go to an expert's own CTA through DSMEM. Sums over lanes, then over parts
-of K, are always taken in the same order, whatever the number of tokens. Logits go through a workspace to the CTAs that
-choose; each logit announces itself there (:mod:`cute_kernels.device.exchange`). A CTA chooses for one token in each of
-its warps, so up to eight tokens are the first CTA's.
+expert's K. Sums over lanes, then over warps, are always taken in the same order, whatever the number of tokens. Logits
+go through a workspace to the CTAs that choose; each logit announces itself there (:mod:`cute_kernels.device.exchange`).
+A CTA chooses for one token in each of its warps, so up to eight tokens are the first CTA's.
 
 | who | reads | then |
 |---|---|---|
 | every thread | its first piece of an expert's weight, before the previous launch ends; then hidden states | sums |
-| every CTA | partial sums of its experts, in shared memory, after a barrier | publishes logits |
+| every CTA | partial sums of its warps, in shared memory, after a barrier | publishes logits |
 | a warp for each token | logits, as they come, and puts EMPTY back | stores ids and weights |
-
-| barrier of several tokens | arrivals | ends before |
-|---|---|---|
-| the cluster's | every thread, once its CTA's mbarrier is initialised | the first store in another CTA |
-| an mbarrier of each CTA | one, and the bytes of the CTA's partial sums | the CTA's logits, and its exit |
 """
 
 from __future__ import annotations
@@ -62,9 +55,7 @@ class RouterKernel:
         """Launches over the experts; ``given`` has the arguments `ROUTER` of :mod:`.arguments`."""
         tokens, k = extents(given.hidden)
         names = ("weight", "workspace", "expert_shift")
-        shift = self.config.cluster_shift
-        spread = given.expert_shift + shift  # log2 of a cluster's experts
-        ctas = ((given.experts + (Int32(1) << spread) - 1) >> spread) << shift
+        ctas = (given.experts + (Int32(1) << given.expert_shift) - 1) >> given.expert_shift
         operands = Operands(
             hidden=ptx.address(given.hidden),
             tokens=tokens,
@@ -75,7 +66,6 @@ class RouterKernel:
         self.kernel(operands, Choice.of(given, given.experts)).launch(
             grid=(ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
-            cluster=(1 << shift, 1, 1) if shift else None,
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -89,21 +79,9 @@ class RouterKernel:
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         partial = smem.allocate(4 * WARPS * MAX_TOKENS, byte_alignment=16).toint()
-        barrier = smem.allocate_array(cutlass.Int64, 1)
-        if const_expr(self.config.cluster_shift > 0):
-            if thread == 0:
-                tokens = cute.round_up(operands.tokens, self.config.tile_tokens)
-                cute.arch.mbarrier_init(barrier, 1)
-                cute.arch.mbarrier_init_fence()
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, tokens * (4 * WARPS))
-            cute.arch.sync_warp()
-            cute.arch.cluster_arrive_relaxed()
         self.ask(choice, thread)
-        self.multiply(operands, choice, partial, Int32(barrier.toint()), block, warp, lane)
-        if const_expr(self.config.cluster_shift > 0):
-            cute.arch.mbarrier_wait(barrier, 0)
-        else:
-            cute.arch.sync_threads()
+        self.multiply(operands, choice, partial, block, warp, lane)
+        cute.arch.sync_threads()
         self.publish_logits(operands, choice, partial, block, thread)
         for token in cutlass.range(block * WARPS + warp, operands.tokens, operands.ctas * WARPS, unroll=1):
             self.choose(operands, choice, token, lane)
@@ -119,29 +97,18 @@ class RouterKernel:
                 ptx.prefetch_line(choice.correction + Int64(index << (1 + choice.correction_wide)))
 
     @cute.jit
-    def multiply(self, operands, choice, partial, barrier, block, warp, lane):
-        """Stores a warp's part of an expert's product with each token in the shared memory of the expert's CTA.
-
-        It is fp32 [part of K][expert of the CTA][token]. The cluster's warps are numbered in the order
-        [part of K][expert of the cluster].
-        """
+    def multiply(self, operands, choice, partial, block, warp, lane):
+        """Stores a warp's part of its expert's product with each token in shared memory, fp32 [warp][token]."""
         config = self.config
-        rank = block & ((1 << config.cluster_shift) - 1)
-        number, spread = rank * WARPS + warp, operands.expert_shift + config.cluster_shift
-        part, inner = number >> spread, number & ((Int32(1) << spread) - 1)
-        owner, slot = inner >> operands.expert_shift, inner & ((Int32(1) << operands.expert_shift) - 1)
-        expert = cutlass.min(((block - rank) << operands.expert_shift) + inner, choice.experts - 1)
-        sums_of = partial + ((part << operands.expert_shift) + slot) * (4 * MAX_TOKENS)
-        first = part * WARP_THREADS + lane
+        slot = warp & ((Int32(1) << operands.expert_shift) - 1)
+        expert = cutlass.min((block << operands.expert_shift) + slot, choice.experts - 1)
+        first = (warp >> operands.expert_shift) * WARP_THREADS + lane
         stride = (Int32(WARPS) >> operands.expert_shift) * WARP_THREADS
         row = operands.weight + Int64(expert) * operands.vectors * self.weight_bytes
         # A thread that has no piece reads the last one, which counts for nothing.
         own = self.load_weight(row, cutlass.min(first, operands.vectors - 1))
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        if const_expr(config.cluster_shift > 0):
-            cute.arch.cluster_wait()
-            sums_of, barrier = numbers.address_in(sums_of, owner), numbers.address_in(barrier, owner)
         sums = cute.make_rmem_tensor(config.tile_tokens, Float32)
         for begin in cutlass.range(0, operands.tokens, config.tile_tokens, unroll=1):
             sums.fill(0.0)
@@ -149,22 +116,11 @@ class RouterKernel:
                 self.add(operands, sums, own, begin, first)
             for piece in cutlass.range(first + stride, operands.vectors, stride, unroll=4):
                 self.add(operands, sums, self.load_weight(row, piece), begin, piece)
-            self.store(sums_of + begin * 4, barrier, sums, lane)
-
-    @cute.jit
-    def store(self, address, barrier, sums, lane):
-        """Stores a warp's sums of a tile's tokens: of several tokens four by a lane, whose bytes count on a barrier."""
-        if const_expr(self.config.tile_tokens == 1):
-            value = lanes.lane_sum(sums[0], ALL_LANES)
-            if lane == 0:
-                ptx.store_shared(address, 0, [value])
-        else:
-            values = [Float32(0.0)] * 4
-            for t in cutlass.range_constexpr(self.config.tile_tokens):
-                value = lanes.lane_sum(sums[t], ALL_LANES)
-                values[t % 4] = cutlass.select_(lane == t // 4, value, values[t % 4])
-            if lane < self.config.tile_tokens // 4:
-                numbers.store_async(address + lane * 16, [numbers.bits(value) for value in values], barrier)
+            value = Float32(0.0)
+            for t in cutlass.range_constexpr(config.tile_tokens):
+                value = cutlass.select_(lane == t, lanes.lane_sum(sums[t], ALL_LANES), value)
+            if lane < config.tile_tokens:
+                ptx.store_shared(partial + (warp * MAX_TOKENS + begin + lane) * 4, 0, [value])
 
     @property
     def weight_bytes(self) -> int:
