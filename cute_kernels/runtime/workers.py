@@ -56,10 +56,11 @@ def python_command(code: str, path: Sequence[str]) -> list[str]:
 
 
 def default_jobs() -> int:
-    """Returns the number of workers that fit this process's cores and the memory that is free now."""
+    """Returns the number of workers that fit this process's cores and the memory that is free now or that those have
+    which wait."""
     cores = len(os.sched_getaffinity(0))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, free // WORKER_BYTES))
+    return max(1, min(cores, free // WORKER_BYTES + len(_waiting)))
 
 
 def keep(seconds: float) -> None:

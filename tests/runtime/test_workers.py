@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -98,6 +99,16 @@ def test_no_more_wait_than_are_wanted():
             inner.put(within)
         assert within.closed and not second.closed and workers._waiting is waiting
     assert second.closed and third.closed
+
+
+def test_memory_of_workers_that_wait_is_theirs_for_the_next_call():
+    pages = {"SC_PAGE_SIZE": 1, "SC_AVPHYS_PAGES": 2 * workers.WORKER_BYTES}
+    with kept(3), mock.patch.multiple(os, sysconf=pages.__getitem__, sched_getaffinity=lambda _: set(range(4))):
+        found = []
+        for _ in range(3):
+            found.append(workers.default_jobs())
+            workers._waiting.put(cast(Any, Worker("a")))
+        assert found == [2, 3, 4] and workers.default_jobs() == 4, "no more than cores"
 
 
 def test_workers_that_are_kept_end_once_nobody_has_used_them_for_a_while():
