@@ -50,12 +50,19 @@ ATTENTION: tuple[Section, ...] = (
         "One long request among short ones, lognormal lengths; pages of 64. Graphs were captured with other lengths.",
         partial(report.markdown, suite="skewed"),
     ),
-    ("Short contexts", "decode_apart", "One request of few tokens.", partial(report.markdown, suite="short")),
+    ("More requests with their append", "decode_heads", "The same, and one KV head of 8.", decode_steps.markdown),
+    ("Short contexts", "decode_heads", "One request of few tokens.", partial(report.markdown, suite="short")),
     (
         "Sizes of heads",
         "decode_heads",
         "32 requests of 8192 tokens, several KV heads, pages of 64.",
         partial(report.markdown, suite="heads"),
+    ),
+    (
+        "Pages beside rows in order",
+        "decode_heads",
+        "128 requests of 8192 tokens and one KV head, with and without pages of 64.",
+        partial(report.markdown, suite="pages"),
     ),
     (
         "Chosen blocks",
@@ -108,6 +115,12 @@ WHOLE: tuple[Section, ...] = (
         "One token of each request through all layers, ms. `python -m bench e2e` measures it: 161 s here, with kernels "
         "that were compiled before. Torch has no kernel of its own for latent attention: BF16 of DeepSeek-V3's layers "
         "attends by its general one, so compare theirs with `bf16, mla_fp8`.",
+        e2e_steps.markdown,
+    ),
+    (
+        "Caches from 8 to 256 requests",
+        "e2e_steps_caches",
+        "Each smaller cache is faster than each larger one.",
         e2e_steps.markdown,
     ),
     (

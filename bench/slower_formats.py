@@ -14,7 +14,8 @@ from bench.record import RESULTS, load
 from cute_kernels.formats.kv import format_of
 from cute_kernels.mla import formats as mla_formats
 
-RECORDS = ("e2e_steps.json", "e2e_steps_default.json", "e2e_vllm33.json", "decode_apart.json")
+RECORDS = ("e2e_steps.json", "e2e_steps_default.json", "e2e_steps_caches.json", "e2e_vllm33.json", "decode_apart.json")
+RECORDS += ("decode_heads.json",)
 NOISE = 1.03  # of a run
 HEAD_DIM, LATENT = 128, 576
 ENGINES = {"fp8": "e4m3_tensor", "auto": "bf16"}  # what engines call a format
@@ -50,10 +51,11 @@ def steps_of(record: dict[str, Any]) -> list[Step]:
         if how.get("sdpa") or "kv" not in how or how.get("plugin") == "off":
             continue
         where = f"{row['model']}, {how['weights']}, {row['batch']} x {row['context']}"
-        kv: str = (how.get("kv_format") or how["kv"]).replace(",", " + ")
+        own = how["kv"] + (f",{how['v']}" if how.get("v") else "")  # of K, and of V where it has another
+        kv: str = (how.get("kv_format") or own).replace(",", " + ")
         found.append(Step(where, ENGINES.get(kv, kv), row.get("ms") or row["tpot_ms"]))
     for row in record.get("steps", ()):
-        kv = " + ".join(dict.fromkeys(row["formats"]))
+        kv = " + ".join(dict.fromkeys(row["formats"][:2]))  # of K, of V; what follows says how rows are turned
         found.append(Step(f"attention, {row['name']}", kv, row["graph_us"]["median_us"] / 1000))
     return found
 

@@ -31,10 +31,20 @@ def test_steps_of_engines_and_of_attention_alone_count_too():
         served | {"plugin": "on", "kv_format": "", "tpot_ms": 3.0},
         served | {"plugin": "off", "kv_format": "", "tpot_ms": 4.0},  # the engine's own
     ]
+    rows.append(
+        {
+            "how": {"weights": "w4", "kv": "int8_token_head", "v": "int4_g4"},
+            "model": "m",
+            "batch": 1,
+            "context": 8,
+            "ms": 1.5,
+        }
+    )
     alone = {"name": "B=1", "formats": ["int4_g4", "int4_g4"], "graph_us": {"median_us": 16.0}}
     assert steps_of({"rows": rows, "steps": [alone]}) == [
         Step("m, w4, 1 x 8", "int8_token_head + int4_g4", 2.0),
         Step("m, w4, 1 x 8", "bf16", 3.0),
+        Step("m, w4, 1 x 8", "int8_token_head + int4_g4", 1.5),
         Step("attention, B=1", "int4_g4", 0.016),
     ]
 
