@@ -258,24 +258,30 @@ def run_experts(bench: Bench, seconds: float, tokens: Iterable[int] = TOKENS, mo
 
 
 def text(record: Record) -> str:
-    """The run as an aligned table: microseconds, and in brackets how many times the floor."""
+    """The run as an aligned table: microseconds, in brackets how many times the floor, the part of a peer's time."""
     failed = [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
     lines = [str(record["environment"]["gpu"]), "", *aligned(_cells(record)), "", *_beside_peers(record), *failed]
     return "\n".join(lines)
 
 
-def _beside_peers(record: Record) -> list[str]:
-    """What each format takes of its fastest peer's time, and why peers are not there."""
+def beside_peers(record: Record) -> dict[str, dict[str, float]]:
+    """By format and row: what it takes of the fastest other library's time."""
     ratios: dict[str, dict[str, float]] = {}
-    reasons: dict[str, None] = {}
     for row in record.get("linear_formats", []):
         for form, peers in row.get("peers", {}).items():
             times = [one["us"] for one in peers.values() if one["us"]]
             if times and form in row["formats"]:
                 ratios.setdefault(form, {})[row["name"]] = row["formats"][form]["us"] / min(times)
-            reasons |= {f"{form} by {name}: {one['why_not']}": None for name, one in peers.items() if not one["us"]}
+    return ratios
+
+
+def _beside_peers(record: Record) -> list[str]:
+    """What each format takes of its fastest peer's time, in words, and why peers are not there."""
+    every = [row.get("peers", {}) for row in record.get("linear_formats", [])]
+    found = ((form, *peer) for peers in every for form, of_form in peers.items() for peer in of_form.items())
+    reasons = dict.fromkeys(f"{form} by {name}: {one['why_not']}" for form, name, one in found if not one["us"])
     told = []
-    for form, of_rows in ratios.items():
+    for form, of_rows in beside_peers(record).items():
         worst = max(of_rows, key=of_rows.__getitem__)
         mean = geometric_mean(of_rows.values())
         told.append(f"{form} over its best peer: {mean:.3f} in the geometric mean, {of_rows[worst]:.2f} at {worst}")
@@ -287,6 +293,7 @@ def markdown(record: Record) -> str:
     head, *lines = _cells(record)
     how = "calls" if record.get("timed") == "calls" else "replays of a CUDA graph"
     about = f"median of {record.get('samples')} {how}, each with L2 made cold by reading 256 MB."
+    about = " ".join([about, *(f"{line}." for line in _beside_peers(record))])
     return in_markdown(record, head, lines, about)
 
 
@@ -295,7 +302,15 @@ def _cells(record: Record) -> list[list[str]]:
     names = list(dict.fromkeys(name for row in rows for name in row["formats"]))
     cells = [["layer", *names]]
     for row in rows:
-        found = (row["formats"].get(name) for name in names)
-        times = [f"{number(one['us'], 2)} ({number(one['floor_ratio'], 2)})" if one else "-" for one in found]
-        cells.append([row["name"], *times])
+        cells.append([row["name"], *(_cell(row, name) for name in names)])
     return cells
+
+
+def _cell(row: Record, form: str) -> str:
+    """Time, how many times the floor, and what part it is of the fastest other library's time."""
+    one = row["formats"].get(form)
+    if one is None:
+        return "-"
+    peers = {peer["us"]: name for name, peer in row.get("peers", {}).get(form, {}).items() if peer["us"]}
+    beside = f", {number(one['us'] / min(peers), 2)} of {peers[min(peers)]}" if peers else ""
+    return f"{number(one['us'], 2)} ({number(one['floor_ratio'], 2)}){beside}"

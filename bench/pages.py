@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 from bench import (
+    by_format,
     perplexity,
     record_list,
     smollm2,
@@ -82,11 +84,25 @@ def headline() -> str:
         f"over an INT4 cache. {peer} over BF16, the fastest other kernel, takes {number(best[0], 0)} us: "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
         f"{number(100 / ours['floor_ratio'], 0)} % of what a read-only kernel reaches (`main.json`).\n"
+        f"- **Weights**: {_weights()}\n"
         f"- **Serving**: {_served()}\n"
         f"- **Accuracy**: the recommended cache, K in INT8 and V in INT4, takes {_share(RECOMMENDED)} % of BF16's "
         f"bytes and raises {_cost(RECOMMENDED)}. INT4 for both takes {_share(('int4_g4',) * 2)} % and raises "
         f"{_cost(('int4_g4',))} (`model_accuracy.json`). [More models, FP8 and needles](docs/accuracy.md).\n\n"
         f"Times are of one {gpu}; the [records](docs/benchmarks.md) lie in `bench/results`.\n"
+    )
+
+
+def _weights() -> str:
+    """What products of weights take of the fastest other library's time, in words."""
+    ratios = by_format.beside_peers(load("linear_formats"))
+    means = [geometric_mean(of_rows.values()) for of_rows in ratios.values()]
+    worst = max(ratio for of_rows in ratios.values() for ratio in of_rows.values())
+    count = len(next(iter(ratios.values())))
+    return (
+        f"products with INT4, MXFP4, NVFP4 and FP8 weights, 1 to 8192 rows in 16 bits, take {number(min(means), 2)} to "
+        f"{number(max(means), 2)} of the time of the fastest of Marlin, Machete and QuACK (geometric means of {count} "
+        f"problems of each format; FP8 in blocks has Marlin alone), and at most {number(worst, 2)} (`linear_formats.json`)."
     )
 
 

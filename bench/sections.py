@@ -95,9 +95,10 @@ MODELS: tuple[Section, ...] = (
         e2e_vllm.markdown,
     ),
     (
-        "Formats of weights, few rows",
+        "Formats of weights",
         "linear_formats",
-        "Products of 16-bit activations, us; in brackets how many times the floor of what is packed.",
+        "Products of 16-bit activations, us; in brackets how many times the floor of what is packed; then the part of "
+        "the fastest other library's time.",
         by_format.markdown,
     ),
     (
