@@ -102,7 +102,8 @@ def _weights() -> str:
     return (
         f"products with INT4, MXFP4, NVFP4 and FP8 weights, 1 to 8192 rows in 16 bits, take {number(min(means), 2)} to "
         f"{number(max(means), 2)} of the time of the fastest of Marlin, Machete and QuACK (geometric means of {count} "
-        f"problems of each format; FP8 in blocks has Marlin alone), and at most {number(worst, 2)} (`linear_formats.json`)."
+        "problems of each format; FP8 in blocks has Marlin alone), and at most "
+        f"{number(worst, 2)} (`linear_formats.json`)."
     )
 
 
