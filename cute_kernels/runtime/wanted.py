@@ -23,15 +23,17 @@ from cute_kernels.runtime.spec import KernelSpec
 
 FORMAT = 1
 PACKAGE = "cute_kernels."
+_WRONG = KeyError, TypeError, ValueError, AttributeError, ImportError
 
 
 def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
-    """Writes a list of kernels, or adds them to an existing list for the same architecture. Raises OSError."""
+    """Writes a list of kernels, or adds them to an existing list for the same architecture, whose kernels of other
+    versions it leaves out. Raises OSError."""
     kernels = {json.dumps(record_of(spec), sort_keys=True) for spec in specs}
     try:
         content = json.loads(path.read_text())
         if (content["format"], content["arch"]) == (FORMAT, arch):
-            kernels |= {json.dumps(record, sort_keys=True) for record in content["kernels"]}
+            kernels |= {json.dumps(record, sort_keys=True) for record in content["kernels"] if _is_known(record)}
     except (OSError, ValueError, KeyError, TypeError):
         pass  # there is none yet, or one that is of no use
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +52,16 @@ def read(path: Path, arch: str) -> list[KernelSpec]:
         if content["arch"] != arch:
             raise ValueError(f"got kernels for {content['arch']!r}, want {arch!r}")
         return [spec_of(record) for record in content["kernels"]]
-    except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
-        raise ValueError(f"{path}: got no list of kernels ({error})") from error
+    except _WRONG as error:
+        raise ValueError(f"{path}: got no list of kernels of this version ({error})") from error
+
+
+def _is_known(record: dict[str, Any]) -> bool:
+    """Returns whether this version has a record's kernel."""
+    try:
+        return isinstance(spec_of(record), KernelSpec)
+    except _WRONG:
+        return False
 
 
 def record_of(spec: KernelSpec) -> dict[str, Any]:

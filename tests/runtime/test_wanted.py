@@ -31,6 +31,17 @@ def test_a_list_grows(tmp_path: Path):
     assert set(wanted.read(path, ARCH)) == {first, second, third}
 
 
+def test_kernels_of_another_version_leave_a_list_that_grows(tmp_path: Path):
+    first, second = families.shipped_specs()[:2]
+    path, record = tmp_path / "list.json", wanted.record_of(first)
+    others = [record | {"config": {**record["config"], "gone": 1}}, record | {"spec": f"{record['spec']}Gone"}]
+    path.write_text(json.dumps({"format": 1, "arch": ARCH, "kernels": [record, *others]}))
+    with pytest.raises(ValueError, match="got no list of kernels of this version"):
+        wanted.read(path, ARCH)
+    wanted.write(path, [second], ARCH)
+    assert set(wanted.read(path, ARCH)) == {first, second}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
