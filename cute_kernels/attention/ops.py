@@ -118,7 +118,8 @@ def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the part of complete options that decides a plan. Tensors count by everything but their contents, and by
     their alignment; other options by value.
 
-    Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
+    Some of these parts need no plan of their own. The key has them because the checks of a repeated call would look at
+    them.
     """
     return tuple([x if type(x) in _VALUES else _key_of(x) for x in options.values()])
 

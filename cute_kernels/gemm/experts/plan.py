@@ -307,8 +307,8 @@ def as_they_are(layouts: Sequence[RangeLayout | GroupedTiles], form: LayerForm) 
     """Returns both products over unsorted assignments. In the first, ``topk`` neighbouring assignments share a row of
     x; in the second, each has its own row of hidden activations.
 
-    No launch of the first product lets the next launch begin before it has waited for the ids, so the second product
-    need not wait.
+    A launch of the first product waits for the ids before it lets the next launch begin. So the second product's launch
+    need not wait for them.
     """
     words, where = form.id_bits // 32, (form.gate_up.num_experts, form.gate_up.device_index)
     ids = AssignedIds(form.count, words, form.topk, True), AssignedIds(form.count, words, 1, False)
