@@ -231,8 +231,13 @@ def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """Returns the path or name, and the options, by which transformers loads a model."""
+    """Returns the path or name, and the options, by which transformers loads a model. A directory without a model is a
+    ValueError: transformers would speak of its tokenizer."""
     path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(
+            f"MODEL: got the directory {name} without config.json, want a saved model's, or a model's name"
+        )
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
 
 

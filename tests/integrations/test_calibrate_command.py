@@ -37,6 +37,13 @@ def write_text(path, count):
     return path
 
 
+def test_a_directory_without_a_model_is_named(tmp_path, capsys):
+    text = write_text(tmp_path / "text.txt", 9)
+    wanted = ["--kv-format", "int8_token_head", "-o", str(tmp_path / "c.safetensors")]
+    assert main(["calibrate", str(tmp_path), "--text", str(text), *wanted]) == 1
+    assert f"MODEL: got the directory {tmp_path} without config.json" in capsys.readouterr().err
+
+
 def test_a_model_is_calibrated_on_text(directory, tmp_path, capsys):
     texts = [write_text(tmp_path / name, 150) for name in ("one.txt", "two.txt")]
     out = tmp_path / "constants.safetensors"

@@ -398,7 +398,8 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
         _check_not_quantised(entries, name, owned[name])
     if not layers:
         raise ValueError(
-            f"path: got no tensor named {', '.join(sorted(marks))}, want a checkpoint that has such layers"
+            f"path: got no quantised layer, by none of the names {', '.join(sorted(marks))}; want a checkpoint that "
+            "has one, and for weights in 16 bits transformers' from_pretrained with accelerate(model, weights=...)"
         )
     return layers
 
