@@ -20,7 +20,6 @@ INSTRUCTIONS: dict[str, str] = {
     "extend_unpack_*": "",
     "extend_*p8_*": "HGMMA",
     "extend_*": "HGMMA UTMALDG",
-    "append_*_decode": "UBLKCP",
     "append_*": "",
     "layer_products_*": "IMMA UBLKCP",
     "linear_inputs_*": "",
