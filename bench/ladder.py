@@ -135,6 +135,12 @@ LADDER = (
     ),
     Rung(
         None,
+        "First tile before the length",
+        "the first tile is asked for while the request's length is still on its way; off: length, then tile",
+        off={"early_tiles": 0},
+    ),
+    Rung(
+        None,
         "Several thread blocks per SM",
         "one block's start, merge and end overlap another's loads; off: one block with the longer ring",
         off={"ctas_per_sm": 1, "num_stages": 3, "num_slices": 8, "blocks_per_slice": 1},

@@ -3,7 +3,7 @@ lengths.
 
 A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles, on which one CTA works at a time.
 If the lengths are alike, every row has as many parts as the launch has CTAs for it. A CTA then takes the part and row
-of its own number, so it may load its pages before it knows any length. If lengths differ, all rows are cut into
+of its own number, so it may load its first tile before it knows any length. If lengths differ, all rows are cut into
 parts of about equal size, numbered row by row, and CTA i takes unit i. So one request of 100,000 tokens among a
 thousand short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may
 have more; CTAs that are left over have nothing to do.

@@ -238,7 +238,7 @@ def _base_config(
         v,
         problem.q_dtype,
         WarpMma(num_heads, num_query_blocks, query_blocks(problem)[1], num_slices=1),
-        CopyPipeline(),
+        CopyPipeline(early_tiles=0 if problem.features.window or problem.after_append else 1),
         TokenRuns(contiguous, problem.page_tokens),
         features=problem.features,
         units=problem.features.paged and not problem.features.by_head,

@@ -250,7 +250,7 @@ class DecodeConfig:
             or self._problem_of_maps()
             or self._problem_of_blocks()
             or self._problem_of_heads()
-            or self.pipeline.problem()
+            or self.pipeline.problem(self.after_append)
             or self.runs.problem()
             or self._problem_of_sizes()
         )

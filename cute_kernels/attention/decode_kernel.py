@@ -64,7 +64,7 @@ from cute_kernels.attention.readers import make_readers
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.pages import Pages
-from cute_kernels.device.pipeline import Pipeline
+from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.scores import tensors_in
 
 
@@ -203,7 +203,7 @@ class DecodeKernel:
         cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, pipeline, warp, lane, own)
         if const_expr(self.appends):
             if warp == config.num_warps:
-                self.filler.init_barriers(pipeline, Int32(0), lane)
+                self.filler.init_barriers(pipeline, 0, 2 * config.pipeline.num_stages, Int32(0), lane)
             # Lengths and pages may be results of launches that this wait is the first for.
             cute.arch.griddepcontrol_wait()
         if const_expr(config.units):
@@ -223,39 +223,61 @@ class DecodeKernel:
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
-        # Lengths and pages come from memory at the same time. Unless lengths differ, tile ``part`` is the CTA's first.
+        # Lengths, pages and first tiles come from memory at the same time. The first tile of a CTA is tile ``part``,
+        # unless lengths differ.
         asked_length = self.assigner.fetch_length(requests, own_row)
         first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
+        early = part * config.tile_tokens < shape.max_seq_len
+        if const_expr(config.units):
+            early = early & (row < shape.batch)
         pages = self.filler.make_early_pages()
         if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.filling_warps):
-            self.filler.start(cta.tiles, own_row, part, requests.parts, pages, cta.warp - config.num_warps, lane)
+            self.filler.start(cta.tiles, own_row, part, requests.parts, pages, early, cta.warp - config.num_warps, lane)
         if cta.warp < config.num_warps:
             await_ready(config)
         # Computed with only here: it waits for the length, and whatever is asked for later would wait as well.
         length = self.assigner.limit_length(requests, asked_length)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
-            self.process_unit(cta, place, requests, q, first_length, unit, row, pages)
+            self.process_unit(cta, place, requests, q, first_length, unit, row, early, pages)
         else:
             work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-            self.process(cta, work, q, pages, part < unit.num_parts)
+            self.process_expected(cta, work, q, early, pages, part < unit.num_parts)
 
     @cute.jit
-    def process(self, cta, work, q, pages, expected):
-        """Processes a unit. expected: whether it is the part of its row for which the filler has asked for ``pages``,
-        as of every ``grid``-th tile from the request's first one on."""
+    def process_expected(self, cta, work, q, early, pages, expected):
+        """Processes a unit. It is ``expected`` if the early tile is its first tile.
+
+        | early | expected, from tile 0, with tokens | the early tile |
+        |---|---|---|
+        | no | any | there is none: ``state`` and ``issued`` begin at 0 |
+        | yes | yes | the unit's first: its loads are ``issued``, and its stage is ``state`` |
+        | yes | no | goes by unread: ``state`` is the stage after it |
+
+        ``known``: the pages that the filler has asked for are those of this unit's next tiles.
+        """
+        state, issued = cta.pipeline.consumer_state(), Int32(0)
+        expected = expected & (work.first_tile == 0)
+        if const_expr(self.config.pipeline.early_tiles > 0):
+            if early:
+                if expected & (work.length > 0):
+                    issued = Int32(1)
+                else:
+                    self.pass_over(cta.pipeline, cta.warp, cta.lane)
+                    state = cta.pipeline.next(state)
         if work.part < work.num_parts:
             if cta.warp < self.config.num_warps:
-                self.attend_unit(cta, work, q)
+                self.attend_unit(cta, work, q, state)
             else:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.filling_warps:
-                    known = expected & (work.first_tile == 0) & (work.num_parts == cute.arch.grid_dim()[0])
-                    self.filler.fill(cta, work, pages, known)
+                    # Pages were asked for as of every ``grid``-th tile; a row of another length may have other parts.
+                    known = expected & (work.num_parts == cute.arch.grid_dim()[0])
+                    self.filler.fill(cta, work, state, issued, pages, known)
 
     @cute.jit
-    def attend_unit(self, cta, work, q):
+    def attend_unit(self, cta, work, q, state: PipelineState):
         """Loads the queries of a unit, while its first tile is on its way, and attends to it."""
         if const_expr(self.appends):
             addresses = self.rows.make(cta, work, q)
@@ -266,10 +288,10 @@ class DecodeKernel:
             addresses = self.query_addresses(work.place, cta.roles, q, work.request, cta.lane)
         k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
         query = self.key_reader.fetch_query(addresses, k_scale, cta.lane)
-        self.mainloop.attend_tiles(cta, work, query)
+        self.mainloop.attend_tiles(cta, work, query, state)
 
     @cute.jit
-    def process_unit(self, cta, place, requests, q, first_length, unit, row, pages):
+    def process_unit(self, cta, place, requests, q, first_length, unit, row, early, pages):
         """Processes the CTA's part of its own row or, where lengths differ, its unit among those of all rows."""
         lane, part = cta.lane, unit.part
         tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
@@ -284,7 +306,7 @@ class DecodeKernel:
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-        self.process(cta, work, q, pages, expected)
+        self.process_expected(cta, work, q, early, pages, expected)
 
     def roles(self, warp, first_row) -> "Roles":
         """Returns which KV head, queries and tokens of its CTA's tiles a warp takes."""
@@ -310,3 +332,13 @@ class DecodeKernel:
             # Held as one number until the append has ended: its parts would take registers that there are not.
             addresses.append(ptx.pinned(address) if self.config.after_append else address)
         return addresses
+
+    @cute.jit
+    def pass_over(self, pipeline, warp, lane):
+        """Lets the early tile go by unread. The CTA may not exit, or reuse its stage, before the tile has arrived."""
+        if warp < self.config.num_warps:
+            first = PipelineState(0, 0)
+            pipeline.consumer_wait(first)
+            cute.arch.sync_warp()
+            if lane == 0:
+                pipeline.consumer_release(first)

@@ -110,21 +110,29 @@ class CopyPipeline:
         producer_warps: warps that only load tiles; those without a part of a tile are idle. Four of them lend registers
             to eight consumer warps.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
+        early_tiles: tiles asked for before the request's length is known, 0 or 1; loads past the length are wasted. 0
+            with ``after_append``.
     """
 
     num_stages: int = 3
     producer_warps: int = 1
     ctas_per_sm: int = 4
+    early_tiles: int = 1
 
     @property
     def name(self) -> str:
         producers = f"p{self.producer_warps}" if self.producer_warps > 1 else ""
-        return f"r{self.num_stages}{producers}c{self.ctas_per_sm}"
+        return f"r{self.num_stages}{producers}c{self.ctas_per_sm}e{self.early_tiles}"
 
-    def problem(self) -> str | None:
-        """Returns why a kernel cannot have this pipeline, or None."""
+    def problem(self, after_append: bool) -> str | None:
+        """Returns why a kernel cannot have this pipeline, or None. after_append: whether the kernel follows an
+        append."""
         if self.num_stages < 2:
             return "num_stages must be at least 2"
+        if self.early_tiles not in (0, 1):
+            return f"early_tiles {self.early_tiles} is not 0 or 1"
+        if self.early_tiles and after_append:
+            return f"early_tiles {self.early_tiles} of a cache that is still being written is not 0"
         return "producer_warps must be at least 1" if self.producer_warps < 1 else None
 
 

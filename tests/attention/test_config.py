@@ -42,6 +42,8 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (changed(INT4, blocks_per_warp=3), "blocks_per_warp 3 is not 1, 2 or 4"),
         (changed(INT4, q_dtype="fp32"), "q_dtype 'fp32' is not 'bf16' or 'fp16'"),
         (changed(INT4, num_stages=1), "num_stages must be at least 2"),
+        (changed(INT4, early_tiles=3), "early_tiles 3 is not 0 or 1"),
+        (changed(INT4, early_tiles=-1), "early_tiles -1 is not 0 or 1"),
         (changed(INT4, num_slices=33), "33 [+] 1 warps are more than the 32 of a CTA"),
         (changed(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'map', 'word'\) that int4_g4 has"),
         (changed(INT4, v_copy="map"), "a map of rows that lie one behind the other"),
@@ -119,6 +121,7 @@ OTHERS: dict[str, object] = {
     "v_copy": "word",
     "page_tokens": 64,
     "features": Features(sinks=True),
+    "early_tiles": 0,
 }
 
 
@@ -138,7 +141,7 @@ def test_names_are_identifiers_and_differ_where_configurations_do():
     names = [config.name for config in SHIPPED]
     assert len(set(names)) == len(set(SHIPPED)) == len(SHIPPED)
     assert all(name.isidentifier() for name in names)
-    assert len(own_values()) == 20
+    assert len(own_values()) == 21
     for name, value in own_values().items():
         other = OTHERS.get(name)
         if other is None:

@@ -220,7 +220,12 @@ def rungs_of(bench):
 
 def test_the_ladder_switches_each_switchable_step_off(bench):
     def us_of(config, launch):
-        return 100.0 + 50.0 * (config.pipeline.num_stages == 2) + 25.0 * (config.copies[0] == "word")
+        return (
+            100.0
+            + 50.0 * (config.pipeline.num_stages == 2)
+            + 25.0 * (config.copies[0] == "word")
+            + 5.0 * (not config.pipeline.early_tiles)
+        )
 
     bench.entry = fake_kernels(32, us_of)
     suites.run_ladder(bench, [32], ["int4_g1"], lambda batch: SMALL)
@@ -228,6 +233,7 @@ def test_the_ladder_switches_each_switchable_step_off(bench):
     off = {title: rung["off_us"] for title, rung in rungs.items() if "off_us" in rung}
     assert off["Unroll K loads"] == 150.0 and rungs["Unroll K loads"]["on_us"] == 100.0
     assert off["Group-wise INT4 with vector loads"] == 125.0
+    assert off["First tile before the length"] == 105.0
     assert "off_us" not in rungs["Swizzle P in shared memory"] and rungs["Swizzle P in shared memory"]["how"]
 
 
@@ -254,7 +260,7 @@ def test_a_configuration_that_is_wrong_has_no_time_and_stops_no_other(bench):
     word, split = rungs["Group-wise INT4 with vector loads"], rungs["Split the sequence"]
     assert "off_us" not in word and word["on_us"] == 100.0 and "WrongOutput: relative error 1.00e-01" in word["why_not"]
     assert split["why_not"] == "RuntimeError: no such launch"
-    assert rungs["Unroll K loads"]["off_us"] == 100.0
+    assert rungs["First tile before the length"]["off_us"] == 100.0
 
 
 @pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])

@@ -93,11 +93,11 @@ SPECS: list[KernelSpec] = [
 
 
 @pytest.mark.parametrize("of", PROBLEMS, ids=lambda of: make_schedule(of).config.name)
-def test_a_step_is_scheduled_as_attention_alone(of: AttentionProblem):
+def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: AttentionProblem):
     """So both give the same numbers."""
     alone, step = make_schedule(of), make_schedule(dataclasses.replace(of, after_append=True))
-    assert step.config.after_append
-    same = changed(step.config, after_append=False)
+    assert step.config.pipeline.early_tiles == 0 and step.config.after_append
+    same = changed(step.config, early_tiles=alone.config.pipeline.early_tiles, after_append=False)
     assert dataclasses.replace(step, config=same) == alone
     assert step.config.can_implement() is None and step.config.name != alone.config.name
 
@@ -110,6 +110,11 @@ def test_a_step_in_one_launch_has_as_few_ctas_on_an_sm_as_are_as_fast(batch, num
     of = problem("int4_g4", batch, num_kv_heads, page_tokens=64, features=HEADS_FIRST, after_append=True)
     schedule = make_schedule(replace(of, num_q_heads=32 if num_kv_heads == 8 else 8, appends=True))
     assert (schedule.config.pipeline.ctas_per_sm, schedule.num_splits) == want
+
+
+def test_a_tile_that_may_be_unwritten_is_not_taken_early():
+    config = changed(after_append(PROBLEMS[0]), early_tiles=1)
+    assert config.can_implement() == "early_tiles 1 of a cache that is still being written is not 0"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from cutlass import Int32, const_expr
 from cute_kernels.attention.barriers import announce_ready, await_rows, sync_producers
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
-from cute_kernels.device.pipeline import fence_init
+from cute_kernels.device.pipeline import PipelineState, fence_init
 
 
 class RingFiller:
@@ -47,35 +47,57 @@ class RingFiller:
             pages[2 * i], pages[2 * i + 1] = page, place
 
     @cute.jit
-    def start(self, tiles, row, part, parts, pages, producer, lane):
-        """Starts loading the pages of ``pages``, and initialises the barriers. If the CTA's unit turns out to be
-        another, these pages are not used."""
+    def start(self, tiles, row, part, parts, pages, early, producer, lane):
+        """Initialises the barriers and loads the first tile if the cache has it, even if the request may not.
+
+        The pages of ``pages`` are loaded as well. If the CTA's unit turns out to be another, they are not used.
+        """
         config = self.config
+        alone = config.filling_warps == 1
+        # What the first tile needs comes first.
+        first = config.pipeline.early_tiles if alone else 2 * config.pipeline.num_stages
+        token = part * config.tile_tokens
         if const_expr(pages is not None):
-            self.find_pages(tiles, row, part * config.tile_tokens, parts * config.tile_tokens, pages, lane)
+            self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
         if const_expr(not self.writes_rows):  # else they were while the launch before was running
-            self.init_barriers(tiles.pipeline, producer, lane)
+            self.init_barriers(tiles.pipeline, 0, first, producer, lane)
         sync_producers(config)
+        if const_expr(config.pipeline.early_tiles > 0):
+            if early:
+                page, place = (
+                    (pages[0], pages[1]) if pages is not None else self.copier.find_pages(tiles, row, token, lane)
+                )
+                entered = self.copier.enter(tiles, row)
+                begin = tiles.pipeline.producer_state()
+                self.copier.copy_tile(entered, row, token, tiles.max_seq_len, begin, producer, lane, page, place)
+        if const_expr(not self.writes_rows):
+            self.init_barriers(tiles.pipeline, first, 2 * config.pipeline.num_stages, producer, lane)
         announce_ready(config)
 
     @cute.jit
-    def init_barriers(self, pipeline, producer, lane):
-        """Initialises all barriers, in the first producer warp."""
-        if producer == 0:
-            if lane == 0:
-                pipeline.init()
-                fence_init()
-            cute.arch.sync_warp()
+    def init_barriers(self, pipeline, begin: int, end: int, producer, lane):
+        """Initialises barriers ``begin`` to ``end`` - 1, counted over the full barriers and then the empty ones."""
+        if const_expr(begin < end):
+            if producer == 0:
+                if lane == 0:
+                    for i in cutlass.range_constexpr(begin, end):
+                        arrivals = pipeline.fills if i < pipeline.num_stages else pipeline.releases
+                        cute.arch.mbarrier_init(pipeline.full + i, arrivals)
+                    fence_init()
+                cute.arch.sync_warp()
 
     @cute.jit
-    def fill(self, cta, work, pages, known):
-        """Keeps the pipeline full for one unit. known: whether ``pages``, if any, are those of this unit's tiles."""
+    def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known):
+        """Keeps the pipeline full for one unit; ``issued`` of its tiles are in flight.
+
+        state: the consumer warps' pipeline state. known: whether ``pages``, if any, are those of this unit's tiles.
+        """
         config, lane = self.config, cta.lane
         producer = cta.warp - config.num_warps
         tiles = self.copier.enter(cta.tiles, work.request)
         pipeline = cta.pipeline
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        state = pipeline.producer_state()
+        state = PipelineState(state.stage, state.phase ^ 1)  # nothing waits on the first round
         if const_expr(config.after_append and "word" in config.copies):
             # Copies of words go through L1, which may keep the beginning of a new row from before it was written.
             cute.arch.griddepcontrol_wait()
@@ -87,7 +109,7 @@ class RingFiller:
             elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
             for i in cutlass.range_constexpr(config.pipeline.num_stages):
-                if token < work.length:
+                if (issued <= i) & (token < work.length):
                     pipeline.producer_acquire(state)
                     self.await_append(work, token)
                     self.copier.copy_tile(
@@ -96,6 +118,9 @@ class RingFiller:
                 token = token + stride
                 state = pipeline.next(state)
             page, place = pages[2 * config.pipeline.num_stages], pages[2 * config.pipeline.num_stages + 1]
+        elif issued > 0:
+            token = token + stride
+            state = pipeline.next(state)
         while token < work.length:
             pipeline.producer_acquire(state)
             self.await_append(work, token)

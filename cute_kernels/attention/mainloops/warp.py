@@ -55,9 +55,9 @@ class WarpMainloop:
         return WarpState(keys, values, OnlineSoftmax.make(self.config.columns), logits)
 
     @cute.jit
-    def attend_tiles(self, cta, work, query):
-        """Processes one unit."""
-        config, tile = self.config, cta.pipeline.consumer_state()
+    def attend_tiles(self, cta, work, query, tile: PipelineState):
+        """Processes one unit, whose first tile is ``tile``."""
+        config = self.config
         if const_expr(config.lends_registers):
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
