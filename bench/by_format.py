@@ -23,7 +23,7 @@ from bench.linear import check as check_rows
 from bench.moe import Inputs, MoeModel, MoeShape
 from bench.moe import check as check_tokens
 from bench.moe_fp8 import Fp8Layer, make_experts
-from bench.report import Record, aligned, in_markdown, number
+from bench.report import Record, aligned, fastest_peer, in_markdown, number
 from bench.suites import Bench
 from bench.timing import Protocol, capture, time_cold_in_turn
 from cute_kernels import PackedExperts, fused_moe, quantize_weight, quantized_linear
@@ -269,9 +269,9 @@ def beside_peers(record: Record) -> dict[str, dict[str, float]]:
     ratios: dict[str, dict[str, float]] = {}
     for row in record.get("linear_formats", []):
         for form, peers in row.get("peers", {}).items():
-            times = [one["us"] for one in peers.values() if one["us"]]
-            if times and form in row["formats"]:
-                ratios.setdefault(form, {})[row["name"]] = row["formats"][form]["us"] / min(times)
+            best = fastest_peer(peers)
+            if best is not None and form in row["formats"]:
+                ratios.setdefault(form, {})[row["name"]] = row["formats"][form]["us"] / best[0]
     return ratios
 
 
@@ -311,6 +311,6 @@ def _cell(row: Record, form: str) -> str:
     one = row["formats"].get(form)
     if one is None:
         return "-"
-    peers = {peer["us"]: name for name, peer in row.get("peers", {}).get(form, {}).items() if peer["us"]}
-    beside = f", {number(one['us'] / min(peers), 2)} of {peers[min(peers)]}" if peers else ""
+    best = fastest_peer(row.get("peers", {}).get(form, {}))
+    beside = "" if best is None else f", {number(one['us'] / best[0], 2)} of {best[1]}"
     return f"{number(one['us'], 2)} ({number(one['floor_ratio'], 2)}){beside}"

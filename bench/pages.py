@@ -22,7 +22,7 @@ from bench import (
 from bench import record as records
 from bench.command_line import RECOMMENDED
 from bench.environment import ROOT
-from bench.report import OURS, Record, filled, number
+from bench.report import OURS, Record, fastest_peer, filled, number
 from bench.sections import ATTENTION, FIGURES, MODELS, WHOLE, Section
 from cute_kernels.formats.kv import format_of
 
@@ -64,18 +64,12 @@ def _by_batch(rows: Iterable[Record], kv_format: str) -> dict[int, Record]:
     return {row["shape"]["batch"]: row for row in rows if all(row["shape"][key] == usual[key] for key in usual)}
 
 
-def _fastest(row: Record) -> tuple[float, str] | None:
-    """The least time of a peer, and the peer."""
-    times = [(peer["us"], name) for name, peer in row.get("peers", {}).items() if peer.get("us")]
-    return min(times, default=None)
-
-
 def headline() -> str:
     """What is faster, by how much, and what it costs: attention, serving and accuracy, each with its record."""
     main = load("main")["rows"]
     batch = max(BATCHES)
     ours, exact = _by_batch(main, "int4_g4")[batch], _by_batch(main, "bf16")[batch]
-    best = _fastest(exact)
+    best = fastest_peer(exact["peers"])
     assert best is not None
     us, peer = ours["us"]["median_us"], best[1].replace("SDPA cudnn", "cuDNN")
     gpu = load("main")["environment"]["gpu"]
@@ -185,7 +179,7 @@ def decode() -> str:
     ]
     lines = []
     exact = _by_batch(main["rows"], "bf16")
-    best = {batch: _fastest(exact[batch]) for batch in BATCHES}
+    best = {batch: fastest_peer(exact[batch]["peers"]) for batch in BATCHES}
     names = {found[1] for found in best.values() if found}
     cells = [number(found[0]) if found else "-" for found in best.values()]
     last = max(BATCHES)
@@ -230,7 +224,7 @@ def _bars() -> list[tuple[str, float, str]]:
     """(label, us, colour) of the picture: the largest batch, by cache."""
     main, cache, batch = load("main")["rows"], load("cache")["rows"], max(BATCHES)
     exact = _by_batch(main, "bf16")[batch]
-    best = _fastest(exact)
+    best = fastest_peer(exact["peers"])
     assert best is not None
     others = [row for row in json.loads(PUBLISHED.read_text())["rows"] if row["date"] and row["kv_format"] == "int4_g4"]
     fastest = min(others, key=lambda row: row["us"][str(batch)])

@@ -14,8 +14,14 @@ from bench.record import RESULTS, load
 from cute_kernels.formats.kv import format_of
 from cute_kernels.mla import formats as mla_formats
 
-RECORDS = ("e2e_steps.json", "e2e_steps_default.json", "e2e_steps_caches.json", "e2e_vllm33.json", "decode_apart.json")
-RECORDS += ("decode_heads.json",)
+RECORDS = (
+    "e2e_steps.json",
+    "e2e_steps_default.json",
+    "e2e_steps_caches.json",
+    "e2e_vllm33.json",
+    "decode_apart.json",
+    "decode_heads.json",
+)
 NOISE = 1.03  # of a run
 HEAD_DIM, LATENT = 128, 576
 ENGINES = {"fp8": "e4m3_tensor", "auto": "bf16"}  # what engines call a format
