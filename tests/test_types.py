@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +42,23 @@ def test_suppressions_are_no_more_frequent_than_they_were():
 def test_tests_patch_no_more_than_they_did():
     instead = " Instead: a backend of simulator, tests.launchers.recording, bench.timing.ticking, an argument."
     check(list(lines_with(PATCH, "tests")), MOST_PATCHES, "a patch", instead)
+
+
+def test_overloads_by_a_flag_take_a_bool_whose_value_is_not_known():
+    """Pyright does without such an overload. Mypy does not: it takes no bool for one of two literals."""
+    literals, with_bool = set(), set()
+    for path in (ROOT / "cute_kernels").rglob("*.py"):
+        arguments = defaultdict(set)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(each) == "overload" for each in node.decorator_list
+            ):
+                for each in (*node.args.args, *node.args.kwonlyargs):
+                    arguments[node.name, each.arg].add(ast.unparse(each.annotation) if each.annotation else "")
+        for name, types in arguments.items():
+            literals |= {(path.name, *name)} if types & {"Literal[True]", "Literal[False]"} else set()
+            with_bool |= {(path.name, *name)} if "bool" in types else set()
+    assert literals and literals <= with_bool
 
 
 def test_lines_are_found(tmp_path):

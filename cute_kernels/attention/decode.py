@@ -58,6 +58,19 @@ def decode_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormats,
+    return_lse: bool = ...,
+    **options: Unpack[DecodeOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -66,6 +66,20 @@ def extend_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: bool,
+    **options: Unpack[ExtendOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def extend_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -69,11 +69,11 @@ def mixed_attention(
     cu_seqlens_q: torch.Tensor,
     num_decodes: int,
     kv_format: KvFormats,
-    return_lse: Literal[True],
+    return_lse: bool,
     out: torch.Tensor | None = ...,
     sm_margin: int | None = ...,
     **options: object,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def mixed_attention(

@@ -51,9 +51,9 @@ def append_and_extend(
     *,
     cu_seqlens_q: torch.Tensor,
     kv_format: KvFormats,
-    return_lse: Literal[True],
+    return_lse: bool,
     **options: Unpack[AppendedOptions],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def append_and_extend(

@@ -283,6 +283,18 @@ class KVCache:
         **options: Unpack[AttendOptions],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @overload
+    def attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        *,
+        q_transformed: bool | None = ...,
+        return_lse: bool,
+        **options: Unpack[AttendOptions],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
     def attend(
         self, layer: int, batch: Batch, q: torch.Tensor, *, q_transformed: bool | None = None, **options: Any
     ) -> Any:
@@ -344,6 +356,19 @@ class KVCache:
         return_lse: Literal[True],
         **options: Unpack[StepAttendOptions],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def append_and_attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: bool,
+        **options: Unpack[StepAttendOptions],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def append_and_attend(
         self, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any

@@ -56,6 +56,21 @@ def append_and_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
+def append_and_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: KvFormats,
+    return_lse: bool = ...,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def append_and_decode(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -48,6 +48,21 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@overload
+def mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: MlaFormatName,
+    block_table: torch.Tensor,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    return_lse: bool,
+    out: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def mla_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -136,6 +151,24 @@ def sparse_mla_decode(
     return_lse: Literal[True],
     out: torch.Tensor | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sparse_mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    kv_format: MlaFormatName,
+    softmax_scale: float | None = ...,
+    topk_length: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    extra_cache: torch.Tensor | None = ...,
+    extra_indices: torch.Tensor | None = ...,
+    extra_topk_length: torch.Tensor | None = ...,
+    return_lse: bool,
+    out: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def sparse_mla_decode(
