@@ -341,7 +341,7 @@ def engines() -> str:
         'Milliseconds per token, prompts of 8192 tokens, random weights, CUDA graphs. "Before" is vLLM with the same '
         "weights and FP8, its fastest cache, on an H200 ([details](docs/tasks/vllm.md#what-it-brings))"
         f"{', for transformers SDPA with 16-bit weights' if is_warm else ''}. "
-        "Llama-3-8B's smaller caches were timed in later runs than FP8, every other pair in one run. vLLM's times are "
+        "Llama-3-8B's cache of K in INT8 and V in INT4 was timed in an earlier run than the rest. vLLM's times are "
         "the least total of all turns, less their least first token. With one request the plug-in's slowest turn "
         f"takes up to {_longest_turn(LATEST)} times the fastest one's time. "
         f"{perplexity.beside({'rows': [*load(LATEST)['rows'], *older['rows']]})} "
