@@ -261,7 +261,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     rows = [row for row in compare_rows.ROWS if re.search(options.only, row.name)]
     if not rows or (options.revision is None and options.base_dir is None):
-        print("compare: want BASE or --base-dir, and rows that --only leaves", file=sys.stderr)
+        print("compare: want a revision BASE or --base-dir, and --only that matches a row", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print("python -m bench compare times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)

@@ -35,7 +35,12 @@ def parser() -> argparse.ArgumentParser:
 def _add_caches(commands: Any) -> None:
     """Attention of few queries, and appends."""
     decode = commands.add_parser("decode", help="decode attention beside its peers and the streaming floor")
-    decode.add_argument("--suite", choices=(*SUITES, "all", *OTHER_SUITES, "apart"), default="main")
+    decode.add_argument(
+        "--suite",
+        choices=(*SUITES, "all", *OTHER_SUITES, "apart"),
+        default="main",
+        help=f"what to time (default: main); all: {', '.join(SUITES)}; apart: the others",
+    )
     decode.add_argument(
         "--formats",
         nargs="+",
@@ -189,12 +194,12 @@ def _add_records(commands: Any) -> None:
     compare.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
 
     plot = commands.add_parser("plot", help="figures from a recorded run")
-    plot.add_argument("result", type=_record)
-    plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures")
+    plot.add_argument("result", type=_record, help="the record, a file of bench/results")
+    plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures", help="default: docs/figures")
 
     table = commands.add_parser("table", help="Markdown table from a recorded run")
-    table.add_argument("result", type=_record)
-    table.add_argument("--suite", default="main")
+    table.add_argument("result", type=_record, help="the record, a file of bench/results")
+    table.add_argument("--suite", default="main", help="of a record with several suites: which one (default: main)")
     table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
 
     commands.add_parser("pages", help="the README's tables and docs/performance*.md, from bench/results")

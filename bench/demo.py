@@ -211,10 +211,12 @@ def real_subject(text: str, steps: int | None, device: torch.device) -> Subject 
 
 def describe_model(subject: Subject) -> str:
     scale, millions = subject.scale, sum(parameter.numel() for parameter in subject.model.parameters()) * 1e-6
-    weights = f"weights in BF16: {smollm2.NAME}" if subject.is_real else "random weights in BF16"
+    named = f"weights in BF16: {smollm2.NAME}"
+    without = f"random weights in BF16; for {smollm2.NAME}: python tools/fetch_smollm2.py"
     return (
         f"model: Llama architecture, {scale.num_layers} layers, hidden {scale.hidden_size}, {scale.num_q_heads} query "
-        f"heads on {scale.num_kv_heads} KV heads of {scale.head_dim}, {millions:.0f} M {weights}"
+        f"heads on {scale.num_kv_heads} KV heads of {scale.head_dim}, {millions:.0f} M "
+        f"{named if subject.is_real else without}"
     )
 
 

@@ -64,6 +64,7 @@ MIXED_FORMATS = ("bf16", "int8_token_head", "int4_g4")
 MIXED_DECODES, MIXED_CHUNK, MIXED_TOKENS = 63, 2048, 8192
 FEW_QUERIES = (1, 4)  # that decode attention has for INT4
 FEW_QUERIES_BATCHES = (1, 8, 32)
+TITLES = {"1 queries": "1 query", "in turn": "one after the other", "side by side": "concurrently"}  # of records' names
 
 
 @dataclass(frozen=True)
@@ -377,7 +378,8 @@ def _times(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Microseconds of each call, by row, and what the last takes of the one before, under their names."""
     names = list(rows[0]["us"])
-    cells = [["us", *names, f"{names[-1]} / {names[-2]}"]]
+    titles = [TITLES.get(name, name) for name in names]
+    cells = [["us", *titles, f"{titles[-1]} / {titles[-2]}"]]
     for row in rows:
         medians = [row["us"][name]["median_us"] for name in names]
         cells.append([row["name"], *map(number, medians), f"{medians[-1] / medians[-2]:.2f}"])

@@ -81,8 +81,9 @@ def headline() -> str:
         f"- **Weights**: {_weights()}\n"
         f"- **Serving**: {_served()}\n"
         f"- **Accuracy**: the recommended cache, K in INT8 and V in INT4, takes {_share(RECOMMENDED)} % of BF16's "
-        f"bytes and raises {_cost(RECOMMENDED)}. INT4 for both takes {_share(('int4_g4',) * 2)} % and raises "
-        f"{_cost(('int4_g4',))} (`model_accuracy.json`). [More models, FP8 and needles](docs/accuracy.md).\n\n"
+        f"bytes at head_dim {perplexity.HEAD_DIM}. It raises {_cost(RECOMMENDED)}. INT4 for both takes "
+        f"{_share(('int4_g4',) * 2)} % and raises {_cost(('int4_g4',))} (`model_accuracy.json`). "
+        "[More models, FP8 and needles](docs/accuracy.md).\n\n"
         f"Times are of one {gpu}; the [records](docs/benchmarks.md) lie in `bench/results`.\n"
     )
 
@@ -97,7 +98,7 @@ def _weights() -> str:
         f"products with INT4, MXFP4, NVFP4 and FP8 weights take {number(min(means), 2)} to {number(max(means), 2)} of "
         "the time of the fastest of Marlin, Machete and QuACK. These are geometric means of "
         f"{count} problems of each format, 1 to 8192 rows in 16 bits; one problem takes at most {number(worst, 2)}. "
-        "FP8 in blocks has Marlin alone (`linear_formats.json`)."
+        "FP8 in blocks is compared with Marlin alone (`linear_formats.json`)."
     )
 
 
@@ -341,8 +342,9 @@ def engines() -> str:
         'Milliseconds per token, prompts of 8192 tokens, random weights, CUDA graphs. "Before" is vLLM with the same '
         "weights and FP8, its fastest cache, on an H200 ([details](docs/tasks/vllm.md#what-it-brings))"
         f"{', for transformers SDPA with 16-bit weights' if is_warm else ''}. "
-        "Llama-3-8B's cache of K in INT8 and V in INT4 was timed in an earlier run than the rest. vLLM's times are "
-        "the least total of all turns, less their least first token. With one request the plug-in's slowest turn "
+        "Llama-3-8B's cache of K in INT8 and V in INT4 was timed in an earlier run than the rest. An engine of vLLM was "
+        "timed in several turns: a time is its least total less its least first token. With one request the plug-in's "
+        "slowest turn "
         f"takes up to {_longest_turn(LATEST)} times the fastest one's time. "
         f"{perplexity.beside({'rows': [*load(LATEST)['rows'], *older['rows']]})} "
         "[Accuracy](docs/accuracy.md) has more."

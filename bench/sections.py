@@ -59,7 +59,7 @@ ATTENTION: tuple[Section, ...] = (
         partial(report.markdown, suite="heads"),
     ),
     (
-        "Pages beside rows in order",
+        "Pages and contiguous caches",
         "decode_heads",
         "128 requests of 8192 tokens and one KV head, with and without pages of 64.",
         partial(report.markdown, suite="pages"),

@@ -45,7 +45,8 @@ def attend(rank: int, rendezvous: str) -> None:
     assert isinstance(whole, tuple)
     off = [(mine.float() - all_of_it.float()).abs().max() for mine, all_of_it in zip((out, lse), whole, strict=True)]
     if rank == 0:
-        print(f"{RANKS} ranks with {share} tokens each: out {off[0]:.4f}, log-sum-exp {off[1]:.6f} off one device's")
+        differences = f"out {off[0]:.4f}, log-sum-exp {off[1]:.6f}"
+        print(f"{RANKS} ranks with {share} tokens each: {differences} away from one device's result")
     assert off[0] < 2**-6 and off[1] < 1e-4
     dist.destroy_process_group()
 

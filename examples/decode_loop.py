@@ -42,5 +42,5 @@ for step in range(8):
         out = cache.append_and_attend(layer, batch, q, k, v, rope=rope)
         assert out.shape == (len(running), 1, num_q_heads, head_dim)
 
-print({name: cache.seq_len(name) for name in running})
+print("tokens of each sequence:", {name: cache.seq_len(name) for name in running})
 print(cache.memory_report())
