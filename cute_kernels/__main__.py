@@ -55,7 +55,7 @@ def chosen_specs(patterns: list[str]) -> list[KernelSpec]:
     """Returns the shipped kernels whose family:symbol matches one of the patterns; prints an error if there is none."""
     specs = [spec for spec in families.shipped_specs() if any(fnmatch.fnmatch(str(spec), each) for each in patterns)]
     if not specs:
-        print(f"no shipped kernel matches {' '.join(patterns)}", file=sys.stderr)
+        print(f"no shipped kernel matches {' '.join(patterns)}; `cute-kernels aot list` lists them", file=sys.stderr)
     return specs
 
 
@@ -119,18 +119,17 @@ def parser() -> argparse.ArgumentParser:
         description="Checks this machine, bundles kernels, lists cached ones, calibrates KV caches.",
     )
     root.add_argument("--version", action="version", version=f"cute-kernels {__version__}")
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(required=True)
 
     commands.add_parser("doctor", help="say what works on this machine, and why the rest does not").set_defaults(
         run=run_doctor
     )
 
-    bundles = commands.add_parser("aot", help="make and look at bundles of compiled kernels").add_subparsers(
-        required=True, metavar="ACTION"
-    )
+    bundling = commands.add_parser("aot", help="make and look at bundles of compiled kernels")
+    bundles = bundling.add_subparsers(required=True)
     build = bundles.add_parser("build", help="compile shipped kernels into a bundle (no GPU needed)")
-    build.add_argument("--arch", choices=sorted(set(SUPPORTED_ARCHS.values())), required=True)
-    build.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    build.add_argument("--arch", choices=sorted(set(SUPPORTED_ARCHS.values())), required=True, help="of the GPUs")
+    build.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="where the bundle goes")
     build.add_argument(
         "--only",
         action="append",
@@ -156,9 +155,8 @@ def parser() -> argparse.ArgumentParser:
     info.add_argument("directory", type=Path, metavar="DIR")
     info.set_defaults(run=run_aot_info)
 
-    cache = commands.add_parser("cache", help="list or remove compiled kernels on disk").add_subparsers(
-        required=True, metavar="ACTION"
-    )
+    caching = commands.add_parser("cache", help="list or remove compiled kernels on disk")
+    cache = caching.add_subparsers(required=True)
     cache.add_parser("info", help="list them").set_defaults(run=run_cache_info)
     cache.add_parser("clear", help="remove them").set_defaults(run=run_cache_clear)
 

@@ -56,7 +56,7 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
             continue
         if is_experts(module):  # of a block that is not served as a whole
             if module in skipped or _is_skipped(name, skip):
-                left[module] = _left(name, module, "skip says so", False)
+                left[module] = _left(name, module, "skip names it", False)
             elif (reason := refusal(module) or _hooks_reason(module)) is not None:
                 left[module] = _left(name, module, reason, True)
             else:
@@ -105,7 +105,7 @@ def weight_bytes(module: nn.Module) -> int:
 def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequence[str]) -> tuple[str, bool] | None:
     """Returns (why a dense layer is left, whether that counts as missed); None if it is to be swapped."""
     if _is_skipped(name, skip):
-        return "skip says so", False
+        return "skip names it", False
     if module in routers:
         return "the router of a mixture of experts, which stays in 16 bits", False
     reason = _tensors_reason(module) or _hooks_reason(module)
@@ -151,7 +151,7 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
             return _left(name, module, f"it has {known[0]}: quantised by another library", True)
         return None
     if _is_skipped(name, skip):
-        return _left(name, module, "skip says so", False)
+        return _left(name, module, "skip names it", False)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return _left(name, module, "an embedding", False)
     if isinstance(module, _CONVOLUTIONS):

@@ -277,7 +277,7 @@ def test_a_report_counts_bytes_and_names_each_layer_once():
         module.weight.nbytes for module in model.modules() if hasattr(module, "codes")
     )  # fmt: skip
     assert sum(layer.packed_nbytes for layer in report.quantized) == packed
-    assert reasons(model)["lm_head"] == "skip says so" and reasons(model)["model.embed_tokens"] == "an embedding"
+    assert reasons(model)["lm_head"] == "skip names it" and reasons(model)["model.embed_tokens"] == "an embedding"
     assert report.warning is None and report.summary.startswith(f"quantised {len(report.quantized)} layers")
 
 
@@ -310,7 +310,7 @@ def test_nothing_to_quantise_is_warned_of():
         quantize_model(model)
     assert reasons(model) == {"0": "not an nn.Linear", "1": "a convolution"}
     model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
-    with pytest.warns(UserWarning, match="nothing is quantised: Linear 0 .*: skip says so"):
+    with pytest.warns(UserWarning, match="nothing is quantised: Linear 0 .*: skip names it"):
         quantize_model(model, skip=("*",))
     with pytest.warns(UserWarning, match="nothing is quantised: QuantizedLinear 0 .*: it is quantised already"):
         quantize_model(quantize_model(model))

@@ -235,9 +235,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     ValueError: transformers would speak of its tokenizer."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(
-            f"MODEL: got the directory {name} without config.json, want a saved model's, or a model's name"
-        )
+        raise ValueError(f"MODEL: got the directory {name} without config.json, want one that holds a saved model")
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
 
 

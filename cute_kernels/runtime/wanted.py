@@ -53,7 +53,7 @@ def read(path: Path, arch: str) -> list[KernelSpec]:
             raise ValueError(f"got kernels for {content['arch']!r}, want {arch!r}")
         return [spec_of(record) for record in content["kernels"]]
     except _WRONG as error:
-        raise ValueError(f"{path}: got no list of kernels of this version ({error})") from error
+        raise ValueError(f"{path}: got no list of kernels of this version ({error}), want wanted_by_*.json") from error
 
 
 def _is_known(record: dict[str, Any]) -> bool:

@@ -142,7 +142,7 @@ def accelerate(
             own code.
         fuse_routers: whether routers of quantised experts run by `cute_kernels.gemm.experts.route` where their code is
             known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3 and V4, GLM-4.5. Their logits stay in fp32, so another
-            expert may be chosen among those whose logits are equal in 16 bits. Not yet measured on a GPU.
+            expert may be chosen among those whose logits are equal in 16 bits. Not yet timed in `generate`.
 
     Returns:
         A summary of what was done; it is logged as well.
@@ -188,7 +188,7 @@ def accelerate(
     norms = replace_norms(model)
     rows.append(("RMS norms", "several launches", f"one launch each of {norms}" if norms else "as before"))
     rows.append(
-        ("decode step", "launched anew", "recorded once, replayed" if cuda_graphs and is_chosen else "as before")
+        ("decode step", "launched anew", "recorded once, replayed (GPU)" if cuda_graphs and is_chosen else "as before")
     )
     notes: list[str] = []
     if quantisation is None:

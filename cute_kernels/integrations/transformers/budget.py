@@ -226,7 +226,7 @@ def choose_formats(
 
     Raises:
         ValueError: no candidate fits the budget, a candidate stores keys in blocks, or the model has layers that
-            cache other states than keys and values; or as `calibrate_cache`.
+            cache other states than keys and values; or `calibrate_cache` refuses an argument.
     """
     if not isinstance(budget, (int, float)) or not 0 < budget <= 1:
         raise ValueError(f"budget: got {budget!r}, want a share of BF16's bytes, above 0 and at most 1")
