@@ -16,7 +16,7 @@ PROJECTS = {
     "awq": "an AWQ layer",
     "gptq": "a GPTQ layer",
     "compressed_tensors": 'a "pack-quantized" layer',
-    "hqq": "an HQQ layer whose zero points are integers",
+    "hqq": "an HQQ layer",
     "torchao": "a torchao layer",
     "fastertransformer": "a layer preprocessed for FasterTransformer or TensorRT-LLM",
 }

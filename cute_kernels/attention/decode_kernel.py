@@ -177,7 +177,7 @@ class DecodeKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
-        ring = smem.allocate(config.pool_bytes, byte_alignment=1024)
+        ring = smem.allocate(config.pool_bytes, byte_alignment=1024)  # where the 128-byte swizzle repeats
         queries = Int32(0)
         if const_expr(config.query_bytes > 0):
             queries = Int32(smem.allocate(config.query_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint())
@@ -209,7 +209,7 @@ class DecodeKernel:
         if const_expr(config.units):
             tiles_per_part = Int32(0)
             if row >= shape.batch:
-                # A row of CTAs beyond the batch: most often there is nothing to do.
+                # A row of CTAs beyond the batch: it has work only where lengths differ.
                 first_length = self.assigner.fetch_first_length(requests, lane)
                 tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
             if (row < shape.batch) | (tiles_per_part > 0):
@@ -235,7 +235,7 @@ class DecodeKernel:
             self.filler.start(cta.tiles, own_row, part, requests.parts, pages, early, cta.warp - config.num_warps, lane)
         if cta.warp < config.num_warps:
             await_ready(config)
-        # Computed with only here: it waits for the length, and whatever is asked for later would wait as well.
+        # First use of the length, which waits for its load: loads issued after this line would wait as well.
         length = self.assigner.limit_length(requests, asked_length)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
@@ -283,7 +283,7 @@ class DecodeKernel:
             addresses = self.rows.make(cta, work, q)
         else:
             if const_expr(self.config.after_append):
-                # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
+                # Every unit waits here, even one without new tokens: so the end of this launch implies the append's.
                 cute.arch.griddepcontrol_wait()
             addresses = self.query_addresses(work.place, cta.roles, q, work.request, cta.lane)
         k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
@@ -329,7 +329,7 @@ class DecodeKernel:
             row = cutlass.min(roles.first_row + block * BLOCK_QUERIES + lane // 4, shape.group * shape.q_len - 1)
             query, head = place.query_of(self.config, roles.head, row)
             address = q.address(self.config, request, query, head)
-            # Held as one number until the append has ended: its parts would take registers that there are not.
+            # Pinned as one number until the append has ended: its terms would take more registers than are free.
             addresses.append(ptx.pinned(address) if self.config.after_append else address)
         return addresses
 

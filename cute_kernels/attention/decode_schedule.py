@@ -25,19 +25,19 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
-FEW_ROWS = 4  # rows that differ are cut for one wave of CTAs if there are shares for so many parts of each
-ONE_WAVE_PARTS = 2  # of each row, that one wave of CTAs must have room for to be what rows that differ are cut for
-CUT_STEPS = 4  # of the search for the smallest parts of one wave
-MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
-MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
+FEW_ROWS = 4  # shares for each request from which on the device cuts requests of different lengths for one wave
+ONE_WAVE_PARTS = 2  # resident CTAs for each request that a cut for one wave needs
+CUT_STEPS = 4  # steps of the device's search for the smallest parts that fit one wave
+MORE_CTAS_PER_SM = 3  # the most CTAs for each SM that are added for the parts of long requests
+MORE_CTAS_US = 80.0  # us of streaming, all requests as long as they may be, for one such CTA of each SM
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
-UNEVEN_COST = 0.02  # of the time of one part, where lengths may differ
-SMALL_TILE_COST = 0.02  # of the time of streaming, where four CTAs with small INT4 tiles share an SM
+UNEVEN_COST = 0.02  # share of a part's time that is added where lengths may differ
+SMALL_TILE_COST = 0.02  # share of the streaming time that is added where four CTAs with small INT4 tiles share an SM
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
-ROWS_US = 0.3  # rotating queries, of each further CTA of an SM
-# Of block tables that may be wider than any request is long: up to here they are taken to say how long requests are.
+ROWS_US = 0.3  # to rotate queries, for each CTA of an SM after the first
+# Tokens of the widest block table whose width is taken for the requests' length; wider ones are an engine's limit.
 KNOWN_TOKENS = 16384
-# Else requests are taken to be as long as these, so often relative to each other, or as the table is wide.
+# For wider tables: the lengths that requests may have, with their weights, besides the table's width.
 LIKELY_TOKENS = {4096: 1.0, 8192: 1.0, 16384: 1.0, 32768: 0.5}
 LONGEST_WEIGHT = 0.5
 

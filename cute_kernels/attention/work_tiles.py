@@ -211,6 +211,8 @@ class Worker:
         """Returns the number of the CTA's next work tile; it is at least num_tiles if there is none left."""
         ticket = Int32(0)
         if lane == 0:
+            # EMPTY is -1, so the first ticket is 0. CTAs draw num_tiles tickets in all: each began with a tile of its
+            # own number, and draws one ticket that leads to no tile.
             ticket = ptx.atomic_add(counter, Int32(1)) + 1
             if ticket == shape.num_tiles - 1:
                 ptx.store_global(counter, [Uint32(EMPTY_WORD)])

@@ -283,7 +283,7 @@ class PackedWeight(Packed):
         return torch.empty_like(w).index_copy_(1, self.perm.long(), w)
 
     def unpack_tiles(self, first: int, last: int) -> torch.Tensor:
-        """Returns codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
+        """Returns codes uint8 [64 * (last - first), K_pad] of tiles ``first`` to ``last`` - 1, in packed order."""
         codes = self.codes[first:last]
         tiles, k_tiles, _ = codes.shape
         in_order = _unpacking(tiles * TILE_N, k_tiles * hopper.tile_k(self.bits), self.bits)

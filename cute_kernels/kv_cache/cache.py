@@ -458,8 +458,8 @@ class KVCache:
 
         Raises:
             TypeError: ``exported`` is no `ExportedSequence`.
-            ValueError: the rows were written with another format, scale or transform than this cache's; or as
-                `allocate`.
+            ValueError: the rows were written with another format, scale or transform than this cache's, or `allocate`
+                refuses the sequence.
             OutOfPagesError: there are not enough free pages.
         """
         if not isinstance(exported, ExportedSequence):

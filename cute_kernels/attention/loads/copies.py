@@ -25,7 +25,7 @@ from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
-PLACE_BYTES = 128  # that what a tensor map brings begins at a multiple of
+PLACE_BYTES = 128  # shared addresses of TMA tiles are multiples of this
 
 
 class TileCopier:
@@ -91,12 +91,12 @@ class TileCopier:
         """
         config = self.config
         stage, barrier = state.stage, tiles.pipeline.full_barrier(state)
-        # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
+        # Four tokens' rows are whole 16-byte pieces. Rows past the request's length may be copied, past the cache not.
         tokens = cutlass.min((length - token + 3) & -4, tiles.max_seq_len - token)
         tokens = cutlass.min(tokens, config.tile_tokens)
         if const_expr(self.counted):
             if (producer == 0) & (lane == 0):
-                # Bytes may land before: the count may run below zero until this arrival.
+                # Other producers' bytes may land before: the barrier's count may be negative until this arrival.
                 tiles.pipeline.producer_expect(state, self._arriving_bytes(tokens))
         if const_expr(len(self.bulk) > 0):
             self._copy_runs(tiles, token, tokens, stage, barrier, producer, lane, page, place)

@@ -54,12 +54,12 @@ class RingFiller:
         """
         config = self.config
         alone = config.filling_warps == 1
-        # What the first tile needs comes first.
+        # Barriers that the first tile needs are initialised before it, the others after its loads are issued.
         first = config.pipeline.early_tiles if alone else 2 * config.pipeline.num_stages
         token = part * config.tile_tokens
         if const_expr(pages is not None):
             self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
-        if const_expr(not self.writes_rows):  # else they were while the launch before was running
+        if const_expr(not self.writes_rows):  # else `DecodeKernel.kernel` has, before it waited for the previous launch
             self.init_barriers(tiles.pipeline, 0, first, producer, lane)
         sync_producers(config)
         if const_expr(config.pipeline.early_tiles > 0):
@@ -97,7 +97,8 @@ class RingFiller:
         tiles = self.copier.enter(cta.tiles, work.request)
         pipeline = cta.pipeline
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        state = PipelineState(state.stage, state.phase ^ 1)  # nothing waits on the first round
+        # The consumers' state with the other parity: a new empty barrier passes it, so the first round does not wait.
+        state = PipelineState(state.stage, state.phase ^ 1)
         if const_expr(config.after_append and "word" in config.copies):
             # Copies of words go through L1, which may keep the beginning of a new row from before it was written.
             cute.arch.griddepcontrol_wait()

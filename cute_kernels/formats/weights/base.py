@@ -179,7 +179,7 @@ class WeightFormat(ABC):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the stored scales of a weight for activations of ``dtype``: one of `scale_bytes`."""
+        """Returns the dtype of a weight's stored scales for activations of ``dtype``; each takes `scale_bytes`."""
         return dtype
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:

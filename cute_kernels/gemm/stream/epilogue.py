@@ -41,7 +41,7 @@ class StreamEpilogue:
     def run(self, operands, memory, work, tid, lane):
         """Reduces and stores all of a CTA's segments."""
         shape = work.shape
-        # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
+        # With many segments, a block is finished after the next one's part is stored: other CTAs' parts are there then.
         lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
         for index in cutlass.range(work.num_segments + lag, unroll=1):
             if index < work.num_segments:
@@ -59,7 +59,7 @@ class StreamEpilogue:
                     held = self.is_held(work, index - lag, lag)
                     self.finish(operands, memory, work, segment, index - lag, held, tid)
                     if held:
-                        # Also for warps that had nothing to store: else they would be ahead by a round of the buffers.
+                        # Warps without vectors wait, too: otherwise they could be a round of the buffers ahead.
                         self.wait_staged(memory, index - lag)
                         self.release(memory, memory.results.consumer_state_of(index - lag), lane)
 
@@ -134,7 +134,7 @@ class StreamEpilogue:
         stride = Int64(work.shape.m * self.row_vectors) * VECTOR_BYTES
         for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
             target = self.target_of(work, segment, vector)
-            # What lies in memory is on its way before the CTA's own accumulators are complete.
+            # Bias and residual are on their way before the CTA's own accumulators are complete.
             self.results.load_extras(operands, work.shape, target, extras)
             acc.fill(0.0)
             place = partials + Int64(vector) * VECTOR_BYTES

@@ -37,7 +37,7 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 X_CHUNKS = 4  # chunks whose activations come together
-CHAINS = 2  # of accumulators, which steps of a group take turns in: an MMA takes some 30 cycles to come back
+CHAINS = 2  # sets of accumulators that a group's steps alternate between: an MMA's result takes some 30 cycles
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SliceLoads:
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
             for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
-                # Several chunks' worth with the first of them: short copies would be many.
+                # The first chunk brings the rows of several: one long copy instead of many short ones.
                 reach = cutlass.select_(
                     (k_block - segment.begin) % (X_CHUNKS * config.chunk_k_blocks) == 0,
                     Int32(X_CHUNKS * config.chunk_k_blocks),
@@ -81,7 +81,7 @@ class SliceLoads:
                 )
                 end = cutlass.min(k_block + reach, segment.end)
                 first, size = work.missing_x(index, k_block, end, 2 * config.block_k)
-                if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
+                if lane == 0:  # alone: where nothing is copied, a slower lane could miss the phase and wait for ever
                     pipeline.producer_acquire(here)
                     pipeline.producer_expect(here, size * work.shape.m)
                 cute.arch.sync_warp()
@@ -171,6 +171,7 @@ class StreamRoles:
             t=lane % 4,
             code_offset=row_warp * (WARP_THREADS * FRAGMENT_BYTES) + lane * FRAGMENT_BYTES,
             scale_offset=row_warp * 16 + g,
+            # ldmatrix.x4: lane i names row i % 8 of matrix i // 8. Rows that x lacks repeat its last one.
             x=memory.x + cutlass.min(lane % 8, work.shape.m - 1) * memory.x_pitch + lane // 8 * 16,
         )
 

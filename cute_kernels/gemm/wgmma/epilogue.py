@@ -22,7 +22,7 @@ from cute_kernels.gemm.wgmma.residual import BUFFERS, ResidualChunks
 from layouts.weights.hopper import TILE_N
 
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
-PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
+PACKED_PITCH = ROW_BYTES + 16  # bytes from token to token: the padding puts eight tokens' pieces in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
 GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 
@@ -50,7 +50,7 @@ class TileEpilogue:
         self.config, self.dense = config, dense
         self.results = Results(config.dtype, config.store.activation)
         self.activate = self.results.activate
-        # Of experts the standard ones but for the gated one are rare: `store_any` has them.
+        # Experts rarely have a standard activation that is not gated: `store_any` computes those.
         self.in_registers = dense or config.store.activation is not None
         self.residuals = ResidualChunks(config)
 

@@ -191,7 +191,7 @@ class TileRoles:
             else:
                 cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
             if const_expr(config.reduction.dsmem):
-                cute.arch.cluster_arrive_relaxed()
+                cute.arch.cluster_arrive_relaxed()  # consumers wait for it in `ClusterReduction.begin`
         if const_expr(self.waits == ALL_WARPS):
             cute.arch.griddepcontrol_wait()
             if const_expr(self.weights.asks_first):

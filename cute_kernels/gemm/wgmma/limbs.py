@@ -39,7 +39,7 @@ MMA_K = 2 * STEP_K
 K_BLOCK_STEPS = LIMB_GROUP // STEP_K
 LIMB_BASE = 256
 CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of integers are 16 times codes less 8
-TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
+TOGETHER_TILE_M = 40  # rows of x up to which a thread has registers for the products of two tiles at a time
 
 Shift = Callable[[Any], Any]
 Zeros = tuple[list[Any], list[Any]]
@@ -149,6 +149,7 @@ class LimbProducts:
     def join(self, dots, zeros: Any = None) -> list[Any]:
         """Returns the exact products of a tile's groups, joined from both limbs' accumulators, less the zero points'
         products."""
+        # A thread's i-th accumulator is of its row i // 2 % 2 of W (g or g + 8) and its row i // 4 * 2 + i % 2 of x.
         count = len(dots) // (2 * self.groups)
         firsts = [2 * count * group for group in range(self.groups)]
         products = [dots[first + i] * LIMB_BASE + dots[first + count + i] for first in firsts for i in range(count)]

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 WARPGROUP_THREADS = 4 * WARP_THREADS
 TMA_TILE_K = 64  # inputs of a TMA tile of activations: rows of 128 bytes, what swizzling permutes
-MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
-MMA_GROUP = 32  # inputs of an MMA of bytes: the least that may have a scale of their own
+MOST_LOOPS = 4  # one for each number of row parts; with more of them ptxas serialises the MMAs
+MMA_GROUP = 32  # inputs of an MMA of bytes, so the smallest group with a scale of its own
 LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in limbs: rows of a TMA tile of bytes
 ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
-LIMB_TILE_M = 64  # whose limbs an MMA takes
-X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
+LIMB_TILE_M = 64  # rows of x whose two limbs are the columns of one MMA
+X_SCALE_ALIGNMENT = 4  # fp32 scales in 16 bytes, where copies begin: a tile's first scale is any of them
 SYNCHRONOUS_TILE_M = 32  # rows of x of the widest synchronous tile
 # K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
 # reduction of up to PREFETCHED_TILE_M rows: by the bits of a code and the tiles of a block.
@@ -203,7 +203,7 @@ class RegisterWgmma(Mainloop):
             # Operands take turns in two sets of registers, and each k block begins with the first.
             return f"block_k {config.block_k} is not an even number of {self.group_steps} steps of {STEP_K}"
         if self.in_flight * self.group_steps >= steps:
-            # The stage before is given back when no group of its k block runs any more, within this one.
+            # The previous k block's stage is released within this one, once no group of that k block is in flight.
             return f"{self.in_flight} groups of {self.group_steps} steps are not less than block_k {config.block_k}"
         return None
 
@@ -214,7 +214,7 @@ class MmaSync(Mainloop):
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
     registers: ClassVar[dict[int, int]] = {2: 224}
-    producer_registers: ClassVar[int] = 56  # of which none is missed
+    producer_registers: ClassVar[int] = 56  # with the consumers' 224, all that 384 threads have
     name: ClassVar[str] = "s2mmasync"
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -336,7 +336,7 @@ class ResidentLimbs(Mainloop):
         if self.spare not in range(config.n_tiles):
             return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
         if self.k_blocks % (2 * config.reduction.k_warpgroups):
-            # Else a chunk of K would end with another's turn than that which the pipeline goes on with.
+            # Otherwise a chunk would end within a round of warpgroups, and the pipeline go on with another's stage.
             return f"room for {self.k_blocks} k blocks is not two halves of rounds of {config.reduction.k_warpgroups}"
         return None
 

@@ -57,6 +57,7 @@ class StageReader:
     def lane(self, shape, warp, lane, masks: Callable[[Any, Any], Any]) -> Lane:
         """Returns a thread's offsets. masks: function that makes a mainloop's masks from (shape, lane)."""
         config = self.config
+        # A warp has 16 rows of a tile's 64; of these a lane has rows lane // 4 and lane // 4 + 8 (wgmma's A operand).
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
         first_tile = self.first_tile(group)
         return Lane(
@@ -140,7 +141,7 @@ class StageReader:
         if self.config.format.scale_bytes == 4:
             return word.bitcast(Float32)
         word = self.decoder.scale_word(word)
-        return ptx.prmt(word, word, Uint32(0x1010))
+        return ptx.prmt(word, word, Uint32(0x1010))  # bytes 1 and 0, twice: the low half in both halves
 
     def to_float(self, word):
         """Returns the low 16 bits of a word, of the configuration's dtype, as fp32."""

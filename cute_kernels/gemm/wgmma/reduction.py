@@ -199,6 +199,7 @@ class RowReduction(StoringReduction):
         """
         config = self.config
         math_threads = config.warpgroups * WARPGROUP_THREADS
+        # The barrier after the warpgroups' own of the epilogue: no MMA of the CTA reads the activations any more.
         cute.arch.barrier(barrier_id=config.warpgroups + 1, number_of_threads=math_threads)
         place = self.shares_place(store, state)
         for share in cutlass.range_constexpr(config.cluster):
@@ -207,9 +208,9 @@ class RowReduction(StoringReduction):
         self.keep_share(acc, rank)
         cute.arch.sync_warp()
         cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        cute.arch.cluster_wait()  # all CTAs have published
         self.load_shares(place, acc, rank)
-        cute.arch.cluster_arrive()
+        cute.arch.cluster_arrive()  # this CTA has read; `finish` waits for the others
 
     def shares_place(self, store: Store, state):
         """Returns the address of a thread's first share; shares of a warpgroup lie one after the other."""

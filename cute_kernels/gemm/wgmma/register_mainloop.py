@@ -87,6 +87,7 @@ class RegisterMainloop:
             wgmma.commit()
             # The oldest group is done: its operands' registers are free for the next one's.
             wgmma.wait(mainloop.in_flight)
+            # So many groups of this k block are in flight: those of the previous one, and its stage, are done with.
             if part == mainloop.in_flight - 1:
                 self.stages.release(memory, last, releases)
         for i in range(config.n_tiles):

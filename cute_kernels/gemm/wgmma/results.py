@@ -28,12 +28,12 @@ STAGING_PAD = 4  # words between the tokens of the staging buffer
 STAGING_ALIGNMENT = 128
 DSMEM_CLUSTERS = (2, 3, 4)
 K_WARPGROUPS = (1, 2, 3, 4)
-# Clocks to leave sums of a work range in memory and take up others; a factor of a k block's time, as CTAs are at as
-# many parts of K as there are.
+# Clocks to publish a work range's partials and load others; a factor of a k block's time, since CTAs of a launch read
+# as many parts of K at a time as there are CTAs.
 RANGE_CLOCKS, RANGE_SPREAD = 4600, 1.05
 MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
 TMA_TILE_ALIGNMENT = 1024
-WGMMA_N_STEP = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
+WGMMA_N_STEP = 8  # the fewest columns of an MMA; also the rows among which the 128-byte swizzle exchanges pieces
 
 
 def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
@@ -351,7 +351,7 @@ class Dsmem(Reduction):
         if config.warpgroups % count:
             return f"{config.warpgroups} warpgroups are no multiple of {count} that interleave k blocks"
         if config.num_stages < 2 * count or config.num_stages % count:
-            # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
+            # Else a stage could have the parity of two rounds before; and a warpgroup holds two stages at once.
             return f"num_stages {config.num_stages} is no multiple of {count} warpgroups, or less than two for each"
         return None
 

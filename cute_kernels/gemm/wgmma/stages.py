@@ -11,7 +11,7 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.results import StagedStore
 
 MAX_STAGES = 8  # where nothing else is said
-ALIGNMENT_BYTES = 1024  # of shared memory, as pipelines are laid out in whole 128 bytes
+ALIGNMENT_BYTES = 1024  # that aligning regions may take: x begins on 1024 bytes, other regions on 128
 Config = TypeVar("Config", bound=WgmmaConfig)
 
 
