@@ -25,18 +25,18 @@ from cute_kernels.formats.scores import options_in
 from cute_kernels.formats.scores.features import PLAIN
 from cute_kernels.runtime.composed import changed
 
-BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
+BULK_BYTES = 16  # sizes and addresses of bulk copies are multiples of this
 TARGET_WARPS = 8
-WIDE_HEAD_DIM, WIDE_WARPS = 512, 4  # whose warps have 255 registers each: accumulators of 8 queries take 128 of them
-MOST_CTAS = 4  # on an SM
-COPIES_PER_WARP = 4  # of a tile, that one producer warp asks for in some 90 cycles each
-MAPPED_HEADS = 2  # of a CTA, from which on tensor maps bring their rows
-FEW_REQUESTS = 2  # whose single queries are worth fewer heads a CTA
+WIDE_HEAD_DIM, WIDE_WARPS = 512, 4  # so few warps have 255 registers a thread: accumulators of 8 queries take 128
+MOST_CTAS = 4  # the most CTAs on an SM
+COPIES_PER_WARP = 4  # copies of a tile for each producer warp, which takes some 90 cycles to issue one
+MAPPED_HEADS = 2  # KV heads of a CTA from which on tensor maps copy their rows
+FEW_REQUESTS = 2  # requests up to which single queries are worth fewer heads a CTA
 SM_PARTITIONS = 4
 MAX_PRODUCER_WARPS = 4
 MAX_WARPS = 16
-SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
-STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
+SMALL_PAGE = 32  # tokens of a page below which its rows are many small copies
+STAGE_BYTES = 50 * 1024  # the most bytes of a tile of K and V where a warp takes two blocks of it
 
 
 def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:

@@ -23,11 +23,11 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 from layouts.kv.tile import BLOCK_TOKENS
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
-CTAS_SHIFT = 8  # of its bits that say how many CTAs the GPU holds at a time: the logarithm to base 2
+CTAS_SHIFT = 8  # from this bit on a launch's mode has log2 of the CTAs that the GPU holds at a time
 MERGE_PAD = 4  # words between the query heads of the merge buffer
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 4 producer warps lend registers to 8 consumer warps
 PAIR_BYTES = 8  # a softmax maximum and sum
-RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
+RAW_TILE_ALIGNMENT = 128  # bytes, which suit bulk copies
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 
 

@@ -19,36 +19,36 @@ WARPGROUP_ROWS = 64
 TILE_ROWS = MMA_WARPGROUPS * WARPGROUP_ROWS  # packed queries of a work tile: positions x heads of a KV head's group
 MMA_WARPS = MMA_WARPGROUPS * WARPGROUP_WARPS
 MMA_THREADS = MMA_WARPS * WARP_THREADS
-SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
-ELEMENT_BYTES = 2  # of operands, but for those of E4M3
-ROW_BYTES = 128  # of an operand's row in the 128-byte swizzle
+SLAB_COLUMNS = 64  # 16-bit columns of an operand that one 128-byte swizzle row holds
+ELEMENT_BYTES = 2  # bytes of an operand's element; one in E4M3
+ROW_BYTES = 128  # bytes of an operand's row in the 128-byte swizzle
 WORK_SLOTS = 2
-COUNTER_WORDS = 4  # of a launch's workspace; the first one counts work tiles
-WORK_BYTES = 32  # of a slot: 8 words
-TILE_SCALE_BYTES = 16  # of a tile: what `UnpackTarget` says of it, or a word of `powers.word_of` for each of its warps
-OPERAND_COLUMNS = (64, 128, 256, 512)  # that operands may have; zeros fill up what rows lack
+COUNTER_WORDS = 4  # words of a launch's workspace; the first one counts work tiles
+WORK_BYTES = 32  # bytes of a slot: the 8 words of a `Work`
+TILE_SCALE_BYTES = 16  # bytes for a tile: what `UnpackTarget` says, or a word of `powers.word_of` for each of its warps
+OPERAND_COLUMNS = (64, 128, 256, 512)  # columns that an operand may have; zeros fill up what rows lack
 EXTEND_HEAD_DIMS = HEAD_DIMS
 # By operands' columns: accumulators of scores and of values fit a thread, two stages fit shared memory.
 TILE_TOKENS = {64: 128, 128: 128, 256: 64, 512: 32}
-SUM_COLUMNS = 256  # of V at most that a work tile adds up: 128 accumulators of a thread
-FP8_HEAD_DIM = 128  # of FP8 products: a row of K, and one of V's transposed tile, is a row of the swizzle
+SUM_COLUMNS = 256  # the most columns of V that a work tile adds up: 128 accumulators of a thread
+FP8_HEAD_DIM = 128  # FP8 products want it: a row of K, and one of V's transposed tile, is a row of the swizzle
 # Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
 REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (88, 208), ("int4", 4): (104, 200)}
 REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 SM_REGISTERS = 65536
-UNPACK_WARPS = 8  # of a CTA, which share a tile
+UNPACK_WARPS = 8  # warps of a CTA; they share a tile
 UNPACK_CTAS_PER_SM = 4
-KEY_ROWS_HEAD_DIM = 128  # where keys are rows of products and queries their columns: see :mod:`.mainloops.key_rows`
-SCALED_ROW_BYTES = 144  # of a row of bytes after its scale, in shared memory there: pieces of 16 that it may touch
-PAIRED_ROW_BYTES = 272  # of the rows of two neighbouring heads of a token, bytes after scales, there
-PAIRED_NIBBLE_ROW_BYTES = 144  # the same of nibbles after a header of 4 bytes, in pieces of 16 that they may touch
-HEADED_ROW_BYTES = 80  # of a row of nibbles of four groups, headers and codes
-FLAG_BYTES = 16  # of a word for each warpgroup, there
-GROUP_TOKENS = 64  # of a tile, that one of two warpgroups takes there
-KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # of :mod:`.mainloops.key_rows.codes`
-MOST_COLUMNS = 72  # whose scores and sums a thread has registers for
-KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # of attention, that it has
-KEY_ROWS_GROUPS = (1, 2, 4)  # of columns with scales of their own, of nibbles
+KEY_ROWS_HEAD_DIM = 128  # key rows have keys as rows of MMAs and queries as columns: `.mainloops.key_rows`
+SCALED_ROW_BYTES = 144  # key rows: all 16-byte pieces that a row of a scale and 128 codes of a byte may touch
+PAIRED_ROW_BYTES = 272  # the same for the rows of two neighbouring heads of a token
+PAIRED_NIBBLE_ROW_BYTES = 144  # the same for two rows of nibbles, each after a header of 4 bytes
+HEADED_ROW_BYTES = 80  # bytes of a row of nibbles in four groups, headers and codes
+FLAG_BYTES = 16  # bytes of key rows' flags: a word for each warpgroup, in a vector of 16
+GROUP_TOKENS = 64  # tokens of a tile of key rows that one of two warpgroups takes
+KEY_ROWS_WORDS = ("Int8Words", "E4m3Words", "E5m2Words", "Int4Words")  # classes of `.mainloops.key_rows.codes`
+MOST_COLUMNS = 72  # columns (queries) whose scores and sums a thread has registers for
+KEY_ROWS_FEATURES = ("causal", "window", "sinks", "paged", "head_major")  # features of attention that key rows have
+KEY_ROWS_GROUPS = (1, 2, 4)  # groups of columns with scales of their own, for nibbles
 
 
 def cannot_unpack(form: KvFormat) -> str | None:

@@ -27,25 +27,25 @@ from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
 
 DECODE_WARPS = {64: 8, 128: 8, 256: 4, 512: 4}  # with 8 a thread begins with 128 registers: too few for 128 sums
 BLOCK_TOKENS = 128
-FP8_STAGES = 4  # tiles of half the bytes
-# Of a CTA, in blocks of keys that it could have multiplied meanwhile: to begin and to end a work tile; to write its
-# partial result and to have it read again; to wait for the kernel that puts splits together.
+FP8_STAGES = 4  # twice as many as in 16 bits, since a tile has half the bytes
+# Costs in blocks of keys that a CTA could have multiplied meanwhile: to begin and end a work tile; to write a partial
+# result and have it read again; to wait for the kernel that combines splits.
 TILE_COST, PARTIAL_COST, COMBINE_COST = 1.5, 4.0, 3.0
-# What kernels that read a cache as it is reach of the rate over unpacked keys, by what rows' scales are
+# The share of the rate over unpacked keys that kernels reach which decode the cache themselves, by the kind of scales
 # (`ExtendReader`), at 128 to 256 queries, head_dim 128: H200, docs/design/history/extend_attention.md.
 READING_RATES = {"row": 0.74, "outside": 0.77, "groups": 0.73}
 PRODUCTS_PER_US = 690e6  # FLOP over unpacked keys
-UNPACKED_BYTES_PER_US = 3.0e6  # read and written
-# Decoding beside a prefill: how fast it streams, on how many SMs it does, and what both lose to
-# each other, and to two streams that wait for each other.
+UNPACKED_BYTES_PER_US = 3.0e6  # bytes read and written
+# Decoding concurrently with a prefill: its memory rate, the SMs that reach it, the factor by which the two slow each
+# other, and what two streams that wait for each other cost.
 STREAMED_BYTES_PER_US = 4.4e6
 STREAMING_SMS, SMS_STEP = 40, 4
 SIDE_BY_SIDE_COST, STREAMS_US = 1.12, 10.0
-KEY_ROWS = (40, MOST_COLUMNS)  # columns: of 10 and 18 queries of 4 heads
+KEY_ROWS = (40, MOST_COLUMNS)  # columns of tiles of key rows: for 10 and 18 queries of 4 heads
 KEY_ROWS_TILES = 4  # work tiles an SM that they are fast with, as a fraction: splits cost as much as they gain
-DECODE_ROWS = 32  # up to so many rows decode attention's own kernel is as fast
-KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 6, 32  # of key rows: producer warps, tiles; barriers of a stage
-MAX_UNPACKED_BYTES = 2**29  # that a call takes by itself
+DECODE_ROWS = 32  # rows of queries up to which decode attention's own kernel is as fast
+KEY_ROWS_WARPS, MOST_STAGES, BARRIERS_BYTES = 4, 6, 32  # key rows' producer warps; stages; bytes of a stage's barriers
+MAX_UNPACKED_BYTES = 2**29  # the most memory that a call takes for unpacked rows by its own choice
 
 
 def choose(problem: AttentionProblem) -> ExtendConfig:

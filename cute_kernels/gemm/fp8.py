@@ -38,10 +38,10 @@ from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher
 from cute_kernels.runtime.plans import identity
 from layouts.weights import hopper
 
-TORCH_MULTIPLE = 16  # of N and K that `torch._scaled_mm` takes
-FEW_ROWS, FEW_BLOCK_ROWS = 64, 32  # 16-bit products are the fastest, of FP8 in groups as well: an H200, 2026-11-29
-MEMORY_KEPT = 2  # one part in so many of a GPU's memory stays free when codes are copied: caches come later
-FAST_ACCUMULATION = False  # of its sums in some 14 bits, which over long K err by more than a result's rounding
+TORCH_MULTIPLE = 16  # N and K that `torch._scaled_mm` takes are multiples of this
+FEW_ROWS, FEW_BLOCK_ROWS = 64, 32  # up to so many rows 16-bit products are fastest; FP8 in blocks; H200, 2026-11-29
+MEMORY_KEPT = 2  # one part in so many of a GPU's memory stays free when codes are copied, for caches
+FAST_ACCUMULATION = False  # sums of some 14 bits, which over long K err by more than a result's rounding
 
 
 class Fp8Call(NamedTuple):

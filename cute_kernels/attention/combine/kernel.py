@@ -24,7 +24,7 @@ from cute_kernels.device.softmax import LOWEST
 from cute_kernels.device.types import extents
 
 ALL_LANES = (1, 2, 4, 8, 16)
-LANE_COLUMNS = 4  # that a lane adds up at a time
+LANE_COLUMNS = 4  # columns that a lane adds up at a time
 WARP_COLUMNS = WARP_THREADS * LANE_COLUMNS
 
 

@@ -14,8 +14,8 @@ from cutlass import Float32, Int32, Numeric, Uint32
 from cute_kernels.device import numbers, ptx
 
 CODE_EXPONENT = 9  # codes are below 2**9
-TOP_EXPONENT = 15  # of a tile's numbers in fp16
-LEAST_EXPONENT, GREATEST_EXPONENT = -40, 40  # of the greatest scale
+TOP_EXPONENT = 15  # the greatest exponent of a tile's numbers in fp16
+LEAST_EXPONENT, GREATEST_EXPONENT = -40, 40  # limits of the greatest scale's exponent
 
 
 def exponent_beside(top: Float32) -> Int32:

@@ -22,7 +22,7 @@ from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import PipelineState
 
-MOST_UNROLLED = 4  # TMA tiles of a block: of 8, whose code stands twice, registers are spilled
+MOST_UNROLLED = 4  # TMA tiles of a block whose copies are unrolled: the code stands twice, and with 8 registers spill
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ from cute_kernels.device.pages import Pages
 from cute_kernels.device.types import extents
 from cute_kernels.formats.scores.terms import WindowTerm
 
-TOPS_BYTES = 4 * UNPACK_WARPS  # of shared memory: what a CTA's warps tell each other of a tile
-SHARED_PERCENT = 8  # of an SM's memory that need not be L1: what its CTAs' tops and the driver want
+TOPS_BYTES = 4 * UNPACK_WARPS  # shared memory in which a CTA's warps tell each other their greatest scale of a tile
+SHARED_PERCENT = 8  # share of an SM's memory that is no L1: what its CTAs' tops and the driver want
 
 
 @dataclass(frozen=True)

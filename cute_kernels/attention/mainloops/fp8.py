@@ -20,8 +20,8 @@ from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.instruction import Asm, pure
 
-QUARTERS = 0x28282828  # four codes of 1/4: what four lanes sum up of it is counted once
-MMA_K = 32  # columns of a product
+QUARTERS = 0x28282828  # four codes of 1/4: four lanes add up the same sum, which then counts once
+MMA_K = 32  # the K of an MMA of bytes
 KEYS_IN_ORDER = tuple(8 * j + 2 * t + i for t in range(4) for j in range(2) for i in range(2))  # of 16 columns
 
 

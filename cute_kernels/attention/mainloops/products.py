@@ -12,7 +12,7 @@ from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops import fp8
 from cute_kernels.device import wgmma_tiles
 
-MMA_K = 16  # columns of a product of 16 bits
+MMA_K = 16  # the K of a 16-bit MMA
 
 
 class HalfProducts:

@@ -25,9 +25,9 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.lanes import in_pairs, lane_max, neighbours
 from cute_kernels.device.types import Index
 
-TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # of a row's greatest number
+TOP_EXPONENTS = {"fp16": 14, "e4m3": 7}  # exponent that a row's greatest number is scaled to
 WARP_ROWS = 16
-WIDE_UNROLLED = 2  # steps of rows of which a lane has several pieces
+WIDE_UNROLLED = 2  # unrolled steps over rows of which a lane has several pieces
 PIECE_COLUMNS = wgmma_tiles.PIECE_BYTES // ELEMENT_BYTES
 SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 

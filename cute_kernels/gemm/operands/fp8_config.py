@@ -27,7 +27,7 @@ FOR_PRODUCTS, PLAIN, ROUNDED, LIMBS, INPUTS = "products", "plain", "rounded", "l
 # Scales have four significant bits, rounded up but for what is an fp32 rounding above, as codes have: so what both
 # stand for is exact in bf16, and 16-bit products take it.
 SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
-SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: of more sums are spilled
+SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: more sums would spill
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
 """The arguments of FP8 products. x: [m, padded k] bytes in the order that `.rows` makes, two of them an element.

@@ -31,8 +31,8 @@ from cute_kernels.gemm.wgmma.places import Places
 from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing
 from layouts.weights.hopper import STEP_K
 
-SLICE_M = 128  # rows of x whose sums a thread has registers for beside the accumulators of twice as many
-PIECE_M = 32  # of them whose scales are loaded at a time
+SLICE_M = 128  # rows of x whose sums fit a thread's registers besides the accumulators of twice as many
+PIECE_M = 32  # rows of x whose scales are loaded at a time
 BARRIER = 9  # the first of two named barriers, one a warpgroup, after those of `wgmma.kernel`
 
 

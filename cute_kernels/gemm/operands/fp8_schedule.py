@@ -23,10 +23,10 @@ from cute_kernels.gemm.wgmma.stages import with_stages
 SHAPES = ((256, 1, 2), (256, 1, 1), (128, 1, 2), (128, 1, 1), (64, 2, 1), (64, 1, 1), (32, 2, 1), (16, 2, 1))
 SMALL_GROUP_SHAPES = ((64, 1, 2), (64, 1, 1), (32, 2, 1), (16, 2, 1))
 CUT_TILE_M = 256
-# Of other instructions' slots that MMAs do not hide, fitted to the times of seven kernels at 8192^3.
+# Share of other instructions' issue slots that MMAs do not hide, fitted to the times of seven kernels at 8192^3.
 SLOTS_SHARE = 0.93
-K_BLOCK_SLOTS = 60  # issue slots of a warp for a tile's k block, but for decoding and adding
-L2_BYTES_PER_CLOCK = 40  # that an SM takes in
+K_BLOCK_SLOTS = 60  # issue slots of a warp for a tile's k block, without decoding and adding
+L2_BYTES_PER_CLOCK = 40  # bytes that an SM receives in a clock
 WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as those of 16-bit products
 
 

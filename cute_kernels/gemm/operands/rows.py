@@ -39,7 +39,7 @@ HALF_LANES = GROUP_LANES // 2
 GROUPS_AT_ONCE = THREADS // GROUP_LANES
 MOST = 448.0
 IN_FLIGHT = 4  # pieces that a thread asks for at a time
-LEAST_BITS = (127 - 110) << 23  # of the largest that counts: 2**-110
+LEAST_BITS = (127 - 110) << 23  # 2**-110 as fp32 bits, the least group maximum that has a scale
 SCALE = 1.0 / 16  # keeps reciprocals of all numbers that count in range
 
 

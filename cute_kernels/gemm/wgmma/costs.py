@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
-SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
-START_CLOCKS = 7300  # of the launch, and until the first MMAs
-SHORT_ROWS = range(65, 257)  # of products that end before the GPU lowers its clock; fewer are often in one tile
-K_BLOCK_CLOCKS = 90  # of each k block that is decoded
-# What tiles that are all cut, and whose parts are added in memory, take besides: nothing as a launch, 2.6 us as a
-# graph of one. So they are left where others are expected to take this much longer.
+SM_BYTES_PER_CLOCK = 26  # the most bytes that an SM receives in a clock
+START_CLOCKS = 7300  # from the launch to the first MMAs
+SHORT_ROWS = range(65, 257)  # rows of products that end before the GPU lowers its clock; fewer are often in one tile
+K_BLOCK_CLOCKS = 90  # added for each k block that is decoded
+# Added where all tiles are cut and their parts added in global memory. That costs nothing in a launch, 2.6 us in a
+# graph of one launch. So other tiles are taken unless they are expected to take this much longer.
 ALL_CUT_US = 0.6
-MULTICAST_GAIN = 0.02  # of a k block's time, in a launch between others; 0.05 in launches of the same kind
-MULTICAST_CLOCKS = 3000  # of a cluster that multicasts, to meet before its first copy and after its last
+MULTICAST_GAIN = 0.02  # share of a k block's time, in a launch between others; 0.05 in launches of the same kind
+MULTICAST_CLOCKS = 3000  # for a cluster that multicasts to meet before its first copy and after its last
 
 
 class MainloopCost(ABC):

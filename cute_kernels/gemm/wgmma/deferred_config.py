@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from cute_kernels.gemm.wgmma.config import WgmmaConfig
 
 DeferredKind = Literal["gives", "takes"]
-GIVES: DeferredKind = "gives"  # rows, rows times the norm's weight, and sums of their squares
-TAKES: DeferredKind = "takes"  # rows times the norm's weight, and sums of squares
+GIVES: DeferredKind = "gives"  # stores rows, rows times the norm's weight, and sums of their squares
+TAKES: DeferredKind = "takes"  # reads rows times the norm's weight, and sums of squares
 
 SQUARES_N = TILE_N  # features of a row whose squares are one sum
-SQUARES_VECTOR = 4  # sums of 16 bytes: rows of sums are whole vectors
-STEP_N = SQUARES_N * SQUARES_VECTOR  # so rows are a multiple of this
-ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
-CHUNK_BUFFERS = 2  # of a warpgroup's residual, as `.residual` has them
-FACTOR_BYTES = 4  # of a row: r
+SQUARES_VECTOR = 4  # sums in 16 bytes: rows of sums are whole vectors
+STEP_N = SQUARES_N * SQUARES_VECTOR  # rows have a multiple of so many features
+ROW_BYTES = 2 * TILE_N  # bytes of a token's results of a tile in 16 bits
+CHUNK_BUFFERS = 2  # buffers of a warpgroup's residual, as `.residual` has them
+FACTOR_BYTES = 4  # bytes of a row's factor r
 IN_FLIGHT = 4  # vectors of a row's sums that a thread asks for at a time
-FEW_ROWS = 8  # of a tile in limbs
+FEW_ROWS = 8  # rows of a tile in limbs
 MOST_OWN_M = 128  # rows of a CTA whose factors are made while others multiply
 ROW_LANES = 8  # threads that add up a row's sums of squares; of rows in limbs twice as many
 FACTOR_WARPS = 2  # producer warps that copy nothing: they make factors
 SUMMED_ROWS = 16  # rows whose sums they ask for at a time: two a thread
-# Registers of a thread that loads and of one that multiplies, by the number of warpgroups, where factors are made:
-# all that an SM has.
+# Registers of a producer and of a consumer thread where factors are made, by the number of warpgroups: all that the CTA
+# has.
 FACTOR_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (56, 152)}
 
 

@@ -35,11 +35,11 @@ from cute_kernels.gemm.wgmma.schedule import (
 )
 from cute_kernels.gemm.wgmma.stages import with_stages
 
-ROWS = (1, 16, 64, 256, 1024)  # that a cut of K is chosen for
+ROWS = (1, 16, 64, 256, 1024)  # numbers of rows that a cut of K is judged by
 MOST_PARTS = 16
-BLOCK_K = (64, 128)  # whose k blocks parts of K are whole ones of
-MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; more rows have them one after the other
-DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # of tiles of few rows whose parts of K meet in a cluster
+BLOCK_K = (64, 128)  # parts of K are whole k blocks of these sizes
+MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; with more rows one CTA computes the parts one after the other
+DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # tiles of few rows whose parts of K are added in a cluster
 # Of layers with few features, in clusters of four: for the last size there are too few stages in clusters of two.
 WIDE_TILE_M = (*DSMEM_TILE_M, MOST_WIDE_ROWS)
 # Of those of one warpgroup, as measured with 4 bits: rows up to which, and inputs of a part from which on, k blocks are
@@ -48,7 +48,7 @@ LONG_BITS, LONG_TILE_M, LONG_PART, LONG_STAGES, LONG_BLOCK_K = 4, 32, 7168, 8, 2
 SEQUENTIAL_TILE_M = (64, 96, 128, 160)
 # What parts that meet in memory take besides, beyond what tiles that are cut in a last round do: an H200, 1 to 32 rows.
 WORKSPACE_US = 2.2
-FEW_PARTS_ROWS = 64  # from which on a CTA may have all parts of a tile
+FEW_PARTS_ROWS = 64  # rows from which on a CTA may have all parts of a tile
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:

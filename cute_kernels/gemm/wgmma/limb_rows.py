@@ -19,15 +19,15 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, numbers, ptx
 
-PIECE_BYTES = 16  # of a lane: 8 inputs
+PIECE_BYTES = 16  # bytes of x that a lane has: 8 inputs
 GROUP_LANES = 16
-FRACTION_BITS = 23  # of fp32
-ONE = 127 << FRACTION_BITS  # its exponent's offset
+FRACTION_BITS = 23  # of an fp32 number
+ONE = 127 << FRACTION_BITS  # fp32 bits of 1.0: the exponent's offset
 INFINITY = 255 << FRACTION_BITS
-# The largest is below 2**15 - 128, as a high limb of 128 is none: what is less than 2**-7 below a power of two counts
-# as that power.
+# Fixed-point numbers stay below 2**15 - 128, since a signed high limb cannot be 128. So a magnitude less than 2**-7
+# below a power of two is treated as that power.
 TOP_EXPONENT, ROUND_UP = 14, 1 << FRACTION_BITS - 7
-LEAST_EXPONENT = 127 - 100  # of the largest that counts: scales of smaller ones would not be fp32
+LEAST_EXPONENT = 127 - 100  # biased; of the least group maximum that has a scale: smaller scales are no fp32
 CODE_UNIT_BITS = 4  # bytes of codes are 16 times the codes
 MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest integer in the lower bits
 

@@ -30,22 +30,22 @@ from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TI
 from cute_kernels.gemm.wgmma.reading import Lane
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 
-GROUP_LANES = 4  # that have 128 inputs of a row
-STEP_ROWS = 2  # of a warp at a time,
-STEP_K_BLOCKS = WARP_THREADS // GROUP_LANES // STEP_ROWS  # of so many groups
-BLOCK = 16  # inputs whose limbs are a piece of 16 bytes
+GROUP_LANES = 4  # lanes that share 128 inputs of a row
+STEP_ROWS = 2  # rows that a warp converts at a time
+STEP_K_BLOCKS = WARP_THREADS // GROUP_LANES // STEP_ROWS  # and groups of 128 inputs of each of these rows
+BLOCK = 16  # inputs whose limbs are 16 bytes
 LANE_BLOCKS = LIMB_GROUP // BLOCK // GROUP_LANES
-BLOCK_PIECES = 2  # of 16 bytes of x
+BLOCK_PIECES = 2  # pieces of 16 bytes of x for these inputs
 PIECE_BYTES = 16
 PIECE_INPUTS = PIECE_BYTES // 2
 PIECE_BITS = PIECE_INPUTS.bit_length() - 1
 GROUP_PIECES = LIMB_GROUP // PIECE_INPUTS
 STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
 K_BLOCK_TMA_TILES = LIMB_GROUP // TMA_TILE_K
-CHUNK_BARRIER = 14  # of the consumer warps, between chunks of K
-ROW_BYTES = LIMB_GROUP  # of limbs; and of x, of half of a group
+CHUNK_BARRIER = 14  # number of the consumer warps' barrier between chunks of K
+ROW_BYTES = LIMB_GROUP  # bytes of a row of limbs; also of a row of x, half of a group
 MAGNITUDES = 0x7FFF7FFF
-# Added before the limbs are taken apart, so that the upper one is rounded; the lower one's first bit is turned by it.
+# Added before the limbs are separated: the high limb is rounded, and the low limb's sign bit comes out inverted.
 HALF = 128
 SIGNS = 0x80808080
 

@@ -16,7 +16,7 @@ from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLi
 from cute_kernels.gemm.wgmma.results import Dsmem
 from cute_kernels.gemm.wgmma.stages import of_format, with_stages
 
-MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
+MOST_LOADED_ROWS = 4  # rows up to which warps load x faster than TMA fills in missing rows
 MOST_STAGES = 16
 
 

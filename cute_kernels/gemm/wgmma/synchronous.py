@@ -22,10 +22,10 @@ from cute_kernels.gemm.wgmma.register_mainloop import MMA_DTYPE
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 from layouts.weights.hopper import STEP_K
 
-ROW_BYTES = 2 * TMA_TILE_K  # of a TMA tile of activations
+ROW_BYTES = 2 * TMA_TILE_K  # bytes of a row of a TMA tile of activations
 TMA_TILE_STEPS = TMA_TILE_K // STEP_K
 MMA_N = 8  # columns of mma.m16n8
-PIECE_BYTES = 16  # that swizzling moves: 8 inputs
+PIECE_BYTES = 16  # the unit that swizzling moves: 8 inputs
 
 
 class SynchronousMainloop:

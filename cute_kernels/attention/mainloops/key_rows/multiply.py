@@ -47,12 +47,12 @@ from cute_kernels.device.softmax import COLUMN_LANES, MIN_SCORE_SCALE, RESCALE_S
 from cute_kernels.device.types import Index, RegisterTensor
 from cute_kernels.formats.scores.terms import ScoreTerms
 
-MIN_VALUE_SCALE = 2.0**-80  # stands for smaller ones, so that probabilities stay finite
-MAX_TOTAL = 2.0**90  # of a lane's probabilities of a block: more than the reference lets them be with the least scale
-KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # of 16 columns, of 16 tokens
-STEPS_AT_ONCE = 2  # of products whose operands are handed over together
-VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # that `KeyRowsConsumer.add_values` commits
-STEP_SLAB = SLAB_COLUMNS // 16  # steps of a slab
+MIN_VALUE_SCALE = 2.0**-80  # replaces smaller scales of V, so that probabilities stay finite
+MAX_TOTAL = 2.0**90  # above any sum of a lane's probabilities of a block, even with the least scale
+KEY_STEPS, VALUE_STEPS = 8, GROUP_TOKENS // 16  # MMA steps: of 16 columns of K, of 16 tokens of V
+STEPS_AT_ONCE = 2  # steps whose operands are handed to the MMAs together
+VALUE_GROUPS = VALUE_STEPS // STEPS_AT_ONCE  # commit groups of `KeyRowsConsumer.add_values`
+STEP_SLAB = SLAB_COLUMNS // 16  # steps of 16 columns in a slab
 
 
 @dataclass(frozen=True)

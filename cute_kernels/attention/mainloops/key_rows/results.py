@@ -26,7 +26,7 @@ from cute_kernels.device.lanes import lane_sum
 from cute_kernels.device.loads import load_float
 from cute_kernels.device.softmax import COLUMN_LANES, weights_of
 
-PARTIAL_BYTES = 4  # of a number of a split's partial result
+PARTIAL_BYTES = 4  # bytes of a number in a split's partial result
 NOWHERE = -1  # the number of a row that the request does not have
 
 

@@ -20,14 +20,14 @@ from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT, one_of
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x
 GROUP_SIZES = (MMA_GROUP, LIMB_GROUP // 2, LIMB_GROUP)
-ROWS = MMA_N  # of an expert that are multiplied together, at most
-LANE_EXPERTS = 4  # of a lane, one after the other, in a round
+ROWS = MMA_N  # the most rows of an expert that are multiplied together
+LANE_EXPERTS = 4  # experts of a lane in a round, one after the other
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
 ROUNDS = (1, 2, 4)
-LANE_ASSIGNMENTS = (1, 2)  # of a lane, where they are found as they are,
-MOST_ASSIGNMENTS = LANE_ASSIGNMENTS[-1] * WARP_THREADS  # and of a warp
-MOST_DIVIDED = 2**31 - 1  # a count times what it is divided by
-ROW_BITS = 16  # of the factor that is a division of an assignment's number: exact below 2**(ROW_BITS / 2)
+LANE_ASSIGNMENTS = (1, 2)  # assignments of a lane, where no launch has sorted them
+MOST_ASSIGNMENTS = LANE_ASSIGNMENTS[-1] * WARP_THREADS  # of a warp
+MOST_DIVIDED = 2**31 - 1  # the most that a count times its divisor may be
+ROW_BITS = 16  # bits of the factor that replaces dividing an assignment's number: exact below 2**(ROW_BITS / 2)
 
 
 @dataclass(frozen=True)

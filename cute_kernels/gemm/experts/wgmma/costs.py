@@ -14,9 +14,9 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import K_BLOCK_CLOCKS
 from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
 
-WORK_TILE_CLOCKS = 2200  # of results of two warpgroups, where decoding or memory is the bound,
-TENSOR_WORK_TILE_CLOCKS = 1500  # and where tensor cores are
-SCALED_BITS = 4  # of codes that were measured where one instruction scales them as it decodes them
+WORK_TILE_CLOCKS = 2200  # to store the results of two warpgroups where decoding or memory is the bound
+TENSOR_WORK_TILE_CLOCKS = 1500  # the same where the tensor cores are the bound
+SCALED_BITS = 4  # bits of codes that were measured with an instruction that scales as it decodes
 
 
 class MainloopCost(ABC):

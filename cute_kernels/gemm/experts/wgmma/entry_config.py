@@ -19,10 +19,10 @@ from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.regions import Barriers
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, Reduction, WholeK
 
-ENTRY_ROWS = (1, 2)  # of an expert that are multiplied together, at most; with four sorted tiles are the faster ones
-ROW_COLUMNS = WGMMA_N_STEP  # of the MMAs, that a row takes
-RINGS = 2  # of stages: one for each warpgroup, which has work tiles of its own
-LONG_BLOCK_K, BLOCK_K = (512, 256, 128), (256, 128)  # of which the first that divides K is taken
+ENTRY_ROWS = (1, 2)  # the most rows of an expert that are multiplied together; from four on sorted tiles are faster
+ROW_COLUMNS = WGMMA_N_STEP  # columns of the MMAs that a row takes
+RINGS = 2  # pipelines: one for each warpgroup, which has work tiles of its own
+LONG_BLOCK_K, BLOCK_K = (512, 256, 128), (256, 128)  # the first that divides K is taken
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,15 @@ from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, Limbs, Mainloop, MmaSy
 from cute_kernels.gemm.wgmma.stages import of_format, with_stages
 from layouts.weights.hopper import TILE_N
 
-ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first place
-TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; all of them multiply
-# Where the warps' own numbers of work tiles are, after the entries,
+ENTRY_BYTES = 8  # bytes of an expert in the table: work tiles before it, its first place
+TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # consumer warps that write the table, two experts a lane
+# Offset of the warps' own numbers of work tiles, after the experts' entries.
 SUMS = -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16
-TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all work tiles and the end of the places
-LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
-LONG_K = 4096  # from which on a k block is longer, as measured: what it costs besides its products is shared by more
-WHOLE_FEATURES = 16  # of which rows are stored 16 bytes at a time, gate and up interleaved as well
-SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
+TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # the last entry has the number of all work tiles, and the end of the places
+LIKELY = 0.05  # tiles of an expert: kinds of tiles that are rarer than this do not end a launch
+LONG_K = 4096  # K from which on k blocks are longer, as measured: more products share what a k block costs besides
+WHOLE_FEATURES = 16  # results in a row are a multiple of this where they are stored 16 bytes at a time, gated ones, too
+SMEM_RESERVE = 1024  # bytes that aligning regions may take
 
 
 class TileShape(NamedTuple):
