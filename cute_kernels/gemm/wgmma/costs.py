@@ -116,26 +116,25 @@ NO_RATES = TileRates(0, 0, 0, work_tile=0, combine=0, combine_part=0, join=0, jo
 class DecodedCost(MainloopCost):
     """The cost of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
 
-    # By the bits of a code.
+    # Rates by the bits of a code.
     rates: ClassVar[dict[int, TileRates]] = {4: TileRates(29.5, 0.1, 14), 8: TileRates(32, 0.1, 14)}
-    # Where codes are scaled as they are decoded; of 4 bits without zero points and short products, where no parts meet
-    # by DSMEM and bits may depend on the number of rows (tests/facts/linear_tiles.json).
+    # Rates where the instruction that decodes codes scales them. `scaled_tiles`: for short products of 4 bits without
+    # zero points, without DSMEM reduction and not batch-invariant (tests/facts/linear_tiles.json).
     scaled: ClassVar[TileRates] = TileRates(20, 0.25, 10, in_flight_gain=0.05)
     scaled_tiles: ClassVar[TileRates] = TileRates(
         decode=23, row=0.194, mma=5.7, mma_row=-0.056, k_block=31.5, work_tile=3940, work_tile_acc=13.5,
         combine=1270, combine_part=42.4, join=2950, join_acc=80, all_cut_us=1.03,
     )  # fmt: skip
-    # Where not, of 4 bits and warpgroups that interleave k blocks; what a scale of a whole row saves these.
+    # Rates of other 4-bit codes where warpgroups interleave k blocks, and what one scale for a whole row adds to them.
     interleaved, row_scale = TileRates(30.5, 0.2, 14), -5
-    # What zero points take besides, where codes are scaled as they are decoded and where not; groups of less than a k
-    # block.
+    # Added for zero points, where decoding scales codes and where not; added for groups of less than a k block.
     scaled_zero, zero, small_group = 6.5, 1, 3.5
-    # The first of them with two groups of MMAs in flight in clusters whose parts meet by DSMEM.
+    # `scaled_zero` with two groups of MMAs in flight and a DSMEM reduction.
     apart_zero = 4.5
-    # Of a k block's time: the stall of a warpgroup when no other one can overlap decoding with its MMAs.
+    # Factor of a k block's time: the stall of a warpgroup when no other one can overlap decoding with its MMAs.
     alone = 1.1
-    # For each row of a TMA tile of activations that x does not have, which TMA fills in; the same of the small TMA
-    # tiles of a DSMEM reduction, and of those of clusters of four.
+    # For each row of a TMA tile of activations that x lacks and TMA fills in; with a DSMEM reduction's small TMA tiles;
+    # in clusters of four.
     fill, dsmem_fill, wide_fill = 11, 8.5, 6
     dsmem: float = 1500
     dsmem_row: float = 9
@@ -200,13 +199,13 @@ class ResidentCost(MainloopCost):
     """The cost of limbs that a CTA makes itself: `ResidentLimbs`."""
 
     start = 3300  # until limbs are made, and the way out of the last work tile
-    start_row = 100  # of that, for each row beyond eight
-    # Of a tile's k block and a warpgroup, by the rows; of few the memory takes longer.
+    start_row = 100  # added to `start` for each row beyond eight
+    # For a k block of a tile and a warpgroup, by the tile's rows; with 8 loading takes longer.
     tile: ClassVar[dict[int, float]] = {8: 0, 16: 350}
-    load = 9  # of a row's 128 inputs that warps load
-    limb = 20  # of a row's 128 inputs that TMA brings where warpgroups interleave k blocks, shared by them
-    fill = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
-    # Of a further chunk of K, whether its rows are loaded or not.
+    load = 9  # for 128 inputs of a row that warps load
+    limb = 20  # for 128 inputs of a row that TMA loads, shared by warpgroups that interleave k blocks
+    fill = 6  # for 128 inputs of a missing row that TMA fills in before the first weights arrive
+    # For a further chunk of K, by whether warps load its rows.
     chunk: ClassVar[dict[bool, float]] = {True: 900, False: 300}
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:

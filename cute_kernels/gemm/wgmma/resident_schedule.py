@@ -46,7 +46,7 @@ class WarpgroupsOf:
     loaded: bool = False
 
 
-# In clusters of two, each CTA with half of K: what was the fastest somewhere, by the rows of a tile.
+# Clusters of two, each CTA with half of K, by the rows of a tile. Each entry was the fastest for some product.
 RESIDENT_SHAPES = {
     8: (
         WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
@@ -54,10 +54,10 @@ RESIDENT_SHAPES = {
         WarpgroupsOf(4, resident_k_blocks=16, most_stages=6),  # four
         # Seven tiles: 28672 features are 128 such parts.
         WarpgroupsOf(4, n_tiles=2, spare=1, resident_k_blocks=16, most_stages=4),
-        # One tile of long rows, whose limbs are all made at once: a chunk's way through L2 is waited for.
+        # One tile, for long rows: all limbs are made at once, since a chunk would wait for its x from L2.
         WarpgroupsOf(2, k_warpgroups=2, resident_k_blocks=64, chunks=False, least=33, loaded=True),
     ),
-    # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
+    # Four, six and seven tiles. With 16 rows a thread needs more registers than four warpgroups leave it.
     16: tuple(
         WarpgroupsOf(
             2,
@@ -70,8 +70,8 @@ RESIDENT_SHAPES = {
         for n_tiles, spare, most in ((2, 0, 7), (3, 0, MOST_STAGES), (4, 1, MOST_STAGES))
     ),
 }
-# The same of groups of which a k block has several. Each has accumulators, for which a thread wants registers, and
-# scales, which take longer than decoding. So four warpgroups share a tile's k blocks.
+# The same where a k block has several groups. Each group has accumulators of its own, which take registers, and scales,
+# which take longer than decoding. So four warpgroups share a tile's k blocks.
 FINE_SHAPES = {
     8: (
         WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles

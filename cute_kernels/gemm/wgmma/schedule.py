@@ -37,10 +37,10 @@ from cute_kernels.gemm.wgmma.results import (
 from cute_kernels.gemm.wgmma.stages import MAX_STAGES, of_format, with_stages
 
 MAX_SPLITS = 16
-SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
+SHORT_CHUNK = 32  # rows of x stored at a time where the smaller staging buffer makes room for one more stage that pays
 
-# (tile_m, n_tiles, warpgroups, block_k, cluster) of what was the fastest somewhere; the first and the last ship in more
-# formats.
+# Each shape, (tile_m, n_tiles, warpgroups, block_k, CTAs of a multicast), was the fastest for some product. The first
+# and the last ship in more formats.
 SHAPES = (
     (256, 1, 2, 64, 1),
     (256, 1, 2, 64, 2),
@@ -56,8 +56,8 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
-# The same for the numbers of rows in between: those that a tile lacks cost as much as others and more, and
-# whole rounds of all CTAs want tiles of many sizes.
+# Shapes for numbers of rows in between. A row that x lacks costs a tile as much as any other row or more, and whole
+# rounds of all CTAs need tiles of many sizes.
 BETWEEN_SHAPES = (
     (240, 1, 2, 64, 1),
     (224, 1, 2, 64, 1),
@@ -73,12 +73,12 @@ BETWEEN_SHAPES = (
     (144, 1, 1, 128, 1),
     (80, 1, 1, 128, 1),
 )
-# Of many features and 33 to 64 rows: two tiles of a warpgroup take the same rows of x, whose descriptors are made once.
-# Batch-invariant products are without them.
+# For many features and 33 to 64 rows: two tiles of a warpgroup share the rows of x, whose descriptors are made once.
+# Batch-invariant products do not use them.
 PAIRED_SHAPES, PAIRED_BITS = ((64, 2, 2, 128, 1), (48, 2, 2, 128, 1)), 4
-LARGE_TILE_M = 256  # of tiles whose last round may be cut along rows of x
+LARGE_TILE_M = 256  # rows of tiles whose last round may be cut along rows of x
 ROW_CUTS = 2
-# Those of CTAs that share activations by TMA multicast: less is read from L2, which counts under the power limit.
+# CTAs that share activations by TMA multicast: they read less from L2, which saves time under the power cap.
 MULTICAST = 2
 
 
@@ -97,7 +97,7 @@ class DsmemShape(NamedTuple):
     group_k_warpgroups: int
 
 
-# By the bits of a code: what was the fastest somewhere.
+# By the bits of a code: each shape was the fastest for some product.
 DSMEM_SHAPES = {
     4: (
         DsmemShape(64, 4, 1, 2, 2, 2),
@@ -114,7 +114,7 @@ DSMEM_SHAPES = {
         DsmemShape(16, 1, 2, 3, 3, 3),
     ),
 }
-# Formats, and dtypes of activations, in which all of them ship.
+# The formats and dtypes of activations in which all DSMEM shapes ship.
 DSMEM_FORMS = (
     (integers(4), "bf16"),
     (integers(4, zero_points=True), "bf16"),
@@ -124,18 +124,18 @@ DSMEM_FORMS = (
     (integers(8), "fp16"),
 )
 DSMEM_BLOCK_K, DSMEM_CLUSTER, DSMEM_STAGES = 128, 2, 12
-# Rows of tiles with a DSMEM reduction whose two warpgroups have features of their own, from so many rows on, and the
-# bits of their codes.
+# Tiles with a DSMEM reduction whose two warpgroups have different features: their rows, the number of rows of x from
+# which on they are used, and the bits of their codes.
 APART_TILE_M, APART_ROWS, APART_BITS = (48, 64), 33, 4
-# Of so few features that clusters of two keep less than half of the SMs busy, 17 to 96 rows: clusters of four. Such
-# clusters find places on this share of the SMs, whatever number of them a GPC has.
+# With so few features that clusters of two would occupy less than half of the SMs, 17 to 96 rows take clusters of four.
+# Such clusters fit on this share of the SMs, however many SMs a GPC has.
 WIDE_CLUSTER, WIDE_SHARE, WIDE_TILE_M, WIDE_K_WARPGROUPS = 4, 0.75, 32, 2
 MOST_DSMEM_ROWS, MOST_WIDE_ROWS = 64, 96
-WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  # of more rows, as `SHAPES`
-# Of 225 to 288 rows of so few features: three tiles of 96 in clusters of four, of which the one H200 that was measured
-# has places for 30 at once. A GPU whose GPCs hold fewer takes a second round.
+WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  # for more rows; fields as in `SHAPES`
+# For 225 to 288 rows of so few features: three tiles of 96 rows in clusters of four. The one H200 that was measured
+# holds 30 such clusters at once. A GPU whose GPCs hold fewer needs a second round.
 CROWDED_SHAPES, CROWDED_ROWS, CROWDED_SHARE = ((96, 1, 2, 128, WIDE_CLUSTER),), range(225, 289), 0.91
-# Of 64 or 192 features, so that some tile's number is just that of the SMs, or of whole rounds of them.
+# Blocks of 64 or 192 features, so that the number of tiles can be just that of the SMs, or of whole rounds of them.
 ROUND_SHAPES = (
     (112, 1, 3, 128, 1),
     (96, 1, 3, 128, 1),
@@ -152,7 +152,7 @@ ROUND_SHAPES = (
 # Tiles as work ranges: (tile_m, warpgroups, block_k, k blocks of a tile's end).
 RANGE_GROUP = 128
 RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
-# Where K may not be cut as the rows would like it, few rows of a small layer keep more SMs busy with less for each.
+# Smaller tiles, which occupy more SMs in small layers where K may not be cut as the rows would want it.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 
