@@ -34,8 +34,8 @@ SIGN_BITS = 0x80808080
 LOW_SIGN_BITS = 0x00800080
 ZERO_OF_CODES = 0x80808080  # fp16 -128 * 2**-24 in each half
 SUBNORMAL_UNIT = 2.0**24  # 1 / value of the fp16 subnormal whose bits are 1
-CHUNK_COLUMNS = 16  # of bytes: what one MMA contracts
-LANE_COLUMNS = 4  # of a chunk: a word
+CHUNK_COLUMNS = 16  # columns (bytes) that one MMA contracts
+LANE_COLUMNS = 4  # columns of a chunk that a lane has: a word
 
 
 class Codes:

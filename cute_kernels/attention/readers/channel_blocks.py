@@ -32,10 +32,10 @@ from cute_kernels.device import ptx
 from layouts.kv.channel_blocks import TAIL_TOKENS, UNIT_COLUMNS
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, block_token
 
-SIXTEEN = 0x4C004C00  # a pair of fp16
-LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, by prmt
+SIXTEEN = 0x4C004C00  # 16.0 as a pair of fp16
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # prmt selectors: the low, or the high, halves of two words
 QUERY_EXPONENT = 5
-LINE_BYTES = 128  # of the L1 cache
+LINE_BYTES = 128  # bytes of a line of the L1 cache
 RUN_WORDS = 4  # words of parameters side by side, one for each lane of four
 
 

@@ -19,7 +19,7 @@ from cute_kernels.gemm.device_operands import row_of
 from cute_kernels.gemm.inputs.config import VECTOR
 from cute_kernels.gemm.operands.fp8_config import RowsConfig
 
-WORDS = VECTOR // 2  # of a vector
+WORDS = VECTOR // 2  # 32-bit words of a vector
 LOW_HALVES = 0x5410
 
 

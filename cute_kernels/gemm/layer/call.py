@@ -40,9 +40,9 @@ from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
 Weight = PackedWeight | WeightTensors
-GATED, ADDING = 1, 2  # of the products: gate and up; down, which adds o's results
-# Those whose rows are normed. Never two one after the other: consumers of the second would leave its squares where the
-# store warp has yet to read the first one's. What lies between says that it has.
+GATED, ADDING = 1, 2  # numbers of products: gate and up; down, which adds o's results
+# Products whose rows are normed. Never two in succession: consumers of the second would overwrite the sums of squares
+# that the store warp has not read yet. The product between them makes sure that it has.
 NORMED: tuple[int, ...] = (1, 3)
 assert all(following - one > 1 for one, following in pairwise(NORMED))
 

@@ -19,15 +19,15 @@ CODE_TILE_BYTES, CODE_TILE_K = 2048, 64  # a tile of codes: 64 features
 STAGE_CODES = TILE_N * STAGE_K // 2
 STAGE_SCALES = TILE_N * 2 * (STAGE_K // GROUP)
 STAGE_BYTES = STAGE_CODES + STAGE_SCALES
-GROUP_LIMB_BYTES = 2 * GROUP  # of both limbs
-PART_BYTES = 4 * TILE_N  # of a consumer warp's accumulators of a work tile
-EARLY_BYTES = 8 << 20  # of the first product's codes, that are asked into L2 while the launch before ends
-PRODUCT_BYTES = 64  # of a product's numbers in shared memory
-SLOTS = 4  # of numbers of work tiles on their way to the warps
-BUFFERS = 2  # of the consumer warps' sums
-SET_WORDS = 3 << 13  # of results that others wait for: of 8192 hidden and 28672 inner features and less
+GROUP_LIMB_BYTES = 2 * GROUP  # bytes of both limbs of a group
+PART_BYTES = 4 * TILE_N  # bytes of a consumer warp's accumulators of a work tile
+EARLY_BYTES = 8 << 20  # bytes of the first product's codes that are prefetched into L2 while the previous launch ends
+PRODUCT_BYTES = 64  # bytes of a product's numbers in shared memory
+SLOTS = 4  # numbers of work tiles on their way from a loader warp to all warps
+BUFFERS = 2  # buffers of the consumer warps' sums
+SET_WORDS = 3 << 13  # words of results that others wait for: enough for 8192 hidden and 28672 inner features
 EXCHANGE_WORDS = 96 + 2 * SET_WORDS
-FORMAT = integers(4, GROUP)  # of all weights
+FORMAT = integers(4, GROUP)  # all weights have it
 
 
 @dataclass(frozen=True)

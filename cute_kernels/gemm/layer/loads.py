@@ -81,7 +81,7 @@ class Loader:
         k = cute.arch.shuffle_sync(product.k, 0)
         codes = product.codes + whole * (k * (CODE_TILE_BYTES // CODE_TILE_K)) + half * HALF_CODES
         scales = product.scales + whole * (k * GROUP_SCALES // GROUP) + half * (GROUP_SCALES // 2)
-        # Else each copy would ask which lanes have which address: 100 clocks.
+        # Marked as the same in all lanes: otherwise each copy would ask which lanes have which address, 100 clocks.
         codes, scales = uniform(codes), uniform(scales)
         stages = k // STAGE_K
         first, window = turn(rank, base, loaders), self.window_of(sizes, tile)
@@ -91,7 +91,7 @@ class Loader:
             position = base + j
             here = weights.producer_state_of(position)
             weights.producer_acquire(here)
-            if position >= window:  # until the stage has come that the same warp asked for so long before
+            if position >= window:  # limits this warp's copies in flight
                 weights.consumer_wait(weights.consumer_state_of(position - window))
             if lane == 0:
                 weights.producer_expect(here, STAGE_BYTES)

@@ -33,8 +33,8 @@ from cute_kernels.gemm.wgmma.limbs import LIMB_BASE
 
 FRAGMENT_N = 16  # features of an MMA
 FRAGMENTS = TILE_N // FRAGMENT_N
-WARP_CODES = HALF_CODES // FRAGMENTS  # a warp's load of 64 inputs
-SUMS = FRAGMENTS * 2  # of a thread: [fragment][feature]
+WARP_CODES = HALF_CODES // FRAGMENTS  # bytes of codes of 64 inputs that a warp loads
+SUMS = FRAGMENTS * 2  # accumulators of a thread, [fragment][feature]
 
 
 class Multiplier:

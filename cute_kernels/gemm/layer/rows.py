@@ -22,13 +22,13 @@ from cute_kernels.gemm.layer.memory import LayerMemory, Product, Sizes
 from cute_kernels.gemm.wgmma.resident_rows import MAGNITUDES, ResidentRows, RowsRoom
 
 GROUP_LANES, WARP_GROUPS = 8, 4
-BLOCK = GROUP // GROUP_LANES  # inputs of a step of MMAs, and of a lane
+BLOCK = GROUP // GROUP_LANES  # inputs of an MMA step, and of a lane
 LANE_WORDS = BLOCK // 2
-HALF_STEPS = GROUP_LANES // 2  # of half a group
-COLUMN_BYTES = 64  # of half a group
-HALF_BYTES = 2 * COLUMN_BYTES  # of both limbs
+HALF_STEPS = GROUP_LANES // 2  # MMA steps of half a group
+COLUMN_BYTES = 64  # bytes of one limb of half a group
+HALF_BYTES = 2 * COLUMN_BYTES  # bytes of both limbs of half a group
 PLACES = (0, 16)  # bytes of a lane's vectors
-PASSES = 3  # of groups that are asked for at once: 14336 inputs by twelve warps
+PASSES = 3  # groups whose loads a warp issues together: 14336 inputs by twelve warps
 CONSUMER_BARRIER = 1
 
 

@@ -19,9 +19,9 @@ MMA_N = 8  # columns of mma.m16n8
 BLOCK_K = (64, 128, 256)
 STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
 X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
-NUM_BUFFERS = 2  # of results in flight to the epilogue warps
+NUM_BUFFERS = 2  # buffers of results on their way to the epilogue warps
 FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns to the next one
-ALIGNMENT = 128  # bytes, of what bulk copies fill
+ALIGNMENT = 128  # bytes; where regions that bulk copies fill begin
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from cute_kernels.runtime.composed import changed
 from layouts.weights.hopper import TILE_N
 
 FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
-LAUNCH_US = 8.0  # of a launch, until the memory answers, and of the last products' way out: not in `estimate_us`
-MORE_TO_DECODE_US = 0.8  # besides, of zero points, or of groups of less than 128 inputs: an H200, 0 to 3 on two days
+LAUNCH_US = 8.0  # from the launch until memory answers, and from the last products to the end: not in `estimate_us`
+MORE_TO_DECODE_US = 0.8  # added for zero points, or groups of less than 128 inputs: an H200, 0 to 3 on two days
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6
 COMBINE_US = 0.4  # to add parts that lie in memory
-SLICES_US = 0.5  # to exchange parts that come at the same time: a store, a load that sees it,
+SLICES_US = 0.5  # to exchange parts that arrive at the same time: a store, a load that sees it,
 EACH_SLICE_US = 0.7  # and waiting for the slowest
-ACTIVATIONS_SHARE = 1.0  # of the time that activations take from L2 shows
+ACTIVATIONS_SHARE = 1.0  # share of the time to load activations from L2 that is not hidden
 STAGE_BYTES = 16 * 1024
-# What the activations of a CTA may take; few, as each is a kernel of its own.
+# Shared memory that a CTA's activations may take; few sizes, since each makes another kernel.
 X_BYTES = (30 * 1024, 80 * 1024, 132 * 1024)
 IN_FLIGHT_BYTES = 32 * 1024  # an SM's share of the memory's rate times its latency
 MAX_STAGES = 6
@@ -160,8 +160,7 @@ def candidate_configs(problem: LinearProblem) -> list[StreamConfig]:
     """Returns the configurations worth considering: one for each amount of shared memory that the activations may
     take."""
     base = base_config(problem)
-    # Three warps for the k blocks of a chunk keep pace with the memory better, where their longer stages leave a
-    # pipeline.
+    # Three warps along K keep pace with the memory better, where shared memory holds a pipeline of their longer stages.
     more = replace(base, k_warps=3) if base.n_tiles == 2 and base.block_k <= 128 else base
     most = most_x_bytes(base)
     configs = [with_stages(base if x_bytes == X_BYTES[-1] else more, min(x_bytes, most)) for x_bytes in X_BYTES]

@@ -92,7 +92,7 @@ class EntryLimbs(Activations):
         if not takes_limbs(config.format) or config.format.sums_inputs:
             return f"limbs want codes that are bytes, without zero points, not {config.format.key}"
         if config.num_stages % config.k_warps:
-            # By its parity a use of a stage would be taken for the next but one.
+            # Else a stage could have the parity of two rounds before.
             return f"num_stages {config.num_stages} is no multiple of the {config.k_warps} warpgroups that take turns"
         if self.half_last and (config.chunk_k_blocks > 1 or config.group_size == BLOCK_K):
             return f"half a k block of {config.format.key} in chunks of {config.chunk_k_blocks} is no chunk with scales"

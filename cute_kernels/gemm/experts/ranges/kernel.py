@@ -40,8 +40,9 @@ from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
 from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
 from layouts.weights.hopper import TILE_BYTES
 
-# Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has
-# made all that they wait for. It arrives and may have ended before they do, so neither is of all threads of the CTA.
+# Named barriers. MEETING: the consumer warps. CONSUMERS, EPILOGUE: the producer warp arrives once mbarriers are
+# initialised, and consumer or epilogue warps wait. The producer may end before the others wait, so no barrier has all
+# threads of the CTA.
 MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
@@ -339,7 +340,7 @@ class RangeRoles:
                 result = self.routing.result_place(shape, number, place)
                 target = self.epilogue.target_in(shape, block, result, vector, entry.expert * shape.n)
                 target = replace(target, count=cutlass.select_(rehearsing, Int32(0), target.count))
-                # Of parts of K the first has the bias: of the others all rows are after the last.
+                # Only the first part of K adds the bias: for other parts the row lies beyond the last one.
                 first = self.routing.first_k_block(shape, number) == 0
                 target = replace(target, row=cutlass.select_(first, target.row, shape.n))
                 self.epilogue.results.load_extras(operands, shape, target, extras)

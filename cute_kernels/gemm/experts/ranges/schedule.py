@@ -27,10 +27,10 @@ from cute_kernels.gemm.stream.schedule import MEMORY_BYTES_PER_US
 from cute_kernels.runtime.composed import changed
 from layouts.weights.hopper import TILE_N
 
-STAGES_BYTES = 104 * 1024  # of weights in a pipeline, at most: what is asked for at once is not to be more than needed
-LEAST_STAGES_BYTES = 48 * 1024  # what is on its way to an SM, and a stage more for each warpgroup
+STAGES_BYTES = 104 * 1024  # the most weights in a pipeline: no more loads are in flight than needed
+LEAST_STAGES_BYTES = 48 * 1024  # bytes in flight to an SM, and one more stage for each warpgroup
 EPILOGUE_WARPS = 2
-SPARE_BYTES = 1024  # of shared memory, for alignment
+SPARE_BYTES = 1024  # bytes of shared memory that alignment may take
 
 
 class RangeShape(NamedTuple):
@@ -41,14 +41,14 @@ class RangeShape(NamedTuple):
     chunk_k_blocks: int
 
 
-SHAPES = (RangeShape(1, 3, 2), RangeShape(2, 3, 1))  # what was the fastest somewhere
-# Of smaller groups than a k block: each has accumulators of its own, which three warpgroups have no registers for.
+SHAPES = (RangeShape(1, 3, 2), RangeShape(2, 3, 1))  # each was the fastest for some product
+# For groups of less than a k block: each has accumulators of its own, for which three warpgroups lack registers.
 SMALL_GROUP_SHAPES = (RangeShape(2, 2, 1),)
-PARTS = (2, 4)  # of K, where it has no room whole
-# An H200's, fitted to measured times (tests/facts/moe.json).
-START_US = 7.2  # of a launch, until the first weights have come, and of the way out
-BLOCK_US = 0.08  # of a block, beyond the memory's time for it
-LEAST_SHARE = 0.5  # of the time of a round of blocks, however few CTAs have one more
+PARTS = (2, 4)  # parts of K, where shared memory has no room for all of it
+# Times of an H200, fitted to measurements (tests/facts/moe.json).
+START_US = 7.2  # from the launch to the first weights, and from the last product to the end
+BLOCK_US = 0.08  # for a block, beyond the memory's time for it
+LEAST_SHARE = 0.5  # of a round's time, however few CTAs have one block more
 
 
 @dataclass(frozen=True)

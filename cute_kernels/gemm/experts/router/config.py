@@ -13,8 +13,8 @@ from cute_kernels.gemm.wgmma.results import one_of
 
 WARPS = 8
 SORTING_WARPS = 32
-MAX_TOKENS = 64  # of a launch that has the product in it
-MAX_CHOICES = WARP_THREADS  # experts of a token, and groups: one of a lane
+MAX_TOKENS = 64  # the most tokens of a launch that computes the product, too
+MAX_CHOICES = WARP_THREADS  # the most experts of a token, and groups: one for each lane
 LANE_EXPERTS = (4, 8, 16)
 TILE_TOKENS = (1, 8)
 LOGITS, IDS = "logits", "ids"

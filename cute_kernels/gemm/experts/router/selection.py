@@ -20,9 +20,9 @@ from cute_kernels.gemm.experts.router.routing import LEAST_SUM, SCORINGS
 
 NONE = -(2**31)  # below the key of any number
 NAN_KEY = 0x7FFFFFFF
-LEAST_KEY = 0x807FFFFF - 2**32  # of -inf
+LEAST_KEY = 0x807FFFFF - 2**32  # the key of -inf
 NOWHERE = 1 << 20  # above all indices
-GROUP_SHIFT = 20  # of the reciprocal of a group's size: exact for experts below 1024
+GROUP_SHIFT = 20  # bits of the reciprocal of a group's size: exact for experts below 1024
 ALL_LANES = lanes.neighbours(WARP_THREADS)
 
 
