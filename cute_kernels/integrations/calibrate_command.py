@@ -48,7 +48,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--kv-format",
         type=kv_format,
         metavar="NAME[,NAME]",
-        help="format of the cache, or K's,V's, or a .json file of formats by layer (default: int4_g4)",
+        help="format of the cache, or K's,V's, or a .json file of formats by layer (default: int4_g4; "
+        "the recommended cache is int8_token_head,int4_g4)",
     )
     command.add_argument(
         "--budget",
