@@ -33,12 +33,14 @@ def attend(rank: int, rendezvous: str) -> None:
     k_cache, v_cache = quantize_kv(k, kv_format=K_FORMAT), quantize_kv(v, kv_format=V_FORMAT)
 
     share = TOKENS // RANKS
-    own = [cache[:, rank * share : (rank + 1) * share].contiguous() for cache in (k_cache, v_cache)]
+    own_k, own_v = (cache[:, rank * share : (rank + 1) * share].contiguous() for cache in (k_cache, v_cache))
     lengths = torch.full((BATCH,), share, dtype=torch.int32, device=device)
     if rank == RANKS - 1:  # the newest token's place is here
-        state = append_and_decode(q, new_k, new_v, *own, lengths, kv_format=(K_FORMAT, V_FORMAT), return_lse=True)
+        state = append_and_decode(
+            q, new_k, new_v, own_k, own_v, lengths, kv_format=(K_FORMAT, V_FORMAT), return_lse=True
+        )
     else:
-        state = decode_attention(q, *own, lengths, kv_format=(K_FORMAT, V_FORMAT), return_lse=True)
+        state = decode_attention(q, own_k, own_v, lengths, kv_format=(K_FORMAT, V_FORMAT), return_lse=True)
     out, lse = merge_over_ranks(*state)  # the same bits on every rank
 
     whole = decode_attention(q, k_cache, v_cache, lengths * RANKS, kv_format=(K_FORMAT, V_FORMAT), return_lse=True)
