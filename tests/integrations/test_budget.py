@@ -76,7 +76,9 @@ def test_a_file_that_says_no_formats_is_named(text, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         LayerFormats.load(path)
     assert str(path) in str(error.value)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(
+        FileNotFoundError, match="none.json: no such file; `cute-kernels calibrate --budget` writes one"
+    ):
         told_formats(tmp_path / "none.json")
 
 

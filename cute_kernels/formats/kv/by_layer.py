@@ -64,6 +64,8 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
         """
         try:
             data = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path}: no such file; `cute-kernels calibrate --budget` writes one") from None
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{path}: got no JSON ({error}), want what `cute-kernels calibrate --budget` writes"
