@@ -13,7 +13,7 @@ from cute_kernels.gemm.stream import schedule as stream
 from cute_kernels.gemm.stream.schedule import FEW_ROWS, StreamSchedule
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as tiles
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 
 Schedule = StreamSchedule | TileSchedule
 

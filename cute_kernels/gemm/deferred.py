@@ -37,7 +37,7 @@ from cute_kernels.gemm.served import may_load, schedule_for
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightForm, WeightTensors
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.norm.config import MAX_COLUMNS
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported

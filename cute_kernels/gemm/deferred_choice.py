@@ -11,7 +11,7 @@ from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind, norm_of, with_norm
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 
 NORM_US = 1.5  # of a norm's launch, at least
 SHIPPED_ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -14,7 +14,7 @@ from cute_kernels.gemm.normed import RowNorm
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import Product, problem_of, product_of
 from cute_kernels.gemm.reference import prepare_input
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Plan

@@ -19,7 +19,7 @@ from cute_kernels.gemm.served import schedule_for
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu

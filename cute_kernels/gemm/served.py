@@ -21,8 +21,9 @@ from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma import schedule as many
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
-from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule
+from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.spec import KernelSpec

@@ -14,6 +14,7 @@ import json
 import re
 import typing
 from abc import ABC, ABCMeta, abstractmethod
+from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
 from cute_kernels.architecture import LIMITS, Limits, least_of
@@ -35,6 +36,11 @@ def check_config(config: Config) -> None:
     reason = config.can_implement()
     if reason is not None:
         raise ValueError(f"config: {reason} ({config})")
+
+
+def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
+    """Returns why ``value`` is refused, if it is none of those wanted; else None."""
+    return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
 
 
 class KernelSpec(ABC):

@@ -32,7 +32,8 @@ from cute_kernels.gemm.layer.config import config_for
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
-from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of
+from cute_kernels.gemm.wgmma.launch import TileSchedule
+from cute_kernels.gemm.wgmma.schedule import range_configs, schedule_of
 from cute_kernels.integrations import attention_kernels
 from cute_kernels.kv_cache import Rope
 from cute_kernels.norm.compile import NormSpec

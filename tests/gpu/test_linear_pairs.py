@@ -10,9 +10,10 @@ import torch
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.results import Dsmem
-from cute_kernels.gemm.wgmma.schedule import TileSchedule, tile_schedules
+from cute_kernels.gemm.wgmma.schedule import tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import CUDA, activations, check_epilogues
 from tests.gpu.test_linear_wgmma import as_multiplied, check_sums, launch

@@ -19,6 +19,7 @@ from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import invariant
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
 from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import (
@@ -26,7 +27,6 @@ from cute_kernels.gemm.wgmma.schedule import (
     LARGE_TILE_M,
     MOST_WIDE_ROWS,
     WIDE_CLUSTER,
-    TileSchedule,
     make_tile_schedule,
     tile_schedules,
 )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cute_kernels.gemm.wgmma import tiles
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 
 
 def grid_of(schedule: TileSchedule) -> tiles.TileGrid:

@@ -18,7 +18,7 @@ from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import deferred
 from cute_kernels.gemm.wgmma.deferred_config import TAKES
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from tests.launchers import LOWEST_ADDRESS, given_to, recording
 from tests.linear.cases import known, problem_of, random_weight, with_parts
 from tests.tensors import apart, offset

@@ -19,6 +19,7 @@ from cute_kernels.gemm.wgmma import deferred_norm
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.deferred_config import FACTOR_WARPS, GIVES, TAKES, DeferredKind, norm_of, with_norm
 from cute_kernels.gemm.wgmma.epilogue import Store
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, ResidentLimbs
 from cute_kernels.gemm.wgmma.places import Corner
 from cute_kernels.gemm.wgmma.results import (
@@ -28,7 +29,6 @@ from cute_kernels.gemm.wgmma.results import (
     StagedStore,
     WorkspaceSplitK,
 )
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
 from layouts import banks
 from simulator import stand_in
 from tests.attention import warp as machine

@@ -15,12 +15,12 @@ from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.costs import MainloopCost
 from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
+from cute_kernels.gemm.wgmma.launch import MainloopCost, TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
 from cute_kernels.gemm.wgmma.places import corner_of
 from cute_kernels.gemm.wgmma.results import Reduction, WholeK
-from cute_kernels.gemm.wgmma.schedule import CANDIDATES, TileSchedule
+from cute_kernels.gemm.wgmma.schedule import CANDIDATES
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, dense_scheduler
 from cute_kernels.runtime.sources import reached
 

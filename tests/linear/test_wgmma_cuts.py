@@ -13,9 +13,10 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import places, tiles
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import Limbs, MmaSync
 from cute_kernels.gemm.wgmma.results import RowCuts, WholeK, WorkspaceSplitK
-from cute_kernels.gemm.wgmma.schedule import TileSchedule, schedule_of
+from cute_kernels.gemm.wgmma.schedule import schedule_of
 from cute_kernels.gemm.wgmma.stages import with_stages
 from simulator import PlainThread
 from tests.linear import plain_work_tiles

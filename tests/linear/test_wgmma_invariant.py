@@ -13,8 +13,9 @@ from cute_kernels.gemm import choice
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import invariant
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.results import MOST_SEQUENTIAL_M, RowExchange, SequentialSplitK
-from cute_kernels.gemm.wgmma.schedule import TileSchedule, estimate_us, make_tile_schedule
+from cute_kernels.gemm.wgmma.schedule import estimate_us, make_tile_schedule
 from simulator import Altered, PlainThread, stand_in
 from tests import facts
 

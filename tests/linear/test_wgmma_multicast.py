@@ -15,9 +15,10 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import memory, tiles
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import Limbs, MmaSync
 from cute_kernels.gemm.wgmma.results import RowExchange
-from cute_kernels.gemm.wgmma.schedule import TileSchedule, make_tile_schedule, schedule_of
+from cute_kernels.gemm.wgmma.schedule import make_tile_schedule, schedule_of
 from simulator import PlainThread
 from tests.linear import plain_work_tiles
 

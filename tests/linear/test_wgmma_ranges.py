@@ -14,8 +14,9 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import epilogue, places, ranges
 from cute_kernels.gemm.wgmma.deferred_config import TAKES, with_norm
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.results import RangeSplitK
-from cute_kernels.gemm.wgmma.schedule import TileSchedule, range_configs, schedule_of, tile_schedules
+from cute_kernels.gemm.wgmma.schedule import range_configs, schedule_of, tile_schedules
 from simulator import PlainThread, stand_in
 from tests.attention import warp as machine
 from tests.linear import plain_work_tiles

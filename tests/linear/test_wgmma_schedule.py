@@ -16,11 +16,11 @@ from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import cost_of
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import Dsmem, RangeSplitK, RowExchange, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import (
     LARGE_TILE_M,
-    TileSchedule,
     candidate_configs,
     dsmem_configs,
     estimate_us,

@@ -17,7 +17,7 @@ from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.stream.schedule import StreamSchedule
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma import invariant
-from cute_kernels.gemm.wgmma.schedule import TileSchedule
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from tests.linear.segments import segments_of
 
 GPU = "NVIDIA H200"

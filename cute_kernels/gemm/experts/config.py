@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import COMBINE
-from cute_kernels.gemm.wgmma.results import one_of
+from cute_kernels.runtime.spec import one_of
 
 COMBINE_THREADS = 128
 COMBINE_VECTOR = 4  # columns of a thread

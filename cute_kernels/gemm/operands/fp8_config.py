@@ -16,7 +16,8 @@ from cute_kernels.gemm.wgmma.mainloops import (
     X_SCALE_ALIGNMENT,
     Mainloop,
 )
-from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, WorkspaceSplitK, one_of
+from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, WorkspaceSplitK
+from cute_kernels.runtime.spec import one_of
 
 FP8 = "fp8"
 X_GROUP = 128  # inputs of a row of x that share a scale, where they are not all of K: a k block

@@ -13,8 +13,9 @@ from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apar
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MEMORY_BYTES_PER_CLOCK, START_CLOCKS
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.results import RowCuts, WorkspaceSplitK
-from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, TileSchedule, of_format, schedule_of
+from cute_kernels.gemm.wgmma.schedule import MAX_SPLITS, of_format, schedule_of
 from cute_kernels.gemm.wgmma.stages import with_stages
 
 # (rows of x, tiles of 64 features of a warpgroup, CTAs that multicast x), where a k block has one group, and several.

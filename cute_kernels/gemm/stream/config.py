@@ -11,7 +11,7 @@ from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import ActivationFunction, symbol_of
 from cute_kernels.gemm.arguments import STREAM_KERNEL, CompiledAs
-from cute_kernels.gemm.wgmma.results import one_of
+from cute_kernels.runtime.spec import one_of
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA

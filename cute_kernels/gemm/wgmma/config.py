@@ -20,7 +20,8 @@ from cute_kernels.gemm.wgmma.mainloops import (
     ResidentLimbs,
 )
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
-from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, StagedStore, one_of
+from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, StagedStore
+from cute_kernels.runtime.spec import one_of
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
 
 WARPGROUP_WARPS = 4

@@ -10,62 +10,21 @@ is measured and compiled kernels do not. Plain Python, no GPU.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar
 
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, ResidentConfig, WgmmaConfig
+from cute_kernels.gemm.wgmma.launch import MainloopCost, TileRates, TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
-
-if TYPE_CHECKING:
-    from cute_kernels.gemm.wgmma.schedule import TileSchedule
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
 SM_BYTES_PER_CLOCK = 26  # the most bytes that an SM receives in a clock
 START_CLOCKS = 7300  # from the launch to the first MMAs
 SHORT_ROWS = range(65, 257)  # rows of products that end before the GPU lowers its clock; fewer are often in one tile
-K_BLOCK_CLOCKS = 90  # added for each k block that is decoded
-# Added where all tiles are cut and their parts added in global memory. That costs nothing in a launch, 2.6 us in a
-# graph of one launch. So other tiles are taken unless they are expected to take this much longer.
-ALL_CUT_US = 0.6
 MULTICAST_GAIN = 0.02  # share of a k block's time, in a launch between others; 0.05 in launches of the same kind
 MULTICAST_CLOCKS = 3000  # for a cluster that multicasts to meet before its first copy and after its last
-
-
-class MainloopCost(ABC):
-    """The cost model of a mainloop and its store; a reduction computes a launch's clocks from it.
-
-    Attributes:
-        dsmem: clocks of a DSMEM reduction in a cluster of two.
-        dsmem_row: additional clocks for each row of a tile and each CTA beyond two.
-    """
-
-    dsmem: float = 0
-    dsmem_row: float = 0
-
-    @abstractmethod
-    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks of a k block of a CTA's tile, averaged over tiles of rows."""
-
-    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks that a launch's start takes beyond `START_CLOCKS`."""
-        return 0
-
-    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
-        """Returns the rates from which reductions compute their own clocks; zeros where storing hides them."""
-        return NO_RATES
-
-    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the clocks of storing a whole tile's results, during which no MMAs run."""
-        rates = self.rates_of(problem, config)
-        return rates.work_tile + rates.work_tile_acc * config.thread_acc
-
-    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the additional microseconds of a launch whose tiles are all cut, with parts added in memory. No other
-        function counts this time."""
-        return self.rates_of(problem, schedule.config).all_cut_us
 
 
 def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
@@ -76,41 +35,6 @@ def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
 def bytes_per_clock(schedule: TileSchedule) -> float:
     """Returns the rate at which a CTA's weights are loaded, in bytes per clock."""
     return min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
-
-
-class TileRates(NamedTuple):
-    """Clocks of decoded tiles, per k16 step of a tile of 64 features unless stated otherwise.
-
-    Attributes:
-        decode, row: clocks of decoding, however few rows there are; additional clocks per row.
-        mma, mma_row: clocks of MMAs beyond the tensor cores' half clock per row; additional clocks per row.
-        k_block: additional clocks per decoded k block.
-        work_tile, work_tile_acc: clocks of storing a work tile's results; additional clocks per accumulator of a
-            thread.
-        combine, combine_part: clocks of exchanging parts of K through the workspace; additional clocks per other part
-            and accumulator of a thread.
-        join, join_acc: clocks of exchanging rows in a cluster; additional clocks per other CTA and accumulator of a
-            thread.
-        all_cut_us: microseconds, as in `MainloopCost`.
-        in_flight_gain: fraction of a k block's time that two groups of MMAs in flight save, outside clusters.
-    """
-
-    decode: float
-    row: float
-    mma: float
-    mma_row: float = 0.0
-    k_block: float = K_BLOCK_CLOCKS
-    work_tile: float = 3100.0
-    work_tile_acc: float = 0.0
-    combine: float = 2100.0
-    combine_part: float = 46.0
-    join: float = 2800.0
-    join_acc: float = 40.0
-    all_cut_us: float = ALL_CUT_US
-    in_flight_gain: float = 0.0
-
-
-NO_RATES = TileRates(0, 0, 0, work_tile=0, combine=0, combine_part=0, join=0, join_acc=0)
 
 
 class DecodedCost(MainloopCost):

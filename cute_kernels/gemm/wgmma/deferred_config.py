@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM, CompiledAs
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
-from cute_kernels.gemm.wgmma.results import (
-    Dsmem,
-    RowExchange,
-    StagedStore,
-    WholeK,
-    WorkspaceSplitK,
-    one_of,
-)
+from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, StagedStore, WholeK, WorkspaceSplitK
+from cute_kernels.runtime.spec import one_of
 from layouts.weights.hopper import TILE_N
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import schedule as plain
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.results import Dsmem, SequentialSplitK
 from cute_kernels.gemm.wgmma.schedule import (
@@ -30,7 +31,6 @@ from cute_kernels.gemm.wgmma.schedule import (
     NARROW_SHAPES,
     SHAPES,
     WIDE_CLUSTER,
-    TileSchedule,
     estimate_us,
 )
 from cute_kernels.gemm.wgmma.stages import with_stages

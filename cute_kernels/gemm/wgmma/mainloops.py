@@ -28,8 +28,8 @@ from cute_kernels.gemm.wgmma.results import (
     SequentialSplitK,
     WholeK,
     WorkspaceSplitK,
-    one_of,
 )
+from cute_kernels.runtime.spec import one_of
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:

@@ -8,19 +8,18 @@ names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from cute_kernels.gemm.activations.base import ActivationFunction
 from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
+from cute_kernels.runtime.spec import one_of
 
 if TYPE_CHECKING:
     from cute_kernels.gemm.problem import LinearProblem
     from cute_kernels.gemm.wgmma.config import WgmmaConfig
-    from cute_kernels.gemm.wgmma.costs import MainloopCost
-    from cute_kernels.gemm.wgmma.schedule import TileSchedule
+    from cute_kernels.gemm.wgmma.launch import MainloopCost, TileSchedule
 
 _ROOM = "cute_kernels.gemm.wgmma"
 CHUNK_M = 64  # rows of x that a warpgroup stores at a time, if nothing else is said
@@ -34,11 +33,6 @@ RANGE_CLOCKS, RANGE_SPREAD = 4600, 1.05
 MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
 TMA_TILE_ALIGNMENT = 1024
 WGMMA_N_STEP = 8  # the fewest columns of an MMA; also the rows among which the 128-byte swizzle exchanges pieces
-
-
-def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
-    """Returns why ``value`` is refused, if it is none of those wanted; else None."""
-    return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------

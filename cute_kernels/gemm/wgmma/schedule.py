@@ -8,7 +8,7 @@ policy is in `.costs`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -16,13 +16,8 @@ from typing import NamedTuple
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, WgmmaConfig
-from cute_kernels.gemm.wgmma.costs import (
-    CLOCKS_PER_US,
-    MULTICAST_CLOCKS,
-    SHORT_ROWS,
-    START_CLOCKS,
-    cost_of,
-)
+from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, SHORT_ROWS, START_CLOCKS, cost_of
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs
 from cute_kernels.gemm.wgmma.results import (
@@ -154,57 +149,6 @@ RANGE_GROUP = 128
 RANGE_SHAPES = ((128, 2, 128, 3), (112, 2, 128, 5), (96, 2, 128, 5), (80, 2, 128, 5))
 # Smaller tiles, which occupy more SMs in small layers where K may not be cut as the rows would want it.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
-
-
-@dataclass(frozen=True)
-class TileSchedule:
-    """The layout of one launch. Tiles of a last, incomplete round are cut along K or rows of x.
-
-    Attributes:
-        config: the compiled variant.
-        num_tiles: tiles of 64 output features.
-        m_tiles: tiles of rows of x.
-        k_blocks: k blocks of the padded K.
-        splits: parts of a tile that is cut, along K (none of them empty) or along rows of x.
-        num_ctas: number of CTAs that run.
-        whole: tiles that are not cut.
-    """
-
-    config: WgmmaConfig
-    num_tiles: int
-    m_tiles: int
-    k_blocks: int
-    splits: int
-    num_ctas: int
-    whole: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of output features; CTAs that share activations by TMA multicast have one block together."""
-        return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
-
-    @property
-    def num_tiles_cut(self) -> int:
-        return self.blocks * self.m_tiles - self.whole
-
-    @property
-    def num_work_tiles(self) -> int:
-        """Number of work tiles: whole tiles and parts of tiles."""
-        return self.whole + self.num_tiles_cut * self.splits
-
-    @property
-    def split_k_blocks(self) -> int:
-        return -(-self.k_blocks // self.splits)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The launch arguments that the schedule decides, by name."""
-        return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "whole", "splits", "num_ctas")}
-
-    @property
-    def workspace_words(self) -> int:
-        """fp32 words of partial accumulators in the workspace."""
-        return self.config.reduction.partial_words(self)
 
 
 @lru_cache(maxsize=4096)

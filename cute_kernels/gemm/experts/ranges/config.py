@@ -16,7 +16,8 @@ from cute_kernels.gemm.wgmma.mainloops import (
     ROW_SCALE_BYTES,
     takes_limbs,
 )
-from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT, one_of
+from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
+from cute_kernels.runtime.spec import one_of
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x
 GROUP_SIZES = (MMA_GROUP, LIMB_GROUP // 2, LIMB_GROUP)

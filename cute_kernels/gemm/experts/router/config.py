@@ -9,7 +9,7 @@ from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import ROUTING
 from cute_kernels.gemm.experts.router.arguments import ROUTER, SELECT
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
-from cute_kernels.gemm.wgmma.results import one_of
+from cute_kernels.runtime.spec import one_of
 
 WARPS = 8
 SORTING_WARPS = 32

@@ -11,7 +11,7 @@ from typing import ClassVar
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_schedule import SLOTS_SHARE, issue_slots
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.costs import K_BLOCK_CLOCKS
+from cute_kernels.gemm.wgmma.launch import K_BLOCK_CLOCKS
 from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
 
 WORK_TILE_CLOCKS = 2200  # to store the results of two warpgroups where decoding or memory is the bound

@@ -1,0 +1,139 @@
+"""One launch of a product of tiles: how its work is laid out, and the clocks from which its time is computed.
+
+A reduction (`.results`) lays a launch out and computes its time from the cost model of the configuration's mainloop,
+which `.costs` has. Plain Python, no GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
+
+K_BLOCK_CLOCKS = 90  # added for each k block that is decoded
+# Added where all tiles are cut and their parts added in global memory. That costs nothing in a launch, 2.6 us in a
+# graph of one launch. So other tiles are taken unless they are expected to take this much longer.
+ALL_CUT_US = 0.6
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """The layout of one launch. Tiles of a last, incomplete round are cut along K or rows of x.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features.
+        m_tiles: tiles of rows of x.
+        k_blocks: k blocks of the padded K.
+        splits: parts of a tile that is cut, along K (none of them empty) or along rows of x.
+        num_ctas: number of CTAs that run.
+        whole: tiles that are not cut.
+    """
+
+    config: WgmmaConfig
+    num_tiles: int
+    m_tiles: int
+    k_blocks: int
+    splits: int
+    num_ctas: int
+    whole: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of output features; CTAs that share activations by TMA multicast have one block together."""
+        return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
+
+    @property
+    def num_tiles_cut(self) -> int:
+        return self.blocks * self.m_tiles - self.whole
+
+    @property
+    def num_work_tiles(self) -> int:
+        """Number of work tiles: whole tiles and parts of tiles."""
+        return self.whole + self.num_tiles_cut * self.splits
+
+    @property
+    def split_k_blocks(self) -> int:
+        return -(-self.k_blocks // self.splits)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The launch arguments that the schedule decides, by name."""
+        return {name: getattr(self, name) for name in ("num_tiles", "k_blocks", "whole", "splits", "num_ctas")}
+
+    @property
+    def workspace_words(self) -> int:
+        """fp32 words of partial accumulators in the workspace."""
+        return self.config.reduction.partial_words(self)
+
+
+class TileRates(NamedTuple):
+    """Clocks of decoded tiles, per k16 step of a tile of 64 features unless stated otherwise.
+
+    Attributes:
+        decode, row: clocks of decoding, however few rows there are; additional clocks per row.
+        mma, mma_row: clocks of MMAs beyond the tensor cores' half clock per row; additional clocks per row.
+        k_block: additional clocks per decoded k block.
+        work_tile, work_tile_acc: clocks of storing a work tile's results; additional clocks per accumulator of a
+            thread.
+        combine, combine_part: clocks of exchanging parts of K through the workspace; additional clocks per other part
+            and accumulator of a thread.
+        join, join_acc: clocks of exchanging rows in a cluster; additional clocks per other CTA and accumulator of a
+            thread.
+        all_cut_us: microseconds, as in `MainloopCost`.
+        in_flight_gain: fraction of a k block's time that two groups of MMAs in flight save, outside clusters.
+    """
+
+    decode: float
+    row: float
+    mma: float
+    mma_row: float = 0.0
+    k_block: float = K_BLOCK_CLOCKS
+    work_tile: float = 3100.0
+    work_tile_acc: float = 0.0
+    combine: float = 2100.0
+    combine_part: float = 46.0
+    join: float = 2800.0
+    join_acc: float = 40.0
+    all_cut_us: float = ALL_CUT_US
+    in_flight_gain: float = 0.0
+
+
+NO_RATES = TileRates(0, 0, 0, work_tile=0, combine=0, combine_part=0, join=0, join_acc=0)
+
+
+class MainloopCost(ABC):
+    """The cost model of a mainloop and its store; a reduction computes a launch's clocks from it.
+
+    Attributes:
+        dsmem: clocks of a DSMEM reduction in a cluster of two.
+        dsmem_row: additional clocks for each row of a tile and each CTA beyond two.
+    """
+
+    dsmem: float = 0
+    dsmem_row: float = 0
+
+    @abstractmethod
+    def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Returns the clocks of a k block of a CTA's tile, averaged over tiles of rows."""
+
+    def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Returns the clocks that a launch's start takes beyond `.costs.START_CLOCKS`."""
+        return 0
+
+    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        """Returns the rates from which reductions compute their own clocks; zeros where storing hides them."""
+        return NO_RATES
+
+    def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        """Returns the clocks of storing a whole tile's results, during which no MMAs run."""
+        rates = self.rates_of(problem, config)
+        return rates.work_tile + rates.work_tile_acc * config.thread_acc
+
+    def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
+        """Returns the additional microseconds of a launch whose tiles are all cut, with parts added in memory. No other
+        function counts this time."""
+        return self.rates_of(problem, schedule.config).all_cut_us
