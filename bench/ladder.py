@@ -16,9 +16,8 @@ import torch
 from bench.entry import Entry
 from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.decode_schedule import DecodeSchedule
-from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.runtime.composed import changed
 from layouts.banks import wavefronts
 from layouts.kv.tile import WORD_BYTES, RowTile

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cute_kernels.attention.checks import CACHES, check_readable
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, copies_per_tile
 from cute_kernels.attention.policies import (
     BLOCK_QUERIES,
     MAX_BLOCKS_PER_WARP,
@@ -19,7 +19,7 @@ from cute_kernels.attention.policies import (
     WarpMma,
 )
 from cute_kernels.attention.problem import AttentionProblem
-from cute_kernels.attention.tiles import MAP_UNIT, copies_per_tile, kernel_format, map_problem
+from cute_kernels.attention.tiles import MAP_UNIT, kernel_format, map_problem
 from cute_kernels.formats.kv import KvFormat, format_of
 from cute_kernels.formats.scores import options_in
 from cute_kernels.formats.scores.features import PLAIN

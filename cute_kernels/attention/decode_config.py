@@ -1,6 +1,7 @@
-"""Every compile-time choice of the decode attention kernel, as data. No GPU types here."""
+"""Every compile-time choice of the decode attention kernel, as data, and its tiles of K and V. No GPU types here."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
@@ -15,12 +16,13 @@ from cute_kernels.attention.policies import (
     WarpMma,
     joined,
 )
-from cute_kernels.attention.tiles import map_problem, most_filling_warps, tiles_of
+from cute_kernels.attention.tiles import MAP_WORDS, MAX_BOX, MappedTile, map_problem
 from cute_kernels.device.cuda import BARRIER_BYTES, WARP_THREADS
 from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.kv.base import Use
 from cute_kernels.formats.scores.features import PLAIN, Features
-from layouts.kv.tile import BLOCK_TOKENS
+from layouts.kv.swizzled_tile import SwizzledTile
+from layouts.kv.tile import BLOCK_TOKENS, RowTile, plan_tiles
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 CTAS_SHIFT = 8  # from this bit on a launch's mode has log2 of the CTAs that the GPU holds at a time
@@ -296,6 +298,70 @@ class DecodeConfig:
         if (self.smem_bytes + limits.reserved_shared_bytes) * ctas > limits.sm_shared_bytes:
             return f"{ctas} CTAs of {self.smem_bytes} bytes exceed the {limits.shared_bytes} bytes of an SM"
         return None
+
+
+@lru_cache(maxsize=4096)
+def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
+    """Returns the shared-memory images of K and of V of one tile, which agree about the order of tokens."""
+    return plan_tiles(_tile(config, "k", config.k), _tile(config, "v", config.v))
+
+
+def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
+    """Returns the tokens that one bulk or tensor-map copy brings."""
+    if isinstance(tile, RowTile) and not _is_mapped(config, tile):
+        return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
+    return min(config.tile_tokens, config.page_tokens or MAX_BOX)
+
+
+def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
+    """Returns whether a tensor map brings raw rows."""
+    return config.copies[0 if tile.operand == "k" else 1] == "map"
+
+
+def copies_per_tile(config: DecodeConfig) -> int:
+    """Returns how many copies bring one tile of K and V; tensor maps of bare elements bring one head at a time."""
+    heads = [1 if isinstance(tile, RowTile) else config.mainloop.num_heads for tile in tiles_of(config)]
+    tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
+    return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
+
+
+def lane_tokens(config: DecodeConfig) -> int:
+    """Returns the tokens of a tile that one lane copies in bulk; they lie in one page. The lane at its start copies a
+    longer run."""
+    runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
+    if not runs:
+        return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
+    even = 1 << (-(-config.tile_tokens // WARP_THREADS) - 1).bit_length()
+    return max(even, min(runs))
+
+
+def most_filling_warps(config: DecodeConfig) -> int:
+    """Returns the most producer warps that all have something to copy in every whole tile."""
+    if "word" in config.copies:
+        return config.tile_tokens
+    tma_tiles = [
+        config.tile_tokens // tokens_per_copy(config, tile)
+        for tile in tiles_of(config)
+        if isinstance(tile, SwizzledTile)
+    ]
+    return max(config.tile_tokens // lane_tokens(config), *tma_tiles, 1)
+
+
+def _tile(config: DecodeConfig, operand: str, load: CacheLoad) -> RowTile | SwizzledTile:
+    form, head_dim = load.form, load.head_dim
+    if not form.has_header:
+        return SwizzledTile(head_dim, form.code_bits // 8, config.mainloop.num_heads, config.tile_tokens)
+    kind = MappedTile if load.copy == "map" else RowTile
+    return kind(
+        head_dim,
+        form.code_bits,
+        form.header_words(head_dim),
+        config.mainloop.num_heads,
+        config.tile_tokens,
+        operand,
+        config.runs.contiguous,
+        1 if load.copy == "word" else MAP_WORDS,
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.attention.candidates import MOST_CTAS, candidate_configs, costs_of
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, copies_per_tile
 from cute_kernels.attention.problem import AttentionProblem
-from cute_kernels.attention.tiles import copies_per_tile
 
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
 # How much more than its share of the memory's rate an SM can digest.

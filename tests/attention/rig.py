@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
-from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.formats.kv import KvFormat, load_code
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token

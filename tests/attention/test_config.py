@@ -8,9 +8,8 @@ import pytest
 
 from cute_kernels.architecture import HOPPER
 from cute_kernels.attention.compile import AttentionSpec, shipped_specs
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.policies import CacheLoad, CopyPipeline, TokenRuns, WarpMma
-from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.runtime.composed import changed
 from cute_kernels.runtime.wanted import record_of, spec_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.problem import AttentionProblem
-from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.formats.kv import HEAD_DIMS
 from cute_kernels.runtime import native
 from cute_kernels.runtime.composed import changed

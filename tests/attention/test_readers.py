@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cute_kernels.attention.candidates import candidate_configs
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.problem import AttentionProblem
-from cute_kernels.attention.tiles import cannot_read, tiles_of
+from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import FORMATS, HEAD_DIMS, format_of
 from cute_kernels.runtime import native
 from cute_kernels.runtime.composed import changed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.compile import shipped_specs
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.decode_schedule import (
     estimate_us,
     expected_costs,
@@ -20,7 +20,7 @@ from cute_kernels.attention.decode_schedule import (
     split_options,
 )
 from cute_kernels.attention.problem import AttentionProblem
-from cute_kernels.attention.tiles import cannot_read, kernel_format, tiles_of
+from cute_kernels.attention.tiles import cannot_read, kernel_format
 from cute_kernels.formats.kv import FORMATS as ALL_FORMATS
 from cute_kernels.formats.kv import HEAD_DIMS, format_of
 from cute_kernels.formats.scores.features import Features

@@ -5,8 +5,8 @@ from itertools import pairwise, product
 import pytest
 
 from cute_kernels.attention.compile import shipped_specs
-from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.tiles import MappedTile, tiles_of
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
+from cute_kernels.attention.tiles import MappedTile
 from cute_kernels.formats.kv import HEAD_DIMS
 from layouts import banks
 from layouts.kv.swizzled_tile import CHUNK_BYTES, LOAD_CHUNKS, MATRIX, SwizzledTile

@@ -13,8 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
+from cute_kernels.attention.decode_config import DecodeConfig, lane_tokens, tiles_of, tokens_per_copy
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pages import Pages

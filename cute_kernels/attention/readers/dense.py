@@ -7,10 +7,9 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.loads.elements import of_name
 from cute_kernels.attention.readers.common import Query, State, ValueReader, load_queries
-from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.device import ptx
 from layouts.kv.swizzled_tile import CHUNK_BYTES, LOAD_CHUNKS, MATRIX, SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS

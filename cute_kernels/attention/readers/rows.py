@@ -7,9 +7,8 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig, tiles_of
 from cute_kernels.attention.readers.common import CodeKeyReader, State, ValueReader
-from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.device import ptx
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile
 
