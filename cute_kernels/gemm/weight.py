@@ -24,7 +24,6 @@ from cute_kernels.arguments import (
     is_one_of,
 )
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, weight_format
-from cute_kernels.formats.weights.base import CODE_BITS as BITS
 from cute_kernels.formats.weights.base import spelling, without_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES as SCALE_DTYPES
 from cute_kernels.gemm.packed import Packed, kept
@@ -458,7 +457,7 @@ def check_presence(zeros: object, weight_format: WeightFormat) -> None:
 def check_format(bits: object, group_size: object, shape: object) -> None:
     """Raises TypeError or ValueError unless there are integers with these bits and groups, and weights of this
     shape."""
-    if not is_one_of(bits, BITS):
+    if not is_one_of(bits, hopper.CODE_BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     group_size = per_row(group_size)
     if group_size is not None and not is_one_of(group_size, GROUP_SIZES):

@@ -28,6 +28,7 @@ TILE_BYTES = 2048
 LOAD_BYTES = 16
 THREAD_BITS = 7
 STEP_K = 16
+CODE_BITS = (4, 8)  # of codes that tiles hold
 DEFAULT_CONVERSION = {4: "u4_bf16", 8: "u8_bf16"}
 
 

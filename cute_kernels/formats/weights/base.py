@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from layouts.weights.hopper import STEP_K, TILE_N
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
+from layouts.weights.hopper import CODE_BITS, STEP_K, TILE_N
 
-if TYPE_CHECKING:
-    from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
-
-CODE_BITS = (4, 8)  # that `layouts.weights.hopper` lays out
 GROUP_MULTIPLE = STEP_K  # of a group size
 COPY_BYTES = 16  # of what bulk copies bring, a multiple
 SCALE_BYTES = (1, 2, 4)  # of a stored scale; four are an fp32 number

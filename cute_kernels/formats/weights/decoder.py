@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from cute_kernels.formats.weights.base import CODE_BITS
+from layouts.weights.hopper import CODE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

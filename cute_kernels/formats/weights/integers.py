@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import is_one_of
-from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
+from cute_kernels.formats.weights.base import WeightFormat, register
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
 from layouts.numbers import quotient
+from layouts.weights.hopper import CODE_BITS
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 SHIPPED_GROUP_SIZES = GROUP_SIZES[1:]  # whose kernels a wheel has: engines take no others

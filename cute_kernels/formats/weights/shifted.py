@@ -18,11 +18,12 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from cute_kernels.formats.weights.base import CODE_BITS, WeightFormat, register
+from cute_kernels.formats.weights.base import WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import WordScales
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, PackedMath
 from cute_kernels.formats.weights.integers import GROUP_SIZES, SCALE_LIMIT, UnsignedCodes
 from layouts.numbers import quotient
+from layouts.weights.hopper import CODE_BITS
 
 FP16_LIMIT = 128.0  # that fp16 scales are below: kernels multiply them by 2**9
 # Of packed pairs: codes of rows g and g + 8 in a word of four bits each, and those of bytes 0 and 2, 1 and 3.
