@@ -21,9 +21,8 @@ from cute_kernels.arguments import (
     check_wanted,
 )
 from cute_kernels.attention import checks, extend_checks
-from cute_kernels.attention.chosen_blocks import ChosenBlocks, blocks_of, check_pages
 from cute_kernels.attention.extend_config import MAX_EXTEND_SPLITS
-from cute_kernels.attention.operands import Bias, CacheOperand, Tail, check_caches, operand_of, part_of
+from cute_kernels.attention.operands import Bias, CacheOperand, ChosenBlocks, Tail, check_caches, operand_of, part_of
 from cute_kernels.attention.options import keys_seen
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.scores import SIZES, check_given, tensors_of
@@ -339,7 +338,7 @@ def make_call(
     numbers = (batch, q_len, num_q_heads, caches.num_kv_heads, head_dim, max_seq_len)
     given = {} if score_options is None else score_options
     terms = check_given(given, q, dict(zip(SIZES, numbers, strict=True)))
-    blocks = blocks_of(
+    blocks = ChosenBlocks.of(
         block_list, block_counts, block_tokens, (batch, caches.num_kv_heads), q.device, window_size=window,
         alibi_slopes=alibi_slopes, attn_bias=attn_bias, score_options=score_options, q_shift=q_shift, k_tail=k_tail,
     )  # fmt: skip
@@ -370,7 +369,7 @@ def make_call(
         blocks=blocks,
     )
     if blocks is not None:
-        check_pages(call)
+        blocks.check_pages(caches, call.k, call.v, block_table)
     return call
 
 
@@ -416,7 +415,7 @@ def make_extend_call(
     if call.terms:
         extend_checks.check_score_options(call.terms, tree_mask=tree_mask, new_k=new_k, new_v=new_v)
     if call.blocks is not None:
-        blocks_of(*call.blocks.given, (batch, call.num_kv_heads), q.device, new_k=new_k, tree_mask=tree_mask)
+        ChosenBlocks.of(*call.blocks.given, (batch, call.num_kv_heads), q.device, new_k=new_k, tree_mask=tree_mask)
         if unpack is True or fp8_products:
             name = "unpack" if unpack is True else "fp8_products"
             raise ValueError(f"{name}: got True beside a block_list, want False: chosen blocks are read as they lie")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 
 from cute_kernels.attention.call import AttentionCall
-from cute_kernels.attention.chosen_blocks import check_values
 
 
 def check_device_values(call: AttentionCall) -> None:
@@ -19,7 +19,7 @@ def check_device_values(call: AttentionCall) -> None:
         _check_requests(call)
         return
     if call.blocks is not None:
-        check_values(call)
+        _check_blocks(call)
     lengths = call.seq_lens.to(torch.int64).cpu()
     wrong = torch.nonzero((lengths < 0) | (lengths > call.max_seq_len))
     if wrong.numel():
@@ -87,3 +87,26 @@ def _check_requests(call: AttentionCall) -> None:
             check_device_values(own)
         except ValueError as error:
             raise ValueError(str(error).replace("request 0", f"request {request}")) from None
+
+
+def _check_blocks(call: AttentionCall) -> None:
+    """Raises ValueError for a list that cannot be right. Reads the list, so it waits for the device."""
+    assert call.blocks is not None
+    blocks, ends = call.blocks, call.cu_seqlens_q
+    q_lens = [call.q_len] * call.batch if ends is None else ends.diff().tolist()
+    chosen, counts, lengths = blocks.list.tolist(), blocks.counts.tolist(), call.seq_lens.tolist()
+    for request, (length, q_len) in enumerate(zip(lengths, q_lens, strict=True)):
+        there = -(-length // blocks.tokens)
+        own = range(max(length - q_len, 0) // blocks.tokens, there) if q_len > 1 and call.causal else range(0)
+        for head, (entries, count) in enumerate(zip(chosen[request], counts[request], strict=True)):
+            where = f"request {request}, KV head {head}"
+            if not 0 <= count <= len(entries):
+                raise ValueError(f"block_counts: got {count} for {where}, want 0 to {len(entries)}")
+            row = entries[:count]
+            if any(entry < 0 or entry >= there for entry in row) or any(a >= b for a, b in itertools.pairwise(row)):
+                raise ValueError(f"block_list: got {row} for {where}, want ascending blocks from 0 to {there - 1}")
+            if own and row[-len(own) :] != list(own):
+                raise ValueError(
+                    f"block_list: got {row} for {where}, want it to end with {list(own)}, blocks of the queries' own "
+                    "tokens"
+                )

@@ -1,4 +1,5 @@
-"""The caches of a call with their scales and tails: K and V as kernels and reference take them."""
+"""The operands of a call beside q, as kernels and reference take them: caches with scales and tails, a bias, chosen
+blocks."""
 
 from __future__ import annotations
 
@@ -6,9 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cute_kernels.arguments import shape_of, strides_of
+from cute_kernels.arguments import check_dtype, check_place, check_tensors, shape_of, strides_of
 from cute_kernels.attention import checks
 from cute_kernels.formats.kv import KvFormat
+
+BLOCK_TOKENS = (64, 128)
+BLOCK_NAMES = ("block_list", "block_counts", "block_tokens")
+POSITIONAL = ("window_size", "alibi_slopes", "attn_bias", "score_options", "q_shift", "k_tail", "new_k", "tree_mask")
+"""Options that need positions in the whole request, or keys outside the cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +83,89 @@ class Bias:
     def of(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> Bias:
         """Checks a bias over ``shape`` [batch, q_len, num_q_heads, max_seq_len]; raises as `checks.check_bias`."""
         return Bias(bias, checks.check_bias(bias, shape))
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBlocks:
+    """The blocks of ``tokens`` tokens that each KV head of a request reads.
+
+    list: int32 [batch, num_kv_heads, max_blocks], ascending; from ``counts`` on its entries may be anything. counts:
+    int32 [batch, num_kv_heads].
+    """
+
+    list: torch.Tensor
+    counts: torch.Tensor
+    tokens: int
+
+    @staticmethod
+    def of(
+        block_list: torch.Tensor | None,
+        block_counts: torch.Tensor | None,
+        block_tokens: int | None,
+        heads: tuple[int, int],
+        device: torch.device,
+        **others: object,
+    ) -> ChosenBlocks | None:
+        """Returns the chosen blocks of a call; None for a call over all tokens.
+
+        heads: batch and KV heads. others: options of the call, of which those in `POSITIONAL` are refused.
+
+        Raises TypeError and ValueError, naming the argument, what came and what is wanted.
+        """
+        given = dict(zip(BLOCK_NAMES, (block_list, block_counts, block_tokens), strict=True))
+        if all(value is None for value in given.values()):
+            return None
+        for name, value in given.items():
+            if value is None:
+                raise ValueError(f"{name}: got None, want {', '.join(BLOCK_NAMES)} together")
+        assert block_list is not None and block_counts is not None and block_tokens is not None
+        if type(block_tokens) is not int or block_tokens not in BLOCK_TOKENS:
+            raise ValueError(f"block_tokens: got {block_tokens!r}, want {' or '.join(map(str, BLOCK_TOKENS))}")
+        check_tensors(block_list=block_list, block_counts=block_counts)
+        wanted = {"block_list": (block_list, 3, ", max_blocks"), "block_counts": (block_counts, 2, "")}
+        for name, (tensor, dimensions, more) in wanted.items():
+            check_place(name, tensor, device)
+            check_dtype(name, tensor, torch.int32)
+            if tensor.dim() != dimensions or tuple(tensor.shape[:2]) != heads or not tensor.shape[-1]:
+                raise ValueError(
+                    f"{name}: got shape {shape_of(tensor)}, want [{heads[0]}, {heads[1]}{more}]: requests and KV heads"
+                )
+        for name in POSITIONAL:
+            if others.get(name) is not None:
+                raise ValueError(
+                    f"{name}: got a value beside a block_list, want None: it goes by positions of all tokens"
+                )
+        return ChosenBlocks(block_list, block_counts, block_tokens)
+
+    @property
+    def given(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Returns list, counts and tokens of a block, in the order of `BLOCK_NAMES`."""
+        return self.list, self.counts, self.tokens
+
+    def seen(self, keys_at: torch.Tensor) -> torch.Tensor:
+        """Returns bool [batch, num_kv_heads, tokens]: whether each key at positions ``keys_at`` [tokens] lies in a
+        chosen block."""
+        known = torch.arange(self.list.shape[2], device=self.list.device) < self.counts[..., None]
+        chosen = (self.list[..., None] == keys_at // self.tokens) & known[..., None]
+        return chosen.any(dim=2)
+
+    def check_pages(self, caches: Blocks, k: CacheOperand, v: CacheOperand, block_table: torch.Tensor | None) -> None:
+        """Raises ValueError unless whole pages of the caches make a chosen block."""
+        tokens = self.tokens
+        if block_table is not None:
+            if tokens % caches.tokens:
+                raise ValueError(
+                    f"block_tokens: got {tokens} over pages of {caches.tokens} tokens, want whole pages to make a block"
+                )
+            return
+        if caches.head_major:
+            raise ValueError("cache_layout: got 'HND' of contiguous caches beside a block_list, want 'NHD' or pages")
+        for name, operand in (("k_cache", k), ("v_cache", v)):
+            if caches.max_seq_len % tokens or operand.block_stride != caches.max_seq_len * operand.token_stride:
+                raise ValueError(
+                    f"{name}: got {caches.max_seq_len} tokens a request, {operand.block_stride} bytes apart, beside a "
+                    f"block_list, want whole blocks of {tokens} without gaps between requests"
+                )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cute_kernels.attention.call import AttentionCall, make_call
-from cute_kernels.attention.chosen_blocks import ChosenBlocks
+from cute_kernels.attention.operands import ChosenBlocks
 
 MAX_TOKENS, HEADS = 768, 3
 

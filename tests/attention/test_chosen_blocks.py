@@ -14,7 +14,8 @@ from cute_kernels.attention import ops
 from cute_kernels.attention.arguments import decode_arguments, extend_arguments
 from cute_kernels.attention.call import Given
 from cute_kernels.attention.call import make_call as check_call
-from cute_kernels.attention.chosen_blocks import ChosenBlocks, as_paged
+from cute_kernels.attention.chosen_blocks import as_paged
+from cute_kernels.attention.operands import ChosenBlocks
 from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.reference import decode_attention_reference
