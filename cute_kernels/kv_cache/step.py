@@ -10,7 +10,7 @@ import torch
 from cute_kernels.attention.options import CallNumbers, ScoreOptions, options_of
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
-from cute_kernels.kv_cache import channel_blocks, ops, step_ops
+from cute_kernels.kv_cache import channel_blocks, ops, step_ops, step_plan
 from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.options import NewTokenOptions
 from cute_kernels.kv_cache.rope import Rope
@@ -152,7 +152,7 @@ def append_and_decode(
             f"kv_format: got {keys.name} keys, whose blocks a launch of their own fills; want another format, or "
             "append_kv and then decode_attention"
         )
-    extras: step_ops.Extras | None = None
+    extras: step_plan.Extras | None = None
     if qkv_bias is not None or not (position_ids is q_norm is k_norm is None):
         biases = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
         extras = (position_ids, *biases, q_norm, k_norm)
@@ -160,7 +160,7 @@ def append_and_decode(
         block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias
     )  # fmt: skip
     numbers = (softmax_scale, num_splits, return_lse, out, options, transform)
-    step = step_ops.Step(q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, *numbers)
+    step = step_plan.Step(q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, *numbers)
     result, lse = step_ops.path_of(step)(step)
     return (result, lse) if return_lse else result
 

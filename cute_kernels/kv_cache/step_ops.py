@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,7 +38,6 @@ from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.kv.transforms import (
     PART_NAMES,
     TRANSFORM_SCHEMA,
-    CacheTransform,
     check_transform,
     named_parts_of,
     transform_of,
@@ -48,56 +47,18 @@ from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache import step_plan
 from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.reference import append_kv_reference
-from cute_kernels.kv_cache.rope import Rope, rope_of
+from cute_kernels.kv_cache.rope import rope_of
+from cute_kernels.kv_cache.step_plan import Extras, Step
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import Operator, as_kernels, launcher, new_call
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
-Extras = tuple[torch.Tensor | None, ...]
-"""The arguments of an append that most steps lack, in the order of `EXTRA_NAMES`."""
-
 EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 NO_EXTRAS: Extras = (None,) * len(EXTRA_NAMES)
 NO_STEP_OPTIONS = ("q_shift", "k_tail", "tail_slots")
 """Options of append or attention that a step does not take: it makes them itself, or does not support their caches."""
-
-
-class Step(NamedTuple):
-    """The arguments of a step, as :func:`cute_kernels.kv_cache.step.append_and_decode` has them.
-
-    ``extras`` and ``options`` (see `NO_OPTIONS`) are complete, or None for a step that uses none of them.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    seq_lens: torch.Tensor
-    kv_format: str | tuple[str, str]
-    rope: Rope | None
-    norm_eps: float
-    extras: Extras | None
-    softmax_scale: float | None
-    num_splits: int | None
-    return_lse: bool
-    out: torch.Tensor | None
-    options: Any
-    transform: CacheTransform | None = None
-
-    @property
-    def sees_shift(self) -> bool:
-        """Whether the result depends on the shift by which the transform's center lowers the scores."""
-        options = self.options
-        seen = self.return_lse or (options is not None and not (options["softcap"] is options["sinks"] is None))
-        return seen and self.transform is not None and self.transform.k_center is not None
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that every step has, by name."""
-        return dict(zip(self._fields[:6], self[:6], strict=True))
 
 
 @dataclass(frozen=True)

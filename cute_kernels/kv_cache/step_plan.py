@@ -1,4 +1,4 @@
-"""`OneLaunchPlan`, the part of a step in one launch that stays the same from call to call."""
+"""The arguments of a step, and `OneLaunchPlan`: what stays the same from call to call of a step in one launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +17,11 @@ from cute_kernels.attention.launches import DecodeLaunch
 from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.transformed import restore
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.arguments import CONSTANTS, TERMS
 from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_cache.step_compile import StepSpec, step_arguments
 from cute_kernels.kv_cache.step_config import StepConfig, serving_config
 from cute_kernels.runtime.cache import load
@@ -28,9 +30,44 @@ from cute_kernels.runtime.launch_arguments import Place
 from cute_kernels.runtime.operator import new_call
 from cute_kernels.runtime.plans import ALIGNMENT
 
-if TYPE_CHECKING:
-    from cute_kernels.formats.kv.transforms import CacheTransform
-    from cute_kernels.kv_cache.step_ops import Step
+Extras = tuple[torch.Tensor | None, ...]
+"""The arguments of an append that most steps lack, in the order of `.step_ops.EXTRA_NAMES`."""
+
+
+class Step(NamedTuple):
+    """The arguments of a step, as :func:`cute_kernels.kv_cache.step.append_and_decode` has them.
+
+    ``extras`` and ``options`` (see `NO_OPTIONS`) are complete, or None for a step that uses none of them.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    kv_format: str | tuple[str, str]
+    rope: Rope | None
+    norm_eps: float
+    extras: Extras | None
+    softmax_scale: float | None
+    num_splits: int | None
+    return_lse: bool
+    out: torch.Tensor | None
+    options: Any
+    transform: CacheTransform | None = None
+
+    @property
+    def sees_shift(self) -> bool:
+        """Whether the result depends on the shift by which the transform's center lowers the scores."""
+        options = self.options
+        seen = self.return_lse or (options is not None and not (options["softcap"] is options["sinks"] is None))
+        return seen and self.transform is not None and self.transform.k_center is not None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that every step has, by name."""
+        return dict(zip(self._fields[:6], self[:6], strict=True))
 
 
 @dataclass(frozen=True)
