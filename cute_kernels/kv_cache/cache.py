@@ -18,6 +18,7 @@ It owns the memory and knows in which pages tokens lie. The engine decides which
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -392,7 +393,8 @@ class KVCache:
         self._check_append(layer, batch)
         check_new_tokens(batch.num_new_tokens, q)
         if self.tails is not None:
-            return append_then_attend(self, layer, batch, q, k, v, options)
+            append, attend = partial(self.append, layer, batch), partial(self.attend, layer, batch)
+            return append_then_attend(append, attend, self.transforms[layer], (q, k, v), options)
         return append_and_decode(q, k, v, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
 
     def set_scales(

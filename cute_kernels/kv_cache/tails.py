@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from cute_kernels.formats.kv import KvFormat
+from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.kv_cache.cache_checks import sees_shift
 from cute_kernels.kv_cache.pages import PageTable, SeqId
 from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
-
-if TYPE_CHECKING:
-    from cute_kernels.kv_cache.batch import Batch
-    from cute_kernels.kv_cache.cache import KVCache
 
 APPEND_OPTIONS = ("qkv_bias", "rope", "position_ids", "q_norm", "k_norm", "norm_eps")
 
@@ -104,20 +101,28 @@ class KeyTails:
 
 
 def append_then_attend(
-    cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+    append: Callable[..., torch.Tensor | None],
+    attend: Callable[..., Any],
+    transform: CacheTransform | None,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    options: dict[str, Any],
 ) -> Any:
     """Appends, then attends, for keys in blocks: the counterpart of `KVCache.append_and_attend`. The two calls cannot
-    overlap, since a launch between them fills blocks."""
+    overlap, since a launch between them fills blocks.
+
+    append, attend: those of a `KVCache`, for one layer and batch. transform: the layer's. qkv, options: as
+    `KVCache.append_and_attend` has them.
+    """
+    q, k, v = qkv
     for_append = {name: options.pop(name) for name in APPEND_OPTIONS if name in options}
     if (positions := for_append.get("position_ids")) is not None:
         for_append["position_ids"] = positions.flatten()
-    transform = cache.transforms[layer]
     of_q: dict[str, Any] = {}
     if transform is not None:
         of_q["q_transformed"] = True
         if sees_shift(options) and transform.k_center is not None:
             of_q["q_shift"] = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
             for_append["q_shift"] = of_q["q_shift"].flatten(0, 1)
-    turned = cache.append(layer, batch, k.flatten(0, 1), v.flatten(0, 1), q=q.flatten(0, 1), **for_append)
+    turned = append(k.flatten(0, 1), v.flatten(0, 1), q=q.flatten(0, 1), **for_append)
     assert turned is not None
-    return cache.attend(layer, batch, turned.view(q.shape), **of_q, **options)
+    return attend(turned.view(q.shape), **of_q, **options)
