@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
 from cute_kernels.integrations.transformers.columns import Columns
-
-if TYPE_CHECKING:
-    from cute_kernels.integrations.transformers.graphs import Step
-    from cute_kernels.integrations.transformers.inputs import StepInputs
+from cute_kernels.integrations.transformers.inputs import StepInputs
 
 _COUNTED = ("position_ids", "cache_position")
 """Inputs that the next step has incremented by one."""
@@ -102,6 +99,26 @@ class NextInputs:
         for name in _COUNTED:
             if name in given:
                 given[name].add_(1)
+
+
+class Recorded(Protocol):
+    """A recorded function without arguments. ``outputs`` is its result, which each replay overwrites."""
+
+    outputs: object
+
+    def replay(self) -> None: ...
+
+
+@dataclass
+class Step:
+    """One recorded step: its inputs, the recording, and the end of the step that writes the next step's inputs.
+
+    ``following`` is None if calls do not need it, or if outputs do not give the next inputs.
+    """
+
+    inputs: StepInputs
+    recorded: Recorded
+    following: NextInputs | None = None
 
 
 @dataclass

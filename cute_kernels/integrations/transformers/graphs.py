@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, chosen_from
+from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, Recorded, Step, chosen_from
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
 from cute_kernels.integrations.transformers.inputs import StepInputs
@@ -39,14 +39,6 @@ _CACHE = object()
 keep the cache."""
 
 
-class Recorded(Protocol):
-    """A recorded function without arguments. ``outputs`` is its result, which each replay overwrites."""
-
-    outputs: object
-
-    def replay(self) -> None: ...
-
-
 Record: TypeAlias = Callable[[Callable[[], Any], torch.device], Recorded]
 """A function that records another one on a device."""
 
@@ -60,18 +52,6 @@ class CudaGraph:
     def replay(self) -> None:
         """Runs the recorded function."""
         self.graph.replay()
-
-
-@dataclass
-class Step:
-    """One recorded step: its inputs, the recording, and the end of the step that writes the next step's inputs.
-
-    ``following`` is None if calls do not need it, or if outputs do not give the next inputs.
-    """
-
-    inputs: StepInputs
-    recorded: Recorded
-    following: NextInputs | None = None
 
 
 @dataclass
