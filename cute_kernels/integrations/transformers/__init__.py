@@ -20,9 +20,9 @@ from __future__ import annotations
 from cute_kernels.integrations.transformers.accelerated import Acceleration, accelerate, register, restore
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.budget import choose_formats
-from cute_kernels.integrations.transformers.cache import DecodeCache, DecodeCacheLayer
+from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.cache_layer import ATTENTION_NAME, CachedTokens, DecodeCacheLayer
 from cute_kernels.integrations.transformers.calibrate import calibrate, calibrate_cache
-from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, CachedTokens
 from cute_kernels.integrations.transformers.masks import make_mask
 
 __all__ = [

@@ -25,7 +25,9 @@ from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.cache_layer import ATTENTION_NAME
 from cute_kernels.integrations.transformers.cache_options import (
+    LATENT_FORMATS,
     FormatOfLayers,
     Scales,
     Transforms,
@@ -36,7 +38,6 @@ from cute_kernels.integrations.transformers.cache_options import (
 from cute_kernels.integrations.transformers.columns import GRANULE, Columns
 from cute_kernels.integrations.transformers.fuse import Fused, add_routers, fuse, restore_blocks
 from cute_kernels.integrations.transformers.graphs import StepReplay, owner_of
-from cute_kernels.integrations.transformers.handle import ATTENTION_NAME
 from cute_kernels.integrations.transformers.known_code import (
     CACHE_ARGUMENTS,
     cache_argument,
@@ -45,7 +46,6 @@ from cute_kernels.integrations.transformers.known_code import (
     layers_without_keys,
 )
 from cute_kernels.integrations.transformers.latents import (
-    LATENT_FORMATS,
     caches_latents,
     latents_refusal,
     replace_expansions,

@@ -31,8 +31,8 @@ from cute_kernels.attention.extend import extend_attention
 from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, cannot_read
 from cute_kernels.formats.kv import format_of
 from cute_kernels.gemm.gradient import differentiable
+from cute_kernels.integrations.transformers.cache_layer import CachedTokens, token_major
 from cute_kernels.integrations.transformers.columns import UNKNOWN, Columns
-from cute_kernels.integrations.transformers.handle import CachedTokens, token_major
 from cute_kernels.integrations.transformers.masks import EVERYTHING, Pattern, additive, causal_mask, pattern_of
 
 EAGER_OPTIONS = ("softcap", "s_aux", "sinks")

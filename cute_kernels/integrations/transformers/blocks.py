@@ -29,8 +29,8 @@ from cute_kernels.gemm.layer.call import LayerRows
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.transformers.attend import attention
 from cute_kernels.integrations.transformers.cache import DecodeCache
+from cute_kernels.integrations.transformers.cache_layer import ATTENTION_NAME, Prologue
 from cute_kernels.integrations.transformers.deferral import Ending, Normed, Product, Rows, Sum, shaped, tensor_of
-from cute_kernels.integrations.transformers.handle import ATTENTION_NAME, Prologue
 from cute_kernels.integrations.transformers.known_code import CACHE_ARGUMENTS, cache_in
 from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
 from cute_kernels.integrations.transformers.norms import (

@@ -11,9 +11,9 @@ import torch
 from cute_kernels.formats import kv
 from cute_kernels.formats.kv import FORMATS, format_of, format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
-from cute_kernels.integrations.transformers.latents import LATENT_FORMATS
 from cute_kernels.kv_cache.constants import CacheConstants, constants_of
 
+LATENT_FORMATS = ("mla_bf16", "mla_fp16", "mla_fp8")
 FormatOfLayers = str | tuple[str, str] | Mapping[int, "str | tuple[str, str]"] | Path
 """Formats of a cache: one for all layers, a pair of K's and V's, a dict by layer, or a file (``*.json``, see
 `LayerFormats`). A dict has a format or a pair for each layer's number; -1 is for all other layers."""

@@ -14,8 +14,8 @@ from torch import nn
 
 from cute_kernels.gemm import QuantizedLinear
 from cute_kernels.integrations.objects import Foreign
+from cute_kernels.integrations.transformers.cache_layer import CachedTokens, DecodeCacheLayer
 from cute_kernels.integrations.transformers.columns import NotStaticError
-from cute_kernels.integrations.transformers.handle import CachedTokens
 from cute_kernels.integrations.transformers.known_code import method_code, model_class
 from cute_kernels.integrations.transformers.norms import has_hooks
 from cute_kernels.integrations.transformers.ropes import version_of
@@ -23,7 +23,6 @@ from cute_kernels.mla import mla_decode
 from cute_kernels.mla.cache import append_mla
 from cute_kernels.mla.formats import FORMATS, V_DIM
 
-LATENT_FORMATS = ("mla_bf16", "mla_fp16", "mla_fp8")
 ROPE_DIM = 64
 MAX_HEADS = 128
 EXPANSION = ("deepseek_v3", "DeepseekV3Attention")
@@ -90,6 +89,42 @@ class CachedLatents(CachedTokens):
             latents = torch.cat((older[..., :V_DIM], latents), dim=2)
             k_rope = torch.cat((older[..., V_DIM:], k_rope), dim=2)
         return type(self.module).expand_kv(self.module, latents, k_rope)
+
+
+class LatentCacheLayer(DecodeCacheLayer):
+    """One layer's latents as packed tokens [batch, capacity, row]; see the module."""
+
+    handle_type = CachedLatents
+    stored = ("k_rows",)
+
+    @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the rows.
+
+        key_states: latents [batch, 1, tokens, 512]. value_states: rotated keys [batch, 1, tokens, 64].
+        """
+        form = FORMATS[self.formats[0]]
+        wanted = {"latents": (key_states, V_DIM), "rotated keys": (value_states, ROPE_DIM)}
+        for what, (states, columns) in wanted.items():
+            if (states.shape[1], states.shape[3]) != (1, columns):
+                found = f"{states.shape[1]} heads of {states.shape[3]} columns"
+                raise ValueError(f"kv_format: got {self.formats[0]!r} for {found}, want one head of {columns}: {what}")
+        if form.q_dtype != key_states.dtype:
+            raise TypeError(f"kv_format: got {self.formats[0]!r}, want the format of the model's {key_states.dtype}")
+        self.dtype, self.device = key_states.dtype, key_states.device
+        columns = self.book.columns_for(key_states.shape[0], key_states.shape[2], self.device)
+        shape = (columns.batch, columns.capacity, form.row_elements(V_DIM + ROPE_DIM))
+        self.k_rows = torch.zeros(shape, dtype=form.cache_dtypes[0], device=self.device)
+        self._block_table: torch.Tensor | None = None
+        self.is_initialized = True
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """int32 [batch, 1]: each request's rows are one page."""
+        batch = self.rows[0].shape[0]
+        if self._block_table is None or len(self._block_table) != batch:
+            self._block_table = torch.arange(batch, dtype=torch.int32, device=self.device)[:, None]
+        return self._block_table
 
 
 class Expansion:
