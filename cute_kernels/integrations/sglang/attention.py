@@ -8,16 +8,15 @@ not know the name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.formats.kv import format_of
 from cute_kernels.integrations import attention_kernels, engine_cache
-from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.objects import Foreign
 from cute_kernels.integrations.sglang import rows
+from cute_kernels.integrations.sglang.attention_layers import decodes_of, formats_of, kernel_layers, layers_of
 from cute_kernels.integrations.sglang.seams import Hook, Seam, make_ready, named, reasons_against, say_once
 from cute_kernels.integrations.sglang.versions import Interface
 
@@ -30,8 +29,6 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 PAGE_SIZE = 64  # tokens of a page, where the command line names none that is supported
 CHOICES = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 """Fields of SGLang's configuration that may name the backend."""
-FP8 = Formats(format_of("e4m3_tensor"), format_of("e4m3_tensor"))
-"""K's and V's formats in the pool of `--kv-cache-dtype fp8_e4m3`."""
 
 
 def hooks(interface: Interface) -> dict[str, Hook]:
@@ -131,18 +128,6 @@ def make(runner: Foreign) -> CuteKernelsAttentionBackend:
     return CuteKernelsAttentionBackend(runner)
 
 
-def formats_of(runner: Foreign) -> Formats:
-    """Returns K's and V's formats in a model's pool."""
-    return rows.wanted_formats() or FP8
-
-
-def layers_of(model: torch.nn.Module) -> list[Foreign]:
-    """Returns a model's attention layers."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return [module for module in model.modules() if isinstance(module, RadixAttention)]
-
-
 def _reasons_of_server(runner: Foreign) -> list[str]:
     """Returns the reasons why the server's configuration is not supported."""
     from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
@@ -193,43 +178,3 @@ def _reason_of_layer(layer: Foreign, runner: Foreign) -> str | None:
     }
     found = [f"{what} is not supported" for what, is_so in wrong.items() if is_so]
     return found[0] if found else engine_cache.reason_against(formats_of(runner), layer.qk_head_dim, runner.dtype)
-
-
-def decodes_of(runner: Foreign) -> attention_kernels.Decodes:
-    """Returns the decode steps of a model."""
-    return attention_kernels.Decodes(
-        batches=attention_kernels.batches_up_to(runner.req_to_token_pool.size),
-        q_len=1,
-        max_seq_len=runner.req_to_token_pool.req_to_token.shape[1],
-        page_size=runner.page_size,
-        dtype=runner.dtype,
-    )
-
-
-def kernel_layers(runner: Foreign, layers: Iterable[Foreign]) -> list[Any]:
-    """Returns layers as `attention_kernels` takes them.
-
-    If any layer reads another one's cache, all are marked so: kernels without an append are then loaded, too.
-    """
-    layers = list(layers)
-    shared = len({layer.layer_id for layer in layers}) < len(layers)
-    sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in runner.model.named_parameters())
-    return [
-        attention_kernels.EngineLayer(
-            formats=formats_of(runner),
-            head_size=layer.qk_head_dim,
-            num_heads=layer.tp_q_head_num,
-            num_kv_heads=layer.tp_k_head_num,
-            sliding_window=window_of(layer),
-            soft_cap=layer.logit_cap or None,
-            sinks=sinks or None,
-            kv_sharing_target_layer_name=shared or None,
-        )
-        for layer in layers
-    ]
-
-
-def window_of(layer: Foreign) -> int | None:
-    """Returns the number of tokens that a query sees, itself included; None for all. SGLang's number does not include
-    the query's own token."""
-    return layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) > -1 else None

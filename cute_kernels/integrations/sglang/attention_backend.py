@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from cute_kernels import append_and_decode, append_kv, decode_attention, extend_attention
 from cute_kernels.integrations.engine_cache import paged, rows_of
 from cute_kernels.integrations.objects import Foreign
-from cute_kernels.integrations.sglang import attention
+from cute_kernels.integrations.sglang.attention_layers import formats_of, window_of
 from cute_kernels.integrations.sglang.seams import share_workspaces
 
 FILL = 1  # tokens of a request that pads a graph, as SGLang sees it
@@ -43,11 +43,11 @@ class Step:
 
 
 class CuteKernelsAttentionBackend(AttentionBackend):
-    """Attention over a pool of K and V in this package's formats, for a model that `attention` supports."""
+    """Attention over a pool of K and V in this package's formats, for a model that `.attention` supports."""
 
     def __init__(self, runner: Foreign) -> None:
         super().__init__()
-        self.formats = attention.formats_of(runner)
+        self.formats = formats_of(runner)
         self.page_size, self.device = runner.page_size, runner.device
         self.pool = runner.token_to_kv_pool
         tokens = runner.req_to_token_pool.req_to_token
@@ -175,7 +175,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         return {
             "kv_format": self.formats.name,
             "softmax_scale": float(layer.scaling),
-            "window_size": attention.window_of(layer),
+            "window_size": window_of(layer),
             "softcap": layer.logit_cap or None,
             "sinks": None if sinks is None else sinks.float(),
             "k_scale": self._scale(layer.k_scale, self.formats.k.given_scale),

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from cute_kernels import dequantize_kv, quantize_kv
-from cute_kernels.integrations.sglang import attention, rows, seams
+from cute_kernels.integrations.sglang import attention, attention_layers, rows, seams
 from tests.integrations.sglang.checks import check, lines
 from tests.integrations.vllm.steps import causal_attention
 
@@ -386,10 +386,10 @@ def kernels_of_a_models_steps_are_known_before_it_runs() -> None:
     from cute_kernels.integrations import attention_kernels
 
     model = runner([radix(0), radix(1, sliding_window_size=20), radix(1, sliding_window_size=20)])
-    layers = attention.kernel_layers(model, attention.layers_of(model.model))
+    layers = attention_layers.kernel_layers(model, attention_layers.layers_of(model.model))
     assert [layer.sliding_window for layer in layers] == [None, 21, 21]
     assert all(layer.kv_sharing_target_layer_name for layer in layers)  # two layers have one cache
-    decodes = attention.decodes_of(model)
+    decodes = attention_layers.decodes_of(model)
     assert decodes.batches == tuple(range(1, 9)) and (decodes.max_seq_len, decodes.page_size) == (CONTEXT, PAGE)
     assert len(attention_kernels.specs_of(layers[0], decodes, 132)) > 4
 
