@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from bench import moe
 from bench.moe_fp8 import Fp8Layer, make_experts
 from bench.steps import EPS, Rows, Shape, Step, StepCase, StepModel, element_bytes, packed, summed
+from bench.workloads import MoeModel
 from cute_kernels import NormedRows, YarnScaling, quantized_linear
 from cute_kernels.gemm.experts import ClampedSwiglu, Routing, fused_moe, route
 from cute_kernels.kv_cache import Rope
@@ -55,9 +55,9 @@ class GptOss(StepModel):
         return CASES
 
     @property
-    def sizes(self) -> moe.MoeModel:
+    def sizes(self) -> MoeModel:
         """Of the layer of experts."""
-        return moe.MoeModel(self.name, self.experts, self.topk, self.hidden, self.intermediate)
+        return MoeModel(self.name, self.experts, self.topk, self.hidden, self.intermediate)
 
     def weight_bytes(self, weights: str, batch: int) -> float:
         element = element_bytes("w4" if weights == PACKED else "bf16")

@@ -17,6 +17,7 @@ from bench.report import INVARIANT, OURS, aligned, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold, time_cold_in_turn, time_graph_cold, time_host
 from bench.why_not import short
+from bench.workloads import BITS, GROUP_SIZE, MoeModel, MoeShape
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm import PackedWeight
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
@@ -38,7 +39,6 @@ from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 TOKENS = tuple(1 << i for i in range(14))
 QUICK_TOKENS = (1, 32, 512, 4096)
 TABLE_TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)  # of a table of few lines
-GROUP_SIZE, BITS = 128, 4
 CHECKED_TOKENS = 8
 TOLERANCE = 6e-3  # relative error (norm): hidden activations and results are rounded to bf16 on the way
 HOST_TOKENS = 8
@@ -47,48 +47,11 @@ COMPARED = Calls._fields  # what is timed beside peers
 NOT_YET = "the run ended before it was measured"  # of peers that are slow to start
 
 
-@dataclass(frozen=True)
-class MoeModel:
-    """The layer of experts of a model: gate and up [experts, 2 inner, hidden], down [experts, hidden, inner]."""
-
-    name: str
-    experts: int
-    topk: int
-    hidden: int
-    inner: int
-
-    @property
-    def products(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """N and K of an expert, of the two products."""
-        return (2 * self.inner, self.hidden), (self.hidden, self.inner)
-
-
 MODELS = (
     MoeModel("Mixtral-8x7B", 8, 2, 4096, 14336),
     MoeModel("Qwen3-30B-A3B", 128, 8, 2048, 768),
     MoeModel("DeepSeek-V3", 256, 8, 7168, 2048),
 )
-
-
-@dataclass(frozen=True)
-class MoeShape:
-    """A layer with a number of tokens."""
-
-    model: MoeModel
-    tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model.name}, {self.tokens} tokens"
-
-    def flops(self, product: int) -> int:
-        n, k = self.model.products[product]
-        return 2 * self.tokens * self.model.topk * n * k
-
-    def weight_bytes(self, product: int, active: int) -> int:
-        """Codes and scales of the active experts, each of which must be read."""
-        n, k = self.model.products[product]
-        return active * (n * k * BITS // 8 + 2 * n * (k // GROUP_SIZE))
 
 
 def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:

@@ -11,10 +11,11 @@ import torch
 
 from bench.linear import FEW_SAMPLES, MANY_FLOPS
 from bench.linear_fp8 import row_specs
-from bench.moe import MODELS, Inputs, MoeModel, MoeShape, check
+from bench.moe import MODELS, Inputs, check
 from bench.report import aligned, number
 from bench.suites import Bench
 from bench.timing import capture, time_cold_in_turn
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels import PackedExperts, fused_moe, quantize_activations, quantize_weight
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts import stack_experts

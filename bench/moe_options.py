@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
+from bench.moe import MODELS, Inputs, make_experts
 from bench.options import PLACES, READS, Bar, Option, run_cases
 from bench.peers import relative_error
 from bench.suites import Bench, WrongOutput
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels.gemm.experts import fused_moe
 
 TOKENS = (1, 32, 512)

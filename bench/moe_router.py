@@ -13,13 +13,13 @@ from torch.nn import functional
 from bench.peers import relative_error
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_graph_cold
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels.gemm.experts import Routing, fused_moe, route
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import LOGITS, TILE_TOKENS, RouterConfig, lane_experts_of
 from cute_kernels.runtime import KernelSpec
 
 if TYPE_CHECKING:
-    from bench.moe import MoeModel, MoeShape
     from bench.moe_peers import MoeWeights
 
 ROUTINGS: Mapping[str, Routing] = {

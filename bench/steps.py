@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import moe
 from bench.random_weights import Format, Weights
+from bench.workloads import MoeModel
 from cute_kernels import (
     NormedRows,
     append_and_decode,
@@ -186,7 +187,7 @@ def specs(model: StepModel, case: StepCase, batch: int) -> list[KernelSpec]:
     if whole is not None:
         found[GemmSpec(whole)] = None
     if model.experts:
-        sizes = moe.MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
+        sizes = MoeModel(model.name, model.experts, model.topk, model.hidden, model.intermediate)
         found |= dict.fromkeys(moe.specs([sizes], [batch]))
     return list(found)
 
@@ -272,7 +273,7 @@ class Step:
         return partial(quantized_linear, weight=packed(n, k, self.case.weights, self.device))
 
     def make_experts(self) -> Callable[..., torch.Tensor]:
-        sizes = moe.MoeModel("", self.model.experts, self.model.topk, self.model.hidden, self.model.intermediate)
+        sizes = MoeModel("", self.model.experts, self.model.topk, self.model.hidden, self.model.intermediate)
         if self.case.weights == "bf16":
             gate_up, down = (self.random(self.model.experts, n, k) for n, k in sizes.products)
             return partial(dense_experts, gate_up, down)

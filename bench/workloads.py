@@ -15,6 +15,7 @@ from layouts.kv.channel_blocks import TAIL_TOKENS
 FORMATS = ("bf16", "int4_g1", "int4_g4")
 BATCHES = (1, 32, 64, 128, 256, 512)
 QUICK_BATCHES = (1, 64, 512)
+GROUP_SIZE, BITS = 128, 4  # of the weights of experts, where nothing else is said
 L2_BYTES = 256 << 20  # shapes beyond the main table read more than this, so that no cache can help
 
 
@@ -221,3 +222,40 @@ def _make_cache(
         values = torch.randn(*chunk.shape[:2], shape.head_dim, device=device, generator=generator)
         chunk.copy_(form.quantize(values, beside_rows(form, scale)))
     return cache
+
+
+@dataclass(frozen=True)
+class MoeModel:
+    """The layer of experts of a model: gate and up [experts, 2 inner, hidden], down [experts, hidden, inner]."""
+
+    name: str
+    experts: int
+    topk: int
+    hidden: int
+    inner: int
+
+    @property
+    def products(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """N and K of an expert, of the two products."""
+        return (2 * self.inner, self.hidden), (self.hidden, self.inner)
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """A layer with a number of tokens."""
+
+    model: MoeModel
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}, {self.tokens} tokens"
+
+    def flops(self, product: int) -> int:
+        n, k = self.model.products[product]
+        return 2 * self.tokens * self.model.topk * n * k
+
+    def weight_bytes(self, product: int, active: int) -> int:
+        """Codes and scales of the active experts, each of which must be read."""
+        n, k = self.model.products[product]
+        return active * (n * k * BITS // 8 + 2 * n * (k // GROUP_SIZE))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.linear import Format
-from bench.moe import MoeModel, MoeShape
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels.runtime import KernelCache
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu import sanitize, sanitize_cases

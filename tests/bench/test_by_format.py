@@ -8,11 +8,12 @@ import torch
 from bench import by_format
 from bench.format_peers import PEERS, Codes, FormatPeer, Peers
 from bench.linear_peers import in_fragments
-from bench.moe import Inputs, MoeModel, MoeShape
+from bench.moe import Inputs
 from bench.record import Recorder
 from bench.suites import Bench
 from bench.tables import table_of
 from bench.timing import Protocol, ticking
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels import fused_moe, quantize_weight
 from cute_kernels.formats.weights.fp4 import LEVELS
 from simulator import stand_in

@@ -12,9 +12,10 @@ import torch
 from bench import moe, moe_peers
 from bench.__main__ import main
 from bench.bars import judge
-from bench.moe import Inputs, Layer, MoeModel, MoeShape, make_weights
+from bench.moe import Inputs, Layer, make_weights
 from bench.moe_peers import PEERS, Calls, MoePeer, Routed
 from bench.suites import WrongOutput
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels.families import shipped_specs
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.plan import LayerForm, moe_plan_of

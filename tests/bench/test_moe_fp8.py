@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from bench import moe_fp8
-from bench.moe import Inputs, MoeModel, MoeShape, check
+from bench.moe import Inputs, check
 from bench.moe_fp8 import Fp8Layer
 from bench.record import Recorder
 from bench.suites import Bench, WrongOutput
 from bench.timing import Protocol, ticking
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels import fused_moe
 from simulator import stand_in
 from tests.bench.clocks import every_call_takes

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench import moe_options
-from bench.moe import MoeModel, MoeShape
 from bench.suites import WrongOutput
+from bench.workloads import MoeModel, MoeShape
 
 SHAPE = MoeShape(MoeModel("small", 4, 2, 256, 128), 5)
 

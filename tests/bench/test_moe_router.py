@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bench import moe_router
-from bench.moe import MODELS, MoeShape
+from bench.moe import MODELS
+from bench.workloads import MoeShape
 from cute_kernels.gemm.experts.router.reference import select_reference
 
 

@@ -15,8 +15,9 @@ import torch
 
 from bench import moe as moe_bench
 from bench.linear import Format, make_weights, pack
-from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
+from bench.moe import MODELS, Inputs, make_experts
 from bench.peers import relative_error
+from bench.workloads import MoeModel, MoeShape
 from cute_kernels import append_and_decode, quantized_layer, quantized_linear, quantized_linear_norm, rms_norm
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.call import make_extend_call as check_extend_call

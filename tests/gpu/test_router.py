@@ -134,7 +134,8 @@ def test_graphs_and_compiled_calls_return_the_same(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 def test_a_layer_right_behind_its_router_reads_what_it_chose(tokens):
-    from bench.moe import MoeModel, make_experts
+    from bench.moe import make_experts
+    from bench.workloads import MoeModel
 
     model = MoeModel("small", 128, 8, 2048, 768)
     gate_up, down = (make_experts(model.experts, n, k, i) for i, (n, k) in enumerate(model.products))
