@@ -7,16 +7,18 @@ import collections
 import dataclasses
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+import bench
 import cute_kernels
 import layouts
 from tests import golden
 
 ROOTS = [Path(str(package.__path__[0])) for package in (cute_kernels, layouts)]
+IMPORTING = [*ROOTS, Path(str(bench.__path__[0]))]
 SOURCES = [path for root in ROOTS for path in root.rglob("*.py")]
 # The stages from a call to a launch (docs/glossary.md): a class that is named by one belongs to one family.
 STAGE = re.compile(r"(Call|Problem|Schedule|Plan|Sizes|Shape|Memory|KvFormat|WeightFormat)\Z")
@@ -62,3 +64,69 @@ def test_a_configuration_has_few_fields_and_hardly_a_flag(config: type):
     assert len(fields) <= MOST_FIELDS
     assert sum(hints[field.name] is bool for field in fields) <= MOST_BOOLEANS
     assert not any(dataclasses.is_dataclass(base) for base in config.__mro__[1:])
+
+
+# Files whose types need each other. A configuration holds its policies, and their methods are given the configuration:
+# annotations alone, which nothing imports as it runs.
+CIRCLES_OF_TYPES = {f"cute_kernels.gemm.wgmma.{name}" for name in ("config", "launch", "mainloops", "results")}
+
+
+def module_of(path: Path) -> str:
+    """The name of a source as a module."""
+    package = next(root for root in IMPORTING if path.is_relative_to(root))
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_in(nodes: Iterable[ast.AST], with_types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports in parts of a source, also inside functions; ``with_types``: and those for annotations alone."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not with_types:
+            yield from imports_in(node.orelse, with_types)
+        else:
+            yield from imports_in(ast.iter_child_nodes(node), with_types)
+
+
+def imported_modules(tree: ast.AST, modules: set[str], with_types: bool) -> set[str]:
+    """The sources that a source imports."""
+    found = set()
+    for node in imports_in([tree], with_types):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level and node.module
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else node.module for name in names}
+        else:
+            found |= {alias.name for alias in node.names}
+    return found & modules
+
+
+def in_circles(imports: dict[str, set[str]]) -> set[str]:
+    """The modules from which imports lead back to them."""
+
+    def reached(module: str) -> set[str]:
+        found, waiting = set(), [module]
+        while waiting:
+            new = imports.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    return {module for module in imports if module in reached(module)}
+
+
+@pytest.mark.parametrize(("with_types", "left"), [(False, set()), (True, CIRCLES_OF_TYPES)], ids=["running", "types"])
+def test_no_files_import_each_other_in_a_circle(with_types: bool, left: set[str]):
+    trees = {module_of(path): ast.parse(path.read_text()) for root in IMPORTING for path in root.rglob("*.py")}
+    imports = {module: imported_modules(tree, set(trees), with_types) - {module} for module, tree in trees.items()}
+    assert sum(map(len, imports.values())) > 1000
+    assert in_circles(imports) == left
+
+
+def test_circles_of_imports_are_found():
+    source = "if TYPE_CHECKING:\n    import a.c\nelse:\n    import a.b\ndef f():\n    from a.d import name"
+    tree, modules = ast.parse(source), {"a", "a.b", "a.c", "a.d"}
+    assert imported_modules(tree, modules, False) == {"a.b", "a.d"}
+    assert imported_modules(tree, modules, True) == {"a.b", "a.c", "a.d"}
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"b", "c"}

@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear, arguments, quantize_model
 from cute_kernels.integrations.checkpoints import load_model
+from cute_kernels.integrations.transformers import cache as cache_module
 from cute_kernels.integrations.transformers.graphs import StepReplay
 from tests.integrations.llamas import small_llama
 
@@ -95,6 +96,10 @@ def test_a_file_of_a_cache_holds_its_tokens_and_not_its_allocation():
     assert len(file.getvalue()) < 64 << 10
     empty = saved(ck.DecodeCache("bf16"))
     assert torch.equal(step(model, empty, IDS), step(model, ck.DecodeCache("bf16"), IDS))
+
+
+def test_files_of_earlier_versions_name_classes_that_are_still_there():
+    assert {"DecodeCache", "DecodeCacheLayer", "LatentCacheLayer", "_Book"} <= vars(cache_module).keys()
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
