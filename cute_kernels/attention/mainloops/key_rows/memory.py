@@ -73,7 +73,7 @@ class KeyRowsMemory:
         assert shape is not None
         pointers = [
             smem.allocate(size, byte_alignment=alignment)
-            for size, alignment in (
+            for size, alignment in (  # 1024: where the 128-byte swizzle repeats
                 (config.pipeline.num_stages * sum(shape.tile_bytes), 1024),
                 (shape.heads * shape.query_bytes, 1024),
                 (2 * MMA_WARPGROUPS * shape.probability_bytes, 1024),
@@ -84,7 +84,7 @@ class KeyRowsMemory:
             )
         ]
         tiles, queries, probabilities, headers, told, tops, slots = (Int32(own.toint()) for own in pointers)
-        # Every lane of a producer warp arrives for K's tile and for V's, when what it has asked for has come.
+        # Every lane of a producer warp arrives twice, for K's tile and for V's, once its own copies have arrived.
         stages, fillers = config.pipeline.num_stages, 2 * config.pipeline.producer_warps * WARP_THREADS
         readers = MMA_WARPS + config.filling_warps
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages + 2 * WORK_SLOTS)

@@ -129,6 +129,7 @@ class KeyRowsConsumer:
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
+        # The first turn is warpgroup 0's. Both have the same requests and blocks, so as many turns.
         if group == 1:
             pass_turn(group)
         state, slot = memory.tile_pipeline.consumer_state(), memory.work.consumer_state()
@@ -143,7 +144,7 @@ class KeyRowsConsumer:
 
     def place_of(self, group, warp, lane, magic) -> Lane:
         matrix, row = lane // 8, lane % 8
-        # Of two blocks of queries at a time, and two halves of the warp's tokens.
+        # stmatrix.x4: two blocks of queries, two halves of the warp's tokens; the 128-byte swizzle is chunk ^ row.
         chunk = ((2 * warp + matrix % 2) ^ row) * CHUNK_BYTES
         return Lane(
             group,
@@ -192,7 +193,7 @@ class KeyRowsConsumer:
         sums, codes = self.make_sums(), cute.make_rmem_tensor(self.key_words, Uint32)
         self.clear_probabilities(memory, sums, place)
         queries = wgmma.descriptor(cute.arch.make_warp_uniform(self.queries.tile(memory, place.group)))
-        before = state  # where the last values lie; none yet: some, times probabilities of zero
+        before = state  # of the previous block's values; at first the block's own, times probabilities of zero
         if span.begin < span.end:
             pipeline.consumer_wait(state)
             self.fetch_keys(memory, place, codes, state.stage)
@@ -217,7 +218,7 @@ class KeyRowsConsumer:
             self.add_values(memory, sums, place, self.fetch_values(memory, place, before.stage))
             self.release(pipeline, before, place.lane)
             self.wait_for(sums, [])
-        # Or what follows from where a thread stands is kept, or spilled, throughout the loop.
+        # Pinned: what is computed from a thread's position would otherwise be kept, or spilled, throughout the loop.
         here = replace(place, lane=ptx.pinned(place.lane), warp=ptx.pinned(place.warp), group=ptx.pinned(place.group))
         self.results.write(shape, operands, features, work, memory, sums, here)
         return state
@@ -444,7 +445,7 @@ class KeyRowsConsumer:
         target = place.probabilities + sums.probabilities[0]
         exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)
         if const_expr(self.value_scale):
-            # Beside greater scales, what is too large here is so for fp16.
+            # Only such small scales hide a sum beyond MAX_TOTAL: with greater ones P * scale is too large for fp16.
             if cute.arch.vote_any_sync((value_scales[0] < MIN_VALUE_SCALE) | (value_scales[1] < MIN_VALUE_SCALE)):
                 exceeds = exceeds | (in_pairs(ptx.fmax, [totals[c] for c in range(self.columns)]) > MAX_TOTAL)
         self.wait_for(sums, [])
@@ -522,7 +523,7 @@ class KeyRowsConsumer:
         own = told + place.warp * row_bytes + 8 * (place.lane % 4)
         for block in range(self.blocks):
             ptx.store_shared(own, 32 * block, maxima[2 * block : 2 * block + 2])
-        sync_warpgroup(place.group)
+        sync_warpgroup(place.group)  # all maxima are there, and all threads have read the flag
         store_word_if(self.is_first(place), memory.flag(place.group), 0)
         for block in range(self.blocks):
             heard = [
