@@ -85,6 +85,11 @@ class AppendCall(NamedTuple):
         return 0 if self.seq_lens is None else self.seq_lens.shape[0]
 
     @property
+    def has_places(self) -> bool:
+        """Whether some token may have a place: without requests, all tokens are padding."""
+        return self.num_tokens > 0 and (self.seq_lens is None or self.batch > 0)
+
+    @property
     def num_pages(self) -> int:
         """Pages of the caches; a contiguous cache has one per request."""
         return self.v_cache.shape[0]

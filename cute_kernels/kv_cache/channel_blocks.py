@@ -96,7 +96,7 @@ def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | 
 def launch(*given: Any) -> None:
     """Launches the second kernel on CUDA tensors, on the current stream."""
     fill = Fill(*given)
-    if not fill.k_new.numel() or not fill.k_cache.numel():
+    if not (fill.k_new.numel() and fill.k_cache.numel() and fill.seq_lens.numel()):
         return
     if arguments.DEBUG:
         _check_slots(fill)

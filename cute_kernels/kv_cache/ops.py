@@ -79,7 +79,7 @@ def _checked(given: Given) -> AppendCall:
 
 
 def _plan_of(call: AppendCall) -> AppendPlan | None:
-    return make_plan(call) if call.k.shape[0] else None
+    return make_plan(call) if call.has_places else None
 
 
 def _without_tokens(call: AppendCall) -> torch.Tensor | None:
@@ -97,9 +97,9 @@ def reference(call: AppendCall) -> torch.Tensor | None:
     q."""
     check_append(call)
     check_append_values(call)
-    q = append_kv_reference(call)
+    q = append_kv_reference(call) if call.has_places else None
     if q is None or call.q is None:
-        return None
+        return _without_tokens(call)
     return q.to(call.q.dtype) if call.q_out is None else call.q_out.copy_(q)
 
 

@@ -19,10 +19,10 @@ def check_append_values(call: AppendCall, may_be_shorter: bool = False) -> None:
     may_be_shorter: whether a request's length may be less than its number of new tokens; the first of these then have
         no place.
     """
-    if not call.num_tokens:
-        return
     if call.cu_seqlens is not None:
         _check_bounds(call)
+    if not call.has_places:
+        return
     if call.seq_lens is not None and call.slot_mapping is None:
         _check_lengths(call, may_be_shorter)
     _, pages, rows = places(call)

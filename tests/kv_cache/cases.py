@@ -107,6 +107,17 @@ def make_call(shape: Shape, device: str | torch.device = "cpu") -> AppendCall:
     )
 
 
+def without_requests(call: AppendCall) -> AppendCall:
+    """The same tokens, all of which belong to no request."""
+    assert call.seq_lens is not None and call.cu_seqlens is not None
+    changes: dict[str, Any] = {"seq_lens": call.seq_lens[:0], "cu_seqlens": call.cu_seqlens[:1]}
+    if call.block_table is None:
+        changes |= {"k_cache": call.k_cache[:0], "v_cache": call.v_cache[:0]}
+    else:
+        changes["block_table"] = call.block_table[:0]
+    return call._replace(**changes)
+
+
 def _where(shape: Shape, lengths: tuple[int, ...], generator: torch.Generator, device: Any) -> tuple[dict, int, int]:
     """(block_table or slots, pages of the cache, tokens of a page)."""
     batch, longest = len(lengths), max(lengths, default=1)

@@ -18,7 +18,7 @@ from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.ops import reference
 from cute_kernels.kv_cache.reference import shaped_scale
 from cute_kernels.names import KvFormatName
-from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, clone_caches, make_call
+from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, clone_caches, make_call, without_requests
 from tests.kv_cache.transformed import make_transform, with_transform
 
 
@@ -272,6 +272,18 @@ def test_tokens_behind_those_of_all_requests_are_not_written():
     assert torch.equal(found.k_cache, want.k_cache) and torch.equal(found.v_cache, want.v_cache)
     alone = reference(clone_caches(call))
     assert q is not None and alone is not None and torch.equal(q[:-2], alone)
+
+
+@pytest.mark.parametrize("changes", [{}, {"place": "contiguous"}, {"positions": "int32"}])
+def test_a_step_without_requests_writes_nothing(changes):
+    """All of its tokens pad it."""
+    call = without_requests(make_call(PREFILL.with_(**changes)))
+    before = clone_caches(call)
+    q = run(call)
+    assert q is not None and call.q is not None and q.shape == call.q.shape
+    assert torch.equal(call.k_cache, before.k_cache) and torch.equal(call.v_cache, before.v_cache)
+    with pytest.raises(ValueError, match="cu_seqlens: got 3 to 3, want it to begin with 0"):
+        run(call, cu_seqlens=torch.full_like(call.cu_seqlens, 3))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])

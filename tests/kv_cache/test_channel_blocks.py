@@ -262,6 +262,22 @@ def test_appends_that_cannot_be_are_named(changes, message):
         append_kv(k, k, fill.k_cache, torch.zeros_like(fill.k_cache), **(given | changes))
 
 
+def test_a_step_without_requests_fills_no_block():
+    """All of its tokens pad it; a launch would have no CTA."""
+    fill = fill_of((1, 1), (4, 31))
+    nothing = fill._replace(
+        seq_lens=fill.seq_lens[:0], cu_seqlens=torch.zeros(1, dtype=torch.int32), tail_slots=fill.tail_slots[:0],
+        block_table=torch.zeros(0, 2, dtype=torch.int32),
+    )  # fmt: skip
+    host.launch(*nothing)
+    names = ("seq_lens", "cu_seqlens", "tail_slots", "block_table", "k_tail")
+    given: dict[str, Any] = {name: getattr(nothing, name) for name in names}
+    k, k_cache, k_tail = numbers(2), fill.k_cache.clone(), fill.k_tail.clone()
+    v_cache = torch.zeros(*k_cache.shape[:3], VALUES.row_elements(128), dtype=torch.uint8)
+    append_kv(k, k, k_cache, v_cache, kv_format=("int4_channel32", "int4_g4"), **given)
+    assert torch.equal(k_cache, fill.k_cache) and torch.equal(k_tail, fill.k_tail) and not v_cache.any()
+
+
 def test_appends_and_attention_compile_without_graph_breaks():
     fill = fill_of((1, 1), (4, 31))
     caches = {name: fill.k_cache.clone() for name in ("k_cache", "v_cache")}

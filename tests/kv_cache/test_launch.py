@@ -15,7 +15,7 @@ import torch
 from cute_kernels.kv_cache import CacheTransform, Rope, append_kv, ops
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall
 from cute_kernels.runtime import native
-from tests.kv_cache.cases import Shape, make_call
+from tests.kv_cache.cases import Shape, make_call, without_requests
 from tests.kv_cache.test_append_cpu import arguments
 from tests.kv_cache.transformed import make_transform
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
@@ -157,6 +157,13 @@ def test_a_new_q_is_contiguous_and_a_given_one_comes_back(launches):
     assert (q_out.shape, q_out.dtype) == (given["q"].shape, given["q"].dtype)
     given = made("q_out")
     assert append_kv(**given) is given["q_out"]
+
+
+def test_a_step_without_requests_launches_nothing(launches):
+    """The kernel would look for its tokens' requests before the first one."""
+    given = arguments(without_requests(make_call(PLAIN.with_(new=(3, 9)))))
+    q_out = append_kv(**given)
+    assert not launches and q_out is not None and q_out.shape == given["q"].shape
 
 
 def test_most_calls_have_no_extras():
