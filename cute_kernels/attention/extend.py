@@ -21,7 +21,7 @@ from cute_kernels.formats.kv import format_pair
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.formats.scores import check_mapping
 from cute_kernels.names import CacheLayout, KvFormats, WindowSize
-from cute_kernels.runtime.operator import new_call
+from cute_kernels.runtime.operator import new_call, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -238,7 +238,7 @@ def extend_attention(
     if transform is not None and inputs is not None:
         result, lse = results
         restored, lse = results_of(transform, inputs, result, lse, softmax_scale, own_sinks)
-        results = (restored if out is None else ops.written(out, restored, cu_seqlens_q)), lse
+        results = (restored if out is None else written(out, restored, cu_seqlens_q)), lse
     return results if return_lse else results[0]
 
 

@@ -42,7 +42,7 @@ from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
 from cute_kernels.formats.scores import flattened, restored
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.operator import Operator, Plan, as_kernels, launcher, on_device_of
+from cute_kernels.runtime.operator import Operator, Plan, as_kernels, launcher, on_device_of, written
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 from cute_kernels.runtime.workspace import EMPTY
 
@@ -168,14 +168,6 @@ def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 launch = launcher(_key, _checked, _plan_of, without_tokens)
 """Attention on CUDA tensors: (out, lse or None). ``options`` of decode attention is None for a call that uses none."""
-
-
-def written(out: torch.Tensor, result: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> torch.Tensor:
-    """Writes the result for the requests' queries into ``out``, whose other rows stay as they are; does not wait."""
-    if cu_seqlens_q is None:
-        return out.copy_(result)
-    own = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1]
-    return out.copy_(torch.where(own[:, None, None], result, out))
 
 
 @as_kernels

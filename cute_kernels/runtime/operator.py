@@ -162,6 +162,15 @@ def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
     return run
 
 
+def written(out: Tensor, result: Tensor, ends: Tensor | None) -> Tensor:
+    """Writes a result into ``out``; does not wait. ends: the last one ends the rows that are written, whereas rows that
+    pad ``out`` stay as they are; None: there are no such rows."""
+    if ends is None:
+        return out.copy_(result)
+    own = torch.arange(len(out), device=out.device) < ends[-1]
+    return out.copy_(torch.where(own[(..., *(None,) * (out.dim() - 1))], result, out))
+
+
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,22 @@ def test_each_place_is_multiplied_with_its_experts_weight(counts, bits):
         assert_near(found, y * y.sigmoid())
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("activations", [None, "fp8"])
+def test_places_of_no_expert_stay_as_they_are(traced, activations):
+    """Those of a given result, as on a GPU."""
+    weight, _ = experts(3, 64, 128)
+    x, offsets = numbers(6, 128), torch.tensor([0, 2, 2, 4]).int()
+    x[4:] = torch.nan
+    product = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True) if traced else grouped_linear
+    out = torch.full((6, 64), torch.nan).bfloat16()
+    out[5] = 7.0
+    assert product(x, weight, offsets, out=out, activations=activations) is out
+    assert out[4].isnan().all() and (out[5] == 7.0).all()
+    new = grouped_linear(x, weight, offsets, activations=activations)
+    assert torch.equal(out[:4], new[:4]) and not new[4:].any()
+
+
 def test_a_batch_invariant_layer_gives_each_token_what_it_has_alone():
     """Bit for bit, whatever other tokens share its experts; grouped products likewise."""
     gate_up, _ = experts(3, 2 * 70, 100)

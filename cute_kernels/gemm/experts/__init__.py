@@ -76,8 +76,8 @@ def grouped_linear(
     check, wrong values are undefined behaviour.
 
     Returns:
-        [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places after expert_offsets[E]
-        are 0 on the CPU and not written on a GPU.
+        [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places after expert_offsets[E]: those
+        of a given ``out`` stay as they are; in a new tensor they are 0 on the CPU, and hold anything on a GPU.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.

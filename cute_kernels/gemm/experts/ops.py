@@ -24,7 +24,7 @@ from cute_kernels.gemm.experts.plan import grouped_plan, moe_plan, without_assig
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import check_presence
-from cute_kernels.runtime.operator import Operator, is_direct, launcher
+from cute_kernels.runtime.operator import Operator, is_direct, launcher, written
 
 # -- grouped products --------------------------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.T
         call.bias, weight.format.key, *weight.shape, name_of(call.activation),
         call.result_dtype, call.batch_invariant, call.activations,
     )  # fmt: skip
-    return result if call.out is None else call.out.copy_(result)
+    return result if call.out is None else written(call.out, result, call.expert_offsets)
 
 
 launch_grouped = launcher(grouped_key, check_grouped_values, grouped_plan, without_places)
