@@ -31,6 +31,7 @@ def norm(call: NormCall) -> Any:
     return y if call.residual is None else (y, total)
 
 
+@torch.no_grad()
 def _through_operator(call: NormCall) -> Results:
     check_call(call)
     given = call.x, call.weight, call.bias, call.residual, call.kind, call.eps, call.weight_offset

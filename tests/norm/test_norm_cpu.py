@@ -55,6 +55,8 @@ def test_results_go_where_they_are_told_to_even_in_place():
     x, residual = given["x"].clone(), given["residual"].clone()
     rms_norm(x, given["weight"], residual=residual, out=x, residual_out=residual)
     assert torch.equal(x, want) and torch.equal(residual, total)
+    parameter = torch.nn.Parameter(torch.empty_like(want))
+    assert rms_norm(**given, out=parameter)[0] is parameter and torch.equal(parameter, want)
 
 
 def test_rows_of_a_wider_tensor_are_taken_as_they_lie():
