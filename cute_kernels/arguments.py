@@ -355,6 +355,32 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int,
     check_contiguous(name, tensor)
 
 
+TOKENS_OF_TABLE = "the tokens of a row of block_table"
+
+
+def checked_lengths(seq_lens: torch.Tensor, most: int, room: str) -> torch.Tensor:
+    """Returns lengths as int64 on the host. Raises ValueError, naming the request, for one that is not 0 to ``most``;
+    room: what that is. Waits for the tensor's GPU."""
+    lengths = seq_lens.to(torch.int64).cpu()
+    wrong = torch.nonzero((lengths < 0) | (lengths > most))
+    if wrong.numel():
+        request = int(wrong[0])
+        raise ValueError(f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {most}, {room}")
+    return lengths
+
+
+def check_pages(table: torch.Tensor, used: torch.Tensor, page_size: int, num_pages: int) -> None:
+    """Raises ValueError, naming request and position, for an entry of a block table on the host that is ``used`` (bool
+    of its shape) and no page of the cache."""
+    wrong = torch.nonzero(used & ((table < 0) | (table >= num_pages)))
+    if wrong.numel():
+        request, entry = wrong[0].tolist()
+        raise ValueError(
+            f"block_table: got page {int(table[request, entry])} for request {request} at position "
+            f"{entry * page_size}, want 0 to {num_pages - 1}, the cache's pages"
+        )
+
+
 def check_permutation(name: str, perm: torch.Tensor) -> None:
     """Raises ValueError unless each index occurs once; waits for the tensor's GPU."""
     if not torch.equal(perm.sort().values, torch.arange(perm.numel(), dtype=perm.dtype, device=perm.device)):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from cute_kernels.arguments import TOKENS_OF_TABLE, check_pages, checked_lengths
 from cute_kernels.attention.call import AttentionCall
 
 
@@ -20,17 +21,11 @@ def check_device_values(call: AttentionCall) -> None:
         return
     if call.blocks is not None:
         _check_blocks(call)
-    lengths = call.seq_lens.to(torch.int64).cpu()
-    wrong = torch.nonzero((lengths < 0) | (lengths > call.max_seq_len))
-    if wrong.numel():
-        request = int(wrong[0])
-        room = "the cache's tokens" if call.block_table is None else "the tokens of a row of block_table"
-        raise ValueError(
-            f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {call.max_seq_len}, {room}"
-        )
+    room = "the cache's tokens" if call.block_table is None else TOKENS_OF_TABLE
+    lengths = checked_lengths(call.seq_lens, call.max_seq_len, room)
     if call.tail is not None:
         slots, most = call.tail.slots.cpu(), call.tail.rows.shape[0]
-        wrong = torch.nonzero((slots < 0) | (slots >= most))
+        wrong = torch.nonzero((lengths > 0) & ((slots < 0) | (slots >= most)))
         if wrong.numel():
             request = int(wrong[0])
             raise ValueError(f"tail_slots: got {int(slots[request])} for request {request}, want 0 to {most - 1}")
@@ -41,13 +36,9 @@ def check_device_values(call: AttentionCall) -> None:
     # From the first token that is seen in a page to after the last one there.
     last = torch.minimum(first + call.page_size, lengths[:, None])
     used = torch.maximum(first, call.first_seen(lengths)[:, None]) < last
-    wrong = torch.nonzero(used & ((table < 0) | (table >= call.num_blocks)))
-    if wrong.numel():
-        request, entry = wrong[0].tolist()
-        raise ValueError(
-            f"block_table: got page {int(table[request, entry])} for request {request} at position "
-            f"{entry * call.page_size}, want 0 to {call.num_blocks - 1}, the cache's pages"
-        )
+    if call.blocks is not None:
+        used &= call.blocks.seen(first.to(call.blocks.list.device)).any(dim=1).cpu()
+    check_pages(table, used, call.page_size, call.num_blocks)
 
 
 def _check_requests(call: AttentionCall) -> None:

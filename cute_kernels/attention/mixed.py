@@ -129,10 +129,9 @@ def mixed_attention(
         whole = {"cu_seqlens_q": cu_seqlens_q, "kv_format": kv_format, "sm_margin": sm_margin or 0, "out": out}
         check_device_values(make_extend_call(q, k_cache, v_cache, seq_lens, **whole, **given))
     of_extend = {name: options.pop(name) for name in OF_EXTEND if name in options}
-    first, rest = (
-        _part_of(k_cache, v_cache, options, slice(0, num_decodes)),
-        _part_of(k_cache, v_cache, options, slice(num_decodes, None)) | of_extend,
-    )
+    caches, batch = {"k_cache": k_cache, "v_cache": v_cache}, len(seq_lens)
+    first = _part_of(caches, options, slice(0, num_decodes), batch)
+    rest = _part_of(caches, options, slice(num_decodes, None), batch) | of_extend
 
     check_flag("return_lse", return_lse)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
@@ -225,17 +224,16 @@ def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, 
             raise ValueError(f"cu_seqlens_q: got {ends} first, want 0 to {num_decodes}: one query for each of them")
 
 
-def _part_of(k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, Any], part: slice) -> dict[str, Any]:
-    """Returns the caches and options of the requests ``part``."""
-    table = options.get("block_table")
+def _part_of(caches: dict[str, torch.Tensor], options: dict[str, Any], part: slice, batch: int) -> dict[str, Any]:
+    """Returns the caches and options of the requests ``part`` of a batch."""
+    table, why = options.get("block_table"), ", those of each request of seq_lens"
     if table is not None:
         check_tensors(block_table=table)
-        check_shape("block_table", table, "batch", "max_pages")
-        return {"k_cache": k_cache, "v_cache": v_cache, **options, "block_table": table[part]}
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dim() != 4:
-            raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: [batch, max_seq_len, num_kv_heads, row]")
-    return {"k_cache": k_cache[part], "v_cache": v_cache[part], **options}
+        check_shape("block_table", table, batch, "max_pages", why=why)
+        return {**caches, **options, "block_table": table[part]}
+    for name, cache in caches.items():
+        check_shape(name, cache, batch, "max_seq_len", "num_kv_heads", "row", why=why)
+    return {name: cache[part] for name, cache in caches.items()} | options
 
 
 def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:

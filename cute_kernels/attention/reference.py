@@ -324,7 +324,8 @@ def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype
     # A block may hang over the end of the cache: it is never full.
     rows = rows_at(call, call.k, around.clamp(max=call.max_seq_len - 1))
     keys = form.dequantize(rows, call.head_dim, dtype)[:, keys_at - first]
-    waiting = call.tail.rows[call.tail.slots.long()][:, keys_at % call.tail.rows.shape[1]].to(dtype)
+    slots, ring = call.tail.slots.long().clamp(0, len(call.tail.rows) - 1), keys_at % call.tail.rows.shape[1]
+    waiting = call.tail.rows[slots][:, ring].to(dtype)
     full = keys_at[None] < (call.seq_lens.long() // size * size)[:, None]
     return torch.where(full[:, :, None, None], keys, waiting)
 

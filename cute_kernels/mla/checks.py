@@ -9,15 +9,18 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.arguments import (
+    TOKENS_OF_TABLE,
     check_aligned,
     check_contiguous,
     check_dtype,
     check_flag,
+    check_pages,
     check_place,
     check_shape,
     check_tensors,
     check_together,
     check_vector,
+    checked_lengths,
     shape_of,
 )
 from cute_kernels.mla.formats import V_DIM, MlaFormat, format_of
@@ -203,24 +206,9 @@ def check_distances(name: str, shape: CacheShape, unit: int) -> None:
 def check_dense_values(problem: DenseProblem, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
     """Raises ValueError for the first length out of range or page outside the cache; waits for the device. The message
     names the request, and a page's position."""
-    lengths = seq_lens.to(torch.int64).cpu()
-    wrong = torch.nonzero((lengths < 0) | (lengths > problem.max_seq_len))
-    if wrong.numel():
-        request = int(wrong[0])
-        raise ValueError(
-            f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {problem.max_seq_len}, the tokens "
-            "of a row of block_table"
-        )
-    table, page_size = block_table.cpu(), problem.cache.page_size
+    lengths, page_size = checked_lengths(seq_lens, problem.max_seq_len, TOKENS_OF_TABLE), problem.cache.page_size
     first = torch.arange(problem.max_pages, device="cpu") * page_size  # token of each entry
-    used = first < lengths[:, None]
-    wrong = torch.nonzero(used & ((table < 0) | (table >= problem.cache.num_pages)))
-    if wrong.numel():
-        request, entry = wrong[0].tolist()
-        raise ValueError(
-            f"block_table: got page {int(table[request, entry])} for request {request} at position "
-            f"{entry * page_size}, want 0 to {problem.cache.num_pages - 1}, the cache's pages"
-        )
+    check_pages(block_table.cpu(), first < lengths[:, None], page_size, problem.cache.num_pages)
 
 
 def check_sparse_values(name: str, shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None) -> None:

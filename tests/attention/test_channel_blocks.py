@@ -134,6 +134,17 @@ def test_the_reference_attends_over_full_blocks_and_the_rows_that_wait(page_size
     assert float((out.double() - wanted).abs().max()) <= 2.0**-8 * float(wanted.abs().max())
 
 
+def test_a_request_without_tokens_needs_no_slot():
+    """As one that pads a batch; append needs none either."""
+    cached = make_cached([40, 0, 33])
+    q = torch.randn(3, 1, 8, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
+    want = decode_attention(q, **cached.arguments)
+    for slot in (-1, 2**31 - 1):
+        slots = cached.arguments["tail_slots"].clone()
+        slots[1] = slot
+        assert torch.equal(decode_attention(q, **cached.arguments | {"tail_slots": slots}), want)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

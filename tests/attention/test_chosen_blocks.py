@@ -91,6 +91,21 @@ def test_tokens_of_other_blocks_are_not_seen(name, page_size, q_len):
 
 
 @pytest.mark.parametrize("tokens", [64, 128])
+def test_the_table_has_anything_for_pages_that_no_head_chose(tokens):
+    call, blocks = case("int4_g4", page_size=32, tokens=tokens)
+    want = decode_attention(*call.tensors, kv_format="int4_g4", **call.options, **blocks)
+    table = call.options["block_table"]
+    unseen = ~seen(blocks, 768).any(dim=1)[:, ::32]
+    assert unseen.any() and not unseen.all()
+    for entry in (-1, 2**31 - 1):
+        options = call.options | {"block_table": table.masked_fill(unseen, entry)}
+        assert torch.equal(decode_attention(*call.tensors, kv_format="int4_g4", **options, **blocks), want)
+    lost = call.options | {"block_table": table.masked_fill(~unseen, -1)}
+    with pytest.raises(ValueError, match="block_table: got page -1 for request 0 at position"):
+        decode_attention(*call.tensors, kv_format="int4_g4", **lost, **blocks)
+
+
+@pytest.mark.parametrize("tokens", [64, 128])
 def test_extend_attention_is_decode_attention_of_every_query(tokens):
     call = extend_cases.make_call("int4_g4", Q_LENS, LENGTHS, max_seq_len=768)
     blocks = blocks_for(LENGTHS, Q_LENS, 2, tokens, 768)

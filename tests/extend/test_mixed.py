@@ -45,12 +45,25 @@ def test_rows_of_no_request_stay_as_they_are(kind):
         (1, {"out": torch.empty(3).bfloat16()}, r"out: got shape \[3\], want \[7, 8, 128\]"),
         (1, {"sm_margin": -1}, "sm_margin: got -1, want a number of SMs"),
         (0, {"window_size": 0}, "window_size: got 0, want"),
+        (0, {"block_table": None}, r"k_cache: got shape \[.*\], want \[3, max_seq_len,"),
+        (1, {"block_table": torch.zeros(4, 1).int()}, r"block_table: got shape \[4, 1\], want \[3,"),
     ],
 )
 def test_what_does_not_fit_is_named(num_decodes, options, message):
     call = make_call("bf16", [1, 2, 4], [9, 9, 9])
     with pytest.raises(ValueError, match=message):
         run(call, num_decodes, **options)
+
+
+@pytest.mark.parametrize("page_size", [16, None])
+def test_a_batch_that_decodes_has_as_many_requests_as_its_caches(page_size):
+    """No part of the batch shows that there are more."""
+    call = make_call("bf16", [1, 1, 1], [9, 9, 9], page_size=page_size)
+    q, lengths = call.q[:2], call.seq_lens[:2].contiguous()
+    options: dict[str, Any] = {**call.keywords, "cu_seqlens_q": call.cu_seqlens_q[:3].contiguous()}
+    name = "k_cache" if page_size is None else "block_table"
+    with pytest.raises(ValueError, match=rf"{name}: got shape \[3, .*want \[2, .*of seq_lens"):
+        mixed_attention(q, call.k_cache, call.v_cache, lengths, num_decodes=2, **options)
 
 
 @pytest.mark.parametrize(

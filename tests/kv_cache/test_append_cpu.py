@@ -283,7 +283,7 @@ def test_a_step_without_requests_writes_nothing(changes):
     assert q is not None and call.q is not None and q.shape == call.q.shape
     assert torch.equal(call.k_cache, before.k_cache) and torch.equal(call.v_cache, before.v_cache)
     with pytest.raises(ValueError, match="cu_seqlens: got 3 to 3, want it to begin with 0"):
-        run(call, cu_seqlens=torch.full_like(call.cu_seqlens, 3))
+        run(call, cu_seqlens=torch.tensor([3], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
