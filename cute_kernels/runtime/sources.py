@@ -107,8 +107,7 @@ def _roots(spec: KernelSpec) -> Iterator[Root]:
 
 
 def _file_of(kind: type) -> Path:
-    module = _found(kind.__module__)
-    if module is None:
+    if (module := _found(kind.__module__)) is None:
         raise TypeError(f"{kind.__qualname__} must be defined in a file to be cached, not in {kind.__module__}")
     return module.file
 
@@ -146,7 +145,7 @@ class _Node(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _reached(roots: tuple[Root, ...]) -> Reached:
-    walk = _Walk({*PACKAGES, *(root.module.partition(".")[0] for root in roots if root.module)})
+    walk = _Walk(frozenset((*PACKAGES, *(root.module.partition(".")[0] for root in roots if root.module))))
     for root in roots:
         found = _of_root(root, walk.packages)
         walk.note("root", root.member, walk.linked(_held(found) if root.held else found))
@@ -158,7 +157,7 @@ class _Walk:
     """The search. It follows links in an order that only the definitions decide, and hashes each definition with the
     numbers of its links."""
 
-    def __init__(self, packages: set[str]) -> None:
+    def __init__(self, packages: frozenset[str]) -> None:
         self.packages = packages
         self.digest = hashlib.sha256()
         self.places: set[Place] = set()
@@ -201,7 +200,7 @@ class _Walk:
         live."""
         for key, value in node.definition.entries:
             entry = _Node(node.module, value, True)
-            found = [each for each in _targets(node.module, key, False, self.packages) if not isinstance(each, str)]
+            found = [each for each in _links(node.module.name, key, False, self.packages) if not isinstance(each, str)]
             kinds = {(each.module.file, each.definition.binds[0]) for each in found if each.definition.is_class}
             if kinds and not kinds & self._live:
                 for kind in kinds:
@@ -217,17 +216,17 @@ class _Walk:
             self.texts.add((found.binds[0], found.digest))
             for uses, strong in ((found.uses, node.strong), (found.weak, False)):
                 for name in uses:
-                    links = self.linked(_targets(node.module, name, strong, self.packages))
-                    if links:
+                    if links := self.linked(_links(node.module.name, name, strong, self.packages)):
                         self.note(name, links)
             for name in found.bases:
-                self.note(name, self.linked(_held(_targets(node.module, name, True, self.packages))))
+                self.note(name, self.linked(_held(_links(node.module.name, name, True, self.packages))))
             if node.strong:
                 self._follow_entries(number, node)
                 for name, member in found.members:
                     self._waiting.setdefault(name, []).append((number, _Node(node.module, member, True)))
                 self._mentioned.update(found.mentions)
-                for name in sorted(self._mentioned & self._waiting.keys()):
+                new = {*found.mentions, *(name for name, _ in found.members)}
+                for name in sorted(new & self._mentioned & self._waiting.keys()):
                     for owner, method in self._waiting.pop(name):
                         self.note(owner, name, self._number(method))
 
@@ -239,12 +238,11 @@ def _held(targets: Iterable[_Node | str]) -> Iterator[_Node | str]:
         yield target if isinstance(target, str) or held is None else target._replace(definition=held)
 
 
-def _of_root(root: Root, packages: set[str]) -> Iterator[_Node | str]:
+def _of_root(root: Root, packages: frozenset[str]) -> Iterator[_Node | str]:
     if not root.module:
         yield root.name
         return
-    module = _module(root.module, packages)
-    if module is None:
+    if (module := _module(root.module, packages)) is None:
         raise FileNotFoundError(f"{root.module}: no such module, want the sources of a kernel")
     if root.member:
         yield _Node(module, definitions.members(module.file, root.name)[root.member], True)
@@ -257,8 +255,14 @@ def _all_of(module: Module, strong: bool) -> Iterator[_Node]:
         yield _Node(module, found, strong)
 
 
+@functools.lru_cache(maxsize=65536)
+def _links(module: str, name: str, strong: bool, packages: frozenset[str]) -> tuple[_Node | str, ...]:
+    """Returns the targets of a dotted name in a module. It is cached, as all kernels of a family share most names."""
+    return () if (found := _found(module)) is None else tuple(_targets(found, name, strong, packages))
+
+
 def _targets(
-    module: Module, name: str, strong: bool, packages: set[str], seen: frozenset[tuple[str, str]] = frozenset()
+    module: Module, name: str, strong: bool, packages: frozenset[str], seen: frozenset[tuple[str, str]] = frozenset()
 ) -> Iterator[_Node | str]:
     """Yields the targets of a dotted name in a module: definitions, or a name outside the packages.
 
@@ -278,7 +282,7 @@ def _targets(
 
 
 def _attributes(
-    where: str, names: list[str], strong: bool, packages: set[str], seen: frozenset[tuple[str, str]]
+    where: str, names: list[str], strong: bool, packages: frozenset[str], seen: frozenset[tuple[str, str]]
 ) -> Iterator[_Node | str]:
     """Yields the targets of a chain of attributes of module ``where``: first parts of packages, then a definition."""
     module = _module(where, packages)
@@ -306,7 +310,7 @@ def _found(name: str) -> Module | None:
     return None if file is None else definitions.read(name, Path(file).resolve())
 
 
-def _module(name: str, packages: set[str]) -> Module | None:
+def _module(name: str, packages: frozenset[str]) -> Module | None:
     return _found(name) if name.partition(".")[0] in packages else None
 
 
@@ -315,8 +319,7 @@ def state_of(roots: Iterable[Path], suffixes: tuple[str, ...] = (".py",)) -> Sou
 
     Raises FileNotFoundError for a root that does not exist.
     """
-    digest = hashlib.sha256()
-    newest = 0.0
+    digest, newest = hashlib.sha256(), 0.0
     for root in roots:
         if not root.exists():
             raise FileNotFoundError(f"{root}: no such file, want the sources of a kernel")

@@ -145,7 +145,14 @@ def choose():
 
 
 def forget() -> None:
-    for kept in (definitions.file_of, definitions.read, definitions.members, sources._reached, sources._found):
+    for kept in (
+        definitions.file_of,
+        definitions.read,
+        definitions.members,
+        sources._reached,
+        sources._links,
+        sources._found,
+    ):
         kept.cache_clear()
     importlib.invalidate_caches()
     for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
