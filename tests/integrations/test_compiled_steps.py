@@ -32,30 +32,28 @@ def steps(model: Any, forward: Any, mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "padded", "dynamic"),
+    ("name", "layers", "dynamic"),
     [
-        ("llama", 1, False, None),
-        ("llama", 1, True, None),
-        ("qwen3", 1, True, True),
-        ("gemma 2", 2, False, None),
-        ("mistral, window", 1, True, None),
+        ("llama", 1, None),
+        ("qwen3", 1, True),
+        ("gemma 2", 2, None),  # every other layer has a window
     ],
 )
-def test_a_decode_step_compiles_as_one_graph(name, layers, padded, dynamic):
+def test_a_decode_step_of_padded_rows_compiles_as_one_graph(name, layers, dynamic):
     """layers: one of each kind. dynamic: True if all numbers are traced for all values from the first step on."""
     torch.compiler.reset()
     model = DECODERS[name].build(torch.bfloat16, num_hidden_layers=layers)
     ck.accelerate(model, kv_format="int4_g4", cuda_graphs=False)
-    mask = LEFT_PADDED if padded else torch.ones_like(IDS)
-    want = steps(model, model.forward, mask)
+    want = steps(model, model.forward, LEFT_PADDED)
     counter = CompileCounter()
-    got = steps(model, torch.compile(model.forward, fullgraph=True, backend=counter, dynamic=dynamic), mask)
+    got = steps(model, torch.compile(model.forward, fullgraph=True, backend=counter, dynamic=dynamic), LEFT_PADDED)
     assert counter.frame_count == 2  # the first length, and all others, of which a sliding window hides some
     assert (got - want).norm() <= 4e-2 * want.norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "phi-3"])
 def test_quantised_blocks_are_computed_once_in_a_compiled_step(name):
+    """Without padding: these are one graph of the first length and one of all others, too."""
     torch.compiler.reset()
     model = DECODERS[name].build(torch.bfloat16, num_hidden_layers=1)
     ck.accelerate(model, kv_format="int4_g4", weights="w4g64", cuda_graphs=False)
@@ -70,4 +68,4 @@ def test_quantised_blocks_are_computed_once_in_a_compiled_step(name):
     got = steps(model, torch.compile(model.forward, fullgraph=True, backend=backend), mask)
     assert (got - want).norm() <= 4e-2 * want.norm()
     projections = 6 if name == "llama" else 4  # q, k, v; o; gate and up; down
-    assert set(products) == {projections + 1}  # and the output layer
+    assert products == [projections + 1] * 2  # and the output layer

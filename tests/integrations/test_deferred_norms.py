@@ -22,6 +22,7 @@ from cute_kernels.integrations.transformers.norms import deferred_norm_of, with_
 from tests.integrations.test_fused_blocks import (
     IDS,
     LEFT_PADDED,
+    accelerated,
     built,
     in_act_order,
     logits_of,
@@ -98,8 +99,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_step_leaves_norms_to_products_and_computes_the_same(name, kernels, monkeypatch):
-    model = built(name, weights=True)
-    ck.accelerate(model, kv_format="bf16")
+    model = accelerated(name)
     got, counts = Steps(model).counted()
     assert counts == FUSED[name]
     want, none = launched(monkeypatch, Steps(model).counted)
@@ -110,8 +110,7 @@ def test_a_step_leaves_norms_to_products_and_computes_the_same(name, kernels, mo
 
 def test_prompts_are_served_as_before(kernels):
     """By attention's own code, of more tokens than a step has."""
-    model = built("llama", weights=True)
-    ck.accelerate(model, kv_format="bf16")
+    model = accelerated()
     with calls_of(left) as calls, torch.no_grad():
         model(IDS, past_key_values=ck.DecodeCache("bf16"))
     assert not calls
@@ -253,8 +252,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], tuple[int, int]]] = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_somebody_sees_or_changes_is_as_without(change, mode, kernels, monkeypatch):
-    model = built("llama", weights=True)
-    ck.accelerate(model, kv_format="bf16")
+    model = accelerated()
     with mode():
         before, _ = Steps(model).counted()
         make, counts = CHANGES[change]
@@ -280,14 +278,12 @@ def assert_hidden_states(model: Any, reference: Callable[[Callable[[], Any]], An
 
 
 def test_hidden_states_are_those_of_the_layers(kernels, monkeypatch):
-    model = built("qwen3", weights=True)
-    ck.accelerate(model, kv_format="bf16")
+    model = accelerated("qwen3")
     assert_hidden_states(model, lambda run: launched(monkeypatch, run))
 
 
 def test_gradients_go_the_models_own_way(kernels):
-    model = built("llama", weights=True)
-    ck.accelerate(model, kv_format="bf16")
+    model = accelerated()
     embeddings = model.model.embed_tokens(IDS[:, :4]).detach().requires_grad_()
     with calls_of(left, deferred.take) as calls:
         logits = model(inputs_embeds=embeddings, past_key_values=ck.DecodeCache("bf16")).logits
@@ -295,8 +291,7 @@ def test_gradients_go_the_models_own_way(kernels):
 
 
 def test_a_copy_of_a_model_and_one_that_was_moved_leave_norms_too(kernels):
-    model = built("llama", weights=True)
-    ck.accelerate(model, kv_format="bf16")
+    model = accelerated()
     want, counts = Steps(model).counted()
     moved = copy.deepcopy(model)
     for layer in moved.model.layers:
@@ -307,8 +302,7 @@ def test_a_copy_of_a_model_and_one_that_was_moved_leave_norms_too(kernels):
 
 
 def test_a_note_is_of_a_sum_as_it_was_left_and_of_one_norm(kernels):
-    model = built("llama", weights=True)
-    ck.accelerate(model, kv_format="bf16")
+    model = accelerated()
     layer: Any = model.model.layers[1]
     norm, x = layer.input_layernorm, torch.randn(2, 1, 96).bfloat16()
     into = Sum(torch.randn(2, 1, 128).bfloat16(), norm, Product(layer.self_attn.forward.merged))

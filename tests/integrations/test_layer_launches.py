@@ -21,7 +21,7 @@ from cute_kernels.integrations.transformers import blocks, deferral
 from cute_kernels.integrations.transformers.deferral import shaped, tensor_of
 from cute_kernels.integrations.transformers.norms import Projected, deferred_norm_of, terms_of, with_product
 from tests.integrations.test_deferred_norms import CHANGES, FUSED, Steps, assert_hidden_states, left
-from tests.integrations.test_fused_blocks import IDS, built, ordered_llama, relative_error
+from tests.integrations.test_fused_blocks import IDS, accelerated, ordered_llama, relative_error
 from tests.observed import calls_of
 
 # Layers of a step of two that are one launch. The last one has no product behind it.
@@ -72,12 +72,6 @@ def apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
         patch.setattr(deferral, "serves_rows", lambda rows: False)
         patch.setattr(deferral, "leaves_norm", lambda *_: False)
         return run()
-
-
-def accelerated(name: str = "llama") -> Any:
-    model = built(name, weights=True)
-    ck.accelerate(model, kv_format="bf16")
-    return model
 
 
 @pytest.mark.parametrize("name", FUSED)
