@@ -210,8 +210,11 @@ def test_choices_that_change_who_does_what_change_no_row(kv_format, choice, by_k
     assert_appended(call, before, q_out)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+@pytest.mark.parametrize(
+    ("kv_format", "head_dim"),
+    [(name, 128) for name in ALL_FORMATS]
+    + [(name, d) for name in ("bf16", "int4_g1", "int4_g8", "int8_channel", "e4m3_head") for d in (64, 256)],
+)
 def test_decode_with_pairs_in_one_lane(kv_format, head_dim):
     """With 8 columns to a lane, 4 of each half of the row, every group is whole lanes still."""
     shape = SMALL.with_(kv_format=kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(1,) * 8, num_kv_heads=3)
