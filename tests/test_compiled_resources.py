@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from cute_kernels import families
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from tests import golden
+from tests.each import each
 from tests.golden import rules
 
 SPECS = families.shipped_specs()
@@ -17,26 +19,28 @@ FULL = tuple(
     f"decode_{rows}_bf16_d128_h2q1s4b1_*_map_strided_p64_units_paged" for rows in ("int4_g4", "int8_token_head")
 )
 """Kernels of paged decode that have no register to spare: the first to spill, and much used."""
-DRAWN = golden.sample(SPECS, golden.SHIPPED_SAMPLE)
-MEASURED = list(
-    dict.fromkeys([*DRAWN, *(spec for spec in SPECS if any(fnmatchcase(spec.symbol, each) for each in FULL))])
-)
+WITHOUT_A_REGISTER_TO_SPARE = [spec for spec in SPECS if any(fnmatchcase(spec.symbol, name) for name in FULL)]
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 
+@cache
+def drawn() -> list[KernelSpec]:
+    return list(dict.fromkeys([*golden.sample(SPECS, golden.SHIPPED_SAMPLE), *WITHOUT_A_REGISTER_TO_SPARE]))
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[str, golden.Entry]:
-    return golden.measure(MEASURED, default_cache())
+    return golden.measure(drawn(), default_cache())
 
 
-@pytest.mark.parametrize("spec", MEASURED, ids=str)
+@each("spec", drawn)
 def test_a_kernel_keeps_what_it_must(spec: KernelSpec, measured: dict[str, golden.Entry]):
     assert [line for kernel in measured[spec.symbol] for line in rules.broken(spec, kernel)] == []
 
 
 def test_the_kernels_without_a_register_to_spare_are_measured():
-    assert all(any(fnmatchcase(spec.symbol, each) for spec in MEASURED) for each in FULL)
+    assert all(any(fnmatchcase(spec.symbol, name) for spec in drawn()) for name in FULL)
 
 
 GOOD: dict[str, Any] = {

@@ -12,6 +12,7 @@ import torch
 
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime import native
+from tests.each import each
 from tools import formats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,7 +92,7 @@ def anchors(document: Path) -> list[str]:
     return found + re.findall(r'<a id="([^"]+)">', text)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+@each("document", DOCUMENTS, ids=name)
 def test_links_within_the_repository_lead_somewhere(document: Path):
     for link in LINK.finditer(FENCE.sub("", document.read_text())):
         target = (document.parent / link["target"]).resolve() if link["target"] else document
@@ -100,7 +101,7 @@ def test_links_within_the_repository_lead_somewhere(document: Path):
             assert link["anchor"] in anchors(target), link[0]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+@each("document", DOCUMENTS, ids=name)
 def test_no_anchor_is_there_twice(document: Path):
     found = anchors(document)
     assert len(found) == len(set(found)), [anchor for anchor in found if found.count(anchor) > 1]

@@ -35,6 +35,34 @@ def test_an_error_is_a_failure():
         check()
 
 
+def test_a_value_of_several_arguments_is_a_tuple_and_products_are_nested():
+    tried = []
+
+    @each("a, b", [(1, 2), (3, 4)])
+    @each("c", [5, 6])
+    def check(a: int, b: int, c: int) -> None:
+        tried.append((a, b, c))
+        assert (b, c) != (4, 5)
+
+    with pytest.raises(AssertionError, match=r"1 of 2 fail: \(3, 4\)\n1 of 2 fail: 5"):
+        check()
+    assert tried == [(1, 2, 5), (1, 2, 6), (3, 4, 5), (3, 4, 6)]
+
+
+def test_values_that_take_long_to_make_are_made_where_the_test_runs():
+    made = []
+
+    @each("number", lambda: made or made.append(1) or made)
+    def check(number: int) -> None:
+        assert number == 1
+
+    assert not made
+    check()
+    assert made == [1]
+    with pytest.raises(ValueError, match="number: got no values"):
+        each("number", list)(lambda number: None)()
+
+
 def test_no_values_and_no_such_argument_are_refused():
     with pytest.raises(ValueError, match="number: got no values"):
         each("number", [])

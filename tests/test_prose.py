@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.each import each
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "examples/README")
 PAGES = sorted([*(ROOT / f"{name}.md" for name in ROOT_PAGES), *(ROOT / "docs").rglob("*.md")])
@@ -46,7 +48,7 @@ def sentences(text: str) -> list[str]:
     return [sentence for lines in paragraphs if lines for sentence in END.split(" ".join(lines))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each("page", PAGES, ids=name)
 def test_lines_of_prose_fit_an_editor(page: Path):
     assert not [line for line in prose(page.read_text()) if len(line) > MOST_CHARACTERS]
 
@@ -96,7 +98,7 @@ def test_names_on_design_pages_are_in_the_code():
     assert not sorted((page, one) for page, one in named if one not in known)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each("page", PAGES, ids=name)
 def test_a_weight_format_has_one_spelling(page: Path):
     """ "w4g128", as arguments and messages have it."""
     assert not re.findall(r"\bw[48]f?_g(?:\d|channel)", page.read_text())

@@ -15,6 +15,7 @@ from cute_kernels.runtime.composed import changed
 from cute_kernels.runtime.wanted import record_of, spec_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS
+from tests.each import each
 
 ONE_CTA, FEW_WARPS = CopyPipeline(ctas_per_sm=1), WarpMma(num_slices=2)
 INT4 = DecodeConfig(CacheLoad("int4_g4", 128), CacheLoad("int4_g4", 128), "bf16", pipeline=ONE_CTA)
@@ -22,10 +23,13 @@ DENSE = DecodeConfig(CacheLoad("bf16", 128, "tma"), CacheLoad("bf16", 128, "tma"
 MIXED = DecodeConfig(CacheLoad("int8_channel", 192, "tma"), CacheLoad("int4_g2", 128), "fp16", FEW_WARPS, ONE_CTA)
 MAPPED = CacheLoad("int4_g1", 128, "map")
 FEW_HEADS = DecodeConfig(MAPPED, MAPPED, "bf16", WarpMma(4, num_slices=2), ONE_CTA, TokenRuns(contiguous=False))
-SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec.config, DecodeConfig)]
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
+def implemented() -> list[DecodeConfig]:
+    return [INT4, DENSE, MIXED, *(spec.config for spec in shipped_specs() if isinstance(spec.config, DecodeConfig))]
+
+
+@each("config", implemented, ids=lambda config: config.name)
 def test_what_ships_can_be_implemented(config: DecodeConfig):
     assert config.can_implement() is None
 
@@ -68,7 +72,7 @@ def test_warps_tokens_and_threads_follow_from_the_fields():
     assert config.slice_tokens == 2 * BLOCK_TOKENS and config.tile_tokens == 6 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
+@each("config", implemented, ids=lambda config: config.name)
 def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeConfig):
     k_bytes, v_bytes = config.tile_bytes
     first_v = config.ring_offsets[1]
@@ -137,8 +141,8 @@ def own_values() -> dict[str, object]:
 
 
 def test_names_are_identifiers_and_differ_where_configurations_do():
-    names = [config.name for config in SHIPPED]
-    assert len(set(names)) == len(set(SHIPPED)) == len(SHIPPED)
+    names = [config.name for config in implemented()]
+    assert len(set(names)) == len(set(implemented())) == len(implemented())
     assert all(name.isidentifier() for name in names)
     assert len(own_values()) == 21
     for name, value in own_values().items():

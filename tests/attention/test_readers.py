@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -77,46 +78,77 @@ def case(
     return Case(config, group)
 
 
-ALIKE = [case(name, head_dim=d) for name in KERNEL_FORMATS for d in HEAD_DIMS if not cannot_read(format_of(name), d)]
-ALIKE += [case(f"int4_g{g}", head_dim=d, q_dtype="fp16") for g in (1, 2, 4, 8) for d in (64, 128, 256)]
-ALIKE += [case(name, head_dim=64, q_dtype="fp16") for name in ("int8_g8", "int8_channel", "e4m3_tensor", "e5m2")]
-ALIKE += [case(name, head_dim=d, num_kv_heads=h) for name in ("int4_g1", "int8_g4") for d in (64, 96) for h in (3, 32)]
-ALIKE += [
-    case("int4_g8", num_kv_heads=8),
-    case("int8_token_head", num_kv_heads=8),
-    case("e4m3_token_head", head_dim=256, num_kv_heads=8),
-    case("int4_g1", group=5),
-    case("int4_g4", group=1, q_dtype="fp16"),
-    case("int4_g2", head_dim=64, num_kv_heads=10, group=3),
-    case("bf16", group=3),
-    case("e5m2", group=2),
-    case("int4_g1", aligned=False),
-    case("int4_g8", head_dim=256, num_kv_heads=2, aligned=False),
-    case("int8_token_head", aligned=False),
-]
-PAIRS = [case(k, v) for k in FAMILIES for v in FAMILIES if k != v]
-PAIRS += [
-    case("int8_tensor", "int4_g2", 192, 128),
-    case("e4m3_token_head", "e5m2", 192, 128),
-    case("fp16", "fp16", 192, 128),
-    case("bf16", "int8_channel", 64, 80),
-    case("int8_channel", "fp16", 96, 256),
-    case("int4_g1", "int8_token_head", 80, 64),
-    case("int4_g1", "int8_tensor", num_kv_heads=8),
-    case("int8_channel", "int4_g4", num_kv_heads=32),
-    case("e5m2", "e4m3_token_head", 64, 64, num_kv_heads=3),
-]
-SEVERAL_BLOCKS = [
-    case(name, blocks_per_warp=blocks, group=group)
-    for name in ("bf16", "int4_g1", "int4_g8", "int8_token_head", "int8_channel", "e4m3_tensor")
-    for blocks, group in ((2, 16), (4, 27))
-]
-SEVERAL_BLOCKS += [case("int8_g2", "int4_g1", 64, blocks_per_warp=2, group=11)]
-SEVERAL_BLOCKS += [case(name, blocks_per_warp=2, group=13) for name in ("int4_g4", "int4_g8")]
-CASES = [*ALIKE, *PAIRS, *SEVERAL_BLOCKS]
+def alike() -> list[Case]:
+    """Cases whose K and V have one format."""
+    found = [
+        case(name, head_dim=d) for name in KERNEL_FORMATS for d in HEAD_DIMS if not cannot_read(format_of(name), d)
+    ]
+    found += [case(f"int4_g{g}", head_dim=d, q_dtype="fp16") for g in (1, 2, 4, 8) for d in (64, 128, 256)]
+    found += [case(name, head_dim=64, q_dtype="fp16") for name in ("int8_g8", "int8_channel", "e4m3_tensor", "e5m2")]
+    found += [
+        case(name, head_dim=d, num_kv_heads=h) for name in ("int4_g1", "int8_g4") for d in (64, 96) for h in (3, 32)
+    ]
+    found += [
+        case("int4_g8", num_kv_heads=8),
+        case("int8_token_head", num_kv_heads=8),
+        case("e4m3_token_head", head_dim=256, num_kv_heads=8),
+        case("int4_g1", group=5),
+        case("int4_g4", group=1, q_dtype="fp16"),
+        case("int4_g2", head_dim=64, num_kv_heads=10, group=3),
+        case("bf16", group=3),
+        case("e5m2", group=2),
+        case("int4_g1", aligned=False),
+        case("int4_g8", head_dim=256, num_kv_heads=2, aligned=False),
+        case("int8_token_head", aligned=False),
+    ]
+    return found
 
-every_case = each("case", CASES)
-every_int4_case = each("case", [c for c in CASES if c.config.formats[1].codes == "u4"])
+
+def pairs() -> list[Case]:
+    """Cases of two formats, or of two widths."""
+    found = [case(k, v) for k in FAMILIES for v in FAMILIES if k != v]
+    found += [
+        case("int8_tensor", "int4_g2", 192, 128),
+        case("e4m3_token_head", "e5m2", 192, 128),
+        case("fp16", "fp16", 192, 128),
+        case("bf16", "int8_channel", 64, 80),
+        case("int8_channel", "fp16", 96, 256),
+        case("int4_g1", "int8_token_head", 80, 64),
+        case("int4_g1", "int8_tensor", num_kv_heads=8),
+        case("int8_channel", "int4_g4", num_kv_heads=32),
+        case("e5m2", "e4m3_token_head", 64, 64, num_kv_heads=3),
+    ]
+    return found
+
+
+def several_blocks() -> list[Case]:
+    found = [
+        case(name, blocks_per_warp=blocks, group=group)
+        for name in ("bf16", "int4_g1", "int4_g8", "int8_token_head", "int8_channel", "e4m3_tensor")
+        for blocks, group in ((2, 16), (4, 27))
+    ]
+    found += [case("int8_g2", "int4_g1", 64, blocks_per_warp=2, group=11)]
+    return found + [case(name, blocks_per_warp=2, group=13) for name in ("int4_g4", "int4_g8")]
+
+
+@cache
+def cases() -> list[Case]:
+    return [*alike(), *pairs(), *several_blocks()]
+
+
+def value_cases() -> list[Case]:
+    """One case of each reader of V and its tile, whatever K is beside it."""
+    found: dict[Hashable, Case] = {}
+    for one in cases():
+        config = one.config
+        own = (config.v, tiles_of(config)[1], config.mainloop, config.q_dtype, config.shares_queries, one.group)
+        found.setdefault(own, one)
+    return list(found.values())
+
+
+every_case = each("case", cases)
+every_value_case = each("case", value_cases)
+every_int4_case = each("case", lambda: [c for c in cases() if c.config.formats[1].codes == "u4"])
 
 
 def assert_equal_to_fp32_rounding(
@@ -155,7 +187,7 @@ def test_scores_are_those_of_the_dequantised_rows(case: Case, run_on):
     assert_equal_to_fp32_rounding(natural, rig.keys, rig.queries.T, slack, rounding)
 
 
-@each("case", [case(name, group=5) for name in FAMILIES if name != "bf16"] + SEVERAL_BLOCKS[2:])
+@each("case", lambda: [case(name, group=5) for name in FAMILIES if name != "bf16"] + several_blocks()[2:])
 def test_an_infinite_query_spoils_its_own_scores_alone(case: Case, run_on):
     """The power of 2 that queries have in common is that of the finite ones."""
     rig = case.rig(run_on, 1)
@@ -177,26 +209,7 @@ def test_outputs_are_those_of_the_dequantised_rows(case: Case, run_on):
     assert_equal_to_fp32_rounding(rig.weighted_values(p), p.T, rig.values, slack)
 
 
-@every_case
-def test_loads_take_the_wavefronts_that_the_tiles_were_chosen_for(case: Case, run_on):
-    """The addresses that the readers really compute, not those that the tiles say they should."""
-    rig = case.rig(run_on, 4)
-    rig.scores()
-    rig.weighted_values(random_probabilities(case.config, 5))
-    tiles = tiles_of(case.config)
-    bulk = "word" not in case.config.copies
-    both_rows = all(isinstance(tile, RowTile) for tile in tiles)
-    for index, tile in enumerate(tiles):
-        reports = [banks.report(a.addresses, a.width, a.kind) for a in rig.accesses_of(index)]
-        if isinstance(tile, SwizzledTile):
-            assert sum(report.wavefronts for report in reports) == tile.wavefronts
-            assert all(report.conflicts == 0 for report in reports)
-        elif bulk and both_rows:
-            assert all(report.conflicts == 0 for report in reports)
-            assert tile.wavefronts == tile.fewest_wavefronts
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.config.shares_queries], ids=str)
+@each("case", lambda: [c for c in cases() if c.config.shares_queries])
 def test_shared_queries_are_loaded_once_a_block_without_conflicts(case: Case, run_on):
     """A vector per B register and sum for both tiles of 16 tokens: the compiler would keep what is loaded twice."""
     rig = case.rig(run_on, 5)
@@ -211,14 +224,26 @@ def test_shared_queries_are_loaded_once_a_block_without_conflicts(case: Case, ru
 
 
 @every_case
-def test_every_byte_of_the_block_is_loaded_once(case: Case, run_on):
-    """Whatever the number of query heads: fragments are decoded once and meet all blocks of queries."""
+def test_every_byte_is_loaded_once_in_the_wavefronts_that_the_tiles_were_chosen_for(case: Case, run_on):
+    """Whatever the number of query heads: fragments are decoded once and meet all blocks of queries.
+
+    Wavefronts are of the addresses that the readers really compute, not of those that the tiles say they should.
+    """
     rig = case.rig(run_on, 6)
     rig.scores()
     rig.weighted_values(random_probabilities(case.config, 7))
-    for index, tile in enumerate(tiles_of(case.config)):
+    tiles = tiles_of(case.config)
+    bulk_rows = "word" not in case.config.copies and all(isinstance(tile, RowTile) for tile in tiles)
+    for index, tile in enumerate(tiles):
         start = index * case.config.tile_bytes[0]
         accesses = rig.accesses_of(index)
+        reports = [banks.report(a.addresses, a.width, a.kind) for a in accesses]
+        if isinstance(tile, SwizzledTile):
+            assert sum(report.wavefronts for report in reports) == tile.wavefronts
+        elif bulk_rows:
+            assert tile.wavefronts == tile.fewest_wavefronts
+        if isinstance(tile, SwizzledTile) or bulk_rows:
+            assert all(report.conflicts == 0 for report in reports)
         if isinstance(tile, SwizzledTile):
             loaded = [place for access in accesses for place in access.addresses]
             chunks = range(tile.num_chunks)
@@ -252,7 +277,7 @@ def test_rows_past_the_end_are_masked_by_row_and_cleared_to_zero(case: Case, run
     assert_equal_to_fp32_rounding(rig.weighted_values(p), p.T[:, :left], rig.values[:left], slack)
 
 
-@every_case
+@every_value_case
 def test_the_log_scale_bounds_what_goes_through_the_mma(case: Case, run_on):
     operands = [random_operand(case.config, index, 10 + index, (-8, 4)) for index in range(2)]
     rig = make_rig(run_on, case.config, operands, case.group)
@@ -302,7 +327,7 @@ def test_a_head_of_zeros_whose_given_scale_is_zero_has_scores_of_zero(kv_format,
 # -- accumulators ------------------------------------------------------------------------------------------------------
 
 
-@every_case
+@every_value_case
 def test_blocks_add_up_and_rescaling_scales_all_of_it(case: Case, run_on):
     rig = case.rig(run_on, 1)
     p = random_probabilities(case.config, 2, bits=4)

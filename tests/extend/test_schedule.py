@@ -24,6 +24,7 @@ from cute_kernels.attention.extend_schedule import (
 )
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.scores.features import Features
+from tests.each import each
 from tests.extend.cases import FORMATS, UNPACKED
 
 
@@ -49,8 +50,8 @@ def test_every_work_tile_has_one_slot(group):
         assert slots_of(q_lens, group) == want
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
-@pytest.mark.parametrize("kv_format", FORMATS)
+@each("head_dim", [64, 128, 192, 256, 512])
+@each("kv_format", FORMATS)
 def test_every_format_has_a_kernel(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     config = choose(
@@ -107,8 +108,8 @@ def test_what_cannot_be_is_said(monkeypatch):
         assert reason in str(wrong.can_implement())
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256, 512])
-@pytest.mark.parametrize("kv_format", UNPACKED)
+@each("head_dim", [64, 80, 128, 192, 256, 512])
+@each("kv_format", UNPACKED)
 def test_every_format_can_be_unpacked(kv_format, head_dim):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     config = choose(
@@ -171,9 +172,9 @@ def test_decoding_gets_the_sms_that_let_both_end_together():
     assert decode_sms(decode_bytes, prefill_flops, 1) is None
 
 
-@pytest.mark.parametrize("tile_rows", [8, 40, 72])
-@pytest.mark.parametrize("page_tokens", [0, 16, 64])
-@pytest.mark.parametrize("name", ["int8_token_head", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
+@each("tile_rows", [8, 40, 72])
+@each("page_tokens", [0, 16, 64])
+@each("name", ["int8_token_head", "e4m3_tensor", "e5m2", "int4_g1", "int4_g4"])
 def test_key_rows_fit_an_sm(name, page_tokens, tile_rows):
     for features in (Features(causal=True, paged=page_tokens > 0), Features(head_major=True)):
         config = key_rows_of(choose(AttentionProblem.ragged(128, name, name, "bf16", page_tokens, features)), tile_rows)

@@ -14,15 +14,17 @@ from cute_kernels.kv_cache.bulk_ops import half_of, row_blocks
 from cute_kernels.kv_cache.config import BulkConfig, RowTransform, row_alignment, row_transform_of, team_lanes
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
 from simulator import Float32, Gpu, running
+from tests.each import each
 from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
 from tests.kv_cache.simulate import simulate_bulk
 from tests.kv_cache.transformed import make_transform
 from tests.tensors import among_others
 
+WIDELY = {"bf16", "int4_g8", "int8_token_head", "int8_channel", "e4m3_head"}  # codes and scales of each kind
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+
+@each("kv_format, head_dim", [(name, d) for d in HEAD_DIMS for name in ALL_FORMATS if d in (64, 128) or name in WIDELY])
 def test_awkward_numbers_become_the_formats_rows(kv_format, head_dim):
     form = format_of(kv_format)
     x = awkward(head_dim).view(-1, 2, head_dim)
@@ -44,9 +46,9 @@ def test_16_bit_numbers_become_the_formats_rows(kv_format, dtype):
     assert same_bits(rows, quantize(form, x, scale).view(form.cache_dtype))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("head_dim", [80, 128, 192])
-@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+@each("dtype", ["bf16", "fp16", "fp32"])
+@each("head_dim", [80, 128, 192])
+@each("kv_format", ALL_FORMATS)
 def test_rows_become_the_formats_numbers(kv_format, head_dim, dtype):
     """All codes occur; headers are those of real rows."""
     form = format_of(kv_format)
@@ -92,8 +94,8 @@ def test_where_rows_lie_in_two_numbers():
     assert row_blocks(x[:1].expand(3, 5, 2, 64)) is None and row_blocks(x[::2]) == (10, 1280)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+@each("head_dim", HEAD_DIMS)
+@each("kv_format", ALL_FORMATS)
 def test_the_alignment_that_is_asked_for_is_what_the_accesses_need(kv_format, head_dim):
     from cute_kernels.kv_cache.rows import make_row
 
@@ -136,9 +138,9 @@ def test_maxima_over_the_largest_code_are_ieees():
                 assert (np.asarray(got) == np.asarray(value) / np.float32(divisor)).all()
 
 
-@pytest.mark.parametrize("operand", ["k", "v"])
-@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (128, 32), (128, 1), (256, 128), (80, 1)])
-@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4", "int8_token_head", "e5m2"])
+@each("operand", ["k", "v"])
+@each("head_dim, width", [(64, 64), (128, 32), (128, 1), (256, 128), (80, 1)])
+@each("kv_format", ["bf16", "int4_g1", "int4_g4", "int8_token_head", "e5m2"])
 def test_transformed_numbers_become_the_formats_rows(kv_format, head_dim, width, operand):
     """Of K with its center and of V; bit for bit those of the transform's reference in fp32."""
     form = format_of(kv_format)

@@ -23,6 +23,7 @@ from cute_kernels.kv_cache.config import (
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.runtime.composed import changed
+from tests.each import each
 from tests.kv_cache.cases import Shape, make_call
 from tests.kv_cache.transformed import make_transform, with_transform
 
@@ -32,7 +33,7 @@ BULK = BulkConfig("quantize", "int8_g4", "fp32", 128)
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, AppendSpec)]
 
 
-@pytest.mark.parametrize("config", [APPEND, BULK, *SHIPPED], ids=lambda config: config.name)
+@each("config", [APPEND, BULK, *SHIPPED], ids=lambda config: config.name)
 def test_what_ships_can_be_implemented(config):
     assert config.can_implement() is None
 
@@ -102,8 +103,8 @@ def test_a_single_token_of_a_transformed_cache_leads_by_the_kernel_for_decode(ne
     assert not config_of(call, leads=True).decode
 
 
-@pytest.mark.parametrize("v_head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@each("v_head_dim", HEAD_DIMS)
+@each("head_dim", HEAD_DIMS)
 def test_lanes_own_even_runs_and_groups_are_whole_lanes(head_dim, v_head_dim):
     lanes = team_lanes(head_dim, v_head_dim)
     assert lanes >= 8 and 32 % lanes == 0

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from layouts.transform import pack, unpack
 from layouts.weights import fastertransformer as ft
+from tests.each import each
 
 INT8_ROWS = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
 INT4_ROWS = [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]
@@ -61,8 +62,8 @@ CASES += [(4, arch, 16) for arch in (70, 75, 80, 86, 89, 90, 100, 120)]
 CASES += [(4, arch, 8) for arch in (89, 90, 100, 120)]
 
 
-@pytest.mark.parametrize(("bits", "arch", "activation_bits"), CASES)
-@pytest.mark.parametrize(("k", "n"), [(128, 8), (128, 40), (384, 16)])
+@each("bits, arch, activation_bits", CASES)
+@each("k, n", [(128, 8), (128, 40), (384, 16)])
 def test_bytes_are_those_of_the_definition(bits, arch, activation_bits, k, n):
     q = weight(k, n, bits)
     got = ft.preprocess(q, bits, arch, activation_bits)

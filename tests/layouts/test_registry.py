@@ -13,21 +13,22 @@ from layouts.draw.figure import Cell, Figure, Panel, heat, hue
 from layouts.proofs import METHODS, ProofError
 from layouts.registry import Entry, entries
 from layouts.transform import Transform, unpack
+from tests.each import each
 from tests.layouts.dsl_oracle import traced
 
 ENTRIES = entries()
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
-def test_every_entry_is_proved(entry):
-    proofs = entry.verify()
+@each("name", ENTRIES)
+def test_every_entry_is_proved(name):
+    proofs = ENTRIES[name].verify()
     assert proofs and all(proof.cases > 0 and proof.method in METHODS for proof in proofs)
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
-def test_every_entry_is_drawn(entry):
-    figure = entry.figure()
+@each("name", ENTRIES)
+def test_every_entry_is_drawn(name):
+    figure = ENTRIES[name].figure()
     root = ElementTree.fromstring(to_svg(figure))
     boxes = root.findall(f"{SVG}g[@class='box']")
     assert len(boxes) == sum(len(panel.cells) for panel in figure.panels) > 0

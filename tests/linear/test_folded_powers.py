@@ -16,6 +16,7 @@ from cute_kernels.formats.weights.fp4 import E2m1Codes
 from cute_kernels.gemm import pack_weight
 from cute_kernels.integrations.checkpoints import load_safetensors
 from tests.attention import warp as machine
+from tests.each import each
 from tests.integrations.checkpoints.make_files import MADE
 from tests.linear.folded_powers import Folded, count, total
 from tests.linear.warpgroup import WarpgroupWarp, e4m3_numbers
@@ -30,8 +31,8 @@ def of_groups(powers: list[int], code: int = 1) -> PackedWeight:
     return pack_weight("mxfp4", codes, torch.tensor(powers, dtype=torch.uint8).repeat(64, 1))
 
 
-@pytest.mark.parametrize("below", [0, 5, 10, 11, 12, 13, 14, 20])
-@pytest.mark.parametrize("code", range(8))
+@each("below", [0, 5, 10, 11, 12, 13, 14, 20])
+@each("code", range(8))
 def test_what_is_counted_is_what_the_decoder_changes(below: int, code: int, run_on):
     run_on(WarpgroupWarp(np.zeros(0, np.uint8), np.zeros(0, np.uint8)))
     decoder, powers = E2m1Codes(HopperMath("bf16")), [TOP, TOP - below, TOP, TOP]

@@ -26,6 +26,7 @@ from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.normed import NormedRows
 from cute_kernels.gemm.operands.fp8 import LEAST, MOST, dequantize_activations, fp8_rows
 from cute_kernels.runtime.gpu import standing_in
+from tests.each import each
 from tests.launchers import cpu_as_gpu
 from tests.linear.cases import known
 
@@ -143,9 +144,9 @@ def test_it_multiplies_the_rounded_activations_with_the_weight(name, scale):
     assert 5e-3 < relative_error(y, x.double() @ weight.dequantize(torch.float64).T) < 5e-2
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("m", [1, 3, 16, 17, 64])
-@pytest.mark.parametrize("k", [140, 320])
+@each("name", FORMATS)
+@each("m", [1, 3, 16, 17, 64])
+@each("k", [140, 320])
 def test_rounded_rows_are_bf16_numbers_and_their_16_bit_products_near_enough(name, m, k):
     """As few rows are served on a GPU: what 16-bit products are off by is the rounding of the weight."""
     weight, x = weight_of(name, k=k), numbers(m, k)

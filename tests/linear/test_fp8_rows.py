@@ -31,6 +31,7 @@ from cute_kernels.gemm.operands.fp8_schedule import candidates, expected_us, fp8
 from cute_kernels.gemm.operands.rows import RowCodes, RowsKernel
 from cute_kernels.gemm.problem import LinearProblem
 from simulator import LANES, Gpu, Uint32
+from tests.each import each
 from tests.launchers import given_to, recording
 from tests.linear.limbs import limbs_of
 from tests.linear.test_fp8_mainloop import ORDER
@@ -213,9 +214,9 @@ def test_rows_that_no_kernel_takes_are_torchs(x: torch.Tensor):
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8", "mxfp4", "w4g128", "w4g32"])
-@pytest.mark.parametrize("m", [1, 16, 100, 1000, 8192])
-@pytest.mark.parametrize("invariant", [False, True])
+@each("name", ["fp8_block", "fp8", "mxfp4", "w4g128", "w4g32"])
+@each("m", [1, 16, 100, 1000, 8192])
+@each("invariant", [False, True])
 def test_every_product_has_a_schedule_that_covers_it(name: str, m: int, invariant: bool):
     problem = LinearProblem(m, 1000, 4096, 4096, weight_format(name), "bf16", batch_invariant=invariant)
     schedule = fp8_schedule(problem)

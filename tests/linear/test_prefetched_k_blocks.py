@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma import loads, places
@@ -14,6 +12,7 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.schedule import tile_schedules
 from layouts.weights.hopper import TILE_BYTES
 from simulator import PlainThread
+from tests.each import each
 
 CONFIGS = {
     schedule.config.name: schedule.config
@@ -36,9 +35,9 @@ class AskingThread(PlainThread):
         self.asked.append((condition, address, num_bytes))
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=lambda config: config.name)
-@pytest.mark.parametrize("k_blocks", [1, 2, 3, 4, 5, 32])
-@pytest.mark.parametrize("num_tiles", [1, 5, 64])
+@each("config", CONFIGS.values(), ids=lambda config: config.name)
+@each("k_blocks", [1, 2, 3, 4, 5, 32])
+@each("num_tiles", [1, 5, 64])
 def test_runs_lie_within_their_tiles(config: WgmmaConfig, k_blocks: int, num_tiles: int, run_on):
     """Of blocks and parts of K of all kinds; tiles behind the last one are that one again."""
     thread = AskingThread()

@@ -11,6 +11,7 @@ from cute_kernels.device.division import Divisor
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND
 from cute_kernels.gemm.wgmma.tiles import TileGrid
 from simulator import PlainThread
+from tests.each import each
 
 LARGEST = 2**31 - 1
 
@@ -48,8 +49,8 @@ def test_quotients_of_many_numbers_are_exact():
             assert divisor.divide_int(int(number)) == divmod(int(number), int(value))
 
 
-@pytest.mark.parametrize("m_tiles", [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 163, 65536])
-@pytest.mark.parametrize("blocks", [1, 2, 5, 32, 224, 448, 16384])
+@each("m_tiles", [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 163, 65536])
+@each("blocks", [1, 2, 5, 32, 224, 448, 16384])
 def test_tiles_are_counted_in_bands_tokens_first(blocks, m_tiles):
     grid = TileGrid.of(blocks, m_tiles, 0, 1)
     assert grid.num_work_tiles == blocks * m_tiles

@@ -18,6 +18,7 @@ from cute_kernels.gemm.wgmma.results import MOST_SEQUENTIAL_M, RowExchange, Sequ
 from cute_kernels.gemm.wgmma.schedule import estimate_us, make_tile_schedule
 from simulator import Altered, PlainThread, stand_in
 from tests import facts
+from tests.each import each
 
 NAME_ENDS = 27  # characters of a kernel's name before what the measured table has of it
 ROWS = (1, 8, 17, 64, 100, 300, 1000, 8192)
@@ -44,8 +45,8 @@ def begins(schedule: TileSchedule) -> list[int]:
     return [part * schedule.split_k_blocks * schedule.config.block_k for part in range(schedule.splits)]
 
 
-@pytest.mark.parametrize("n, k", SHAPES)
-@pytest.mark.parametrize("form", FORMATS)
+@each("n, k", SHAPES)
+@each("form", FORMATS)
 def test_every_schedule_for_every_number_of_rows_begins_its_parts_at_the_same_inputs(n, k, form):
     found = set()
     for m in ROWS:
@@ -161,7 +162,7 @@ def measured(times: dict[str, float], schedule: Any) -> float:
     return 1.02 * times[stored] if stored in times else times[f"{name}/{schedule.splits}"]
 
 
-@pytest.mark.parametrize("n, k, m", MEASURED)
+@each("n, k, m", MEASURED)
 def test_choices_are_near_the_fastest_measured_and_seldom_far_from_plain_products(n, k, m):
     plain, times = MEASURED[n, k, m]
     schedule = chosen(problem(m, n, k))

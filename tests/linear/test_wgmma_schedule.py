@@ -32,6 +32,7 @@ from cute_kernels.gemm.wgmma.schedule import (
 )
 from cute_kernels.gemm.wgmma.stages import with_stages
 from simulator import PlainThread, stand_in
+from tests.each import each
 from tests.linear import measured
 from tests.linear.measured_between import BETWEEN
 from tests.linear.measured_k_warpgroups import FORM_K_WARPGROUPS, K_WARPGROUPS, MORE_K_WARPGROUPS
@@ -72,7 +73,7 @@ def test_only_the_last_round_is_cut():
     assert schedule.workspace_words == 52 * 128 * 256
 
 
-@pytest.mark.parametrize("n, k, m", measured.MICROSECONDS, ids=lambda number: str(number))
+@each("n, k, m", measured.MICROSECONDS)
 def test_the_model_finds_what_was_fastest(n, k, m):
     """Its choice of tile, and what it takes for the fastest of those measured, are within 5 % of the fastest."""
     case, times = unscaled(m, n, k), measured.MICROSECONDS[n, k, m]
@@ -87,7 +88,7 @@ def test_the_model_finds_what_was_fastest(n, k, m):
     assert min(of_tile) <= 1.05 * measured.CUBLAS[n, k, m]
 
 
-@pytest.mark.parametrize("n, k, m", measured.LIMBS, ids=lambda number: str(number))
+@each("n, k, m", measured.LIMBS)
 def test_limbs_are_chosen_where_they_were_faster(n, k, m):
     """Within 7 % of the fastest, or within 1.1 us, which is about what times of small layers differ between runs."""
     before, _ = measured.LIMBS[n, k, m]  # and times of limbs that a launch before made, which there is no more
@@ -105,7 +106,7 @@ def test_limbs_are_chosen_where_they_were_faster(n, k, m):
             assert estimate_us(case, one) == pytest.approx(us, rel=0.13), one
 
 
-@pytest.mark.parametrize("n, k, m", measured.RESIDENT_LAYERS, ids=lambda number: str(number))
+@each("n, k, m", measured.RESIDENT_LAYERS)
 def test_limbs_of_large_blocks_are_chosen_where_they_were_faster(n, k, m):
     """Within 4 % of the fastest; what they are expected to take is within 13 % of what they took."""
     before, times = measured.RESIDENT_LAYERS[n, k, m]
@@ -164,7 +165,7 @@ def test_every_vector_of_another_part_is_waited_for_once_and_no_other(tile_m, n_
     assert waited == list(range(vectors)) and 4 * vectors == config.thread_acc
 
 
-@pytest.mark.parametrize("n, k, m", measured.CLUSTERS, ids=lambda number: str(number))
+@each("n, k, m", measured.CLUSTERS)
 def test_clusters_are_chosen_where_they_were_faster(n, k, m):
     times, fastest_other = measured.CLUSTERS[n, k, m]
     case = unscaled(m, n, k)
@@ -195,7 +196,7 @@ def measured_schedule(case: LinearProblem, tile_m: int, rows: int, splits: int) 
     return schedule
 
 
-@pytest.mark.parametrize("n, k, m", measured.MICROSECONDS, ids=lambda number: str(number))
+@each("n, k, m", measured.MICROSECONDS)
 def test_expected_times_are_near_the_measured_ones(n, k, m):
     """With many rows the GPU lowers its clock, which the model does not know."""
     case, times = unscaled(m, n, k), measured.MICROSECONDS[n, k, m]
@@ -204,7 +205,7 @@ def test_expected_times_are_near_the_measured_ones(n, k, m):
         assert estimate_us(case, measured_schedule(case, *variant)) == pytest.approx(us, rel=tolerance), variant
 
 
-@pytest.mark.parametrize("n, k, bits, m", measured.SCALED, ids=lambda number: str(number))
+@each("n, k, bits, m", measured.SCALED)
 def test_codes_that_are_scaled_as_they_are_decoded_take_less(n, k, bits, m):
     """What the model takes for the fastest is within 7 % of it, and within the run's noise of cuBLAS where table or
     model choose; times are met within 17 %."""
@@ -222,7 +223,7 @@ def test_codes_that_are_scaled_as_they_are_decoded_take_less(n, k, bits, m):
         assert expected[variant] == pytest.approx(us, rel=0.17), variant
 
 
-@pytest.mark.parametrize("n, k, bits, m", measured.LARGE, ids=lambda number: str(number))
+@each("n, k, bits, m", measured.LARGE)
 def test_a_last_round_is_cut_as_was_fastest(n, k, bits, m):
     """The model's choice among large tiles that were measured is within 1 % of the fastest."""
     times = measured.LARGE[n, k, bits, m]
@@ -259,7 +260,7 @@ def between_us(n: int, k: int, bits: int, m: int) -> float:
     return times[min(times, key=lambda variant: model_us(case, found[variant]))]
 
 
-@pytest.mark.parametrize("n, k, bits, m", BETWEEN, ids=lambda number: str(number))
+@each("n, k, bits, m", BETWEEN)
 def test_rows_in_between_are_served_by_about_the_fastest(n, k, bits, m):
     assert between_us(n, k, bits, m) <= 1.12 * min(BETWEEN[n, k, bits, m][1].values())
 
@@ -280,7 +281,7 @@ def short_us(n: int, k: int, m: int) -> float:
     return TILES[n, k, m][1].get(tile, expected_us(case, schedule))
 
 
-@pytest.mark.parametrize("n, k, m", TILES, ids=lambda number: str(number))
+@each("n, k, m", TILES)
 def test_short_products_are_served_by_about_the_fastest(n, k, m):
     assert short_us(n, k, m) <= 1.12 * min(TILES[n, k, m][1].values())
 
@@ -324,10 +325,9 @@ def test_warpgroups_take_turns_where_that_was_faster(n, k, bits, m):
 OF_LIMBS_BEFORE = (4, "fp16", 128, False)
 
 
-@pytest.mark.parametrize(
+@each(
     "form, n, k, m",
     [(form, *size, m) for form, sizes in FORM_K_WARPGROUPS.items() for size, rows in sizes.items() for m in rows],
-    ids=str,
 )
 def test_warpgroups_take_turns_in_every_format_where_that_was_faster(form, n, k, m):
     """The model's choice is within 4 % of the fastest measured; it meets times of turns within 18 %.
@@ -352,9 +352,7 @@ def test_warpgroups_take_turns_in_every_format_where_that_was_faster(form, n, k,
     assert us <= 1.04 * fastest
 
 
-@pytest.mark.parametrize(
-    "form, tile", [(form, tile) for form, tiles in MORE_K_WARPGROUPS.items() for tile in tiles], ids=str
-)
+@each("form, tile", [(form, tile) for form, tiles in MORE_K_WARPGROUPS.items() for tile in tiles])
 def test_as_many_warpgroups_take_turns_as_was_faster(form, tile):
     """Three where those took 2 % less time on average, two where three took longer; in between either."""
     bits, dtype, group_size, zero_point = form
@@ -404,9 +402,9 @@ def test_rows_that_are_not_there_are_counted():
     assert k_block_clocks(case, small) == k_block_clocks(replace(case, m=256), replace(small, m_tiles=2))
 
 
-@pytest.mark.parametrize("n, k", SHAPES)
-@pytest.mark.parametrize("m", [17, 64, 128, 256, 1000, 8192])
-@pytest.mark.parametrize("bits", [4, 8])
+@each("n, k", SHAPES)
+@each("m", [17, 64, 128, 256, 1000, 8192])
+@each("bits", [4, 8])
 def test_something_is_chosen_and_can_be_compiled(m, n, k, bits):
     case = problem(m, n, k, bits=bits)
     schedule = make_tile_schedule(case)

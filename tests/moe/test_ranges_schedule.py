@@ -36,6 +36,7 @@ from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.runtime.composed import changed
+from tests.each import each
 from tests.moe import measured
 from tests.moe.machine import Machine
 
@@ -54,8 +55,8 @@ def shape_of(num_blocks: int, num_ctas: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("entries", [0, 1, 2, 7, 132, 133, 1000])
-@pytest.mark.parametrize("num_blocks, num_ctas", [(1, 1), (1, 132), (12, 132), (24, 132), (7, 3), (448, 132), (2, 5)])
+@each("entries", [0, 1, 2, 7, 132, 133, 1000])
+@each("num_blocks, num_ctas", [(1, 1), (1, 132), (12, 132), (24, 132), (7, 3), (448, 132), (2, 5)])
 def test_every_block_of_every_entry_is_taken_once_in_equal_runs(entries, num_blocks, num_ctas, run_on):
     run_on(Machine())
     shape, total = shape_of(num_blocks, num_ctas), entries * num_blocks
@@ -89,9 +90,9 @@ def shapes_of(grouped: GroupedProblem) -> list[RangeShape]:
     return [RangeShape(one.n_tiles, one.k_warps, one.chunk_k_blocks) for one in found]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("experts, rounds", [(4, 1), (60, 1), (128, 1), (132, 2), (256, 2), (260, 4), (MAX_EXPERTS, 4)])
-@pytest.mark.parametrize("n, k", [(1536, 2048), (1000, 512), (64, 256), (7168, 2048), (200, 1500)])
+@each("dtype", ["bf16", "fp16"])
+@each("experts, rounds", [(4, 1), (60, 1), (128, 1), (132, 2), (256, 2), (260, 4), (MAX_EXPERTS, 4)])
+@each("n, k", [(1536, 2048), (1000, 512), (64, 256), (7168, 2048), (200, 1500)])
 def test_every_layout_can_be_compiled_and_fits_shared_memory(n, k, experts, rounds, dtype):
     grouped = problem(8, experts, n, k, dtype=dtype)
     assert shapes_of(grouped) == list(SHAPES)

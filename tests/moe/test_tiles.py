@@ -31,6 +31,7 @@ from cute_kernels.gemm.wgmma.consumers import in_loop_of
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from simulator import stand_in
+from tests.each import each
 from tests.moe import measured
 from tests.moe.machine import Machine
 
@@ -183,7 +184,7 @@ def test_the_chosen_tile_is_nearly_the_fastest_measured(case):
     assert chosen in times or chosen[0] in elsewhere, "what is chosen was measured, here or in another run"
 
 
-@pytest.mark.parametrize("bits, model, tokens, product", measured.SIZES, ids=str)
+@each("bits, model, tokens, product", measured.SIZES)
 def test_the_chosen_size_of_a_large_tile_is_nearly_the_fastest_measured(bits, model, tokens, product):
     """Within 5 %."""
     times = measured.SIZES[bits, model, tokens, product]
@@ -192,7 +193,7 @@ def test_the_chosen_size_of_a_large_tile_is_nearly_the_fastest_measured(bits, mo
     assert times[min(times, key=lambda size: expected[size])] <= 1.05 * min(times.values())
 
 
-@pytest.mark.parametrize("case", measured.MICROSECONDS, ids=str)
+@each("case", measured.MICROSECONDS)
 def test_expected_times_are_near_the_measured_ones(case):
     times = measured.MICROSECONDS[case]
     for expected, us in measured_layouts(case, times):

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,7 @@ from cute_kernels import families
 from cute_kernels.runtime import KernelSpec, definitions, native, sources
 from cute_kernels.runtime.store import key_of
 from tests import golden
+from tests.each import each
 from tests.golden import collect
 from tests.runtime.tiny import TinySpec
 
@@ -28,9 +30,12 @@ PACKAGE = Path(cute_kernels.__file__).resolve().parent
 LAYOUTS = Path(layouts.__file__).resolve().parent
 ALL_SOURCES = sorted(path for folder in (PACKAGE, LAYOUTS) for path in folder.rglob("*.py"))
 ALL_SPECS = families.shipped_specs()
-# One of each kind and of other definitions.
-SPECS = list({(type(spec), sources.reached(spec).places): spec for spec in ALL_SPECS}.values())
-TO_TRACE = golden.sample(SPECS, 10)
+
+
+@cache
+def some_specs() -> list[KernelSpec]:
+    """One of each kind and of other definitions."""
+    return list({(type(spec), sources.reached(spec).places): spec for spec in ALL_SPECS}.values())
 
 
 def named(spec: KernelSpec) -> set[str]:
@@ -42,7 +47,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("path", ALL_SOURCES, ids=module_of)
+@each("path", ALL_SOURCES, ids=module_of)
 def test_every_import_means_a_definition_or_a_module(path: Path):
     """Else a name that device code uses would be in no key."""
     module = definitions.read(module_of(path), path)
@@ -63,7 +68,7 @@ def test_packages_that_an_import_passes_hold_nothing_but_imports_and_constants(p
 
 
 def test_a_key_has_what_its_kernels_are_made_with_and_nothing_else():
-    names = {spec.symbol: named(spec) for spec in SPECS}
+    names = {spec.symbol: named(spec) for spec in some_specs()}
     ops = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.glob("*/ops.py")}
     others = {"cute_kernels/runtime/cache.py", "cute_kernels/runtime/operator.py", "layouts/registry.py"}
     for symbol, own in names.items():
@@ -85,7 +90,7 @@ def test_a_key_has_the_readers_of_its_formats_alone():
 
 
 def test_a_key_names_classes_and_not_where_they_lie():
-    for spec in SPECS:
+    for spec in some_specs():
         assert "cute_kernels." not in key_of(spec, golden.ARCH).content, spec
 
 
@@ -130,7 +135,7 @@ def forget_results() -> None:
 
 
 @pytest.mark.skipif(native.dsl_version() is None, reason="runs kernels' programs")
-@pytest.mark.parametrize("spec", TO_TRACE, ids=str)
+@each("spec", lambda: golden.sample(some_specs(), 10))
 def test_no_function_outside_the_key_runs_while_a_kernel_is_made(
     spec: KernelSpec, everything_imported: None, compiler_kept: None
 ):

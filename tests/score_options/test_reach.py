@@ -16,6 +16,7 @@ from cute_kernels.attention.work_tiles import Worker
 from cute_kernels.formats.scores.features import Features
 from cute_kernels.formats.scores.terms import ScoreTerms
 from simulator import PlainThread, stand_in
+from tests.each import each
 from tests.score_options.test_nearby import REACH
 
 
@@ -44,9 +45,9 @@ class Whole:
         return divmod(number, self.value)
 
 
-@pytest.mark.parametrize("features", [Features(causal=True, window=True), Features(causal=True, terms=("nearby",))])
-@pytest.mark.parametrize("length", [5, 100, 199, 200, 201, 202, 263, 264, 265, 266, 1000])
-@pytest.mark.parametrize("q_len", [1, 3, 5])
+@each("features", [Features(causal=True, window=True), Features(causal=True, terms=("nearby",))])
+@each("length", [5, 100, 199, 200, 201, 202, 263, 264, 265, 266, 1000])
+@each("q_len", [1, 3, 5])
 def test_attention_begins_at_the_first_key_that_a_query_sees(features, length, q_len, run_on):
     run_on(PlainThread())
     tile, terms = 64, ScoreTerms(features, 2)
