@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import pytest
 
@@ -113,18 +113,20 @@ def everything_imported() -> None:
 
 @contextmanager
 def functions_run() -> Iterator[set[tuple[str, int, str]]]:
-    """(file, line, name) of every Python function that is called."""
+    """(file, line, name) of every Python function that is called, once the block has ended."""
     found: set[tuple[str, int, str]] = set()
+    codes: dict[int, CodeType] = {}  # by identity: a code's hash is that of all it consists of
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            found.add((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_code.co_name))
+        codes[id(frame.f_code)] = frame.f_code
 
-    sys.setprofile(note)
+    before = sys.gettrace()
+    sys.settrace(note)  # of calls alone, while a profile has returns and calls of C, too
     try:
         yield found
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
+        found.update((code.co_filename, code.co_firstlineno, code.co_name) for code in codes.values())
 
 
 def forget_results() -> None:
