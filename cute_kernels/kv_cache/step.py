@@ -209,7 +209,8 @@ def append_kv(
         seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
             seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
         cu_seqlens: int32 [batch + 1], from 0 on: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1]. Tokens
-            from cu_seqlens[batch] on belong to no request: they are not written, and their q may hold anything.
+            from cu_seqlens[batch] on belong to no request: they are not written, except to slots of ``slot_mapping``
+            that are not -1, and their q may hold anything.
         slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
             a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
