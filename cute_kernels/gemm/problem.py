@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations.base import ActivationFunction
+from cute_kernels.gemm.stream.config import StreamConfig
 from layouts.weights.hopper import TILE_N
 
 
@@ -18,7 +18,7 @@ class LinearProblem:
         m: rows of x, at least 1.
         n, k: of the weight, without padding.
         k_pad: K as packed.
-        format, dtype: as in `StreamConfig`. num_sms: SMs of the GPU.
+        format, dtype: as in :class:`StreamConfig`. num_sms: SMs of the GPU.
         batch_invariant: whether a row's result must not depend on how many others there are.
         activation: of results, one that a kernel is compiled for; None for the standard ones.
     """
@@ -29,7 +29,7 @@ class LinearProblem:
     k_pad: int
     format: WeightFormat
     dtype: str
-    num_sms: int = HOPPER.num_sms
+    num_sms: int = StreamConfig.limits.num_sms
     batch_invariant: bool = False
     activation: ActivationFunction | None = None
 
@@ -56,7 +56,7 @@ class GroupedProblem:
     k_pad: int
     format: WeightFormat
     dtype: str
-    num_sms: int = HOPPER.num_sms
+    num_sms: int = StreamConfig.limits.num_sms
     batch_invariant: bool = False
     activation: ActivationFunction | None = None
 

@@ -182,7 +182,7 @@ def test_a_process_that_has_no_time_left_is_not_started():
 
 
 def test_without_a_gpu_or_a_base_the_command_says_so(capsys: pytest.CaptureFixture[str]):
-    assert command.main(["compare"]) == 2 and "want BASE or --base-dir" in capsys.readouterr().err
+    assert command.main(["compare"]) == 2 and "want a revision BASE or --base-dir" in capsys.readouterr().err
     assert command.main(["compare", "HEAD", "--only", "no such row"]) == 2
     if not torch.cuda.is_available():
         assert command.main(["compare", "HEAD"]) == 2 and "sees no CUDA GPU" in capsys.readouterr().err
