@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ def test_it(number, whole):
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.gpu.shared", str(folder), *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_each_test_runs_once_and_a_later_run_has_what_did_not_pass(tmp_path: Path):

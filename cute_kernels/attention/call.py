@@ -369,7 +369,7 @@ def make_call(
         blocks=blocks,
     )
     if blocks is not None:
-        blocks.check_pages(caches, call.k, call.v, block_table)
+        blocks.check_whole_pages(caches, call.k, call.v, block_table)
     return call
 
 

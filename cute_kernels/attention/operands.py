@@ -149,7 +149,9 @@ class ChosenBlocks:
         chosen = (self.list[..., None] == keys_at // self.tokens) & known[..., None]
         return chosen.any(dim=2)
 
-    def check_pages(self, caches: Blocks, k: CacheOperand, v: CacheOperand, block_table: torch.Tensor | None) -> None:
+    def check_whole_pages(
+        self, caches: Blocks, k: CacheOperand, v: CacheOperand, block_table: torch.Tensor | None
+    ) -> None:
         """Raises ValueError unless whole pages of the caches make a chosen block."""
         tokens = self.tokens
         if block_table is not None:

@@ -103,7 +103,7 @@ class Consumer:
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
-        # The first turn is warpgroup 0's. Both have the same work tiles and blocks, so as many turns.
+        # Warpgroup 0 goes first. Both have the same work tiles and blocks, so they alternate to the end.
         if group == 1:
             pass_turn(group)
         state, slot = memory.pipelines[KEYS].consumer_state(), memory.work.consumer_state()

@@ -129,7 +129,7 @@ class KeyRowsConsumer:
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
-        # The first turn is warpgroup 0's. Both have the same requests and blocks, so as many turns.
+        # Warpgroup 0 goes first. Both have the same requests and blocks, so they alternate to the end.
         if group == 1:
             pass_turn(group)
         state, slot = memory.tile_pipeline.consumer_state(), memory.work.consumer_state()
