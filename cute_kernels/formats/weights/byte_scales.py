@@ -60,10 +60,6 @@ class PowerScales(ByteScales):
     def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
         return torch.exp2(scales.double() - E8M0_BIAS)
 
-    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-        if int(scales.max()) > E8M0_MOST:
-            raise ValueError(f"scales: got 255, which is NaN, want exponents up to {E8M0_MOST}")
-
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns, for each value, the byte of the least power of two that is not below the value."""
         return ceil_log2(values.clamp(2.0**-E8M0_BIAS, 2.0**E8M0_BIAS)).add(E8M0_BIAS).to(torch.uint8)

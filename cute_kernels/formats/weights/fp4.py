@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from cute_kernels.formats.weights.base import WeightFormat, register
-from cute_kernels.formats.weights.byte_scales import ByteScales, PowerScales, power_word
+from cute_kernels.formats.weights.byte_scales import E8M0_MOST, E8M0_NAN, ByteScales, PowerScales, power_word
 from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
 from layouts.numbers import ceil_log2, quotient
 
@@ -110,7 +110,8 @@ class MxFp4(PowerScales, Fp4Format):
         return f"g32e8m0{'any' * self.any_scale}"
 
     def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-        super().check_values(scales, zeros)
+        if int(scales.max()) > E8M0_MOST:
+            raise ValueError(f"scales: got {E8M0_NAN}, which is NaN, want exponents up to {E8M0_MOST}")
         if self.fitting(scales) is not self:
             wanted = f"exponents up to {MOST_FOLDED} in {self.key}, or the format {MXFP4_ANY.key}"
             raise ValueError(f"scales: got {int(scales.max())}, want {wanted}")

@@ -133,9 +133,6 @@ class PowerFp8(PowerScales, Fp8Format):
     def numbers_of(self, scales: torch.Tensor) -> torch.Tensor:
         return torch.where(scales == E8M0_NAN, torch.nan, super().numbers_of(scales))
 
-    def check_values(self, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-        return
-
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return torch.where(is_nan(codes).any(dim=-1), scales.new_tensor(E8M0_NAN), scales)
 

@@ -25,6 +25,7 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.formats.weights.base import spelling
+from cute_kernels.formats.weights.byte_scales import E8M0_MOST, E8M0_NAN
 from cute_kernels.gemm.from_codes import pack_experts, pack_weight
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight
@@ -77,8 +78,8 @@ def from_float_codes(
         device: where the result is put, default that of the codes.
 
     Raises:
-        TypeError, ValueError: a tensor is missing or does not fit, a floating scale is NaN or infinite, or a scale of
-            the second level is not positive; the message names it.
+        TypeError, ValueError: a tensor is missing or does not fit, a code or a scale is NaN, a scale is infinite, or a
+            scale of the second level is not positive; the message names it.
     """
     return made_of(pack_weight, tensors, names, dtype, device)
 
@@ -118,6 +119,10 @@ def made_of(
             raise ValueError(f"{names.scales}: got values that are not finite, want finite ones")
         if not bool(wide.any()):
             raise ValueError(f"{names.scales}: got 0 everywhere, a layer without values, want some scale that is not 0")
+    elif bool((scales.view(torch.uint8) == E8M0_NAN).any()):
+        raise ValueError(f"{names.scales}: got {E8M0_NAN}, which is NaN, want exponents up to {E8M0_MOST}")
+    if any(bool((codes.view(torch.uint8) == code).any()) for code in form.nan_codes):
+        raise ValueError(f"{names.codes}: got codes that are NaN, want numbers")
     options = {"second_divides": names.divides, "dtype": dtype, "device": device}
     try:
         return make(form, codes.contiguous(), scales.contiguous(), second, **options)

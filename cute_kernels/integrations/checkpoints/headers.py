@@ -54,13 +54,12 @@ def read_headers(path: Path) -> Headers:
             neither, or a tensor of the index is in none. The message names file and tensor.
     """
     promised = _read_index(path / INDEX) if (path / INDEX).exists() else {}
-    files = [path]
-    if path.is_dir():
-        files = [path / name for name in sorted(set(promised.values()))]
-        files = files or sorted(path.glob(WHOLE)) or sorted(path.glob("*.safetensors"))
+    files = [path / name for name in sorted(set(promised.values()))] if path.is_dir() else [path]
+    files = files or sorted(path.glob(WHOLE)) or sorted(path.glob("*.safetensors"))
     if not files:
-        pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
-        beside = f" but with {pickled[0]}, which runs code when it is read" if pickled else ""
+        there = sorted(file.name for kind in ("*.bin", "*.gguf", "*.pt", "*.pth") for file in path.glob(kind))
+        how = "is not" if there and there[0].endswith(".gguf") else "runs code when it is"
+        beside = f" but with {there[0]}, which {how} read" if there else ""
         raise FileNotFoundError(f"path: got the directory {path} without *.safetensors{beside}, want at least one")
     entries = Headers()
     for file in files:

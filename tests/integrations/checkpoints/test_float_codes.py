@@ -223,6 +223,12 @@ def test_stacked_experts_of_a_format_that_is_not_read_are_not_passed_over(tmp_pa
         load_safetensors(path)
 
 
+def with_byte(codes: torch.Tensor, byte: int) -> torch.Tensor:
+    found = codes.clone()
+    found.view(torch.uint8)[3, 5] = byte
+    return found
+
+
 NVFP4, V3 = (make(torch.Generator().manual_seed(0), 64, 256)[0] for make in (modelopt_nvfp4, deepseek_v3))
 V4 = deepseek_v4_experts(torch.Generator().manual_seed(0), 64, 256)[0]
 BAD: dict[str, tuple[Tensors, dict[str, torch.Tensor | None], str]] = {
@@ -259,6 +265,22 @@ BAD: dict[str, tuple[Tensors, dict[str, torch.Tensor | None], str]] = {
         V4,
         {"scale": torch.full((64, 8), 255, dtype=torch.uint8)},
         "scale: got 255, which is NaN",
+    ),
+    "an exponent of 255 of a block of FP8": (
+        V3,
+        {"weight_scale_inv": None, "scale": torch.tensor([[120, 255]], dtype=torch.uint8).view(E8M0)},
+        "scale: got 255, which is NaN, want exponents up to 254",
+    ),
+    "an exponent of 255 of a group of FP8": (
+        V3,
+        {"weight_scale_inv": None, "weight_scale": torch.tensor(255, dtype=torch.uint8).expand(64, 8)},
+        "weight_scale: got 255, which is NaN, want exponents up to 254",
+    ),
+    "a code that is NaN": (V3, {"weight": with_byte(V3["weight"], 0x7F)}, "weight: got codes that are NaN"),
+    "a code that is NaN, in one scale": (
+        V3,
+        {"weight": with_byte(V3["weight"], 0xFF), "weight_scale_inv": None, "weight_scale": torch.tensor(0.5)},
+        "weight: got codes that are NaN, want numbers",
     ),
 }
 

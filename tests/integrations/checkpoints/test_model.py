@@ -282,9 +282,12 @@ def test_code_in_the_directory_is_not_run(tmp_path):
         load_model(tmp_path / "packed")
 
 
-def test_pickled_weights_are_refused(tmp_path):
+def test_pickled_weights_and_gguf_are_refused_by_name(tmp_path):
     write(tmp_path / "packed", llama(), "awq")
-    (tmp_path / "packed" / "model.safetensors").rename(tmp_path / "packed" / "pytorch_model.bin")
+    (tmp_path / "packed" / "model.safetensors").rename(tmp_path / "packed" / "model-Q4_K_M.gguf")
+    with pytest.raises(FileNotFoundError, match=r"but with model-Q4_K_M.gguf, which is not read, want"):
+        load_model(tmp_path / "packed")
+    (tmp_path / "packed" / "model-Q4_K_M.gguf").rename(tmp_path / "packed" / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"but with pytorch_model.bin, which runs code when it is read"):
         load_model(tmp_path / "packed")
     with pytest.raises(FileNotFoundError, match="want a directory with config.json"):
