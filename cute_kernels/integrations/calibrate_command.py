@@ -48,8 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--kv-format",
         type=kv_format,
         metavar="NAME[,NAME]",
-        help="format of the cache, or K's,V's, or a .json file of formats by layer (default: int4_g4; "
-        "the recommended cache is int8_token_head,int4_g4)",
+        help="format of the cache, or K's,V's, or a .json file of formats by layer (default: int8_token_head,int4_g4)",
     )
     command.add_argument(
         "--budget",
@@ -116,7 +115,7 @@ def count(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Calibrates, writes the file, and prints what is in it."""
     _check(arguments)
-    arguments.kv_format = arguments.kv_format or "int4_g4"
+    arguments.kv_format = arguments.kv_format or ("int8_token_head", "int4_g4")  # as `accelerate` has it
     try:
         from cute_kernels.integrations.transformers.budget import choose_formats
         from cute_kernels.integrations.transformers.calibrate import calibrate_cache

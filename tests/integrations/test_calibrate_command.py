@@ -1,6 +1,7 @@
 """`cute-kernels calibrate`, on a model and a tokenizer of this test's own."""
 
 import argparse
+import inspect
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from cute_kernels.__main__ import main
 from cute_kernels.formats.kv import LayerFormats, format_pair
 from cute_kernels.integrations import calibrate_command
+from cute_kernels.integrations.transformers import accelerate
 from cute_kernels.kv_cache.constants import CacheConstants
 from tests.integrations.architectures import DECODERS, VOCABULARY
 
@@ -55,6 +57,20 @@ def test_a_model_is_calibrated_on_text(directory, tmp_path, capsys):
     assert read.num_layers == 2 and len(read.scales) == 2
     assert read.about["tokens"] == "192" and read.about["method"] == "center factors rotation"
     assert [(one.k_rotation, one.v_rotation) for one in read.transforms if one] == [(64, 1)] * 2
+
+
+def test_constants_are_by_default_those_of_the_cache_that_accelerate_makes_by_default(directory, tmp_path, capsys):
+    """Keys in INT4 lose answers, with constants too (docs/accuracy.md)."""
+    wanted = inspect.signature(accelerate).parameters["kv_format"].default
+    assert wanted == ("int8_token_head", "int4_g4")
+    text, out = write_text(tmp_path / "text.txt", 40), tmp_path / "constants.safetensors"
+    assert main(["calibrate", str(directory), "--text", str(text), "-o", str(out), "--device", "cpu"]) == 0
+    read = CacheConstants.load(out)
+    assert read.about["kv_format"] == str(wanted)
+    assert [(one.k_rotation, one.v_rotation) for one in read.transforms if one] == [(64, 1)] * 2  # INT4 has 16 columns
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    assert f"(default: {','.join(wanted)})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_values_are_had_for_the_asking(directory, tmp_path):
