@@ -32,6 +32,10 @@ LINEAR_FEW_ROWS, LINEAR_FLOOR_RATIO = 16, 1.20
 LINEAR_SMALL, LINEAR_SMALL_FLOOR_RATIO = (4096, 4096), 1.35  # N, K
 LINEAR_PEER_RATIO = 1.03  # the noise of a run
 LINEAR_MANY_ROWS, LINEAR_TFLOPS = 1024, 820
+FORMAT_FLOOR_RATIO = {"mxfp4": 1.20, "nvfp4": 1.20, "fp8": 1.15, "fp8_block": 1.15}  # of few rows
+FORMAT_PEER_RATIO, FORMAT_PEERS_MEAN = 1.05, 1.0
+FORMAT_FEW_TOKENS, FORMAT_TOKENS_FLOOR_RATIO, FORMAT_MORE_TOKENS_FLOOR_RATIO = 4, 1.4, 1.2
+FORMAT_OVER_INT4 = 1.05  # experts in MXFP4 over those in INT4 with as many groups, bytes allowed for
 MOE_FEW_TOKENS, MOE_FLOOR_RATIO = 128, 1.20
 MOE_MANY_TOKENS, MOE_MANY_PEER_RATIO = 2048, 1.0
 MOE_PEER_RATIO = 1.03  # of fewer tokens: the noise of a run
@@ -42,11 +46,16 @@ TRANSFORMERS_OVER_SDPA, TRANSFORMERS_OVER_STATIC = 15.0, 2.5
 TRANSFORMERS_OVER_PARTS, TRANSFORMERS_HOST_MICROSECONDS = 1.15, 150.0
 TRANSFORMERS_HOST = {"host_us": "steps ahead", "host_in_order_us": "in order"}
 TRANSFORMERS_INT4_OVER_BF16 = 1.0
-# Of a served model: times the tokens/s of vLLM's best, with the same flags and with whatever cache is the fastest.
-VLLM_SAME_FLAGS = {("llama3-8b", "w4", 1): 1.3, ("llama3-8b", "w4", 32): 1.3}
-VLLM_SAME_FLAGS |= {("qwen3-30b-a3b", "w4", batch): 1.4 for batch in (1, 32)}
-VLLM_BEST = {("llama3-8b", "w4", 1): 1.55, ("llama3-8b", "w4", 32): 1.75}
-VLLM_BEST |= {("llama3-8b", "bf16", 32): 1.15, ("llama2-70b-shard8", "w4", 64): 1.35}
+# Of a served model: times the tokens/s of vLLM's best, with the same flags, with the fastest cache, and with a cache.
+VLLM_SAME_FLAGS = {("llama3-8b", "w4", 1): 2.1, ("llama3-8b", "w4", 32): 1.6}
+VLLM_SAME_FLAGS |= {("qwen3-30b-a3b", "w4", 1): 2.0, ("qwen3-30b-a3b", "w4", 32): 1.25}
+VLLM_SAME_FLAGS |= {("gpt-oss-20b", "mxfp4", 1): 1.4, ("gpt-oss-20b", "mxfp4", 32): 1.2}
+VLLM_BEST = {("llama3-8b", "w4", 1): 1.55, ("llama3-8b", "w4", 32): 1.75, ("llama3-8b", "bf16", 32): 1.15}
+VLLM_WITH_CACHE = {
+    ("llama3-8b", "w4", 32, "int8_token_head,int4_g4"): 1.75,
+    ("llama3-8b", "w4", 32, "int4_g4"): 2.1,
+    ("llama2-70b-shard8", "w4", 64, "int4_g4"): 1.85,
+}
 VLLM_FIRST_TOKEN, VLLM_PREFIX_HIT = 1.03, 1.10  # of vLLM's time, with the same flags
 VLLM_START_SECONDS = 5.0  # with kernels compiled before; engines that start side by side are compared with each other
 VLLM_MIXED, VLLM_MIXED_FIRST = 1.4, 1.0  # tokens per second, and the time that 99 of 100 requests wait at most
@@ -102,6 +111,8 @@ def judge(record: Record) -> list[Verdict]:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
     verdicts += [verdict for row in record.get("append", []) for verdict in _judge_append(row)]
     verdicts += [verdict for row in record.get("linear", []) for verdict in _judge_linear(row)]
+    verdicts += _judge_formats(record.get("linear_formats", []))
+    verdicts += [verdict for row in record.get("moe_formats", []) for verdict in _judge_expert_formats(row)]
     verdicts += [verdict for row in record.get("moe", []) for verdict in _judge_moe(row)]
     for name, us in record.get("moe_host_us", {}).items():
         verdicts.append(Verdict(f"moe: host cost of a layer, {name}", us, MOE_HOST_MICROSECONDS, "us"))
@@ -132,17 +143,20 @@ def _judge_vllm(rows: list[Record]) -> list[Verdict]:
         if own is None or not ours:
             continue
         name = "{} {}, {} requests".format(*key)
-        best = max(own["tpot_ms"] / row["tpot_ms"] for row in ours)
-        if key in VLLM_BEST:
+        best = max((own["tpot_ms"] / row["tpot_ms"] for row in ours if not _is_left(row)), default=None)
+        if best is not None and key in VLLM_BEST:
             verdicts.append(Verdict(f"{name}: times vLLM's best", best, VLLM_BEST[key], "", at_most=False))
         for row in ours:
+            if (wanted := VLLM_WITH_CACHE.get((*key, row["kv_format"]))) is not None:
+                times = own["tpot_ms"] / row["tpot_ms"]
+                verdicts.append(Verdict(f"{name}: {row['kv_format']}", times, wanted, "", at_most=False))
             fit = VLLM_TOKENS_THAT_FIT.get(row["kv_format"])
             if fit and row["tokens_that_fit"] and own["tokens_that_fit"]:
                 ratio = row["tokens_that_fit"] / own["tokens_that_fit"]
                 verdicts.append(Verdict(f"{name}: tokens that fit, {row['kv_format']}", ratio, fit, "", at_most=False))
             if (row["kv"], row["kv_format"]) != (own["kv"], own["kv_format"]):
                 continue
-            if row["kv"] == "auto" and row["weights"] in ("bf16", "fp8") and not row["kv_format"]:
+            if _is_left(row):
                 left, alone = (
                     statistics.median(each.get("tpot_of_turns_ms") or [each["tpot_ms"]]) for each in (row, own)
                 )
@@ -163,6 +177,11 @@ def _judge_vllm(rows: list[Record]) -> list[Verdict]:
             verdicts.append(Verdict(f"{model}, mixed load: tokens/s", times, VLLM_MIXED, "", at_most=False))
             verdicts.append(Verdict(f"{model}, mixed load: first token, 99 of 100", waits, VLLM_MIXED_FIRST, ""))
     return verdicts
+
+
+def _is_left(row: Record) -> bool:
+    """Whether all layers of a served model are left to vLLM."""
+    return row["kv"] == "auto" and row["weights"] in ("bf16", "fp8") and not row["kv_format"]
 
 
 def _judge_transformers(record: Record) -> list[Verdict]:
@@ -258,6 +277,42 @@ def _judge_linear(row: Record) -> list[Verdict]:
         verdicts.append(Verdict(f"{name}: time over {best}'s", peers[best], LINEAR_PEER_RATIO, ""))
     if judged and shape["m"] >= LINEAR_MANY_ROWS and layer in LINEAR_LARGE and shape["bits"] == 4:
         verdicts.append(Verdict(f"{name}: rate", row["tflops"], LINEAR_TFLOPS, "TFLOPS", at_most=False))
+    return verdicts
+
+
+def _judge_formats(rows: list[Record]) -> list[Verdict]:
+    """Products in the formats of checkpoints: few rows against the floor, all against the format's fastest peer."""
+    verdicts = []
+    beside: dict[str, list[float]] = {}
+    for row in rows:
+        for form, own in row["formats"].items():
+            name, limit = f"{form} {row['name']}", FORMAT_FLOOR_RATIO.get(form)
+            if limit is not None and row["shape"]["m"] <= LINEAR_FEW_ROWS:
+                verdicts.append(Verdict(f"{name}: ratio to the floor", own["floor_ratio"], limit, ""))
+            peers = [peer["us"] for peer in row.get("peers", {}).get(form, {}).values() if peer.get("us")]
+            if peers:
+                beside.setdefault(form, []).append(own["us"] / min(peers))
+                verdicts.append(Verdict(f"{name}: time over the best peer's", beside[form][-1], FORMAT_PEER_RATIO, ""))
+    for form, ratios in beside.items():
+        mean, what = (
+            statistics.geometric_mean(ratios),
+            f"{form}, {len(ratios)} products: mean time over the best peer's",
+        )
+        verdicts.append(Verdict(what, mean, FORMAT_PEERS_MEAN, ""))
+    return verdicts
+
+
+def _judge_expert_formats(row: Record) -> list[Verdict]:
+    """A layer of experts in MXFP4 against the floor, and against INT4 in groups of 32 on the same layer."""
+    own, int4 = (row["formats"].get(form) for form in ("mxfp4", "w4g32"))
+    if own is None:
+        return []
+    few = row["shape"]["tokens"] <= FORMAT_FEW_TOKENS
+    limit = FORMAT_TOKENS_FLOOR_RATIO if few else FORMAT_MORE_TOKENS_FLOOR_RATIO
+    verdicts = [Verdict(f"mxfp4 {row['name']}: ratio to the floor", own["floor_ratio"], limit, "")]
+    if int4 is not None:
+        ratio = own["us"] / int4["us"] * int4["bytes"] / own["bytes"]
+        verdicts.append(Verdict(f"mxfp4 {row['name']}: a byte's time over INT4's", ratio, FORMAT_OVER_INT4, ""))
     return verdicts
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from bench import by_format
+from bench.bars import judge
 from bench.format_peers import PEERS, Codes, FormatPeer, Peers
 from bench.linear_peers import in_fragments
 from bench.moe import Inputs
+from bench.pages import load
 from bench.record import Recorder
 from bench.suites import Bench
 from bench.tables import table_of
@@ -62,6 +64,39 @@ def test_experts_are_held_to_fp64_with_biases_and_clamps(bench):
     want = layer.reference(inputs, tokens)
     assert (layer.call(inputs)()[tokens].double() - want).norm() < 6e-3 * want.norm()
     assert (plain[tokens].double() - want).norm() > 0.1 * want.norm()
+
+
+def test_formats_are_judged_against_their_floor_and_their_fastest_peer():
+    def row(m: int, us: float, floor_ratio: float, **peers: float):
+        formats = {form: {"us": us, "floor_ratio": floor_ratio} for form in ("mxfp4", "fp8", "w4g128")}
+        beside = {"mxfp4": {name: {"us": us} for name, us in peers.items()} | {"absent": {"us": None}}}
+        return {"name": f"M = {m}", "shape": {"m": m}, "formats": formats, "peers": beside}
+
+    rows = [row(1, 10.0, 1.18, a=9.6, b=20.0), row(64, 10.0, 9.0, a=9.4), row(8192, 10.0, 9.0, a=12.0)]
+    found = {verdict.what: verdict.met for verdict in judge({"linear_formats": rows})}
+    assert found == {
+        "mxfp4 M = 1: ratio to the floor": True,
+        "mxfp4 M = 1: time over the best peer's": True,
+        "fp8 M = 1: ratio to the floor": False,
+        "mxfp4 M = 64: time over the best peer's": False,
+        "mxfp4 M = 8192: time over the best peer's": True,
+        "mxfp4, 3 products: mean time over the best peer's": True,
+    }
+
+
+@pytest.mark.parametrize(("tokens", "ratio", "met"), [(4, 1.39, True), (4, 1.41, False), (16, 1.21, False)])
+def test_experts_are_judged_against_their_floor_and_int4_by_bytes(tokens: int, ratio: float, met: bool):
+    formats = {"mxfp4": {"us": 19.7, "bytes": 17, "floor_ratio": ratio}, "w4g32": {"us": 20.0, "bytes": 18}}
+    row = {"name": "x", "shape": {"tokens": tokens}, "formats": formats}
+    assert [verdict.met for verdict in judge({"moe_formats": [row]})] == [met, True]
+    formats["mxfp4"]["us"] = 20.0
+    assert [verdict.met for verdict in judge({"moe_formats": [row]})] == [met, False]
+
+
+@pytest.mark.parametrize("name", ["linear_formats", "moe_formats"])
+def test_records_of_formats_are_judged_by_the_bars_of_today(name: str):
+    record = load(name)
+    assert record["bars"] == [verdict.as_dict() for verdict in judge(record)] != []
 
 
 def test_a_layer_that_fails_leaves_the_others(bench):

@@ -412,6 +412,39 @@ def test_bars_are_of_the_same_weights_and_batch():
     assert judge({"engine": "steps", "rows": []}) == []
 
 
+@pytest.mark.parametrize(
+    ("case", "batch", "alone", "at_most"),
+    [
+        ("llama3-8b:w4:fp8:on", 1, 2.1, "the same flags"),
+        ("llama3-8b:w4:fp8:on", 32, 1.6, "the same flags"),
+        ("llama3-8b:w4:auto:on:int8_token_head,int4_g4", 32, 1.75, "int8_token_head,int4_g4"),
+        ("llama3-8b:w4:auto:on:int4_g4", 32, 2.1, "int4_g4"),
+        ("llama2-70b-shard8:w4:auto:on:int4_g4", 64, 1.85, "int4_g4"),
+        ("qwen3-30b-a3b:w4:fp8:on", 1, 2.0, "the same flags"),
+        ("qwen3-30b-a3b:w4:fp8:on", 32, 1.25, "the same flags"),
+        ("gpt-oss-20b:mxfp4:fp8:on", 1, 1.4, "the same flags"),
+        ("gpt-oss-20b:mxfp4:fp8:on", 32, 1.2, "the same flags"),
+    ],
+)
+def test_each_case_is_judged_by_its_own_bar(case: str, batch: int, alone: float, at_most: str):
+    model, weights, *_ = case.split(":")
+    off, name = row(f"{model}:{weights}:fp8:off", batch, alone), f"{model} {weights}, {batch} requests: {at_most}"
+    for ms, met in ((0.999, True), (1.001, False)):
+        assert {each.what: each.met for each in judge({"engine": "vllm", "rows": [off, row(case, batch, ms)]})}[
+            name
+        ] == met
+
+
+def test_a_model_that_is_left_to_vllm_is_not_asked_to_be_faster():
+    rows = [row(f"llama3-8b:bf16:auto:{plugin}", 32, 10.0) for plugin in ("off", "on")]
+    assert not any("best" in each.what for each in judge({"engine": "vllm", "rows": rows}))
+
+
+def test_the_record_of_the_reference_is_judged_by_the_bars_of_today():
+    record = json.loads((ROOT / "bench/results/e2e_vllm33.json").read_text())
+    assert record["bars"] == [verdict.as_dict() for verdict in judge(record)]
+
+
 def test_rows_of_vllms_int4_lose_what_their_zero_point_and_its_place_lose():
     """Of rows around zero hardly more than a code is off by; rows of one sign lose what a zero point cannot shift."""
     x = torch.randn(400, 64, generator=torch.Generator().manual_seed(4))
