@@ -18,7 +18,11 @@ RECORDS = (
     "e2e_steps.json",
     "e2e_steps_default.json",
     "e2e_steps_caches.json",
+    "e2e_steps_shard.json",
+    "e2e_steps_h100.json",
+    "e2e_gpt_oss.json",
     "e2e_vllm33.json",
+    "e2e_vllm_h100.json",
     "decode_apart.json",
     "decode_heads.json",
 )
