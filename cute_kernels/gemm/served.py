@@ -96,16 +96,6 @@ def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | Tile
         cuts = few.schedules(problem, config)
         return min(cuts, key=lambda one: few.estimate_us(problem, one), default=None)
     if problem.batch_invariant:
-        return _with_same_bits(problem, config)
+        return invariant.schedule_of(problem, config, invariant.parts_of_k(replace(problem, m=1)))
     tiles = (many.schedule_of(problem, config, splits) for splits in range(1, MAX_SPLITS + 1))
     return min((one for one in tiles if one is not None), key=lambda one: many.expected_us(problem, one), default=None)
-
-
-def _with_same_bits(problem: LinearProblem, config: WgmmaConfig) -> TileSchedule | None:
-    parts = invariant.parts_of_k(replace(problem, m=1))
-    cut = invariant.sequential_schedule_of if config.reduction.sequential else invariant.schedule_of
-    found = cut(problem, config, parts)
-    if found is None or found.workspace_words > invariant.MOST_WORKSPACE_WORDS:
-        return None
-    begins_alike = found.split_k_blocks * config.block_k == invariant.part_inputs(problem.k_pad, parts)
-    return found if begins_alike else None

@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from math import inf
-from typing import NamedTuple
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
@@ -97,37 +95,35 @@ def part_inputs(k_pad: int, parts: int) -> int:
 
 def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
     """Yields every schedule whose tiles all have ``parts`` parts of K, which begin at the same inputs."""
-    configs = configs_of(problem)
-    found = (schedule_of(problem, config, parts) for config in (*configs.tiles, *configs.dsmem))
-    if parts > 1:
-        found = chain(found, (sequential_schedule_of(problem, config, parts) for config in configs.sequential))
-    for schedule in found:
-        if schedule is None or schedule.workspace_words > MOST_WORKSPACE_WORDS:
-            continue
-        if schedule.split_k_blocks * schedule.config.block_k == part_inputs(problem.k_pad, parts):
+    for config in configs_of(problem):
+        schedule = schedule_of(problem, config, parts)
+        if schedule is not None:
             yield schedule
 
 
-class Configs(NamedTuple):
-    """Configurations worth considering for any number of parts; `schedule_of` filters them."""
-
-    tiles: list[WgmmaConfig]
-    dsmem: list[WgmmaConfig]
-    sequential: list[WgmmaConfig]
-
-
 @lru_cache(maxsize=64)
-def configs_of(problem: LinearProblem) -> Configs:
-    """Returns the configurations of a problem, made once for all numbers of parts that are compared."""
+def configs_of(problem: LinearProblem) -> list[WgmmaConfig]:
+    """Returns the configurations worth considering, made once for all numbers of parts that are compared; `schedule_of`
+    filters them."""
     tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES, *plain.wide_shapes(problem)))
-    return Configs(
-        tiles,
-        dsmem_configs(problem) + wide_configs(problem),
-        sequential_configs(problem) if problem.m >= FEW_PARTS_ROWS else [],
-    )
+    sequential = sequential_configs(problem) if problem.m >= FEW_PARTS_ROWS else []
+    return [*tiles, *dsmem_configs(problem), *wide_configs(problem), *sequential]
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
+    """Returns the schedule of all tiles in ``parts`` parts of K; None if a configuration does not support it, or if
+    parts would begin at other inputs than in other schedules."""
+    if config.reduction.sequential:
+        schedule = sequential_schedule_of(problem, config, parts) if parts > 1 else None
+    else:
+        schedule = concurrent_schedule_of(problem, config, parts)
+    if schedule is None or schedule.workspace_words > MOST_WORKSPACE_WORDS:
+        return None
+    begins_alike = schedule.split_k_blocks * config.block_k == part_inputs(problem.k_pad, parts)
+    return schedule if begins_alike else None
+
+
+def concurrent_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
     """Returns the schedule of all tiles in ``parts`` parts of K, for concurrent CTAs; None if a configuration does not
     support it.
 
