@@ -22,6 +22,7 @@ from cute_kernels.gemm.weight import (
     TILE_N,
     PackedWeight,
     check_format,
+    codes_of_rows,
     num_groups,
     padded_shape,
     per_row,
@@ -267,7 +268,7 @@ def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
         shifts = shifts + (symmetric_zero(weight.bits) - rows_of(weight.zeros)[:n, :groups].float()) * scales.float()
 
     def codes_of(start: int, stop: int) -> torch.Tensor:
-        return weight.unpack_tiles(start // TILE_N, -(-stop // TILE_N))[: stop - start, :k]
+        return codes_of_rows(weight, start, stop)[:, :k]
 
     options: dict[str, Any] = {"bits": weight.bits, "group_size": weight.group_size, "shape": (n, k)}
     packed = pack_codes(codes_of, scales, None, **options, shifts=shifts)
@@ -300,10 +301,7 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
         return torch.stack((one, other), dim=1).flatten(0, 1)
 
     def codes_of(start: int, stop: int) -> torch.Tensor:
-        first, last = start // 2, stop // 2
-        tile = first // TILE_N
-        rows = slice(first - tile * TILE_N, last - tile * TILE_N)
-        return in_turn(*(each.unpack_tiles(tile, -(-last // TILE_N))[rows, :k] for each in (gate, up)))
+        return in_turn(*(codes_of_rows(each, start // 2, stop // 2)[:, :k] for each in (gate, up)))
 
     zeros, chosen = None, wider(gate.format, up.format)
     if gate.zeros is not None or up.zeros is not None:

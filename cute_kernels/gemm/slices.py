@@ -20,7 +20,7 @@ from cute_kernels.arguments import check_count, check_permutation, check_tensors
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.quantize import CodesOf, pack
-from cute_kernels.gemm.weight import TILE_N, PackedWeight, rows_of, scales_of
+from cute_kernels.gemm.weight import PackedWeight, codes_of_rows, rows_of, scales_of
 
 Weight = TypeVar("Weight", PackedWeight, PackedExperts)
 
@@ -38,7 +38,7 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
     if isinstance(weight, PackedExperts):
         return stack_experts([slice_outputs(each, start, stop) for each in weight])
     _checked(weight, start, stop, 0)
-    return _selected(weight, slice(start, stop), lambda first, last: _rows(weight, start + first, start + last))
+    return _selected(weight, slice(start, stop), lambda first, last: codes_of_rows(weight, start + first, start + last))
 
 
 def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
@@ -115,7 +115,7 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
     groups = groups.to(weight.device)
 
     def codes_of(first: int, last: int) -> torch.Tensor:
-        return _rows(weight, first, last)[:, start:stop]
+        return codes_of_rows(weight, first, last)[:, start:stop]
 
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[:n, groups]
     scale = weight.input_scale
@@ -138,9 +138,3 @@ def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int
     check_count("start", start, 0, weight.shape[dim] - 1)
     check_count("stop", stop, start + 1, weight.shape[dim])
     return weight.shape
-
-
-def _rows(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
-    """Returns codes uint8 [last - first, K_pad] of rows first to last."""
-    tile = first // TILE_N
-    return weight.unpack_tiles(tile, -(-last // TILE_N))[first - tile * TILE_N : last - tile * TILE_N]

@@ -75,6 +75,12 @@ def scales_of(weight: PackedWeight, groups: slice | torch.Tensor) -> torch.Tenso
     return torch.cat((own, scales[:, scales.shape[1] - more :]), dim=1) if more else own
 
 
+def codes_of_rows(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
+    """Returns codes uint8 [last - first, K_pad] of rows ``first`` to ``last`` - 1, in packed order."""
+    tile = first // TILE_N
+    return weight.unpack_tiles(tile, -(-last // TILE_N))[first - tile * TILE_N : last - tile * TILE_N]
+
+
 def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
     """Returns the number of groups along the padded K; 1 without groups."""
     return padded_shape(shape, group_size)[1] // group_size if group_size else 1
