@@ -54,19 +54,9 @@ SHAPES = (
 # Shapes for numbers of rows in between. A row that x lacks costs a tile as much as any other row or more, and whole
 # rounds of all CTAs need tiles of many sizes.
 BETWEEN_SHAPES = (
-    (240, 1, 2, 64, 1),
-    (224, 1, 2, 64, 1),
-    (208, 1, 2, 64, 1),
-    (192, 1, 2, 64, 1),
-    (176, 1, 2, 64, 1),
-    (160, 1, 2, 64, 1),
-    (144, 1, 2, 128, 1),
-    (112, 1, 2, 128, 1),
-    (96, 1, 2, 128, 1),
-    (80, 1, 2, 128, 1),
-    (48, 1, 2, 128, 1),
-    (144, 1, 1, 128, 1),
-    (80, 1, 1, 128, 1),
+    *((tile_m, 1, 2, 64, 1) for tile_m in (240, 224, 208, 192, 176, 160)),
+    *((tile_m, 1, 2, 128, 1) for tile_m in (144, 112, 96, 80, 48)),
+    *((tile_m, 1, 1, 128, 1) for tile_m in (144, 80)),
 )
 # For many features and 33 to 64 rows: two tiles of a warpgroup share the rows of x, whose descriptors are made once.
 # Batch-invariant products do not use them.
@@ -132,17 +122,10 @@ WIDE_SHAPES = ((128, 1, 2, 128, WIDE_CLUSTER), (64, 1, 2, 128, WIDE_CLUSTER))  #
 CROWDED_SHAPES, CROWDED_ROWS, CROWDED_SHARE = ((96, 1, 2, 128, WIDE_CLUSTER),), range(225, 289), 0.91
 # Blocks of 64 or 192 features, so that the number of tiles can be just that of the SMs, or of whole rounds of them.
 ROUND_SHAPES = (
-    (112, 1, 3, 128, 1),
-    (96, 1, 3, 128, 1),
-    (80, 1, 3, 128, 1),
-    (128, 1, 3, 128, 2),
-    (96, 1, 3, 128, 2),
-    (64, 1, 3, 128, 2),
+    *((tile_m, 1, 3, 128, 1) for tile_m in (112, 96, 80)),
+    *((tile_m, 1, 3, 128, 2) for tile_m in (128, 96, 64)),
     (48, 1, 2, 128, 2),
-    (128, 1, 1, 128, 1),
-    (112, 1, 1, 128, 1),
-    (96, 1, 1, 128, 1),
-    (64, 1, 1, 128, 1),
+    *((tile_m, 1, 1, 128, 1) for tile_m in (128, 112, 96, 64)),
 )
 # Tiles as work ranges: (tile_m, warpgroups, block_k, k blocks of a tile's end).
 RANGE_GROUP = 128
