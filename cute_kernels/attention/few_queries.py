@@ -32,8 +32,6 @@ def plan_of(call: AttentionCall) -> Plan | None:
         return None
     if call.head_dim != KEY_ROWS_HEAD_DIM or call.v.head_dim != KEY_ROWS_HEAD_DIM:
         return None
-    if call.out is not None and not call.out.is_contiguous():
-        return None
     checked = replace(call, q=call.q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
     shape = call.batch, call.q_len, call.num_q_heads, call.num_kv_heads, GPU.num_sms(call.q.device)
     config = decodes_with_key_rows(key_rows_for(checked, choose(problem_of(checked))), *shape)

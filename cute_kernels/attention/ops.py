@@ -155,7 +155,7 @@ def _plan_of(call: AttentionCall) -> Plan | None:
         return None
     if call.blocks is not None:
         return planned(call, make_plan(as_paged(call)))
-    few = few_queries.plan_of(call) if not call.extends and call.q_len > 1 and call.k.form.is_coded else None
+    few = few_queries.plan_of(call) if not call.extends and call.q_len > 1 else None
     return make_plan(call) if few is None else few
 
 

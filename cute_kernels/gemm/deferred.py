@@ -78,7 +78,7 @@ def deferred_product_of(
     return tile_product(load(spec, arch), spec.kernel.arguments, schedule, device)
 
 
-def _aligned(*tensors: torch.Tensor | None) -> bool:
+def are_aligned(*tensors: torch.Tensor | None) -> bool:
     """Whether tensors are contiguous and begin on 16 bytes."""
     return all(t is None or (t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0) for t in tensors)
 
@@ -148,9 +148,9 @@ def _giving_plan(call: GivingCall) -> Plan[[GivingCall], NormedRows]:
     x, weight, index = call.x, call.weight, call.x.get_device()
     (n, k), m = weight.shape, x.numel() // weight.shape[1]
     apart = Plan(index, give_apart)
-    if not m or call.norm.dtype != x.dtype or not _aligned(call.residual, call.norm):
+    if not m or call.norm.dtype != x.dtype or not are_aligned(call.residual, call.norm):
         return apart
-    as_it_is = weight.form.comes_as_it_is and _aligned(x) and k % PIECE == 0
+    as_it_is = weight.form.comes_as_it_is and are_aligned(x) and k % PIECE == 0
     inputs = None if as_it_is else input_rows(x, row_stride(x), weight.perm, weight.input_scale)
     if inputs is None and not as_it_is:
         return apart
@@ -267,7 +267,7 @@ def _check_parts(rows: NormedRows) -> None:
             raise ValueError(f"{name} of shape {list(tensor.shape)}, want {[m, columns]}")
         if tensor.device != rows.rows.device:
             raise ValueError(f"{name} on {tensor.device}, want it on {rows.rows.device}, where rows are")
-        if not _aligned(tensor):
+        if not are_aligned(tensor):
             raise ValueError(f"{name} with strides {tensor.stride()}, want it contiguous, on {ALIGNMENT} bytes")
 
 
@@ -302,7 +302,7 @@ def _taking_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor]:
     plain = call.residual is None and not gated
     whole = n % (2 * PIECE if gated else PIECE) == 0
     # Results that the kernel stages in fp32 go the other way: see `TakingStore`.
-    packed = out_dtype == rows.dtype and whole and _aligned(call.residual, call.out)
+    packed = out_dtype == rows.dtype and whole and are_aligned(call.residual, call.out)
     packed = packed and (call.residual is None or activation is None)
     product = None
     if weight.form.comes_as_it_is and (packed or (out_dtype == torch.float32 and plain)):

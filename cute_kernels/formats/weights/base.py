@@ -14,7 +14,6 @@ from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3D
 from layouts.weights.hopper import CODE_BITS, STEP_K, TILE_N
 
 GROUP_MULTIPLE = STEP_K  # of a group size
-COPY_BYTES = 16  # of what bulk copies bring, a multiple
 SCALE_BYTES = (1, 2, 4)  # of a stored scale; four are an fp32 number
 ROW_SCALE_BYTES = 4  # fp32
 _NAME = re.compile(r"[a-z][a-z0-9]*\Z")

@@ -15,7 +15,7 @@ import torch
 
 from cute_kernels.arguments import check_wanted
 from cute_kernels.gemm.call import LinearCall, norm_wanted
-from cute_kernels.gemm.deferred import GivingCall, check_giving, give, take
+from cute_kernels.gemm.deferred import GivingCall, are_aligned, check_giving, give, take
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.gemm.layer.compile import SHIPPED_K
 from cute_kernels.gemm.layer.config import (
@@ -36,7 +36,7 @@ from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import Plan, is_direct, launcher
-from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
+from cute_kernels.runtime.plans import identity, keep
 from cute_kernels.runtime.workspace import UnsettledError
 
 Weight = PackedWeight | WeightTensors
@@ -190,10 +190,6 @@ def is_served(weight: Weight) -> bool:
     return weight.format == FORMAT and as_it_is and serves_shape(*weight.shape)
 
 
-def _aligned(*tensors: torch.Tensor) -> bool:
-    return all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-
-
 def _key(call: LayerCall) -> tuple[Any, ...]:
     tensors = (call.x, call.residual, call.norm, call.following_norm)
     return *(identity(tensor) for tensor in tensors), *(weight.form for weight in call.weights), call.eps, call.offset
@@ -202,7 +198,7 @@ def _key(call: LayerCall) -> tuple[Any, ...]:
 def _plan(call: LayerCall) -> Plan[[LayerCall], LayerRows]:
     index, m = call.x.get_device(), call.x.numel() // call.o.shape[1]
     tensors = (call.x, call.residual, call.norm, call.following_norm)
-    fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and _aligned(*tensors)
+    fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and are_aligned(*tensors)
     fits = fits and serves_rows(m) and results_of(call) <= 2 * SET_WORDS
     kernel = None
     if fits and all(is_served(weight) for weight in call.weights):

@@ -37,12 +37,6 @@ VECTOR = 8  # inputs of 16 bytes
 MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
 
 
-def pitch_of(places: int, most_tile_m: int) -> int:
-    """Returns how many scales lie from one group to the next. There is room for a whole last tile, loaded from a
-    multiple of 16 bytes on."""
-    return -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + most_tile_m + X_SCALE_ALIGNMENT
-
-
 @dataclass(frozen=True)
 class ScaledRows:
     """A launch that makes rows and their scales, kept for calls that differ in contents and addresses alone.
@@ -88,7 +82,8 @@ def rows_for_products(
     are fp32 [k blocks, pitch].
     """
     groups, half_last = whole_k(k_pad) // X_GROUP, bool(k_pad % X_GROUP)
-    pitch = pitch_of(places, MOST_TILE_M)
+    # From a group's scales to the next: room for a whole last tile, loaded from a multiple of 16 bytes on.
+    pitch = -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + MOST_TILE_M + X_SCALE_ALIGNMENT
     sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
     config = RowsConfig(DTYPES[dtype], scales, makes, half_last)
     elements = groups * (X_GROUP if makes == LIMBS else X_GROUP // 2)
