@@ -26,6 +26,7 @@ BY_BLOCK, BY_ROW = ("FP8 ones have a scale for " + each for each in ("128 inputs
 DECLARED = {  # by format: what is declared, and why products of 256 inputs are in 16 bits all the same
     "modelopt nvfp4": ("FP4", "there are none in FP4"),
     "modelopt fp8": ("FP8 (static)", ""),
+    "compressed-tensors nvfp4": ("FP4 (dynamic, in groups of 16)", "there are none in FP4"),
     "deepseek v3": ("FP8 (dynamic, in groups of 128)", ""),
     "deepseek v4": ("FP8 (dynamic, in groups of 128)", ""),
     "deepseek v4.1, bytes": ("FP8 (dynamic, in groups of 32)", BY_BLOCK),
@@ -58,7 +59,7 @@ def test_a_layer_rounds_its_inputs_as_declared_unless_the_caller_asks_otherwise(
     path, x = write_layer(tmp_path, tensors, config), torch.randn(3, 256).bfloat16()
     ((_, layer),) = load_safetensors(path, activations=asked)
     assert isinstance(layer, QuantizedLinear)
-    rounds = {None: not kept, "fp8": form != "modelopt nvfp4", "16bit": False}[asked]
+    rounds = {None: not kept, "fp8": "nvfp4" not in form, "16bit": False}[asked]
     scale = tensors["input_scale"] if rounds and "static" in declared else None
     want = quantized_linear(x, layer.weight)
     if rounds:

@@ -53,6 +53,18 @@ def modelopt_nvfp4(generator: torch.Generator, n: int, k: int) -> tuple[Tensors,
     return tensors, wide * (spread(scale.float(), (n, k), (1, 16)) * second)
 
 
+def compressed_nvfp4(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    """As `modelopt_nvfp4`, with other names, and divided by the second level."""
+    tensors, wide = modelopt_nvfp4(generator, n, k)
+    second = 1 / tensors["weight_scale_2"].reshape(1)
+    return {
+        "weight_packed": tensors["weight"],
+        "weight_scale": tensors["weight_scale"],
+        "weight_global_scale": second,
+        "input_global_scale": torch.ones(1),
+    }, wide
+
+
 def deepseek_v3(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     weight, wide = fp8(generator, n, k)
     scale = (torch.rand(-(-n // 128), -(-k // 128), generator=generator) + 0.5) / 2**11
@@ -85,9 +97,21 @@ def modelopt_fp8(generator: torch.Generator, n: int, k: int) -> tuple[Tensors, t
 
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+COMPRESSED_NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 16},
+            "input_activations": {"num_bits": 4, "type": "float", "dynamic": "local", "group_size": 16},
+        }
+    },
+}
 FORMATS: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], dict[str, Any]]] = {
     "modelopt nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "modelopt fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "compressed-tensors nvfp4": (compressed_nvfp4, COMPRESSED_NVFP4),
     "deepseek v3": (deepseek_v3, BLOCKS),
     "deepseek v4": (deepseek_v4(128), BLOCKS | {"scale_fmt": "ue8m0"}),
     "deepseek v4.1, bytes": (deepseek_v4(32, torch.uint8), BLOCKS | {"weight_block_size": [32, 32]}),
