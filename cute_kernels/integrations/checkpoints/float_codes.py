@@ -121,11 +121,13 @@ def made_of(
             raise ValueError(f"{names.scales}: got 0 everywhere, a layer without values, want some scale that is not 0")
     elif bool((scales.view(torch.uint8) == E8M0_NAN).any()):
         raise ValueError(f"{names.scales}: got {E8M0_NAN}, which is NaN, want exponents up to {E8M0_MOST}")
-    if any(bool((codes.view(torch.uint8) == code).any()) for code in form.nan_codes):
-        raise ValueError(f"{names.codes}: got codes that are NaN, want numbers")
     options = {"second_divides": names.divides, "dtype": dtype, "device": device}
     try:
-        return make(form, codes.contiguous(), scales.contiguous(), second, **options)
+        made = make(form, codes.contiguous(), scales.contiguous(), second, **options)
+        # E4M3's NaN is the largest byte, of signed numbers (0x7F) or of unsigned ones (0xFF): found without a copy.
+        if form.nan_codes and (int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF):
+            raise ValueError("codes: got codes that are NaN, want numbers")
+        return made
     except (TypeError, ValueError) as error:
         own, colon, said = str(error).partition(":")
         called = {"codes": names.codes, "scales": names.scales, "second": names.second}

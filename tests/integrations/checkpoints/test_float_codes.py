@@ -300,6 +300,11 @@ BAD: dict[str, tuple[Tensors, dict[str, torch.Tensor | None], str]] = {
         {"weight_scale_inv": None, "weight_scale": torch.tensor(255, dtype=torch.uint8).expand(64, 8)},
         "weight_scale: got 255, which is NaN, want exponents up to 254",
     ),
+    "no rows": (
+        V3,
+        {"weight": V3["weight"][:0], "weight_scale_inv": None, "weight_scale": torch.tensor(0.5)},
+        r"weight: got shape \[0, 256\], want",
+    ),
     "a code that is NaN": (V3, {"weight": with_byte(V3["weight"], 0x7F)}, "weight: got codes that are NaN"),
     "a code that is NaN, in one scale": (
         V3,
