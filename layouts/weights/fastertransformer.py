@@ -60,7 +60,7 @@ MMA_N = 8
 
 
 def row_order(bits: int, activation_bits: int = 16) -> Layout:
-    """S1 inside one tile: layout from new row to old row.
+    """Returns the layout of step S1 inside one tile, from new row to old row.
 
     A pair of bytes is what ldmatrix hands to a thread as one 16-bit number; the layout puts into each thread's bytes
     the rows that the 16-bit (or, for FP8 activations, 8-bit) MMA wants there.
@@ -72,14 +72,14 @@ def row_order(bits: int, activation_bits: int = 16) -> Layout:
 
 
 def register_order(bits: int) -> Layout:
-    """S4 inside one 32-bit register: layout from new to old element; even elements first."""
+    """Returns the layout of step S4 inside one 32-bit register, from new to old element; even elements first."""
     _check_widths(bits, 16)
     per_register = 32 // bits
     return Layout((per_register // 2, 2), (2, 1))
 
 
 def permute_rows_transform(k: int, n: int, bits: int, activation_bits: int = 16) -> Transform:
-    """S1 of a [k, n] matrix.
+    """Returns step S1, the order of rows, of a [k, n] matrix.
 
     Raises:
         ValueError: k is no multiple of the tile of 16 (int8) or 32 (int4) rows, or n no multiple of 8.
@@ -94,7 +94,7 @@ def permute_rows_transform(k: int, n: int, bits: int, activation_bits: int = 16)
 
 
 def transpose_transform(k: int, n: int, bits: int) -> Transform:
-    """S2 of a [k, n] matrix: to [n, k].
+    """Returns step S2, the transposition of a [k, n] matrix to [n, k].
 
     Raises:
         ValueError: bits is 4 and k or n is odd.
@@ -107,7 +107,7 @@ def transpose_transform(k: int, n: int, bits: int) -> Transform:
 
 
 def interleave_columns_transform(k: int, n: int, bits: int, activation_bits: int = 16) -> Transform:
-    """S3 of the transposed matrix [n, k]: to [n / columns, k * columns].
+    """Returns step S3, which interleaves the transposed matrix [n, k] to [n / columns, k * columns].
 
     Raises:
         ValueError: k is no multiple of the tile (64 rows; 128 for FP8 activations), or n of the columns.
@@ -121,7 +121,7 @@ def interleave_columns_transform(k: int, n: int, bits: int, activation_bits: int
 
 
 def bias_transform(shape: tuple[int, ...], bits: int) -> Transform:
-    """S4 of an array of any shape.
+    """Returns step S4, biased codes in register order, of an array of any shape.
 
     Raises:
         ValueError: the elements do not fill whole 32-bit registers.
@@ -136,7 +136,7 @@ def bias_transform(shape: tuple[int, ...], bits: int) -> Transform:
 def steps(
     k: int, n: int, bits: int, arch: int, activation_bits: int = 16, *, experts: bool = False
 ) -> tuple[Transform, ...]:
-    """The steps of `preprocess` in order; arguments and errors as there.
+    """Returns the steps of `preprocess` in order; arguments and errors as there.
 
     Args:
         experts: whether the weight is a stack of experts (3-D), which from sm90 on uses the sm80 layout.
@@ -163,7 +163,7 @@ def steps(
 
 @lru_cache(maxsize=256)
 def transform(k: int, n: int, bits: int, arch: int, activation_bits: int = 16, *, experts: bool = False) -> Transform:
-    """All steps as one `Transform` [k, n] -> [k, n] (the stored shape is that of the input, as in the original)."""
+    """Returns all steps as one `Transform` [k, n] -> [k, n]; the stored shape is the input's, as in the original."""
     parts = steps(k, n, bits, arch, activation_bits, experts=experts)
     whole = parts[0]
     for part in parts[1:]:
@@ -176,7 +176,7 @@ def transform(k: int, n: int, bits: int, arch: int, activation_bits: int = 16, *
 
 
 def permute_rows(q: torch.Tensor, bits: int, activation_bits: int = 16) -> torch.Tensor:
-    """S1: int8 [.., K, N] or packed int4 [.., K, N/2], to the same shape.
+    """Returns the weight after step S1, in the same shape: int8 [.., K, N] or packed int4 [.., K, N/2].
 
     Raises:
         TypeError: q is not int8.
@@ -187,27 +187,30 @@ def permute_rows(q: torch.Tensor, bits: int, activation_bits: int = 16) -> torch
 
 
 def transpose(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """S2: int8 [.., K, N] or packed int4 [.., K, N/2], to [.., N, K] or [.., N, K/2]; errors as `permute_rows`."""
+    """Returns the weight after step S2: [.., K, N] of int8 becomes [.., N, K], [.., K, N/2] of int4 [.., N, K/2].
+
+    Errors are those of `permute_rows`.
+    """
     k, n = _matrix_shape(q, bits)
     return transpose_transform(k, n, bits)(q)
 
 
 def interleave_columns(q: torch.Tensor, bits: int, activation_bits: int = 16) -> torch.Tensor:
-    """S3: the transposed weight [.., N, K] or [.., N, K/2], to [.., N/c, c*K] or [.., N/c, c*K/2].
+    """Returns the weight after step S3: [.., N, K] becomes [.., N/c, c*K], [.., N, K/2] of int4 [.., N/c, c*K/2].
 
-    c is 2 for int8 and 4 for int4 (2 for int4 with FP8 activations); errors as `permute_rows`.
+    c is 2 for int8 and 4 for int4 (2 for int4 with FP8 activations). Errors are those of `permute_rows`.
     """
     n, k = _matrix_shape(q, bits)
     return interleave_columns_transform(k, n, bits, activation_bits)(q)
 
 
 def add_bias_and_interleave(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """S4: signed to biased unsigned and into register order, to the same shape; errors as `permute_rows`."""
+    """Returns the weight after step S4, biased unsigned in register order, in q's shape; errors as `permute_rows`."""
     return bias_transform(_matrix_shape(q, bits), bits)(q)
 
 
 def preprocess(q: torch.Tensor, bits: int, arch: int, activation_bits: int = 16) -> torch.Tensor:
-    """All steps that the architecture's kernels want.
+    """Returns the weight after all steps that the architecture's kernels want.
 
     Args:
         q: int8 [K, N] or [experts, K, N], or int4 packed as int8 [.., K, N/2].
@@ -227,7 +230,7 @@ def preprocess(q: torch.Tensor, bits: int, arch: int, activation_bits: int = 16)
 
 
 def restore(p: torch.Tensor, bits: int, arch: int, activation_bits: int = 16) -> torch.Tensor:
-    """The weight that `preprocess` was given; same arguments and errors."""
+    """Returns the weight that `preprocess` was given; arguments and errors are the same."""
     k, n = _matrix_shape(p, bits)
     return transform(k, n, bits, arch, activation_bits, experts=p.ndim == 3).inverse()(p)
 
@@ -238,13 +241,15 @@ def restore(p: torch.Tensor, bits: int, arch: int, activation_bits: int = 16) ->
 def symmetric_quantize(
     w: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, *, compat: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise per column (and expert) without zero point.
+    """Quantises per column (and expert) without zero point.
 
-    By default the scale is the smallest that maps the whole column into the signed range, rounded to ``scale_dtype``
-    *before* the codes are computed (ties to even), so ``|q * scale - w| <= scale / 2`` up to that rounding and a zero
-    column gives zeros. ``compat=True`` reproduces the original: scale = absmax / 128 (int8) or / 8 (int4), codes from
-    the unrounded fp32 scale with ties away from zero; the positive maximum saturates, a zero column gives codes 127
-    (int8) or -8 (int4), the result of converting NaN.
+    By default the scale is the smallest that maps the whole column into the signed range. It is rounded to
+    ``scale_dtype`` *before* the codes are computed (ties to even). So ``|q * scale - w| <= scale / 2`` up to that
+    rounding, and a zero column gives zeros.
+
+    ``compat=True`` reproduces the original. Its scale is absmax / 128 (int8) or absmax / 8 (int4). Codes come from the
+    unrounded fp32 scale, with ties away from zero. The positive maximum saturates. A zero column gives codes 127 (int8)
+    or -8 (int4), the result of converting NaN.
 
     Args:
         w: floating [K, N] or [experts, K, N]; finite; N even for int4.
@@ -279,7 +284,7 @@ def symmetric_quantize(
 
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """``q * scale`` of row-major codes as `symmetric_quantize` returns them, [.., K, N]."""
+    """Returns ``q * scale`` of row-major codes [.., K, N], as `symmetric_quantize` makes them."""
     _matrix_shape(q, bits)
     codes = q
     if bits == 4:
