@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Iterable, Iterator
@@ -130,3 +131,46 @@ def test_circles_of_imports_are_found():
     assert imported_modules(tree, modules, False) == {"a.b", "a.d"}
     assert imported_modules(tree, modules, True) == {"a.b", "a.c", "a.d"}
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"b", "c"}
+
+
+# -- the house in numbers: what it was brought down to, and may not grow beyond ----------------------------------------
+
+MOST_CLASSES = {"Plan": 7, "Spec": 14, "Config": 20, "Kernel": 25}
+"""Classes of the package's modules, integrations apart, whose names end so; one more Config is a protocol."""
+
+
+@functools.cache
+def library() -> list[tuple[Path, ast.Module]]:
+    """The package's sources."""
+    return [(path, ast.parse(path.read_text())) for path in ROOTS[0].rglob("*.py")]
+
+
+@pytest.mark.parametrize("kind", MOST_CLASSES)
+def test_kinds_of_classes_stay_few(kind: str):
+    found = [
+        "/".join((*inside(path), node.name))
+        for path, tree in library()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith(kind) and inside(path)[0] != "integrations"
+    ]
+    counted = [name for name in found if name != "runtime/spec.py/Config"]
+    assert 0 < len(counted) <= MOST_CLASSES[kind], counted
+
+
+def test_no_two_rooms_import_each_other():
+    """A room is a folder of the package, or a file beside them; imports in functions and for annotations count."""
+    modules = {module_of(path) for path, _ in library()}
+    rooms = collections.defaultdict[str, set[str]](set)
+    for path, tree in library():
+        imported = imported_modules(tree, modules, True)
+        rooms[inside(path)[0].removesuffix(".py")] |= {name.split(".")[1] for name in imported if "." in name}
+    pairs = {(room, other) for room, found in rooms.items() for other in found - {room}}
+    assert len(pairs) > 20
+    assert {pair for pair in pairs if pair[::-1] in pairs} == set()
+
+
+def test_only_the_pipeline_waits_for_barriers_in_shared_memory():
+    """MLA's kernels, which wait themselves, take the pipeline when they are next changed."""
+    wait = re.compile(r"mbarrier_(try_)?wait\(")
+    waiting = {"/".join(inside(path)) for path, _ in library() if wait.search(path.read_text())}
+    assert {name for name in waiting if not name.startswith("mla/")} == {"device/pipeline.py"}

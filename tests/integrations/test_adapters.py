@@ -69,10 +69,17 @@ def test_adapters_have_the_gradients_of_the_dense_model(accelerated):
 def test_peft_takes_quantised_layers_that_a_configuration_names():
     peft = pytest.importorskip("peft")
     model = quantize_model(small_llama(hidden_size=128, intermediate_size=64, head_dim=64), bits=8, group_size=32)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    config._register_custom_module({QuantizedLinear: peft.tuners.lora.Linear})
-    found = gradients(peft.get_peft_model(model, config).train())
-    assert len(found) == 2 * 2 * 2
+    dense = replaced(copy.deepcopy(model), QuantizedLinear, dense_of)
+
+    def with_lora(model: Any) -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        config._register_custom_module({QuantizedLinear: peft.tuners.lora.Linear})
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config).train()
+
+    found, wanted = gradients(with_lora(model)), gradients(with_lora(dense))
+    assert found.keys() == wanted.keys() and len(found) == 2 * 2 * 2
+    assert all((found[name] - wanted[name]).norm() <= 0.05 * wanted[name].norm() for name in found)
 
 
 def test_experts_say_that_they_have_no_gradient():
