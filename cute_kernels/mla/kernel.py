@@ -7,6 +7,11 @@ Roles of the three or four warpgroups of a CTA:
     producers   one or two warpgroups: fill tiles of 64 tokens in 16 bits, two in shared memory. They gather and decode
                 (`loads.fp8`), gather and copy (`loads.gather`), or load by TMA (`loads.tma_tiles`).
 
+    mbarrier       one for each     arrivals                                                      who waits
+    full           part of a tile   the load's `full_arrivals`, and bytes of asynchronous copies  consumers
+    empty          part of a tile   consumer warps that read it; with crossover of both CTAs      producers
+    queries_full   CTA              1, and the bytes of the queries                               consumers
+
 A kernel is a load, a mainloop and a way to combine partial results. Stream-K and a second launch are chosen at run time
 (`work_tiles`, `combine.second_launch`). A cooperative combine is compiled in (`combine.one_launch`).
 docs/design/mla_structure.md draws the structure; docs/design/mla.md explains it by clocks, bytes and registers.

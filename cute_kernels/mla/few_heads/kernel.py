@@ -4,6 +4,12 @@
 (:mod:`.few_heads.score_loop`). 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`). All go
 on at their own pace, from stage to stage and from one buffer of weights to the other.
 
+    mbarrier   one for each         arrivals                                                  who waits
+    full       pipeline stage       33 of each producer warp: its lanes' copies, and flags    score and value warps
+    empty      pipeline stage       12: a lane of each score and value warp                   producer warps
+    weighed    buffer of weights    4: a lane of each score warp                              value warps
+    added      buffer of weights    8: a lane of each value warp                              score warps
+
 docs/design/mla_few_heads.md explains this by clocks and bytes.
 """
 
