@@ -14,7 +14,7 @@ from bench.moe import launch_routing
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import fused_moe, grouped_linear
 from cute_kernels.gemm.experts.call import MoeCall
-from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
+from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
 from cute_kernels.gemm.experts.compile import layer_specs
 from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.experts.plan import LayerForm, as_they_are, few_layouts, make_moe_plan, sorted_products
@@ -36,6 +36,7 @@ from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
 from cute_kernels.runtime.spec import KernelSpec
 from tests.linear.cases import known
+from tests.moe.candidates import candidates
 from tests.moe.launches import launch_grouped
 
 pytestmark = pytest.mark.gpu

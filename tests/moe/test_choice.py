@@ -11,13 +11,14 @@ import pytest
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts import compile as moe_compile
-from cute_kernels.gemm.experts.choice import candidates, chosen
+from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.schedule import usual_entries
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import MmaSync
+from tests.moe.candidates import candidates
 
 
 def grouped(places: int, experts: int, n: int, k: int, bits=4, dtype="bf16", group_size=128, zero=False):

@@ -19,7 +19,7 @@ from cute_kernels.gemm.activations import number_of
 from cute_kernels.gemm.experts import PackedExperts, fused_moe, grouped_linear, ops, plan
 from cute_kernels.gemm.experts import call as checks
 from cute_kernels.gemm.experts import product as products_of
-from cute_kernels.gemm.experts.choice import candidates, chosen
+from cute_kernels.gemm.experts.choice import chosen
 from cute_kernels.gemm.experts.plan import Scratch
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
@@ -27,6 +27,7 @@ from cute_kernels.gemm.product import OUT_KINDS
 from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.runtime import native
 from tests.launchers import assert_launched_alike_after_any_other, outcome, recording
+from tests.moe.candidates import candidates
 from tests.observed import calls_of
 from tests.tensors import apart, offset
 

@@ -38,6 +38,7 @@ from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.runtime.composed import changed
 from tests.each import each
 from tests.moe import measured
+from tests.moe.candidates import candidates
 from tests.moe.machine import Machine
 
 
@@ -210,7 +211,7 @@ def test_products_of_few_rows_an_expert_are_served_by_runs():
 def test_experts_that_lanes_have_no_whole_share_of_are_served_by_another_kernel(experts):
     grouped, more = problem(8, experts), problem(8, -(-experts // LANE_EXPERTS) * LANE_EXPERTS)
     assert isinstance(choice.chosen(grouped), GroupedTiles) and isinstance(choice.chosen(more), RangeLayout)
-    kinds, of_more = ({type(layout) for layout in choice.candidates(one)} for one in (grouped, more))
+    kinds, of_more = ({type(layout) for layout in candidates(one)} for one in (grouped, more))
     assert RangeLayout in of_more and kinds == of_more - {RangeLayout}
 
 

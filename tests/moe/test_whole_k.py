@@ -9,11 +9,12 @@ import pytest
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.formats.weights.integers import IntegerFormat
-from cute_kernels.gemm.experts.choice import GroupedLayout, candidates, chosen
+from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
 from cute_kernels.gemm.experts.ranges import schedule as ranges
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.weight import padded_shape
+from tests.moe.candidates import candidates
 
 GPU = "NVIDIA H200"
 KS = (8, 136, 320, 504, 520, 576, 768, 2112)

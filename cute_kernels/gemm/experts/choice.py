@@ -6,26 +6,15 @@ that rows are distributed at random. Plain Python, no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cute_kernels.gemm.experts.ranges import schedule as ranges
-from cute_kernels.gemm.experts.ranges.config import ROWS
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, among_assignments
-from cute_kernels.gemm.experts.schedule import usual_rows
 from cute_kernels.gemm.experts.wgmma import schedule as tiles
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles
 from cute_kernels.gemm.problem import GroupedProblem
 
-MOST_ENTRIES = 2  # that experts may usually take of work ranges, which read a weight for each of them
-
 GroupedLayout = RangeLayout | GroupedTiles
-
-
-def candidates(problem: GroupedProblem) -> Iterator[GroupedLayout]:
-    """Yields every layout of any kernel that is worth considering."""
-    if usual_rows(problem) <= MOST_ENTRIES * ROWS:
-        yield from ranges.layouts(problem)
-    yield from tiles.layouts(problem)
 
 
 def chosen(problem: GroupedProblem) -> GroupedLayout:

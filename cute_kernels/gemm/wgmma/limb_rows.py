@@ -22,7 +22,6 @@ from cute_kernels.device import lanes, numbers, ptx
 PIECE_BYTES = 16  # bytes of x that a lane has: 8 inputs
 GROUP_LANES = 16
 FRACTION_BITS = 23  # of an fp32 number
-ONE = 127 << FRACTION_BITS  # fp32 bits of 1.0: the exponent's offset
 INFINITY = 255 << FRACTION_BITS
 # Fixed-point numbers stay below 2**15 - 128, since a signed high limb cannot be 128. So a magnitude less than 2**-7
 # below a power of two is treated as that power.
