@@ -103,3 +103,21 @@ def test_the_docstring_of_a_function_names_its_arguments(module_name: str):
             and not re.search(rf"\b{re.escape(parameter)}\b", text)
         ]
     assert not unsaid, f"{module_name}: nothing is said of {', '.join(unsaid)}"
+
+
+ENGINES = {"q_shift", "k_tail", "tail_slots", "unpack", "sm_margin", "norm_offset", "following"}
+"""Parameters that an engine passes, not a reader's first call."""
+
+
+def test_what_engines_pass_stands_in_a_block_of_its_own():
+    places = {}
+    for module in map(importlib.import_module, MODULES):
+        for name in public_names(module):
+            function = getattr(module, name)
+            given = ENGINES & set(inspect.signature(function).parameters) if inspect.isfunction(function) else set()
+            first, _, others = (inspect.getdoc(function) or "").partition("\nOther Parameters:\n")
+            args = first.partition("\nArgs:\n")[2]
+            for each in given:
+                places[name, each] = (re.search(rf"\b{each}\b", args) is None, re.search(rf"\b{each}\b", others))
+    assert len(places) > 8
+    assert not [place for place, (not_among_args, said) in places.items() if not (not_among_args and said)]

@@ -101,10 +101,13 @@ def mixed_attention(
             check it, since cu_seqlens_q is not read on the host.
         return_lse: also return the log-sum-exp of the scores, as :func:`extend_attention` does.
         out: the tensor for the result, as q, contiguous.
+        options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
+            as both calls have them; fp8_products, as :func:`extend_attention` has it.
+
+    Other Parameters:
         sm_margin: SMs that the kernel of the other requests leaves to decoding, which then runs concurrently. Default:
             chosen by the work of both. Over quantised caches both need all SMs, so they run one after the other.
-        options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
-            as both calls have them; unpack, max_seq_len and fp8_products, as :func:`extend_attention` has them.
+        unpack, max_seq_len: as for :func:`extend_attention`.
 
     Returns the results of :func:`extend_attention`.
 

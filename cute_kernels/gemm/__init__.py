@@ -84,13 +84,16 @@ def quantized_linear(
             shape and format and the number of SMs alone then decide how K is cut, which may cost time. With or without
             it, results do not depend on timing.
         out: contiguous, written and returned; not x's memory.
-        norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight, ``norm_eps`` and
-            ``norm_offset`` (its ``weight_offset``). The norm is a launch before the product.
+        norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight and ``norm_eps``.
+            The norm is a launch before the product.
         activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`; the weight is not rounded.
             Each row has a scale, or one for each 128 inputs where the weight has 8-bit codes in groups. Weights are
             FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200 they gain time
             at many rows, and lose some at few (docs/design/fp8_gemm.md).
         activation_scale: with "fp8", the scale of all of x: fp32 of one element. None: x has scales of its own.
+
+    Other Parameters:
+        norm_offset: added to the norm's weight, the ``weight_offset`` of `rms_norm`.
 
     Returns:
         [..., N], or [..., N / 2] of a gated activation, in ``out_dtype``.
@@ -138,7 +141,10 @@ def quantized_linear_norm(
         x, weight, bias: as in `quantized_linear`.
         residual: added last, of the result's shape, in x's dtype.
         norm: [N] in x's dtype or fp32, the norm's weight, as `rms_norm` takes it.
-        norm_eps: a number of at least 0. norm_offset: added to the weight.
+        norm_eps: a number of at least 0.
+
+    Other Parameters:
+        norm_offset: added to the norm's weight.
         following: the weight of the product that reads the norm, if it is known. Nothing extra is stored for a
             product that launches `rms_norm` anyway.
 
@@ -190,7 +196,10 @@ def quantized_layer(
         residual: [..., hidden], the residual stream, in x's dtype.
         norm: [hidden], the weight of the norm before gate and up.
         following_norm: [hidden], the weight of the norm before the next qkv.
-        norm_eps, norm_offset: as in `quantized_linear_norm`, of both norms.
+        norm_eps: as in `quantized_linear_norm`, of both norms.
+
+    Other Parameters:
+        norm_offset: as in `quantized_linear_norm`, of both norms.
 
     Returns:
         `LayerRows`: ``rows``, the residual stream after the layer as `NormedRows` with following_norm; ``qkv``
