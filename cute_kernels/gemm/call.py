@@ -54,20 +54,21 @@ def key_of(call: LinearCall) -> tuple[Any, ...]:
     x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")
+    address = x.data_ptr()
     return (
         x.shape,
         x.dtype,
         x.get_device(),
         x.is_contiguous() or x.stride(),
-        x.data_ptr() % ALIGNMENT,
+        address % ALIGNMENT,
         weight.form,
         activation,
         out_dtype,
         batch_invariant,
         None if bias is None else identity(bias),
         None if residual is None else identity(residual),
-        None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
-        None if norm is None else (*identity(norm), eps, offset),
+        None if out is None else (identity(out), out.data_ptr() == address),
+        None if norm is None else (identity(norm), eps, offset),
     )
 
 

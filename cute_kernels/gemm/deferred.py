@@ -281,7 +281,7 @@ def _taking_key(call: LinearCall) -> tuple[Any, ...]:
         call.weight.form,
         None if call.bias is None else identity(call.bias),
         None if call.residual is None else identity(call.residual),
-        None if out is None else (*identity(out), out.data_ptr() == parts.scaled.data_ptr()),
+        None if out is None else (identity(out), out.data_ptr() == parts.scaled.data_ptr()),
         call.activation,
         call.out_dtype,
     )

@@ -38,7 +38,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
 
     def launch(call: LinearCall) -> torch.Tensor:
         """Launches the product. It is one flat function, as every layer of every decode step waits for it."""
-        x, weight, bias, residual, _, _, _, out = call[:8]
+        x, weight, bias, residual, _, _, _, out, _, _, _ = call
         if prepare is not None:
             x = prepare(call)
         if x.requires_grad:

@@ -141,7 +141,7 @@ def _key(step: Step) -> tuple[Any, ...]:
         None if rope is None else rope.text,
         norm_eps,
         num_splits,
-        None if out is None else (out is not q, *identity(out)),
+        None if out is None else (out is not q, identity(out)),
         None if extras is None else tuple([None if x is None else identity(x) for x in extras]),
         None if options is None else attention_ops.options_key(options),
         None if transform is None else (transform.kind, step.sees_shift),

@@ -63,7 +63,7 @@ def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
         activation,
         out_dtype,
         batch_invariant,
-        None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
+        None if out is None else (identity(out), out.data_ptr() == x.data_ptr()),
         activations,
     )
 
