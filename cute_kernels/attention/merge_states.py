@@ -61,7 +61,7 @@ def merge_states(
     CPU tensors run the reference implementation.
     """
     states = out_a, lse_a, out_b, lse_b
-    if is_direct(*states):
+    if is_direct(states[0], states[1], states[2:]):
         return launch(states)
     tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     return route(cuda=_on_cuda, cpu=reference, operator=_operator, **tensors)(*states)

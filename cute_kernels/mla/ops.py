@@ -101,7 +101,7 @@ launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda ch
 
 def dense(call: DenseCall) -> Results:
     """Computes (out, lse) of :func:`cute_kernels.mla.mla_decode`, wherever the tensors are."""
-    if is_direct(*call[:4]):
+    if is_direct(call.q, call.cache, call[2:4]):
         return launch_dense(call)
     return route(cuda=launch_dense, cpu=_dense_here, operator=_dense_through_operator, **call.tensors)(call)
 

@@ -10,7 +10,7 @@ one costs the host only its key, a look-up and the launch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
@@ -80,7 +80,7 @@ class Launcher(Protocol[CallT_contra, ResultT_co]):
     def __call__(self, call: CallT_contra, /) -> ResultT_co: ...
 
 
-REFUSALS = (AttributeError, TypeError, ValueError, RuntimeError)
+REFUSALS = (AttributeError, IndexError, TypeError, ValueError, RuntimeError)
 """The errors that a key or a compiled function may raise for arguments that the checks refuse."""
 
 
@@ -212,10 +212,10 @@ class Operator:
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
-def is_direct(first: object, second: object, *others: object) -> bool:
+def is_direct(first: object, second: object, others: Iterable[object] = ()) -> bool:
     """Returns whether a call's kernels may be launched without an operator: in eager mode, on plain tensors on a GPU.
 
-    The first tensor decides the device. The others may be None, or parameters.
+    The first tensor decides the device. The second and the others may be None, or parameters.
     """
     if not (type(first) is Tensor and type(second) in PLAIN and (first.is_cuda or GPU.takes_cpu)) or is_compiling():
         return False

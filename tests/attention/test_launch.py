@@ -67,6 +67,8 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "more tokens": lambda: arguments(lengths=(5, 640)),
     "fp16": lambda: arguments(q_dtype="fp16"),
     "fewer query heads": lambda: but(lambda a: {"q": a["q"][:, :, :4].contiguous()}),
+    "queries of one dimension": lambda: but(lambda a: {"q": a["q"].flatten()}),
+    "queries of none": lambda: but(lambda a: {"q": a["q"].flatten()[0]}),
     "queries with gaps": lambda: but(lambda a: {"q": apart(a["q"])}),
     "queries of a fused projection": lambda: but(lambda a: {"q": fused(a["q"])}),
     "queries of a fused projection, off vectors": lambda: but(lambda a: {"q": fused(a["q"], 4)}),

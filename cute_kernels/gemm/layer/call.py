@@ -92,7 +92,7 @@ forgotten(_refused.clear)
 def is_one_launch(call: LayerCall) -> bool:
     """Whether one launch computes a call. Callers ask if they use `layer` for its one launch alone. False for a call
     that `layer` would refuse. May compile the kernel."""
-    if not is_direct(call.x, call.o.codes, call.residual, call.norm, call.following_norm):
+    if not is_direct(call.x, call.o.codes, (call.residual, call.norm, call.following_norm)):
         return False
     key = _key(call)
     plan = _layer.plans.get(key)

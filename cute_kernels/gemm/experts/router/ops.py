@@ -19,7 +19,7 @@ FIELDS = 6  # of a `Routing`
 
 def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `cute_kernels.gemm.experts.route`."""
-    if is_direct(call.hidden, call.weight, call.bias, call.correction, call.padding):
+    if is_direct(call.hidden, call.weight, (call.bias, call.correction, call.padding)):
         return launch(call)
     check_route(call)
     if is_compiling() or needs_dispatch(**{name: _plain(tensor) for name, tensor in call.tensors.items()}):
