@@ -37,8 +37,10 @@ from cute_kernels.runtime.plans import ALIGNMENT
 Given = tuple[tuple[Any, ...], "tuple[Any, ...] | None"]
 """The arguments of :func:`cute_kernels.kv_cache.ops.append`."""
 
-EXTRAS = ("cu_seqlens", "slots", "position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
-NOTHING = (None,) * (len(EXTRAS) + 1)  # of extras, the last of which is q_shift
+EXTRAS = (
+    *("cu_seqlens", "slots", "position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale"),
+    "q_shift",
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,6 @@ class AppendPlan:
         new_q_out: makes the tensor for the rotated q if the caller gives none; None without q.
         k_view, v_view: the dtype as which the function takes a cache; None for the cache's own.
         head_major: whether the caches are "HND".
-        transforms: whether the function takes the addresses of a transform.
         seq_lens, block_table: placeholders for calls without lengths or block table.
     """
 
@@ -65,7 +66,6 @@ class AppendPlan:
     k_view: torch.dtype | None
     v_view: torch.dtype | None
     head_major: bool
-    transforms: bool
     seq_lens: torch.Tensor
     block_table: torch.Tensor
 
@@ -76,7 +76,7 @@ class AppendPlan:
         given: the arguments of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function without intermediate
             objects, because a decoding step waits for it in every layer.
         """
-        (k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table, transform), extras = given
+        (k, v, k_cache, v_cache, _, _, _, _, _, q, q_out, seq_lens, block_table, transform), extras = given
         if q_out is None and self.new_q_out is not None:
             q_out = GPU.empty(*self.new_q_out)
         if self.k_view is not None:
@@ -85,25 +85,12 @@ class AppendPlan:
             v_cache = v_cache.view(self.v_view)
         if self.head_major:
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        if q is None:
-            q = k
-        rotated = q_out if q_out is not None else k
-        if seq_lens is None:
-            seq_lens = self.seq_lens
-        if block_table is None:
-            block_table = self.block_table
-        if extras is None:
-            extras = NOTHING
-        if self.transforms:
-            self.send(
-                q=q, k=k, v=v, q_out=rotated, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens,
-                block_table=block_table, norm_eps=norm_eps, extras=extras, constants=transform.addresses,
-            )  # fmt: skip
-        else:
-            self.send(
-                q=q, k=k, v=v, q_out=rotated, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens,
-                block_table=block_table, norm_eps=norm_eps, extras=extras,
-            )  # fmt: skip
+        self.send(
+            q=k if q is None else q, k=k, v=v, q_out=k if q_out is None else q_out, k_cache=k_cache, v_cache=v_cache,
+            seq_lens=self.seq_lens if seq_lens is None else seq_lens,
+            block_table=self.block_table if block_table is None else block_table,
+            extras=extras, constants=None if transform is None else transform.addresses,
+        )  # fmt: skip
         return q_out
 
 
@@ -150,8 +137,9 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
     config = config_of(call, leads=leads)
     return AppendPlan(
         send=_sender(
+            call,
             config,
-            device.index,
+            norm_eps=call.norm_eps,
             phase_steps=0 if steps is None else steps.data_ptr(),
             rope_factor=1.0 if rope is None else rope.attention_factor,
             wave=config.ctas_per_sm * GPU.num_sms(device),
@@ -163,19 +151,23 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
         k_view=byte_view(call.k_cache),
         v_view=byte_view(call.v_cache),
         head_major=call.cache_layout == "HND",
-        transforms=config.transform is not None,
         seq_lens=nothing[0],
         block_table=nothing,
     )
 
 
-def _sender(config: AppendConfig, device_index: int, **fixed: int | float) -> Callable[..., Any]:
-    """Returns the compiled kernel, bound to the arguments that follow from the plan alone."""
+def _sender(call: AppendCall, config: AppendConfig, **fixed: int | float) -> Callable[..., Any]:
+    """Returns the compiled kernel, bound to the arguments that follow from the plan alone.
+
+    Calls of one plan lack the same extras, so the plan knows those that are 0.
+    """
     transformed = config.transform is not None
-    extras: dict[str, Place] = {name: ("extras", i) for i, name in enumerate((*EXTRAS, *["q_shift"] * transformed))}
+    declared, function = append_arguments(transformed), load(AppendSpec(config), arch_of(call.k.device.index))
+    taken = {name: i for i, name in enumerate(EXTRAS) if name in declared.names}
+    extras: dict[str, Place] = {name: ("extras", i) for name, i in taken.items() if call.extras[i] is not None}
     constants: dict[str, Place] = {name: ("constants", i) for i, name in enumerate(CONSTANTS) if transformed}
-    function = load(AppendSpec(config), arch_of(device_index))
-    return append_arguments(transformed).bound(function, fixed, extras, constants)
+    fixed |= {name: 0 for name in taken if name not in extras}
+    return declared.bound(function, fixed, extras, constants, ignored=("extras", "constants"))
 
 
 def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
