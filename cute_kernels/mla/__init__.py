@@ -14,6 +14,7 @@ import torch
 from cute_kernels.mla import ops
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.names import MlaFormatName
+from cute_kernels.runtime.operator import new_call
 
 __all__ = ["mla_decode", "sparse_mla_decode"]
 
@@ -113,7 +114,8 @@ def mla_decode(
 
     CPU tensors run the reference implementation.
     """
-    result, lse = ops.dense(ops.DenseCall(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out))
+    values = q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out
+    result, lse = ops.dense(new_call(ops.DenseCall, values))
     return (result, _empty_is_least(lse)) if return_lse else result
 
 

@@ -54,14 +54,15 @@ def _dense_through_operator(call: DenseCall) -> Results:
 
 
 def _dense_key(call: DenseCall) -> tuple[Any, ...]:
-    q, cache, block_table, seq_lens, kv_format, _, causal, _ = call
+    q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, _ = call
+    if softmax_scale is not None:
+        check_optional_positive("softmax_scale", softmax_scale)
     return kv_format, causal, identity(q), identity(cache), identity(block_table), identity(seq_lens)
 
 
 def _dense_checked(call: DenseCall) -> tuple[DenseProblem, torch.Tensor | None]:
     problem = call.problem()
     checks.check_alignment(problem, q=call.q, cache=call.cache)
-    _scale_of(problem, call.softmax_scale)
     _check_out(problem, call.out, **call.tensors)
     if arguments.DEBUG:
         checks.check_dense_values(problem, call.block_table, call.seq_lens)
@@ -76,12 +77,13 @@ def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> Plan[[Dens
     problem, _ = checked
     if problem.is_empty:
         return None
-    kernels = dense_plan(problem)
+    kernels, own_scale, wanted = dense_plan(problem), problem.head_dim**-0.5, _wanted_out(problem)
 
     def launch(call: DenseCall) -> Results:
         q, cache, block_table, seq_lens, _, softmax_scale, _, out = call
-        scale = _scale_of(problem, softmax_scale)
-        _check_out(problem, out)
+        if out is not None and identity(out) != wanted:
+            raise ValueError(f"out: got {identity(out)}, want {wanted}")  # unless the checks say it in their words
+        scale = own_scale if softmax_scale is None else float(softmax_scale)
         tokens = {"cache": cache.data_ptr(), "table": block_table.data_ptr(), "seq_lens": seq_lens.data_ptr()}
         return kernels.run(q, scale, tokens, out)
 
@@ -156,6 +158,7 @@ class CheckedSparse(NamedTuple):
 
 
 def _sparse_key(call: SparseCall) -> tuple[Any, ...]:
+    check_optional_positive("softmax_scale", call.softmax_scale)
     given = [None if x is None else identity(x) for x in call.extras]
     return call.kv_format, identity(call.q), identity(call.cache), identity(call.indices), *given
 
@@ -163,7 +166,6 @@ def _sparse_key(call: SparseCall) -> tuple[Any, ...]:
 def _sparse_checked(call: SparseCall) -> CheckedSparse:
     problem = call.problem()
     checks.check_alignment(problem, q=call.q, cache=call.cache, extra_cache=call.extras.extra_cache)
-    _scale_of(problem, call.softmax_scale)
     _check_out(problem, call.out, **call.tensors)
     if arguments.DEBUG:
         _check_values(problem, call)
@@ -177,12 +179,13 @@ def _sparse_plan(checked: CheckedSparse) -> Plan[[SparseCall], SparseResults] | 
     problem = checked.problem
     if problem.is_empty:
         return None
-    kernels = sparse_plan(problem)
+    kernels, own_scale, wanted = sparse_plan(problem), problem.head_dim**-0.5, _wanted_out(problem)
 
     def launch(call: SparseCall) -> SparseResults:
         q, cache, indices, _, softmax_scale, extras, with_max, out = call
-        scale = _scale_of(problem, softmax_scale)
-        _check_out(problem, out)
+        if out is not None and identity(out) != wanted:
+            raise ValueError(f"out: got {identity(out)}, want {wanted}")  # unless the checks say it in their words
+        scale = own_scale if softmax_scale is None else float(softmax_scale)
         top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
         tokens = chosen(cache, indices, extras.topk_length)
         if extras.extra_cache is not None and extras.extra_indices is not None:
@@ -228,11 +231,9 @@ def _index_of(problem: DenseProblem | SparseProblem) -> int:
     return -1 if problem.device.index is None else problem.device.index
 
 
-def _scale_of(problem: DenseProblem | SparseProblem, softmax_scale: float | None) -> float:
-    if softmax_scale is None:
-        return problem.head_dim**-0.5
-    check_optional_positive("softmax_scale", softmax_scale)
-    return float(softmax_scale)
+def _wanted_out(problem: DenseProblem | SparseProblem) -> tuple[Any, ...]:
+    """Returns what `identity` returns for an ``out`` that the checks take on a GPU."""
+    return problem.out_shape, True, problem.q_dtype, _index_of(problem), 0
 
 
 def _check_out(problem: DenseProblem | SparseProblem, out: torch.Tensor | None, **read: torch.Tensor | None) -> None:

@@ -27,6 +27,7 @@ from cute_kernels.mla.schedule import STREAM_K, Workload, choose, choose_combine
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.memory import blank
 from layouts.kv.mla import MlaModel1
 
 if TYPE_CHECKING:
@@ -71,15 +72,14 @@ class MlaPlan:
         max_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launches on the current stream of q's device, which must be the current device. Returns (out, lse)."""
-        shape = q.shape[:3]
+        shape = tuple(q.shape[:3])
         if out is None:
-            out = torch.empty((*shape, V_HEAD_DIM), dtype=q.dtype, device=q.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        partials = None
+            out = GPU.empty(*blank((*shape, V_HEAD_DIM), q.dtype))
+        lse, partials, flags = GPU.empty(*blank(shape, torch.float32)), None, 0
         if self.part_words:
-            partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
-        flags, device = 0, q.get_device()
+            partials = GPU.empty((self.part_words,), (1,), torch.float32)
         if self.flag_words:
+            device = q.get_device()
             flags = GPU.workspace(device, GPU.stream(device), self.flag_words)
         lse_address, top, sinks, parts = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
         self.send(

@@ -220,6 +220,22 @@ def test_what_a_sparse_launch_is_given(launches):
     assert {name: found[name] for name in nothing} == nothing
 
 
+@pytest.mark.parametrize("run, call", [(run_dense, make_dense("mla_fp8", [3])), (run_sparse, make_sparse("mla_fp8"))])
+def test_a_repeated_call_s_out_and_scale_are_refused_as_a_first_one_s(run, call, launches):
+    good = run(call)
+    run(call, out=torch.empty_like(good), softmax_scale=0.5)
+    wide = torch.empty(*good.shape[:-1], 1024, dtype=good.dtype)
+    refused = {"dtype": good.float(), "shape": good[..., :256], "strides": wide[..., :512], "list": [good]}
+    for word, out in refused.items():
+        with pytest.raises((TypeError, ValueError), match=f"out: got .*{word}"):
+            run(call, out=out)
+    for scale in (0, -1.0, math.nan, True, "1"):
+        with pytest.raises((TypeError, ValueError), match="softmax_scale: got"):
+            run(call, softmax_scale=scale)
+    assert len(launches) == 2
+    assert run(call, out=good, softmax_scale=1) is good, "an int is a number"
+
+
 def test_nothing_is_launched_where_there_is_nothing_to_see(launches):
     out, lse = ops.launch_dense(
         ops.DenseCall(*make_dense("mla_bf16", [0], spare_pages=0).tensors, "mla_bf16", None, True)
