@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from cute_kernels.attention.extend_config import MAX_EXTEND_SPLITS, ExtendConfig
 from cute_kernels.attention.extend_policies import (
@@ -238,6 +239,7 @@ def count_tiles(
     return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 
+@lru_cache(maxsize=1024)
 def choose_splits(
     total_q: int,
     batch: int,

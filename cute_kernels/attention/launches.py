@@ -78,9 +78,6 @@ class DecodeLaunch:
         elif self.num_words:
             index = self.device_index
             workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
-        k_scale = v_scale = 0
-        if options is not None:
-            k_scale, v_scale = address_of(options["k_scale"]), address_of(options["v_scale"])
         if self.k_view is not None:
             k_cache = k_cache.view(self.k_view)
         if self.v_view is not None:
@@ -89,8 +86,7 @@ class DecodeLaunch:
             softmax_scale = self.softmax_scale
         self.send(
             q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address, workspace=workspace,
-            k_scale=k_scale, v_scale=v_scale, softmax_scale=softmax_scale, mode=mode, options=options or NO_OPTIONS,
-            new=new,
+            softmax_scale=softmax_scale, mode=mode, options=options or NO_OPTIONS, new=new,
         )  # fmt: skip
         return out, lse
 
@@ -319,10 +315,12 @@ class ExtendLaunches:
         options = keys.options
         if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
             options = options | {"block_table": options["block_table"].contiguous()}
-        k_cache = keys.k_cache if self.k_view is None else keys.k_cache.view(self.k_view)
-        v_cache = keys.v_cache if self.v_view is None else keys.v_cache.view(self.v_view)
-        launch = self.launch_for(keys.q.shape[0], options["max_seq_len"])
-        launch.call(keys._replace(k_cache=k_cache, v_cache=v_cache, options=options))
+            keys = keys._replace(options=options)
+        if self.k_view is not None:
+            keys = keys._replace(k_cache=keys.k_cache.view(self.k_view))
+        if self.v_view is not None:
+            keys = keys._replace(v_cache=keys.v_cache.view(self.v_view))
+        self.launch_for(keys.q.shape[0], options["max_seq_len"]).call(keys)
 
     def launch_for(self, num_queries: int, max_seq_len: int | None) -> ExtendLaunch | UnpackedLaunch:
         """Returns the launch of the first algorithm that supports a call. max_seq_len: a bound of its requests'

@@ -49,7 +49,7 @@ from cute_kernels.runtime.workspace import EMPTY
 _VALUES = frozenset({type(None), str, bool, int, float})  # of optional arguments that are no tensors
 _PLAIN = _VALUES | {torch.Tensor, torch.nn.Parameter}  # sinks often are parameters
 ROWS_OF_QUERIES = ("new_k", "new_v", "tree_mask")  # options that have a row for each query
-_NOT_IN_KEYS = {*ROWS_OF_QUERIES, "max_seq_len"}
+_NOT_IN_KEYS = dict.fromkeys((*ROWS_OF_QUERIES, "max_seq_len"))
 
 
 def _key(given: Given) -> tuple[Any, ...]:
@@ -62,11 +62,12 @@ def _key(given: Given) -> tuple[Any, ...]:
         check_optional_positive("softmax_scale", softmax_scale)
     if cu_seqlens_q is not None:
         return _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q)
+    shape = q.shape
     return (
-        q.shape,
+        shape,
         v_cache.shape,
         q.dtype,
-        q.shape[1] == 1 or q.is_contiguous() or q.stride(),
+        shape[1] == 1 or q.is_contiguous() or q.stride(),
         k_cache.dtype,
         v_cache.dtype,
         q.get_device(),
@@ -85,17 +86,20 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
     their number, in which case it has no plan."""
     if options["max_seq_len"] is not None:
         check_optional_count("max_seq_len", options["max_seq_len"])
-    of_queries = [options[name] for name in ROWS_OF_QUERIES]
-    odd = q.shape[0] * q.shape[1] > MAX_ROWS or any(x is not None and x.shape[:1] != q.shape[:1] for x in of_queries)
+    of_queries = {name: options[name] for name in ROWS_OF_QUERIES if options[name] is not None}
+    num_queries, heads, head_dim = q.shape
+    stride, *strides = q.stride()
+    odd = num_queries * heads > MAX_ROWS or any(x.shape[:1] != (num_queries,) for x in of_queries.values())
     return (
-        q.shape[1:],
-        q.shape[0] == 0,
+        heads,
+        head_dim,
+        num_queries == 0,
         odd,
         q.dtype,
         q.get_device(),
         q.data_ptr() % ALIGNMENT,
-        q.stride()[1:],
-        q.stride(0) % PIECE,
+        *strides,
+        stride % PIECE,
         identity(k_cache),
         identity(v_cache),
         identity(seq_lens),
@@ -103,8 +107,8 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
         kv_format,
         num_splits,
         out if out is None else out is not q,
-        *[None if x is None else (x.shape[1:], *identity(x)[1:]) for x in of_queries],
-        options_key({name: value for name, value in options.items() if name not in _NOT_IN_KEYS}),
+        *[(name, x.shape[1:], *identity(x)[1:]) for name, x in of_queries.items()],
+        options_key(options | _NOT_IN_KEYS),
     )
 
 
@@ -121,7 +125,7 @@ def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
     Some of these parts need no plan of their own. The key has them because the checks of a repeated call would look at
     them.
     """
-    return tuple([x if type(x) in _VALUES else _key_of(x) for x in options.values()])
+    return tuple([x if x is None or type(x) in _VALUES else _key_of(x) for x in options.values()])
 
 
 def _key_of(value: Any) -> Any:
@@ -270,8 +274,8 @@ _extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", OF_EXTEND, N
 def are_plain(values: Iterable[Any]) -> bool:
     """Returns whether all optional tensors have classes that a direct call can take; others need the registered
     operator."""
-    kinds = {*map(type, values)}
-    return kinds <= _PLAIN or not any(issubclass(kind, torch.Tensor) for kind in kinds - _PLAIN)
+    kinds = [*map(type, values)]
+    return _PLAIN.issuperset(kinds) or not any(issubclass(kind, torch.Tensor) for kind in {*kinds} - _PLAIN)
 
 
 def path_of(given: Given) -> Callable[[Given], tuple[torch.Tensor, Any]]:
@@ -286,11 +290,11 @@ def path_of(given: Given) -> Callable[[Given], tuple[torch.Tensor, Any]]:
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor and (
         ends is None or type(ends) is torch.Tensor
     ):
-        if options is not None and not (
-            are_plain(options.values()) and are_plain((options.get("score_options") or {}).values())
-        ):
-            check_given_tensors(options)
-            return dispatch
+        if options is not None:
+            scores = options.get("score_options")
+            if not are_plain(options.values()) or (scores and not are_plain(scores.values())):
+                check_given_tensors(options)
+                return dispatch
         if q.is_cuda or (q.is_cpu and GPU.takes_cpu):
             return launch
         if q.is_cpu:

@@ -133,7 +133,7 @@ def options_of(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "causal": causal,
-        "window_size": keys_seen(window_size),
+        "window_size": None if window_size is None else keys_seen(window_size),
         "softcap": softcap,
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,

@@ -152,6 +152,7 @@ def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict
     config = schedule.config
     features = config.features
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
+    given = {"k_scale": call.k.scale is not None, "v_scale": call.v.scale is not None}
     options: dict[str, Place] = {}
     if config.has_features:
         table, pages = call.block_table, _table_pages(call)
@@ -161,12 +162,13 @@ def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict
         fixed |= {"max_pages": pages, "table_stride": table_stride}
         fixed |= {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
         fixed |= dict(zip(BIAS_STRIDES, strides, strict=True))
-        options |= _found_in_options("block_table", "sinks", "alibi_slopes")
+        given |= {"block_table": table is not None, "sinks": call.sinks is not None}
+        given["alibi_slopes"] = call.alibi_slopes is not None
         options["bias"] = ("options", "attn_bias")
     if features.transformed:
-        own = {"q_shift": features.shift, "out_factor": features.v_factor}
-        options |= _found_in_options(*(name for name, is_given in own.items() if is_given))
-        fixed |= {name: 0 for name, is_given in own.items() if not is_given}
+        given |= {"q_shift": features.shift, "out_factor": features.v_factor}
+    options |= _found_in_options(*(name for name, is_given in given.items() if is_given))
+    fixed |= {name: 0 for name, is_given in given.items() if not is_given}
     if features.tail:
         options |= _found_in_options("k_tail", "tail_slots")
     return fixed, options | _score_tensors(features)

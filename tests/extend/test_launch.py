@@ -59,6 +59,14 @@ def test_no_queries_are_checked_and_not_launched(launches):
     assert len(launches) == 1 and len(ops.launch.plans) == 1
 
 
+def test_queries_of_other_dimensions_are_refused_in_the_checks_words(launches):
+    extend_attention(**given(6))
+    for dimensions in (0, 1, 2, 4):
+        with pytest.raises(ValueError, match=f"q: got {dimensions} dimensions, want 3"):
+            extend_attention(**given(6, q=torch.zeros((6,) * dimensions).bfloat16()))
+    assert len(launches) == 1
+
+
 def test_what_belongs_to_the_queries_is_counted_in_every_call(launches):
     new = torch.zeros(6, 2, 64).bfloat16()
     extend_attention(**given(6, new_k=new, new_v=new))
