@@ -23,7 +23,7 @@ from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.operands.fp8 import E4M3, check_scale, fp8_reference, quantize_activations
-from cute_kernels.gemm.operands.fp8_config import FP8_TILES, ROUNDED, RowsConfig, whole_k, x_group
+from cute_kernels.gemm.operands.fp8_config import FP8, FP8_TILES, ROUNDED, RowsConfig, check_activations, x_group
 from cute_kernels.gemm.operands.fp8_launch import VECTOR, rows_for_products, rows_in_order, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned, without_rows
@@ -104,6 +104,7 @@ def key_of(call: Fp8Call) -> tuple[Any, ...]:
 def check(call: Fp8Call) -> Fp8Call:
     """Raises TypeError or ValueError, which name the argument, unless a call can be computed."""
     linear_call.check(call.linear)
+    check_activations(FP8, call.scale, call.linear.weight.format, call.linear.size[2])
     if call.scale is not None:
         check_scale(call.scale, call.linear.x.device)
     return call
@@ -137,7 +138,6 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
     form, dtype = given.weight.format, given.x.dtype
     problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant, given.activation)
     scales = scales_of(x_group(form), call.scale)
-    whole_k(problem.k_pad)  # what it refuses does not depend on the number of rows
     if in_16_bits:
         product, numbers = product_of(problem, index), {}
         rows = rows_in_order(RowsConfig(problem.dtype, scales, ROUNDED), m, -(-k // VECTOR) * VECTOR, index)

@@ -13,11 +13,11 @@ from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.gradient import dense_weight, differentiable
-from cute_kernels.gemm.operands.fp8_config import check_activations, whole_k
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed import OfFormat
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import quantize_weight, with_shifts
-from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, fitted, has_values, padded_shape
+from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, fitted, has_values
 from cute_kernels.names import Activations
 from cute_kernels.runtime.operator import new_call
 
@@ -295,14 +295,13 @@ class QuantizedLinear(OfWeight):
         extra = {"bias": self._checked_bias(bias, weight), "activation_scale": own.get("activation_scale")}
         if extra["activation_scale"] is not None:
             fp8.check_scale(extra["activation_scale"], weight.device)
-        check_activations(self.activations, None, weight.format)
+        check_activations(self.activations, None, weight.format, weight.shape[1])
         return weight.format, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra
 
 
 def check_products(activations: object, layer: OfWeight) -> None:
     """Raises ValueError unless products with a layer's weight support these activations."""
-    if check_activations(activations, None, layer.weight_format):
-        whole_k(padded_shape(layer.shape, layer.weight_format.group_size)[1])
+    check_activations(activations, None, layer.weight_format, layer.shape[1])
 
 
 def products_in(activations: Activations | None) -> str:

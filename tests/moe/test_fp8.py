@@ -95,6 +95,8 @@ def test_formats_that_are_no_fp8_operands_are_refused():
     with pytest.raises(ValueError, match="activations: got 'fp8' for a weight of 64 inputs with padding"):
         short.activations = "fp8"  # of 32 inputs of the second product
     assert short.activations is None
+    with pytest.raises(ValueError, match="activations: got 'fp8' for a weight of 64 inputs with padding"):
+        fused_moe(numbers(5, 256), experts("fp8", 64, 256), good, SHARES, IDS, activations="fp8")
 
 
 class Router(nn.Module):

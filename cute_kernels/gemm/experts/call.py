@@ -73,7 +73,7 @@ def check_grouped(call: GroupedCall) -> GroupedCall:
     check_experts("weight", call.weight)
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
-    check_activations(call.activations, None, call.weight.format)
+    check_activations(call.activations, None, call.weight.format, call.weight.shape[1])
     wanted = _grouped_wanted(call)
     check_wanted(wanted)
     check_flag("batch_invariant", call.batch_invariant)
@@ -168,7 +168,7 @@ def check_moe(call: MoeCall) -> MoeCall:
     check_pair(gate_up, down, experts_activation(call.activation))
     check_out_dtype(call.out_dtype)
     for weight in (gate_up, down):
-        check_activations(call.activations, None, weight.format)
+        check_activations(call.activations, None, weight.format, weight.shape[1])
     wanted = _moe_wanted(call)
     check_wanted(wanted)
     check_flag("batch_invariant", call.batch_invariant)

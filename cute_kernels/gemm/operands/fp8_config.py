@@ -9,13 +9,9 @@ from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.base import spelling
 from cute_kernels.gemm.arguments import DENSE_ADDRESSES, INPUT_ROWS, TILE_NUMBERS, CompiledAs, matrix_arguments
 from cute_kernels.gemm.inputs.config import ROOMS, THREADS
+from cute_kernels.gemm.weight import padded_shape
 from cute_kernels.gemm.wgmma.config import DTYPES, WgmmaConfig
-from cute_kernels.gemm.wgmma.mainloops import (
-    MMA_GROUP,
-    ROW_SCALE_BYTES,
-    X_SCALE_ALIGNMENT,
-    Mainloop,
-)
+from cute_kernels.gemm.wgmma.mainloops import MMA_GROUP, ROW_SCALE_BYTES, X_SCALE_ALIGNMENT, Mainloop
 from cute_kernels.gemm.wgmma.results import Reduction, RowCuts, WholeK, WorkspaceSplitK
 from cute_kernels.runtime.spec import one_of
 
@@ -57,8 +53,9 @@ def fp8_problem(form: WeightFormat) -> str | None:
     return "no scales of a second level" if form.row_scales else None
 
 
-def check_activations(activations: object, scale: object, form: WeightFormat) -> bool:
-    """Returns whether products are in FP8. Raises ValueError if the format does not support these activations."""
+def check_activations(activations: object, scale: object, form: WeightFormat, k: int = X_GROUP) -> bool:
+    """Returns whether products are in FP8. Raises ValueError if weights of a format with K inputs do not support these
+    activations."""
     if activations is None:
         if scale is not None:
             raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")
@@ -69,6 +66,7 @@ def check_activations(activations: object, scale: object, form: WeightFormat) ->
     if problem is not None:
         wanted = f"None (16-bit products), or {problem}"
         raise ValueError(f"activations: got {FP8!r} for weights in {spelling(form)}, want {wanted}")
+    whole_k(padded_shape((0, k), form.group_size)[1])
     return True
 
 
