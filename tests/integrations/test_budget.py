@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.__main__ import main
 from cute_kernels.formats.kv import LayerFormats, format_of, told_formats
+from cute_kernels.integrations.engine_cache import formats_named
+from cute_kernels.integrations.vllm import kv_formats
 from cute_kernels.kv_cache import KVCache
 from tests.integrations.architectures import DECODERS, VOCABULARY
 
@@ -80,6 +83,22 @@ def test_a_file_that_says_no_formats_is_named(text, message, tmp_path):
         FileNotFoundError, match="none.json: no such file; `cute-kernels calibrate --budget` writes one"
     ):
         told_formats(tmp_path / "none.json")
+
+
+def test_an_absent_or_wrong_file_of_formats_is_named_with_the_argument_or_variable(tmp_path, monkeypatch, capsys):
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("[]")
+    for path, kind in ((tmp_path / "none.json", FileNotFoundError), (wrong, ValueError)):
+        monkeypatch.setenv("CUTE_KERNELS_VLLM_KV_FORMAT", str(path))
+        with pytest.raises(kind, match=f"^CUTE_KERNELS_VLLM_KV_FORMAT: {path}: "):
+            kv_formats.own_formats()
+        with pytest.raises(kind, match=f"^kv_format: {path}: "):
+            ck.DecodeCache(str(path), 64)
+        with pytest.raises(ValueError, match=f"^CUTE_KERNELS_SGLANG_KV_FORMAT: got '{path}', want one or two"):
+            formats_named(str(path), "CUTE_KERNELS_SGLANG_KV_FORMAT")
+        with pytest.raises(SystemExit):
+            main(["calibrate", "model", "--kv-format", str(path), "-o", "out.safetensors"])
+        assert f"argument --kv-format: {path}: " in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_gets_the_formats_that_lose_least_within_its_bytes():

@@ -79,11 +79,17 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
             raise ValueError(f"{path}: {error}") from error
 
 
-def told_formats(kv_format: T) -> T | LayerFormats:
-    """Returns the formats of a file if ``kv_format`` is a path (``*.json``), else ``kv_format`` itself."""
-    if isinstance(kv_format, Path) or (isinstance(kv_format, str) and kv_format.endswith(".json")):
+def told_formats(kv_format: T, name: str = "kv_format") -> T | LayerFormats:
+    """Returns the formats of a file if ``kv_format`` is a path (``*.json``), else ``kv_format`` itself.
+
+    Raises OSError or ValueError, which begins with ``name``, if the file cannot be read.
+    """
+    if not isinstance(kv_format, Path) and not (isinstance(kv_format, str) and kv_format.endswith(".json")):
+        return kv_format
+    try:
         return LayerFormats.load(kv_format)
-    return kv_format
+    except (OSError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def check_layers(kv_format: object, num_layers: int | None = None) -> None:

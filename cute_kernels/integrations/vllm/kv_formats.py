@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.formats.kv import LayerFormats, format_of
+from cute_kernels.formats.kv import format_of, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.engine_cache import Formats, formats_named, row_bytes
 from cute_kernels.integrations.vllm import environment
@@ -41,10 +41,10 @@ def own_formats() -> tuple[Formats, ...]:
     text = environment.wanted_kv_format()
     if text is None:
         return ()
-    if not text.endswith(".json"):
-        return (formats_named(text, environment.KV_FORMAT),)
-    pairs = LayerFormats.load(text).layers
-    found = tuple(formats_named(",".join(pair), f"{environment.KV_FORMAT}={text}") for pair in pairs)
+    told = told_formats(text, environment.KV_FORMAT)
+    if isinstance(told, str):
+        return (formats_named(told, environment.KV_FORMAT),)
+    found = tuple(formats_named(",".join(pair), f"{environment.KV_FORMAT}={text}") for pair in told.layers)
     return found if len(set(map(str, found))) > 1 else found[:1]
 
 

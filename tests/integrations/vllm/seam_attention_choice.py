@@ -429,6 +429,7 @@ def formats_by_layer_are_refused_where_pages_would_be_as_large_as_the_largest() 
             assert "formats by layer with a KV connector" in reasons(connector=object())
             assert "KV caches in 4 formats by layer with" in doctor.examine().detail
         with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": f"{folder}/none.json"}):
-            assert doctor.examine().status == "limited"
+            found = doctor.examine()
+            assert found.status == "limited" and f"CUTE_KERNELS_VLLM_KV_FORMAT: {folder}/none.json: no" in found.detail
     with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": "int4_g4"}):
         assert reasons(slides=True, hybrid=True, layers=5, connector=object()) == []
