@@ -6,7 +6,6 @@ FP8 products support E4M3 with scales that are no finer than the products' own. 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from cute_kernels.gemm.module import QuantizedLinear
 from cute_kernels.gemm.operands.fp8 import check_scale
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, fp8_problem, x_group
 from cute_kernels.gemm.weight import padded_shape
-from cute_kernels.integrations.checkpoints.configuration import FP8, Config
+from cute_kernels.integrations.checkpoints.configuration import FP8, Config, block_in
 from cute_kernels.integrations.checkpoints.layer_formats import OWN, STATIC_SCALES, join
 from cute_kernels.model_config import METHOD
 from cute_kernels.names import ModelActivations
@@ -62,27 +61,22 @@ def declared_activations(config: Config, name: str) -> Declared | None:
         texts = (attributes.get(key) for key in ("act_quant_kwargs", "activation_quantization", "activation_dtype"))
         rounding = " ".join(map(str, texts)).lower()
         kinds = [kind for word, kind in _OF_TORCHAO.items() if word in rounding]
-        block = _group_in(rounding.partition("block_size'")[2].partition("'")[0])
-        return Declared(kinds[0], DYNAMIC, block) if kinds else None
+        block = block_in(rounding.partition("block_size'")[2].partition("'")[0])
+        return Declared(kinds[0], DYNAMIC, block[1]) if kinds else None
     said = (config.get("group") or {}).get("input_activations")
     if isinstance(said, Mapping):
         kind = "FP" if str(said.get("type")).lower() == "float" else "INT"  # which it is where nothing says so
         kind += f"{said.get('num_bits', 8)}{' with zero points' if said.get('symmetric') is False else ''}"
-        group_size = _group_in(said.get("block_structure") or said.get("group_size"))
-        return Declared(kind, DYNAMIC if said.get("dynamic") else STATIC, group_size)
+        block = block_in(said.get("block_structure") or said.get("group_size"))
+        return Declared(kind, DYNAMIC if said.get("dynamic") else STATIC, block[1])
     if config.get("quant_method") in FP8:
         scales = str(config.get("activation_scheme") or DYNAMIC)
-        return Declared(E4M3, scales, _group_in(config.get("weight_block_size")))
+        return Declared(E4M3, scales, block_in(config.get("weight_block_size"))[1])
     if config.get("quant_method") == METHOD:
         for form in (*config.get("linear", ()), *config.get("experts", ())):
             if name in form["names"] and form.get("activations") == "fp8":
                 return Declared(E4M3, STATIC if STATIC_SCALES[1] in form["tensors"] else DYNAMIC)
     return _OF_MODELOPT.get(str(config.get("quant_algo")))
-
-
-def _group_in(said: object) -> int:
-    """Returns the group size in a number or a block, such as [128, 128] or "128x128"; 0 if there is none."""
-    return max(int((re.findall(r"-?\d+", str(said)) or [0])[-1]), 0)
 
 
 class Rounding(NamedTuple):

@@ -103,6 +103,13 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
     return {**config, **mixed.get(name, {})}
 
 
+def block_in(said: object) -> tuple[int, int]:
+    """Returns the rows and the inputs of blocks of a weight, such as [128, 128], "128x128" or 32, a group of inputs of
+    one row. Inputs are 0 if there are no blocks."""
+    rows, inputs = [1, 0, *map(int, re.findall(r"-?\d+", str(said)))][-2:]
+    return max(rows, 1), max(inputs, 0)
+
+
 def _dynamic_of(config: Config, name: str) -> Config:
     """Returns GPTQModel's values of the first pattern that matches a layer's name from its start. Patterns with "-:"
     never match: they mark layers that are not quantised."""

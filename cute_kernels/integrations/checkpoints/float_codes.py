@@ -30,6 +30,7 @@ from cute_kernels.gemm.from_codes import pack_experts, pack_weight
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.integrations.checkpoints import fields
+from cute_kernels.integrations.checkpoints.configuration import block_in
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,6 +66,7 @@ def from_float_codes(
     tensors: Mapping[str, torch.Tensor],
     names: Names,
     *,
+    block: object = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
@@ -74,13 +76,20 @@ def from_float_codes(
     Args:
         tensors: by their names, as `cute_kernels.gemm.from_codes.pack_weight` takes them.
         names: the names of codes, scales and the second level.
+        block: what the configuration says of blocks of FP8 codes that share a scale, as `block_in` reads it.
         dtype: of the activations; bf16 alone for scales of one byte.
         device: where the result is put, default that of the codes.
 
     Raises:
-        TypeError, ValueError: a tensor is missing or does not fit, a code or a scale is NaN, a scale is infinite, or a
-            scale of the second level is not positive; the message names it.
+        TypeError, ValueError: a tensor is missing or does not fit, scales are not those of the blocks, a code or a
+            scale is NaN, a scale is infinite, or a scale of the second level is not positive; the message names it.
     """
+    (rows, inputs), codes, scales = block_in(block), tensors[names.codes], tensors[names.scales]
+    if inputs and codes.dtype == E4M3 and codes.dim() == 2:
+        found, wanted = list(scales.shape), [-(-codes.shape[0] // rows), -(-codes.shape[1] // inputs)]
+        if [size for size in found if size > 1] != [size for size in wanted if size > 1]:  # [N, 1, K, 1] is ModelOpt's
+            said = f"the configuration says blocks of {block}"
+            raise ValueError(f"{names.scales}: got shape {found}, want {wanted}: {said}")
     return made_of(pack_weight, tensors, names, dtype, device)
 
 

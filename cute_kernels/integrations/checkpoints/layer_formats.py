@@ -97,15 +97,12 @@ def _gptq(tensors: Tensors, config: Config, **options: Unpack[Options]) -> Packe
     if config.get("sym") is True:
         _check_symmetric("qzeros", weight, "sym is true")
     desc_act = config.get("desc_act")
-    if desc_act is None:
-        _check_order_is_there("g_idx", tensors, weight, "nothing of the order of inputs (desc_act)")
-    if desc_act is True:
-        _check_order_is_there("g_idx", tensors, weight, "that desc_act is true")
+    if desc_act in (None, True):
+        said = "that desc_act is true" if desc_act else "nothing of the order of inputs (desc_act)"
+        _check_order_is_there("g_idx", tensors, weight, said)
     if desc_act is False and weight.perm is not None:
-        raise ValueError(
-            "g_idx: got inputs of a group that are not neighbours, want neighbours: the configuration says that "
-            "desc_act is false"
-        )
+        said = "the configuration says that desc_act is false"
+        raise ValueError(f"g_idx: got inputs of a group that are not neighbours, want neighbours: {said}")
     return weight
 
 
@@ -163,8 +160,10 @@ def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
 def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
     """Converts floating codes.
 
-    compressed-tensors' configuration is compared with the tensors; other projects' configurations add nothing.
+    Blocks of FP8 codes that a configuration declares are compared with the scales, and compressed-tensors' format and
+    type with the tensors.
     """
+    block = config.get("weight_block_size")
     if config.get("quant_method") in COMPRESSED:
         stored = "float-quantized"
         if names.codes == "weight_packed":
@@ -172,12 +171,13 @@ def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpa
         said = _said_of_weights(config, stored, "float")
         if said.get("symmetric") is False:
             raise ValueError("symmetric: got false, want true for weights of floats")
+        block = said.get("block_structure") or said.get("group_size")
     experts, codes = config.get("expert_dtype"), tensors[names.codes]
     if experts not in (None, "fp4", "fp8"):
         raise ValueError(f"expert_dtype: got {experts!r}, want 'fp4' or 'fp8'")
     if experts == "fp8" and codes.dtype == torch.int8:  # two codes a byte
         raise ValueError(f"expert_dtype: got 'fp8' beside {names.codes} of {codes.dtype}, want 'fp4'")
-    return from_float_codes(tensors, names, **options)
+    return from_float_codes(tensors, names, block=block, **options)
 
 
 def _gpt_oss(
@@ -204,10 +204,8 @@ def _check_no_transforms(config: Config) -> None:
 def _check_symmetric(name: str, weight: PackedWeight, said: str) -> None:
     """Raises ValueError if a weight has zero points although the configuration says that it is symmetric."""
     if weight.zeros is not None:
-        middle = symmetric_zero(weight.bits)
-        raise ValueError(
-            f"{name}: got zero points other than {middle}, want {middle} everywhere: the configuration says that {said}"
-        )
+        middle, why = symmetric_zero(weight.bits), f"the configuration says that {said}"
+        raise ValueError(f"{name}: got zero points other than {middle}, want {middle} everywhere: {why}")
 
 
 def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, said: str) -> None:
@@ -338,13 +336,8 @@ LAYER_FORMATS = (
     _floats("deepseek_v4", FP8, Names("weight", "scale"), ("F8_E4M3", "I8"), _OF_ACTIVATIONS),
     LayerFormat("hqq", ("hqq",), "W_q", ("W_q", "scale", "zero", "shape"), _HQQ_NUMBERS, _hqq, _HQQ_META),
     LayerFormat(
-        "torchao",
-        ("torchao",),
-        f"{_TORCHAO}qdata",
-        (f"{_TORCHAO}qdata",),
-        tuple(_TORCHAO + part for part in PARTS[1:]),
-        _torchao,
-        tuple(_TORCHAO + part for part in ACTIVATION_PARTS),
+        "torchao", ("torchao",), f"{_TORCHAO}qdata", (f"{_TORCHAO}qdata",),
+        tuple(_TORCHAO + part for part in PARTS[1:]), _torchao, tuple(_TORCHAO + part for part in ACTIVATION_PARTS),
     ),
     LayerFormat(
         "cute_kernels", ("cute_kernels",), "codes", ("codes", "scales", "format"), (*TENSOR_NAMES[2:], "shifts"), _own,

@@ -258,13 +258,14 @@ def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
 
     qdata: [N, K], or [N, K / 2] for two codes a byte. scale: [N, groups], a number per square block, or swizzled.
     """
+    block = attributes.get("block_size")
     if attributes.get("is_swizzled_scales"):
-        qdata, block = tensors["qdata"], attributes.get("block_size")
+        qdata = tensors["qdata"]
         if type(block) is not int or block < 1:
             raise ValueError(f"block_size: got {block!r}, want an integer")
         k = qdata.shape[-1] * (2 if qdata.dtype == torch.uint8 else 1)
         tensors = {**tensors, "scale": _unblocked(tensors["scale"], qdata.shape[0], -(-k // block))}
-    return float_codes.from_float_codes(tensors, _FLOAT_CODES, dtype=dtype, device=device)
+    return float_codes.from_float_codes(tensors, _FLOAT_CODES, block=block, dtype=dtype, device=device)
 
 
 def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:

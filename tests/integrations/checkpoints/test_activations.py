@@ -209,11 +209,11 @@ def test_experts_that_declare_different_activations_keep_16_bits(tmp_path):
     path = tmp_path / "packed"
     write_model(path, experts_model(), "deepseek v3")
     settings = json.loads((path / "config.json").read_text())
-    other = {"model.layers.0.mlp.experts.0.up_proj": {"weight_block_size": [32, 32]}}
+    other = {"model.layers.0.mlp.experts.0.up_proj": {"activation_scheme": "static"}}
     settings["quantization_config"]["quantized_layers"] = other
     (path / "config.json").write_text(json.dumps(settings))
     (note,) = (one.note for one in load_model(path).quantization_report.quantized if one.name.endswith("experts"))
-    both = "FP8 (dynamic, in groups of 128) and FP8 (dynamic, in groups of 32)"
+    both = "FP8 (dynamic, in groups of 128) and FP8 (static, in groups of 128)"
     assert note.endswith(f"16-bit products because there are none in {both}; declared: {both}")
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from cute_kernels import QuantizedLinear
 from cute_kernels.integrations.checkpoints import load_model, load_quantized_linears, load_safetensors
+from cute_kernels.integrations.checkpoints.torchao import from_tensor
 from tests.integrations.checkpoints.test_model import MAKERS, SKIPPED, error, reference
 from tests.integrations.test_own_attention import HAS_DEEPSEEK_V4
 from tests.integrations.test_own_attention import deepseek_v4 as deepseek_v4_model
@@ -329,6 +330,32 @@ def test_what_deepseek_says_of_its_experts_is_what_they_have(tmp_path, said, ins
     wanted = "beside weight of torch.int8, want 'fp4'" if said == "fp8" else "want 'fp4' or 'fp8'"
     with pytest.raises(ValueError, match=f"^{NAME}.expert_dtype: got '{said}'.* ?{wanted}"):
         list(load_safetensors(tmp_path))
+
+
+V3_CODES = torch.zeros(320, 256).to(E4M3)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (320,), (320, 1), (2, 2), (5, 4), (320, 2)])
+def test_scales_of_other_blocks_than_the_configuration_declares_are_refused(tmp_path, shape):
+    """One scale would be that of the whole weight, and 320 those of its rows."""
+    tensors = {"weight": V3_CODES, "weight_scale_inv": torch.ones(shape)}
+    said = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}}
+    compressed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], **said}}}
+    for config, own in ((BLOCKS, "weight_scale_inv"), (compressed, "weight_scale")):
+        renamed = {"weight": V3_CODES, own: tensors["weight_scale_inv"]}
+        got = re.escape(str(list(shape)))
+        wanted = rf"{own}: got shape {got}, want \[3, 2\]: the configuration says blocks of .*128"
+        with pytest.raises(ValueError, match=rf"^{NAME}.{wanted}.*\(in model.safetensors\)$"):
+            list(load_safetensors(write_layer(tmp_path, renamed, config)))
+    attributes = {"block_size": [128, 128]}
+    with pytest.raises(ValueError, match=r"scale: got shape .* want \[3, 2\]"):
+        from_tensor("Float8Tensor", {"qdata": V3_CODES, "scale": torch.ones(shape)}, attributes)
+
+
+@pytest.mark.parametrize(("block", "shape"), [([128, 128], (3, 2)), ([512, 512], ()), ([1, 256], (320,)), (None, ())])
+def test_scales_of_the_blocks_that_the_configuration_declares_are_read(tmp_path, block, shape):
+    tensors = {"weight": V3_CODES, "weight_scale_inv": torch.ones(shape)}
+    assert list(load_safetensors(write_layer(tmp_path, tensors, BLOCKS | {"weight_block_size": block})))
 
 
 @pytest.mark.parametrize("which", list(BAD))
