@@ -179,10 +179,8 @@ def test_less_than_a_k_block_is_refused():
     with recording(), pytest.raises(ValueError, match=message):
         quantized_linear(torch.randn(3, 60).bfloat16(), weight, activations="fp8")
     for name, k in (("mxfp4", 60), ("fp8", 64), ("fp8", 16), ("mxfp8", 32)):  # on the CPU, too, and for any rows
-        weight, experts = (
-            make(torch.randn(*size, 64, k), format=name, dtype=torch.bfloat16)
-            for make, size in ((quantize_weight, ()), (quantize_experts, (2,)))
-        )
+        weight = quantize_weight(torch.randn(64, k), format=name, dtype=torch.bfloat16)
+        experts = quantize_experts(torch.randn(2, 64, k), format=name, dtype=torch.bfloat16)
         offsets = torch.tensor([0, 1, 1], dtype=torch.int32)
         for m in (0, 3, 100):
             x = torch.randn(m, k).bfloat16()
