@@ -16,7 +16,7 @@ from cute_kernels import fused_moe
 from simulator import stand_in
 from tests.bench.clocks import every_call_takes
 
-SMALL = MoeModel("small", 5, 2, 192, 64)  # 192: half a k block at the end
+SMALL = MoeModel("small", 5, 2, 192, 128)  # 192: half a k block at the end
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "fp8_block"])
