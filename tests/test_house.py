@@ -141,7 +141,7 @@ MOST_CLASSES = {"Plan": 7, "Spec": 14, "Config": 19, "Kernel": 25}
 
 @functools.cache
 def library() -> list[tuple[Path, ast.Module]]:
-    """The package's sources."""
+    """Returns the package's sources, with their paths."""
     return [(path, ast.parse(path.read_text())) for path in ROOTS[0].rglob("*.py")]
 
 
