@@ -221,6 +221,7 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
         x = contiguous(x)
         if pads_x or x.data_ptr() % ALIGNMENT:
             x = aligned(x)
+        weights = shares.data_ptr()
         out = GPU.empty(*new_out) if call.out is None else call.out
         hidden = GPU.empty(*scratch.hidden)
         base = hidden.data_ptr()
@@ -245,7 +246,7 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
             bias=0 if call.down_bias is None else call.down_bias.data_ptr(), out=results, **of_second,
         )  # fmt: skip
         combine(
-            out=out, results=results, places=places, weights=shares.data_ptr(), topk=topk, num_experts=num_experts,
+            out=out, results=results, places=places, weights=weights, topk=topk, num_experts=num_experts,
             part_bits=part_bits,
         )  # fmt: skip
         return out
