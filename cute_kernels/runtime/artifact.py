@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.runtime import native
 from cute_kernels.runtime.native import DSL_DISTRIBUTION, CompilerMissingError
 from cute_kernels.runtime.spec import KernelSpec
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch in a host function.
 
     `dynamic_smem_bytes` and `threads` (per CTA) are None where they are computed at run time.
@@ -25,8 +23,7 @@ class Launch:
     threads: int | None
 
 
-@dataclass(frozen=True)
-class Artifact:
+class Artifact(NamedTuple):
     """A compiled kernel: `object_code` is an ELF object that exports `__tvm_ffi_<symbol>` and embeds the CUBIN."""
 
     symbol: str
@@ -34,7 +31,7 @@ class Artifact:
     launches: tuple[Launch, ...]
 
     def launches_json(self) -> list[dict[str, Any]]:
-        return [asdict(launch) for launch in self.launches]
+        return [launch._asdict() for launch in self.launches]
 
 
 def launches_from_json(values: list[dict[str, Any]]) -> tuple[Launch, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _DYNSYM = 11  # section type: the symbols that the dynamic linker sees
 _WEAK = 2  # binding: may stay unresolved
@@ -13,8 +13,7 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 
 
-@dataclass(frozen=True)
-class DynamicSymbols:
+class DynamicSymbols(NamedTuple):
     """The names of a library's dynamic symbols. wanted: symbols that other libraries must provide, without weak
     ones."""
 

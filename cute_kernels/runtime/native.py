@@ -18,9 +18,8 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.runtime.elf import dynamic_symbols
 
@@ -116,8 +115,7 @@ def _driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-@dataclass(frozen=True)
-class Toolchain:
+class Toolchain(NamedTuple):
     """The tools with which this machine compiles, links and runs kernels: functions that find versions, and commands to
     try."""
 
@@ -135,7 +133,7 @@ def having(**others: Any) -> Iterator[None]:
     """Replaces the machine's tools within this block, for example to behave as a machine without a linker. others:
     fields of `Toolchain`."""
     global _toolchain
-    before, _toolchain = _toolchain, replace(_toolchain, **others)
+    before, _toolchain = _toolchain, _toolchain._replace(**others)
     try:
         yield
     finally:
@@ -248,10 +246,10 @@ def host_isa() -> str:
     if machine != "x86_64":
         return machine
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        with open("/proc/cpuinfo") as lines:  # the first core's: Linux takes time for each one
+            flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
     except OSError:
         return f"{machine}-v1"
-    flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
     level = 1
     for candidate, marks in reversed(_X86_LEVELS):
         if not marks <= flags:
@@ -269,11 +267,8 @@ def isa_runs(built_for: str, host: str) -> bool:
 
 def find_linker() -> list[str] | None:
     """Returns the command that links objects into a shared library, without `-o` and inputs; None without a linker."""
-    for name, options in _toolchain.linkers:
-        path = shutil.which(name)
-        if path:
-            return [path, *options]
-    return None
+    found = ((shutil.which(name), options) for name, options in _toolchain.linkers)
+    return next(([path, *options] for path, options in found if path), None)
 
 
 def compile_c(source: Path, output: Path) -> bool:

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -113,8 +112,7 @@ def compile_all(
         raise CompileError(failures)
 
 
-@dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     spec: KernelSpec
     error: str | None
     seconds: float
