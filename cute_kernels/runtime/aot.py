@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.runtime import native
-from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.sources import question
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.store import source_digest
 from cute_kernels.runtime.trust import distrust
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_AOT_DIR"
@@ -61,7 +62,7 @@ def mismatches(manifest: dict[str, Any]) -> list[str]:
             f"built with nvidia-cutlass-dsl {built['nvidia-cutlass-dsl']}, {names} not in the runtime library of {dsl}"
         )
     ffi = native.tvm_ffi_version()
-    if _minor(ffi) != _minor(built["apache-tvm-ffi"]):
+    if ffi.split(".")[:2] != built["apache-tvm-ffi"].split(".")[:2]:
         problems.append(f"built with apache-tvm-ffi {built['apache-tvm-ffi']}, installed is {ffi}")
     if not native.isa_runs(manifest["host"], native.host_isa()):
         problems.append(f"host code is for {manifest['host']}, this machine is {native.host_isa()}")
@@ -123,13 +124,14 @@ class Bundle:
     def holds(self, spec: KernelSpec, arch: str) -> bool:
         """Returns whether the bundle contains `spec` for `arch`, built from the sources that are installed here.
 
-        Warns once if the bundle's kernel was built from other sources. Such a kernel is compiled anew.
+        If all files are those that it was built from, none is parsed. Warns once if the bundle's kernel was built from
+        other sources. Such a kernel is compiled anew.
         """
         kernel = self.manifest["kernels"].get(spec.symbol)
         wanted = (spec.family, json.loads(spec.identity_json()))
         if arch != self.arch or kernel is None or (kernel["family"], kernel["config"]) != wanted:
             return False
-        if kernel["sources"] == source_state(spec).digest:
+        if kernel.get("question") == [*question(spec)] or kernel["sources"] == source_digest(spec):
             return True
         if not self._warned:
             self._warned = True
@@ -147,9 +149,10 @@ class Bundle:
         return self._lookup(spec.symbol) if self.holds(spec, arch) else None
 
 
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
-
-
 def sha256_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """Returns a file's digest. It reads pieces that caches hold: a bundle has hundreds of megabytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 18):
+            digest.update(piece)
+    return digest.hexdigest()

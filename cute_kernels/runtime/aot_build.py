@@ -14,8 +14,9 @@ from cute_kernels.runtime import native
 from cute_kernels.runtime.aot import FORMAT, LIBRARY, MANIFEST, sha256_of
 from cute_kernels.runtime.cache import KernelCache, ProgressCallback
 from cute_kernels.runtime.elf import dynamic_symbols
-from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.sources import is_settled, question
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.store import source_digest
 
 ERRORS = Path(__file__).with_name("errors_of_older_runtimes.c")
 """A C file that is linked into bundles if there is a C compiler. Bundles without it need a runtime library of 4.8 or
@@ -53,7 +54,8 @@ def build(
             spec.symbol: {
                 "family": spec.family,
                 "config": json.loads(spec.identity_json()),
-                "sources": source_state(spec).digest,
+                "sources": source_digest(spec),
+                "question": question(spec) if is_settled(spec) else None,
                 "launches": artifact.launches_json(),
             }
             for spec, artifact in zip(specs, artifacts, strict=True)

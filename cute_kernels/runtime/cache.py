@@ -10,22 +10,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.runtime import native, workers
 from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
 from cute_kernels.runtime.aot import Bundle, open_bundle
 from cute_kernels.runtime.artifact import Artifact, compile_artifact
 from cute_kernels.runtime.installed import open_installed
-from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.sources import reached
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory, key_of
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """A report that one kernel is ready: `done` of `total`, its origin ("memory", "bundle", "disk", "compiled"),
     seconds."""
 
@@ -72,7 +70,8 @@ class KernelCache:
             function = self._functions.get((spec, arch))
             if function is not None:
                 return function, "memory"
-            function, source = self._from_bundles(spec, arch), "bundle"
+            found = (bundle.get(spec, arch) for bundle in self._bundles)
+            function, source = next((each for each in found if each is not None), None), "bundle"
             if function is None:
                 function, source = self._from_disk_or_compiler(spec, arch)
             self._functions[spec, arch] = function
@@ -162,13 +161,6 @@ class KernelCache:
             if entry is not None:
                 self._artifacts[spec, arch] = entry.artifact
 
-    def _from_bundles(self, spec: KernelSpec, arch: str) -> Any:
-        for bundle in self._bundles:
-            function = bundle.get(spec, arch)
-            if function is not None:
-                return function
-        return None
-
     def _from_disk_or_compiler(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
         failure: Exception | None = None
         for _ in range(2):
@@ -194,7 +186,7 @@ class KernelCache:
             return entry.artifact, entry, "disk"
         if held is not None:
             return held, None, "compiled"
-        if source_state(spec).changed:
+        if reached(spec).changed:
             self._warn_once(f"sources of {spec} changed after this process started: compiled kernels are not stored")
             return compile_artifact(spec, arch), None, "compiled"
         if not self._is_writable():

@@ -26,7 +26,6 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +34,7 @@ TYPE_TESTS = ("isinstance", "issubclass")
 TYPE_MAKERS = ("NewType", "ParamSpec", "TypeVar")
 
 
-@dataclass(frozen=True)
-class Definition:
+class Definition(NamedTuple):
     """One top-level statement of a module, or one method of a class.
 
     Attributes:
@@ -74,8 +72,7 @@ class Import(NamedTuple):
     attribute: str | None
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """A module's definitions and imports, by the names that they bind."""
 
     name: str
@@ -88,18 +85,23 @@ class Module:
 def file_of(module: str) -> Path | None:
     """Returns the file of a module; None if there is no such module. Imports only the top-level package."""
     top, *names = module.split(".")
-    try:
-        found = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # of __main__, for example
-        return None
-    if found is None or not names:  # a package without a file has parts all the same
-        return None if found is None or found.origin is None else Path(found.origin).resolve()
-    for folder in found.submodule_search_locations or ():
-        path = Path(folder).resolve().joinpath(*names)
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
+    for folder in folders_of(top):  # a package without a file has parts all the same
+        path = folder.joinpath(*names)
+        for file in (path.with_suffix(".py") if names else path, path / "__init__.py"):
             if file.is_file():
                 return file
     return None
+
+
+def folders_of(package: str) -> list[Path]:
+    """Returns the folders of a top-level package, or the file of a module without parts; none if there is no such
+    file. `__main__` is the file that runs."""
+    try:
+        found = importlib.util.find_spec(package)
+        places = [] if found is None else found.submodule_search_locations or [found.origin]
+    except (ImportError, ValueError):  # of a module that was not imported, such as `__main__`
+        places = [getattr(sys.modules.get(package), "__file__", None)]
+    return [path for place in places if place and (path := Path(place).resolve()).exists()]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,16 +117,16 @@ def read(name: str, file: Path) -> Module:
     foreign = {bound for bound in tops if tops[bound] - known}
     definitions: dict[str, tuple[Definition, ...]] = {}
     for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            continue
         binds = tuple(dict.fromkeys(_bound_by(node)))
         if binds:
-            if isinstance(node, ast.ClassDef) and not _is_called_by(foreign, node):
-                found = _class(node)
-            else:
-                found = _table(node, binds) or _definition(node, binds)
+            found = _class(node, foreign) or _table(node, binds) or _definition(node, binds)
             definitions |= {bound: (*definitions.get(bound, ()), found) for bound in binds}
     return Module(name, file, definitions, imports)
+
+
+def reads() -> int:
+    """Returns how often this process has looked for a file or read one."""
+    return sum(cached.cache_info().misses for cached in (file_of, read, members))
 
 
 def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
@@ -134,8 +136,11 @@ def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
     return any(isinstance(part, ast.Name) and part.id in foreign for part in parts)
 
 
-def _class(node: ast.ClassDef) -> Definition:
-    """Returns the definition of a class; its methods are its members."""
+def _class(node: ast.stmt, foreign: set[str]) -> Definition | None:
+    """Returns the definition of a class; its methods are its members. None for other statements, and for a class whose
+    methods foreign code may call."""
+    if not isinstance(node, ast.ClassDef) or _is_called_by(foreign, node):
+        return None
     methods = [
         item
         for item in node.body
@@ -154,8 +159,8 @@ def _class(node: ast.ClassDef) -> Definition:
     bases = _Uses()
     for base in node.bases:
         bases.visit(base.value if isinstance(base, ast.Subscript) else base)
-    held = replace(held, spans=tuple(spans), members=members, bases=tuple(sorted(bases.strong)))
-    return replace(found, spans=tuple(spans), members=members, held=held)
+    held = held._replace(spans=tuple(spans), members=members, bases=tuple(sorted(bases.strong)))
+    return found._replace(spans=tuple(spans), members=members, held=held)
 
 
 def _table(node: ast.stmt, binds: tuple[str, ...]) -> Definition | None:
@@ -170,7 +175,7 @@ def _table(node: ast.stmt, binds: tuple[str, ...]) -> Definition | None:
     keys, values, table.keys, table.values = table.keys, table.values, [], []
     found = _definition(node, binds)
     table.keys, table.values = keys, values
-    return replace(found, entries=entries)
+    return found._replace(entries=entries)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -178,13 +183,7 @@ def members(file: Path, name: str) -> dict[str, Definition]:
     """Returns the definitions in the body of a file's top-level class, by the names that they bind."""
     tree = ast.parse(file.read_bytes(), str(file))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    return {
-        bound: _definition(item, (bound,))
-        for node in classes
-        for item in node.body
-        if isinstance(item, ast.stmt)
-        for bound in _bound_by(item)
-    }
+    return {bound: _definition(item, (bound,)) for node in classes for item in node.body for bound in _bound_by(item)}
 
 
 def _bound_by(node: ast.stmt) -> Iterator[str]:
@@ -196,11 +195,8 @@ def _bound_by(node: ast.stmt) -> Iterator[str]:
         if isinstance(each, ast.stmt):
             yield from _bound_by(each)
         else:
-            yield from (part.id for part in ast.walk(each) if isinstance(part, ast.Name) and _is_store(part.ctx))
-
-
-def _is_store(context: ast.expr_context) -> bool:
-    return isinstance(context, ast.Store)
+            names = (part for part in ast.walk(each) if isinstance(part, ast.Name))
+            yield from (name.id for name in names if isinstance(name.ctx, ast.Store))
 
 
 def _imports(tree: ast.Module, package: str, file: Path) -> Iterator[tuple[str, Import]]:
@@ -311,7 +307,7 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = [node.left, *node.comparators]
-        if any(isinstance(side, ast.Call) and _is_type_of(side) for side in sides):
+        if any(isinstance(side, ast.Call) and ast.unparse(side.func) == "type" for side in sides):
             for side in sides:
                 self._visit_all([side]) if isinstance(side, ast.Call) else self._weakly([side])
         else:
@@ -331,8 +327,7 @@ class _Uses(ast.NodeVisitor):
         self._visit_all(node.body)
         self._plain_class = before
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self.visit_FunctionDef(node)
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all([*node.decorator_list, *node.keywords])
@@ -361,10 +356,6 @@ class _HeldUses(_Uses):
         for item in node.body:
             is_field = fields and isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)
             self._weakly([item]) if is_field else self.visit(item)
-
-
-def _is_type_of(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Name) and node.func.id == "type"
 
 
 def _is_dataclass(decorator: ast.expr) -> bool:

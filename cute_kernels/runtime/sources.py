@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +24,6 @@ from cute_kernels.runtime.spec import KernelSpec
 
 # Sources changed after this moment may differ from what this process has imported.
 _STARTED = time.time()
-
-
-@dataclass(frozen=True)
-class SourceState:
-    """The state of sources. digest: of the files on disk. changed: whether a file is newer than this process.
-
-    If `changed`, the code in memory may be older than the files. Then nothing compiled here may be stored under the
-    files' digest.
-    """
-
-    digest: str
-    changed: bool
 
 
 class Root(NamedTuple):
@@ -59,8 +47,7 @@ class Place(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True)
-class Reached:
+class Reached(NamedTuple):
     """The definitions that a kernel's compilation can reach. digest: of all of them. texts: each one's name and the
     digest of its text."""
 
@@ -72,23 +59,61 @@ class Reached:
     def files(self) -> tuple[Path, ...]:
         return tuple(sorted({place.file for place in self.places}))
 
-
-def source_state(spec: KernelSpec) -> SourceState:
-    """Returns the state of the sources that decide a kernel. Raises TypeError for a spec that is not defined in a
-    file."""
-    found = reached(spec)
-    return SourceState(found.digest, any(file.stat().st_mtime > _STARTED for file in found.files))
+    @property
+    def changed(self) -> bool:
+        """Whether a file is newer than this process. Then the code in memory may be older than the files, and nothing
+        compiled here may be stored under their digest."""
+        return any(file.stat().st_mtime > _STARTED for file in self.files)
 
 
 def reached(spec: KernelSpec) -> Reached:
-    """Returns the definitions that decide a kernel, and their digest."""
+    """Returns the definitions that decide a kernel, and their digest. Raises TypeError for a spec that is not defined
+    in a file."""
+    question(spec)  # before any file is read
     return _reached(tuple(dict.fromkeys(_roots(spec))))
 
 
+def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
+    """Returns two digests that decide `reached`, found without its search: of all files that the search may read, and
+    of the names where it begins.
+
+    reads: 0 for the files as they were before this process searched them first, `definitions.reads` for those of now.
+    """
+    begins = [*(Root(kind.__module__, kind.__qualname__) for kind in _owners(spec)), *_values(spec)]
+    files = [_state(package, reads) for package in sorted(_packages(root.module for root in begins))]
+    return digest_of(sys.version_info[:2], files), digest_of(begins)
+
+
+def is_settled(spec: KernelSpec) -> bool:
+    """Returns whether all files are as they were before this process searched them first, so that `reached` is what its
+    `question` decides."""
+    return question(spec) == question(spec, definitions.reads())
+
+
+def digest_of(*what: object) -> str:
+    """Returns a digest of values that are told by their `repr`."""
+    return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+@functools.cache
+def _state(package: str, reads: int) -> str:
+    """Returns the digest of a package's files. It reads them anew for another number of ``reads``."""
+    return state_of(definitions.folders_of(package))
+
+
+def _owners(spec: KernelSpec) -> list[type]:
+    """Returns the classes of a spec besides `KernelSpec` and its bases."""
+    return [kind for kind in type(spec).__mro__ if kind not in KernelSpec.__mro__]
+
+
+def _packages(modules: Iterable[str]) -> frozenset[str]:
+    """Returns the packages that a search enters: this project's, and those of the modules where it begins."""
+    return frozenset((*PACKAGES, *(module.partition(".")[0] for module in modules if module)))
+
+
 def _roots(spec: KernelSpec) -> Iterator[Root]:
-    """Yields the spec's members besides `KernelSpec`'s, each in the class that defines it, then the types in its
-    configuration and its policies."""
-    owners = [kind for kind in type(spec).__mro__ if kind not in KernelSpec.__mro__]
+    """Yields the spec's members besides `KernelSpec`'s, each in the class that defines it, then its values'."""
+    owners = _owners(spec)
     members = {kind: definitions.members(_file_of(kind), kind.__qualname__) for kind in owners}
     known = vars(KernelSpec).keys() - {"compile"}
     for name in sorted({name for own in members.values() for name in own} - known):
@@ -96,7 +121,12 @@ def _roots(spec: KernelSpec) -> Iterator[Root]:
             yield Root(kind.__module__, kind.__qualname__, name)
             if "super" not in members[kind][name].uses:
                 break
-    packages = frozenset((*PACKAGES, *(kind.__module__.partition(".")[0] for kind in owners)))
+    yield from _values(spec)
+
+
+def _values(spec: KernelSpec) -> Iterator[Root]:
+    """Yields the types in a spec's configuration, and its policies."""
+    packages = _packages(kind.__module__ for kind in _owners(spec))
     yield from _roots_of(spec.config, packages)
     for policy in spec.policies():
         if isinstance(policy, str):
@@ -145,7 +175,7 @@ class _Node(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _reached(roots: tuple[Root, ...]) -> Reached:
-    walk = _Walk(frozenset((*PACKAGES, *(root.module.partition(".")[0] for root in roots if root.module))))
+    walk = _Walk(_packages(root.module for root in roots))
     for root in roots:
         found = _of_root(root, walk.packages)
         walk.note("root", root.member, walk.linked(_held(found) if root.held else found))
@@ -306,30 +336,23 @@ def _attributes(
 @functools.lru_cache(maxsize=4096)
 def _found(name: str) -> Module | None:
     """Reads the module of this name, which need not be imported; `__main__` is the file that runs."""
-    file = sys.modules[name].__file__ if name == "__main__" else definitions.file_of(name)
-    return None if file is None else definitions.read(name, Path(file).resolve())
+    file = definitions.file_of(name)
+    return None if file is None else definitions.read(name, file)
 
 
 def _module(name: str, packages: frozenset[str]) -> Module | None:
     return _found(name) if name.partition(".")[0] in packages else None
 
 
-def state_of(roots: Iterable[Path], suffixes: tuple[str, ...] = (".py",)) -> SourceState:
-    """Returns the state of files. A folder stands for all files below it with one of the suffixes.
-
-    Raises FileNotFoundError for a root that does not exist.
-    """
-    digest, newest = hashlib.sha256(), 0.0
+def state_of(roots: Iterable[Path]) -> str:
+    """Returns the digest of Python files. A folder stands for all of them below it. Raises FileNotFoundError for a root
+    that does not exist."""
+    digest = hashlib.sha256()
     for root in roots:
-        if not root.exists():
-            raise FileNotFoundError(f"{root}: no such file, want the sources of a kernel")
-        for file in _files_of(root, suffixes):
-            name = file.relative_to(root).as_posix() if file != root else file.name
-            content = file.read_bytes()
-            digest.update(f"{root.name}/{name}\0{len(content)}\0".encode() + content)
-            newest = max(newest, file.stat().st_mtime)
-    return SourceState(digest.hexdigest(), newest > _STARTED)
-
-
-def _files_of(root: Path, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
-    return [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in suffixes)
+        walk = os.walk(root, followlinks=True)
+        below = [os.path.join(folder, name) for folder, _, names in walk for name in names if name.endswith(".py")]
+        for file in sorted(below) if root.is_dir() else [str(root)]:
+            with open(file, "rb") as opened:
+                content = opened.read()
+            digest.update(f"{root.name}{file[len(str(root)) :]}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()

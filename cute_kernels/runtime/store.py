@@ -4,6 +4,7 @@
                                    kernel.o     the exported object
                                    kernel.so    the same, linked (where a linker was found)
     <root>/locks/<key>.lock                     held by the process that compiles the entry
+    <root>/sources/<digest>                     digests of kernels' sources, see `source_digest`
     <root>/quarantine/                          entries that were damaged, kept for inspection
 
 An entry is written to a temporary directory and renamed, so readers need no lock. A directory that other users can
@@ -23,19 +24,18 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cute_kernels.runtime import native
+from cute_kernels.runtime import native, sources
 from cute_kernels.runtime.artifact import Artifact, launches_from_json
-from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.trust import distrust
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
 FORMAT = 2
 PRIVATE = 0o755  # of what is made: for others to read
+INDEXES = 16  # that are kept: the last of those written
 SYMBOL_CHARACTERS = 200  # of a directory's name: with what `quarantine` adds, file systems allow 255
 
 # Settings of the DSL that change what it generates.
@@ -65,8 +65,7 @@ def nearest(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if os.path.exists(place))  # False where it may not look
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """The identity of a compiled kernel. content: everything that can change its bytes, as JSON."""
 
     family: str
@@ -100,14 +99,47 @@ def key_of(spec: KernelSpec, arch: str) -> Key:
         "apache-tvm-ffi": native.tvm_ffi_version(),
         "toolkit": native.runtime_flavor(),
         "host": native.host_isa(),
-        "sources": source_state(spec).digest,
+        "sources": source_digest(spec),
         "environment": compile_environment(),
     }
     return Key(spec.family, spec.symbol, json.dumps(content, sort_keys=True))
 
 
-@dataclass(frozen=True)
-class Entry:
+def source_digest(spec: KernelSpec) -> str:
+    """Returns the digest of the sources that decide a kernel: what `sources.reached` finds, or has found before.
+
+    The search parses dozens of modules. So the process's cache directory has an index of what searches have found, one
+    for each state of all files. It is trusted as compiled kernels are (:mod:`.trust`). A line names where a search
+    began and what it found, and ends with a digest of both: lines that are not whole do not count. An index that cannot
+    be read or written costs each process its own searches. A search during which a file changed is not noted.
+    """
+    (files, begins), store = sources.question(spec), DiskStore(default_directory())
+    path = store.root / "sources" / files
+    known = _known(path)
+    if begins not in known:
+        found = known[begins] = sources.reached(spec).digest
+        with contextlib.suppress(OSError):
+            if sources.is_settled(spec) and store.refusal is None:
+                path.parent.mkdir(mode=PRIVATE, exist_ok=True)
+                path.touch(mode=PRIVATE & 0o666)
+                with open(path, "a") as file:
+                    file.write(f"{begins} {found} {sources.digest_of(begins, found)}\n")
+                for old in sorted(path.parent.iterdir(), key=os.path.getmtime)[:-INDEXES]:
+                    old.unlink(missing_ok=True)
+    return known[begins]
+
+
+@functools.cache
+def _known(path: Path) -> dict[str, str]:
+    """Reads the whole lines of an index; none if it cannot be read, or if others could write it."""
+    with contextlib.suppress(OSError, ValueError):
+        if distrust(path) is None:
+            lines = [line.split() for line in path.read_text().splitlines()]
+            return {line[0]: line[1] for line in lines if line[2:] == [sources.digest_of(*line[:2])]}
+    return {}
+
+
+class Entry(NamedTuple):
     """A verified entry: its directory, its artifact, and its library (None if it was stored without a linker)."""
 
     folder: Path

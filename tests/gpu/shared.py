@@ -110,7 +110,7 @@ def begin_run(folder: Path) -> None:
     Raises:
         ValueError: its results are of other sources.
     """
-    state = state_of(SOURCES).digest
+    state = state_of(SOURCES)
     (folder / "claims").mkdir(parents=True, exist_ok=True)
     for claim in (folder / "claims").iterdir():
         claim.unlink()

@@ -84,6 +84,21 @@ print([default_cache().load_from(spec, "sm_90a")[1] for spec in tiny_specs(2)])
     assert printed == "['bundle', 'bundle']"
 
 
+def test_a_bundle_of_the_installed_files_needs_no_search(bundle: Path, tmp_path: Path, output_of: Callable):
+    program = """
+from cute_kernels.runtime import default_cache, definitions
+from tests.runtime.tiny import tiny_specs
+print([default_cache().load_from(spec, "sm_90a")[1] for spec in tiny_specs(2)], definitions.reads() > 0)
+"""
+    environment = {"CUTE_KERNELS_AOT_DIR": str(bundle), "CUTE_KERNELS_CACHE_DIR": str(tmp_path / "none")}
+    assert output_of(program, **environment) == "['bundle', 'bundle'] False"
+    assert not (tmp_path / "none").exists()
+    kernels = aot.read_manifest(bundle)["kernels"]
+    built_elsewhere = {symbol: kernel | {"question": None} for symbol, kernel in kernels.items()}
+    alter(bundle, kernels=built_elsewhere)
+    assert output_of(program, **environment) == "['bundle', 'bundle'] True"
+
+
 def test_the_runtime_library_may_be_named_where_the_compiler_is_not_installed(built: Path, output_of: Callable):
     program = """
 import importlib.metadata, importlib.util, pathlib, sys
@@ -188,7 +203,8 @@ def test_an_empty_directory_is_no_bundle(tmp_path: Path):
 
 def test_a_stale_kernel_is_compiled_instead_with_one_warning(bundle: Path, warm_directory: Path):
     kernels = aot.read_manifest(bundle)["kernels"]
-    alter(bundle, kernels={symbol: {**kernel, "sources": "0" * 64} for symbol, kernel in kernels.items()})
+    others = {"sources": "0" * 64, "question": ["0" * 64, kernels[SPECS[0].symbol]["question"][1]]}
+    alter(bundle, kernels={symbol: kernel | others for symbol, kernel in kernels.items()})
     cache = KernelCache(warm_directory, [aot.open_bundle(bundle)])
     with pytest.warns(RuntimeWarning, match="built from other sources than are installed") as caught:
         assert [cache.load_from(spec, ARCH)[1] for spec in SPECS] == ["disk", "disk"]

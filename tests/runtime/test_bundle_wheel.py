@@ -38,7 +38,7 @@ from cute_kernels.runtime import default_cache
 from tests.runtime.tiny import tiny_specs
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    print(default_cache()._from_bundles(tiny_specs(1)[0], "sm_90a"), *(warning.message for warning in caught))
+    print(default_cache().has(tiny_specs(1)[0], "sm_90a"), *(warning.message for warning in caught))
 """
 
 
@@ -78,7 +78,7 @@ def test_one_that_does_not_fit_is_left_out_with_a_warning(site: Path, tmp_path: 
     path = site / "cute_kernels_sm90a/manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "host": "x86_64-v9"}))
     printed = output_of(HOLDS, path=site, CUTE_KERNELS_CACHE_DIR=str(tmp_path / "cache"), CUTE_KERNELS_AOT_DIR="")
-    assert printed.startswith("None cute-kernels-sm90a is installed and not used: ") and "x86_64-v9" in printed
+    assert printed.startswith("False cute-kernels-sm90a is installed and not used: ") and "x86_64-v9" in printed
 
 
 HEADS, CACHES = engine_kernels.Heads(32, 8), engine_kernels.Caches("e4m3_tensor", "e4m3_tensor")

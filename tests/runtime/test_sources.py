@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.runtime import definitions, sources
+from cute_kernels.runtime import KernelSpec, definitions, sources, store
 
 PACKAGE = "a_family"
 FILES = {
@@ -152,6 +152,8 @@ def forget() -> None:
         sources._reached,
         sources._links,
         sources._found,
+        sources._state,
+        store._known,
     ):
         kept.cache_clear()
     importlib.invalidate_caches()
@@ -173,12 +175,15 @@ class Room:
         assert old in text
         (self.folder / name).write_text(text.replace(old, new))
 
-    def states(self) -> dict[str, sources.SourceState]:
+    def specs(self) -> dict[str, KernelSpec]:
         forget()
         spec = importlib.import_module(f"{PACKAGE}.compile").Spec
         config = importlib.import_module(f"{PACKAGE}.config")
         kinds = {"split": config.Split(), "whole": config.Whole()}
-        return {name: sources.source_state(spec(config.Config(kind))) for name, kind in kinds.items()}
+        return {name: spec(config.Config(kind)) for name, kind in kinds.items()}
+
+    def states(self) -> dict[str, sources.Reached]:
+        return {name: sources.reached(spec) for name, spec in self.specs().items()}
 
     def digests(self) -> dict[str, str]:
         return {name: state.digest for name, state in self.states().items()}
@@ -288,7 +293,7 @@ def test_a_spec_without_a_file_is_refused(room: Room):
     shipped = importlib.import_module(f"{PACKAGE}.compile").Spec
     spec = type("Spec", (shipped,), {"__module__": "a_module_of_no_file"})
     with pytest.raises(TypeError, match="Spec must be defined in a file to be cached, not in a_module_of_no_file"):
-        sources.source_state(spec(None))
+        sources.reached(spec(None))
 
 
 def test_star_imports_are_refused(room: Room):
@@ -297,11 +302,134 @@ def test_star_imports_are_refused(room: Room):
         room.digests()
 
 
+# -- digests that are kept ---------------------------------------------------------------------------------------------
+
+LOOK = """
+from cute_kernels.kv_cache import compile
+from cute_kernels.norm import compile as norm
+from cute_kernels.runtime import definitions, store
+specs = compile.shipped_specs()[0], norm.shipped_specs()[0]
+print(*(store.source_digest(spec) for spec in specs), definitions.reads())
+"""
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of indexes of a cache directory of this test's own."""
+    monkeypatch.setenv(store.DIRECTORY_VARIABLE, str(tmp_path / "kept"))
+    return tmp_path / "kept" / "sources"
+
+
+def kept_digests(room: Room) -> tuple[dict[str, str], bool]:
+    """The digests of the room's kernels in a new process, and whether it read files for them."""
+    found = {name: store.source_digest(spec) for name, spec in room.specs().items()}
+    return found, definitions.reads() > 0
+
+
+def test_a_second_process_reads_no_source(kept: Path, output_of: Callable):
+    *digests, reads = output_of(LOOK).split()
+    assert int(reads) > 0 and len(list(kept.iterdir())) == 1
+    assert output_of(LOOK).split() == [*digests, "0"]
+
+
+def test_processes_note_what_they_find_at_the_same_time(kept: Path, python: Callable):
+    processes = [python(LOOK) for _ in range(3)]
+    assert all(process.wait(600) == 0 for process in processes)
+    (index,) = kept.iterdir()
+    lines = index.read_text().splitlines()
+    assert len(set(lines)) == 2 and all(len(line) == 3 * 64 + 2 for line in lines)
+
+
+def test_what_was_found_before_is_what_a_search_finds(room: Room, kept: Path):
+    found, searched = kept_digests(room)
+    assert searched and found == room.digests()
+    assert kept_digests(room) == (found, False)
+
+
+def test_a_changed_file_is_searched_again_whatever_its_size_and_time(room: Room, kept: Path):
+    file = room.folder / "device.py"
+    os.utime(file, (1, 1))
+    found, _ = kept_digests(room)
+    room.edit("device.py", "x + x", "x * x")
+    os.utime(file, (1, 1))
+    changed, searched = kept_digests(room)
+    assert searched and changed == room.digests()
+    assert {name for name in found if found[name] != changed[name]} == {"split"}
+    room.edit("device.py", "x * x", "x + x")
+    assert kept_digests(room) == (found, False)
+
+
+def test_a_new_file_that_takes_a_name_over_is_searched(room: Room, kept: Path):
+    found, _ = kept_digests(room)
+    (room.folder / "device").mkdir()
+    (room.folder / "device.py").rename(room.folder / "device" / "__init__.py")
+    room.edit("device/__init__.py", "x + x", "x * x")
+    changed, searched = kept_digests(room)
+    assert searched and found["split"] != changed["split"] and found["whole"] == changed["whole"]
+
+
+def test_nothing_is_noted_of_files_that_change_during_a_search(room: Room, kept: Path):
+    specs = room.specs()
+    sources.question(specs["split"])
+    room.edit("device.py", "x + x", "x * x")
+    assert {name: store.source_digest(spec) for name, spec in specs.items()} == room.digests()
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-3],
+        lambda text: text.replace(b" ", b""),
+        lambda text: text.translate(bytes.maketrans(b"0123456789abcdef", b"123456789abcdef0")),
+        lambda text: b"".join(line[:130] + b"\n" for line in text.splitlines()),
+        lambda text: b"\xff" + text,
+        lambda text: b"",
+    ],
+    ids=["cut", "without blanks", "other digits", "without its own digest", "no text", "empty"],
+)
+def test_a_damaged_index_costs_a_search(room: Room, kept: Path, damage: Callable[[bytes], bytes]):
+    found, _ = kept_digests(room)
+    (index,) = kept.iterdir()
+    index.write_bytes(damage(index.read_bytes()))
+    assert kept_digests(room) == (found, True)
+
+
+def test_an_index_that_others_can_write_is_not_read(room: Room, kept: Path):
+    found, _ = kept_digests(room)
+    (index,) = kept.iterdir()
+    begins, digest, _ = index.read_text().splitlines()[0].split()
+    wrong = digest[::-1]
+    index.write_text(f"{begins} {wrong} {sources.digest_of(begins, wrong)}\n")
+    assert wrong in kept_digests(room)[0].values()
+    index.chmod(0o666)
+    assert kept_digests(room) == (found, True)
+    index.chmod(0o644)
+    kept.parent.chmod(0o777)
+    assert kept_digests(room) == (found, True)
+
+
+def test_a_directory_that_cannot_be_written_costs_searches_alone(room: Room, kept: Path):
+    kept.parent.write_text("a file")
+    assert kept_digests(room) == kept_digests(room) == (room.digests(), True)
+
+
+def test_the_last_indexes_are_kept(room: Room, kept: Path):
+    kept_digests(room)
+    for count in range(store.INDEXES + 3):
+        (kept / f"old-{count}").write_text("")
+        os.utime(kept / f"old-{count}", (count, count))
+    room.edit("device.py", "x + x", "x * x")
+    kept_digests(room)
+    assert len(list(kept.iterdir())) == store.INDEXES
+    assert not (kept / "old-0").exists() and (kept / f"old-{store.INDEXES + 2}").exists()
+
+
 # -- files as they are -------------------------------------------------------------------------------------------------
 
 
 def digest(root: Path) -> str:
-    return sources.state_of([root]).digest
+    return sources.state_of([root])
 
 
 def test_editing_adding_moving_and_removing_a_file_change_the_digest_of_a_folder(room: Room):
@@ -325,5 +453,5 @@ def test_the_digest_of_a_folder_does_not_depend_on_where_it_lies(room: Room, tmp
 
 
 def test_a_file_that_is_not_there_is_refused(room: Room):
-    with pytest.raises(FileNotFoundError, match=r"mainlop\.py: no such file, want the sources of a kernel"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*mainlop\.py"):
         digest(room.folder / "mainlop.py")

@@ -32,7 +32,7 @@ from cute_kernels.formats.scores import SIZES, KeyBlock, ScoreOption
 from cute_kernels.formats.scores.features import PLAIN, Features
 from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 from cute_kernels.runtime import KernelSpec, native
-from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.sources import reached
 from cute_kernels.runtime.wanted import record_of, spec_of
 from layouts.kv.tile import BLOCK_TOKENS
 from simulator import LANES, Float32, Int32, Int64, Registers, Warp, stand_in
@@ -137,7 +137,7 @@ class ScoreOptionTests:
         spec = AttentionSpec(other)
         assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
         assert self.option.term.partition(":")[0] in spec.modules()
-        assert source_state(spec).digest != source_state(AttentionSpec(config)).digest
+        assert reached(spec).digest != reached(AttentionSpec(config)).digest
         own = [
             name
             for name in decode_arguments(other.features, False).names
@@ -243,7 +243,7 @@ class ScoreOptionTests:
         assert spec_of(json.loads(json.dumps(record_of(spec)))) == spec
         assert self.option.term.partition(":")[0] in spec.modules()
         plain = AttentionSpec(replace(config, features=CAUSAL_PAGES))
-        assert source_state(spec).digest != source_state(plain).digest
+        assert reached(spec).digest != reached(plain).digest
 
     def test_a_launch_of_extend_attention_gets_the_addresses_of_its_tensors(self):
         call = with_option(self.option, make_call("bf16", (64, 5), num_kv_heads=1, group=2, head_dim=64, q_len=3))
