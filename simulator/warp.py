@@ -147,6 +147,10 @@ class Warp:
         words = self._words(self.global_memory, places, num_words)
         return [np.where(condition, word, np.uint32(0)).view(Register) for word in words]
 
+    def load_global_or(self, condition: ArrayLike, address: Lanes, otherwise: ArrayLike) -> Lanes:
+        (words,) = self.load_global_if(condition, address, 0, 1)
+        return np.where(condition, words, np.asarray(otherwise).astype(np.uint32)).view(Register)
+
     def _words(self, memory: np.ndarray, places: np.ndarray, num_words: int) -> list[Lanes]:
         assert not (places % (4 * num_words)).any(), "misaligned access"
         assert places.min() >= 0 and places.max() + 4 * num_words <= memory.size, "access out of bounds"

@@ -135,7 +135,7 @@ def test_circles_of_imports_are_found():
 
 # -- the house in numbers: what it was brought down to, and may not grow beyond ----------------------------------------
 
-MOST_CLASSES = {"Plan": 7, "Spec": 14, "Config": 19, "Kernel": 25}
+MOST_CLASSES = {"Plan": 7, "Spec": 14, "Config": 18, "Kernel": 24}
 """Classes of the package's modules, integrations apart, whose names end so; one more Config is a protocol."""
 
 

@@ -28,6 +28,11 @@ less than tensors:
                          position modulo 64
     tail_slots           int32 [batch]: each request's slot of k_tail
 
+    block_list           int32 [batch, num_kv_heads, max_blocks], with its strides in elements: the blocks of
+                         block_tokens tokens that each KV head reads
+    block_counts         int32 [batch, num_kv_heads], with its strides in elements
+    page_size            tokens of a page; block_tokens if block_table is 0
+
 Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
 Extend attention (`extend_arguments`): q and out [total_q, num_q_heads, head_dim], q's first stride free; caches as
@@ -50,10 +55,6 @@ where each request's keys begin, [batch + 1]). Arguments that are not listed are
 Unpacking (`UNPACK`): caches, cu_seqlens, seq_lens, block_table, prefix_only as above; k_rows, v_rows [batch,
 num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.loads.unpack.UnpackSizes` and
 :class:`.loads.unpack.UnpackTarget` have them.
-
-Tables of chosen blocks (`BLOCK_TABLES`): block_list int32 [batch, num_kv_heads, max_blocks] and block_counts int32
-[batch, num_kv_heads], all strides free; seq_lens int32 [batch]; the results pages int32 [num_kv_heads, batch, entries]
-and tokens int32 [num_kv_heads * batch]; block_table is that of decode attention; a request has pages_of_request pages.
 
 Combining parts (`COMBINE`): out [..., num_heads, head_dim]; last: for splits, the address of an int32, the number of
 queries to write; others as :class:`.combine.kernel.Parts` has them; num_parts at most 32.
@@ -85,6 +86,13 @@ FEATURES = (
 )
 TRANSFORM = arguments("address", "q_shift", "out_factor")
 TAIL = arguments("address", "k_tail", "tail_slots")
+LIST_STRIDES = ("list_stride_request", "list_stride_head", "list_stride_block")
+LIST_STRIDES += ("count_stride_request", "count_stride_head")
+LISTS = (
+    *arguments("address", "block_list", "block_counts"),
+    *arguments("int64", *LIST_STRIDES),
+    *arguments("int32", "max_blocks", "block_tokens", "page_size"),
+)
 
 EXTEND = joined(
     arguments("tensor", "q", "k_cache", "v_cache", "cu_seqlens", "seq_lens", "out"),
@@ -113,12 +121,6 @@ COMBINE = joined(
     arguments("int32", "num_parts"),
 )
 
-BLOCK_TABLES = joined(
-    arguments("tensor", "block_list", "block_counts", "seq_lens", "pages", "tokens"),
-    (Argument("block_table", "address"),),
-    arguments("int32", "table_stride", "pages_of_request", "block_tokens"),
-)
-
 
 @functools.lru_cache(maxsize=256)
 def decode_arguments(features: Features, paged: bool) -> LaunchArguments:
@@ -127,12 +129,13 @@ def decode_arguments(features: Features, paged: bool) -> LaunchArguments:
     of_features = FEATURES if features != PLAIN or paged else ()
     of_transform = TRANSFORM if features.transformed else ()
     of_tail = TAIL if features.tail else ()
+    of_lists = LISTS if features.by_head else ()
     of_terms = (Argument(each.name, "address") for each in tensors_in(features))
-    return joined(BASE, of_features, of_transform, of_tail, of_terms)
+    return joined(BASE, of_features, of_transform, of_tail, of_lists, of_terms)
 
 
 @functools.lru_cache(maxsize=256)
 def extend_arguments(features: Features) -> LaunchArguments:
     """Returns the arguments of a variant of extend attention with these features."""
     options = (Argument(each.name, "address") for each in tensors_in(features))
-    return joined(EXTEND.arguments, options)
+    return joined(EXTEND.arguments, LISTS if features.by_head else (), options)

@@ -188,11 +188,18 @@ class AttentionCall:
             v_factor=self.v_factor,
             bias=checks.BIAS_DTYPES[self.bias.tensor.dtype] if self.bias is not None else None,
             terms=self.terms,
-            paged=self.block_table is not None,
+            paged=self.block_table is not None or self.blocks is not None,
             head_major=self.head_major,
             tail=self.tail is not None,
             by_head=self.blocks is not None,
         )
+
+    def in_pages(self) -> AttentionCall:
+        """Returns the call as kernels read chosen blocks: a list has room for ``max_seq_len`` tokens, and the blocks of
+        a contiguous cache count as its pages."""
+        assert self.blocks is not None
+        page_size = self.blocks.tokens if self.block_table is None else self.page_size
+        return replace(self, page_size=page_size, max_seq_len=self.blocks.list.shape[2] * self.blocks.tokens)
 
     def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
         """Yields (queries, the call of one request alone) for every request that has queries; waits for the device."""

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cute_kernels.attention.arguments import (
-    BLOCK_TABLES,
-    COMBINE,
-    UNPACK,
-    decode_arguments,
-    extend_arguments,
-)
-from cute_kernels.attention.block_tables import BlockTablesConfig
+from cute_kernels.attention.arguments import COMBINE, UNPACK, decode_arguments, extend_arguments
 from cute_kernels.attention.candidates import candidate_configs
 from cute_kernels.attention.checks import WORD
 from cute_kernels.attention.combine.config import DTYPES, NDIMS, CombineConfig
@@ -45,7 +38,7 @@ class AttentionSpec(KernelSpec):
     """One kernel of the family. The compiled function takes the arguments that :mod:`.arguments` lists for its kind of
     configuration: torch tensors, addresses and numbers. It runs on torch's current stream."""
 
-    config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig | BlockTablesConfig
+    config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig
     family: ClassVar[str] = "attention"
 
     def policies(self) -> tuple[object, ...]:
@@ -137,7 +130,7 @@ def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, A
     dtype = element_type(config.q_dtype)
     q = strided(dtype, (batch, q_len, q_heads, config.head_dim), (16, 16), 16, memory)
     out = dense(dtype, (batch, q_len, q_heads, config.v_head_dim), memory=memory)
-    lengths = dense(cutlass.Int32, (cute.sym_int() if config.features.by_head else batch,), memory=memory)
+    lengths = dense(cutlass.Int32, (batch,), memory=memory)
     return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "seq_lens": lengths, "out": out}
 
 
@@ -206,25 +199,6 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     outer = (cute.sym_int() for _ in range(config.ndim - 1))
     out = dense(element_type(config.dtype), (*outer, cute.sym_int(divisibility=LANE_COLUMNS)))
     return COMBINE.compile(CombineKernel(config).launch, {"out": out}, arch, *options)
-
-
-def compile_block_tables(config: BlockTablesConfig, arch: str, *options: str) -> Any:
-    """Compiles the kernel that makes the tables of chosen blocks, as :func:`compile_extend` compiles attention."""
-    import cutlass
-    import cutlass.cute as cute
-
-    from cute_kernels.attention.block_tables_kernel import BlockTablesKernel
-
-    check_config(config)
-    batch, heads, max_blocks, entries, rows = (cute.sym_int() for _ in range(5))
-    tensors = {
-        "block_list": strided(cutlass.Int32, (batch, heads, max_blocks), (WORD, WORD, WORD), WORD),
-        "block_counts": strided(cutlass.Int32, (batch, heads), (WORD, WORD), WORD),
-        "seq_lens": dense(cutlass.Int32, (batch,)),
-        "pages": dense(cutlass.Int32, (heads, batch, entries)),
-        "tokens": dense(cutlass.Int32, (rows,)),
-    }
-    return BLOCK_TABLES.compile(BlockTablesKernel(config).launch, tensors, arch, *options)
 
 
 def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Sequence[Any]) -> Any:

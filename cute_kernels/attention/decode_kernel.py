@@ -63,6 +63,7 @@ from cute_kernels.attention.policies import BLOCK_QUERIES, QUERY_VECTOR_BYTES
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.lists import Lists
 from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.scores import tensors_in
@@ -99,7 +100,9 @@ class DecodeKernel:
         batch, q_len, num_q_heads, _ = given.q.shape
         token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
         block_tokens, num_kv_heads = given.k_cache.shape[token_mode], given.k_cache.shape[head_mode]
-        max_seq_len = max_pages * block_tokens if config.page_tokens else block_tokens
+        max_seq_len, lists = max_pages * block_tokens if config.page_tokens else block_tokens, None
+        if config.features.by_head:
+            lists, block_tokens, max_seq_len = Lists.of(given), given.page_size, given.max_blocks * given.block_tokens
         group = num_q_heads // num_kv_heads
         rows = group * q_len
         query_groups = cute.ceil_div(rows, config.head_queries)
@@ -117,7 +120,7 @@ class DecodeKernel:
             max_seq_len=max_seq_len,
             block_tokens=block_tokens,
         )
-        pages = Pages(block_table, table_stride, given.k_cache.shape[0], Divisor.of(block_tokens))
+        pages = Pages(block_table, table_stride, given.k_cache.shape[0], Divisor.of(block_tokens), lists)
         shifts = (given.q_shift, given.softmax_scale) if config.features.shift else None
         out_factor = features.out_factor if config.features.v_factor else None
         out = given.out.iterator.toint()
@@ -192,9 +195,7 @@ class DecodeKernel:
         query_part = head_block - head_part * shape.query_groups
         place = Place(shape, head_part * config.mainloop.num_heads, query_part * config.head_queries)
         if const_expr(config.features.by_head):
-            # A KV head has pages and lengths of its own, and a CTA one KV head.
-            pages = pages.of_head(place.first_head, shape.batch)
-            seq_lens = seq_lens + Int64(place.first_head * shape.batch) * 4
+            pages = pages.of_row(row, place.first_head)  # a CTA has one KV head
         roles = self.roles(warp, place.first_row)
         tiles = self.copier.open(source, ring, pipeline, place, pages)
         seen = self.terms.reach(features, shape.q_len)
@@ -227,12 +228,17 @@ class DecodeKernel:
         # unless lengths differ.
         asked_length = self.assigner.fetch_length(requests, own_row)
         first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
+        lists = cta.tiles.pages.lists
+        count = lists.ask_count() if const_expr(lists is not None) else None
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
             early = early & (row < shape.batch)
         pages = self.filler.make_early_pages()
         if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.filling_warps):
             self.filler.start(cta.tiles, own_row, part, requests.parts, pages, early, cta.warp - config.num_warps, lane)
+        if const_expr(lists is not None):
+            # The count has come by now, as have the first tile's entries of the list.
+            asked_length = lists.tokens(count, asked_length)
         if cta.warp < config.num_warps:
             await_ready(config)
         # First use of the length, which waits for its load: loads issued after this line would wait as well.

@@ -49,6 +49,7 @@ from cute_kernels.attention.mainloops.tiles import Consumer, Features, Operands
 from cute_kernels.attention.work_tiles import END, ExtendSizes, Lengths, Work
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.lists import Lists
 from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import extents
@@ -69,13 +70,16 @@ class ExtendKernel:
         ends = extents(given.cu_seqlens)
         batch = ends[0] - 1
         tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
+        max_seq_len, lists = self.room(given.max_pages, tokens), None
+        if config.features.by_head:
+            lists, tokens, max_seq_len = Lists.of(given), given.page_size, given.max_blocks * given.block_tokens
         group = num_q_heads // kv_heads
         num_slots = total_q * group // config.tile_rows + batch
         shape = ExtendSizes(
             total_q=total_q,
             batch=batch,
             num_q_heads=num_q_heads,
-            max_seq_len=self.room(given.max_pages, tokens),
+            max_seq_len=max_seq_len,
             group=Divisor.of(group),
             kv_heads=Divisor.of(kv_heads // config.tile_heads * config.value_parts),
             splits=Divisor.of(given.num_splits),
@@ -85,7 +89,8 @@ class ExtendKernel:
         )
         caches = zip((given.k_cache, given.v_cache), config.cache_bytes, strict=True)
         keys, values = (Rows.of(tensor, size, config.features.head_major) for tensor, size in caches)
-        pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens))
+        pages = Pages(given.block_table, given.max_pages, cache[0], Divisor.of(tokens), lists)
+        lengths = ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only
         maps = self.producer.make_maps(given.k_cache, given.v_cache)
         source = Source(keys, values, pages, maps, given.tile_scales)
         self.kernel(
@@ -93,7 +98,7 @@ class ExtendKernel:
             source,
             Operands.of(given),
             Features.of(given, config),
-            Lengths(ptx.address(given.cu_seqlens), ptx.address(given.seq_lens), given.counter, given.prefix_only),
+            Lengths(*lengths, lists),
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def room(self, max_pages, tokens):
@@ -149,7 +154,7 @@ class ExtendKernel:
                 first_valid = self.worker.first_valid(shape, work)
                 own = source
                 if const_expr(self.config.features.by_head):
-                    own = replace(source, pages=source.pages.of_head(work.head, shape.batch))
+                    own = replace(source, pages=source.pages.of_row(work.request, work.head))
                 state = self.producer.fill(own, work, span, first_valid, memory, warp, lane, state)
                 # Not before: who draws early has two work tiles where others have none.
                 if warp == 0:

@@ -23,7 +23,6 @@ from cute_kernels.arguments import (
 from cute_kernels.attention import few_queries
 from cute_kernels.attention.call import AttentionCall, Given, make_call, make_extend_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
-from cute_kernels.attention.chosen_blocks import as_paged, planned
 from cute_kernels.attention.device_values import check_device_values
 from cute_kernels.attention.extend_checks import MAX_ROWS, PIECE
 from cute_kernels.attention.options import (
@@ -158,7 +157,7 @@ def _plan_of(call: AttentionCall) -> Plan | None:
     if not (call.batch and call.q.shape[0] and call.has_keys):
         return None
     if call.blocks is not None:
-        return planned(call, make_plan(as_paged(call)))
+        return make_plan(call.in_pages())
     few = few_queries.plan_of(call) if not call.extends and call.q_len > 1 else None
     return make_plan(call) if few is None else few
 

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_aligned, shape_of
-from cute_kernels.attention.arguments import BIAS_STRIDES, COMBINE, UNPACK, decode_arguments, extend_arguments
+from cute_kernels.attention.arguments import (
+    BIAS_STRIDES,
+    COMBINE,
+    LIST_STRIDES,
+    UNPACK,
+    decode_arguments,
+    extend_arguments,
+)
 from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.combine.config import CombineConfig
@@ -165,6 +172,8 @@ def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict
         given |= {"block_table": table is not None, "sinks": call.sinks is not None}
         given["alibi_slopes"] = call.alibi_slopes is not None
         options["bias"] = ("options", "attn_bias")
+    numbers, lists = _lists(call)
+    fixed, options = fixed | numbers, options | lists
     if features.transformed:
         given |= {"q_shift": features.shift, "out_factor": features.v_factor}
     options |= _found_in_options(*(name for name, is_given in given.items() if is_given))
@@ -177,6 +186,16 @@ def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict
 def _scale_strides(call: AttentionCall) -> dict[str, int | float]:
     operands = {"k": call.k, "v": call.v}
     return {f"{name}_scale_stride": 0 if x.scale is None else x.scale.head_stride for name, x in operands.items()}
+
+
+def _lists(call: AttentionCall) -> tuple[dict[str, int | float], dict[str, Place]]:
+    """Returns (arguments that follow from the plan alone, where in a call's options the others are looked up) of chosen
+    blocks; none without any."""
+    if (blocks := call.blocks) is None:
+        return {}, {}
+    numbers = dict(zip(LIST_STRIDES, (*blocks.list.stride(), *blocks.counts.stride()), strict=True))
+    numbers |= {"max_blocks": blocks.list.shape[2], "block_tokens": blocks.tokens, "page_size": call.page_size}
+    return {**numbers}, _found_in_options("block_list", "block_counts")
 
 
 def _found_in_options(*names: str) -> dict[str, Place]:
@@ -269,8 +288,10 @@ def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | N
 
 
 def _table_pages(call: AttentionCall) -> int:
-    """Returns how many pages a request has in the table; 0 without one."""
-    return 0 if call.block_table is None else call.block_table.shape[1]
+    """Returns how many pages a request has; 0 for a contiguous cache, unless it is read by a list of its blocks."""
+    if call.block_table is not None:
+        return call.block_table.shape[1]
+    return 0 if call.blocks is None else call.k.cache.shape[1] // call.page_size
 
 
 def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
@@ -382,7 +403,9 @@ def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., A
     fixed = _scale_strides(call) | {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
     if not config.unpacked:
         fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
-    options = _found_in_options("k_scale", "v_scale", "sinks", "alibi_slopes") | _score_tensors(config.features)
+    numbers, lists = _lists(call)
+    fixed |= numbers
+    options = _found_in_options("k_scale", "v_scale", "sinks", "alibi_slopes") | _score_tensors(config.features) | lists
     function = load(AttentionSpec(config), arch_of(call.q.device.index))
     return extend_arguments(config.features).bound(function, fixed, options)
 

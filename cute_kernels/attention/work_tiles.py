@@ -21,6 +21,7 @@ from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import EMPTY_WORD, WARP_THREADS
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.lists import Lists
 from cute_kernels.formats.scores.terms import ScoreTerms
 
 END = -1  # the request of a slot that says that there is no more work
@@ -117,13 +118,14 @@ class Lengths:
 
     cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, for ragged keys, where each request's begin, [batch + 1]. counter:
     of work tiles; None for a launch without a counter. prefix_only: 1 if a request's last tokens, the queries' own, are
-    left to another launch, else 0.
+    left to another launch, else 0. lists: the blocks that KV heads read, or None.
     """
 
     cu_seqlens_q: Int64
     seq_lens: Int64
     counter: Int64 | None
     prefix_only: Int32
+    lists: Lists | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,14 @@ class Worker:
     def load(self, address, index):
         return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
 
+    def length_of(self, lengths: Lengths, request, head):
+        """Returns the length of a request or, with lists, the tokens of a KV head's list."""
+        length = self.load(lengths.seq_lens, request)
+        if lengths.lists is None:
+            return length
+        lists = lengths.lists.of_row(request, head)
+        return lists.tokens(lists.ask_count(), length)
+
     @cute.jit
     def find(self, shape: ExtendSizes, lengths: Lengths, tile: Int32, lane: Int32):
         """Returns work tile number ``tile`` as `Work` fields; num_rows is at most first_row where there is no such
@@ -195,10 +205,7 @@ class Worker:
         q_end = cutlass.min(cutlass.max(self.load(cu_seqlens, low + 1), q_start), shape.total_q)
         first_row = (slot - (q_start * shape.group.value // self.rows + low)) * self.rows
         rows = (q_end - q_start) * shape.group.value
-        row = low
-        if const_expr(self.features.by_head):
-            row = head * shape.batch + low  # one KV head's lengths after the other's
-        kv_start, kv_len = Int32(0), self.load(lengths.seq_lens, row)
+        kv_start, kv_len = Int32(0), self.length_of(lengths, low, head)
         if const_expr(self.ragged):
             kv_start = cutlass.min(cutlass.max(kv_len, 0), shape.max_seq_len)
             kv_len = cutlass.min(self.load(lengths.seq_lens, low + 1), shape.max_seq_len) - kv_start

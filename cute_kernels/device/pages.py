@@ -1,4 +1,13 @@
-"""`Pages`, which finds the page of a request's token in a block table."""
+"""`Pages`, which finds the page of a request's token in a block table.
+
+With chosen blocks (:mod:`.lists`) a token's number is its place in a KV head's list. What is loaded, and after what:
+
+    1, with the length           2                               3                   4
+    list[request, head, place]   block_table[request, page]      rows of K and V
+    counts[request, head]        list[request, head, count - 1]  tokens of the list  scores that tokens end
+
+A contiguous cache has no table: that load falls away. Without lists the table is asked in step 1.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +18,7 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
+from cute_kernels.device.lists import Lists
 
 
 @dataclass(frozen=True)
@@ -20,23 +30,31 @@ class Pages:
             the next request's.
         num_pages: pages of the cache.
         page_size: tokens of a page, as a divisor.
+        lists: the blocks that KV heads read; None for all tokens.
     """
 
     table: Int64
     stride: Int32
     num_pages: Int32
     page_size: Divisor
+    lists: Lists | None = None
 
     def ask(self, request, token):
         """Starts loading the table's entry for a token, which must exist. Returns (entry, row of the token in its
-        page)."""
+        page). Waits for the entry of a list; then the entry is the request's number if the cache is not paged."""
         index, place = self.page_size.divide_int(token)
-        address = self.table + (Int64(request) * self.stride + index) * 4
-        return Int32(ptx.load_global_words(address, 0, 1)[0]), place
+        if self.lists is None:
+            address = self.table + (Int64(request) * self.stride + index) * 4
+            return Int32(ptx.load_global_words(address, 0, 1)[0]), place
+        page, paged = self.lists.page(index), self.table != 0
+        address = self.table + (Int64(request) * self.stride + page) * 4
+        entry = ptx.load_global_or(cutlass.select_(paged, Int32(1), Int32(0)), address, request)
+        return Int32(entry), cutlass.select_(paged, place, page * self.page_size.value + place)
 
-    def of_head(self, head, batch) -> Pages:
-        """Returns the pages of a KV head, for tables [heads, batch, entries] in which each head has its own rows."""
-        return replace(self, table=self.table + Int64(head * batch) * self.stride * 4)
+    def of_row(self, request, head) -> Pages:
+        """Returns the pages of one KV head of a request, which has a list."""
+        assert self.lists is not None
+        return replace(self, lists=self.lists.of_row(request, head))
 
     def existing(self, entry):
         """Clamps an entry to the pages of the cache. So a wrong table yields wrong numbers, but no illegal access.

@@ -270,6 +270,14 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, constant: 
 
 
 @effect
+def load_global_or(condition: Int32, address: Int64, otherwise: Int32) -> Asm[Uint32]:
+    """Loads a word of global memory, which stays unchanged while the kernel runs, where ``condition`` is not 0, else
+    takes ``otherwise`` and makes no access."""
+    load = "mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$2];"
+    return Asm(f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; {load} }}", early=True, memory=False)
+
+
+@effect
 def store_global(address: Int64, values: Sequence, *, offset: int = 0) -> Asm[None]:
     """Stores 1, 2 or 4 values of 32 bits (all fp32 or all words) in global memory in one access, at ``address +
     offset`` bytes."""

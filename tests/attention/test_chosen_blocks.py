@@ -1,4 +1,4 @@
-"""Attention over chosen blocks: what it means, what is refused, and by which tables kernels find a KV head's tokens."""
+"""Attention over chosen blocks: what it means, what is refused, and what kernels are launched with."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 
 from cute_kernels import decode_attention, extend_attention
 from cute_kernels.attention import ops
-from cute_kernels.attention.arguments import decode_arguments, extend_arguments
+from cute_kernels.attention.arguments import LIST_STRIDES, decode_arguments, extend_arguments
 from cute_kernels.attention.call import Given
 from cute_kernels.attention.call import make_call as check_call
-from cute_kernels.attention.chosen_blocks import as_paged
 from cute_kernels.attention.operands import ChosenBlocks
 from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.formats.kv import format_of
 from tests.attention import cases
-from tests.attention.block_tables import tables
+from tests.attention.lists import tables
 from tests.extend import cases as extend_cases
 from tests.launchers import recording
 from tests.observed import calls_of
@@ -128,8 +127,8 @@ def test_extend_attention_is_decode_attention_of_every_query(tokens):
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("tokens", [64, 128])
-def test_a_head_of_its_tables_is_a_call_over_all_tokens(page_size, tokens):
-    """What kernels read, by the tables that they are given, is what the list says: also of several causal queries."""
+def test_a_list_is_a_call_over_all_of_its_tokens(page_size, tokens):
+    """What kernels find by a list is what it says: also of several causal queries."""
     call, blocks = case("bf16", page_size=page_size, tokens=tokens, q_len=3)
     chosen, table = ChosenBlocks(*blocks.values()), call.options.get("block_table")
     size = page_size or tokens
@@ -207,33 +206,35 @@ def test_the_queries_own_blocks_are_asked_for():
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("name", FORMATS)
-def test_kernels_of_one_kv_head_a_cta_are_launched_with_its_tables(name, page_size):
+def test_a_kernel_of_one_kv_head_a_cta_is_all_that_is_launched(name, page_size):
     call, blocks = case(name, page_size=page_size)
     with recording() as recorded:
         for _ in range(2):
             decode_attention(*call.tensors, kv_format=name, **call.options, **blocks)
         with calls_of(ops.make_plan) as again:
             decode_attention(*call.tensors, kv_format=name, **call.options, **blocks)
-    assert not again and [launch.symbol == "block_tables" for launch in recorded.launches] == [True, False] * 3
-    (spec, _), launch = recorded.loaded[0], recorded.launches[-1]
-    config = spec.config
+    ((spec, _),) = recorded.loaded
+    config, launch = spec.config, recorded.launches[-1]
+    assert not again and [launch.symbol for launch in recorded.launches] == [spec.symbol] * 3
     assert config.can_implement() is None and config.name.endswith("_by_head") and config.mainloop.num_heads == 1
     given = dict(zip(decode_arguments(config.features, True).names, launch.arguments, strict=True))
     size = page_size or 64
-    assert given["seq_lens"].shape == (8,) and given["max_pages"] == given["table_stride"] == 768 // size
-    assert given["k_cache"].shape[1] == size and given["block_table"] != 0
+    assert given["seq_lens"] is call.seq_lens and given["max_pages"] == given["table_stride"] == 768 // size
+    assert given["page_size"] == size and (given["block_table"] == 0) == (page_size is None)
+    assert given["block_list"] == blocks["block_list"].data_ptr() and given["max_blocks"] == 12
+    assert [given[stride] for stride in LIST_STRIDES] == [24, 12, 1, 2, 1]
 
 
-def test_extend_attention_launches_tiles_with_the_same_tables():
+def test_extend_attention_launches_tiles_with_the_same_lists():
     call = extend_cases.make_call("e4m3_tensor", Q_LENS, LENGTHS, max_seq_len=768)
     blocks = blocks_for(LENGTHS, Q_LENS, 2, 64, 768)
     with recording() as recorded:
         extend_attention(*call.tensors, **call.keywords, **blocks)
         config = recorded.loaded[0][0].config
-        given = dict(zip(extend_arguments(config.features).names, recorded.launches[1].arguments, strict=True))
-        assert recorded.launches[0].symbol == "block_tables"
+        given = dict(zip(extend_arguments(config.features).names, recorded.launches[0].arguments, strict=True))
         assert config.features.by_head and config.key_rows is None and not config.unpacked
-        assert given["seq_lens"].shape == (8,) and given["max_pages"] == 12
+        assert given["seq_lens"] is call.seq_lens and given["max_pages"] == given["max_blocks"] == 12
+        assert given["block_counts"] == blocks["block_counts"].data_ptr() and given["block_tokens"] == 64
         new = torch.zeros(len(call.q), 2, 128).bfloat16()
         for name, value in {"unpack": True, "fp8_products": True, "new_k": new}.items():
             both = {"new_v": new} if name == "new_k" else {}
@@ -246,7 +247,7 @@ def test_every_format_has_a_kernel(name):
     if format_of(name).decode is None:
         pytest.skip("no kernel of attention reads it")
     call, blocks = case(name, page_size=64, q_dtype="fp16" if name == "fp16" else "bf16")
-    checked = as_paged(check_call(*call.tensors, kv_format=name, **call.options, **blocks))
+    checked = check_call(*call.tensors, kv_format=name, **call.options, **blocks).in_pages()
     from cute_kernels.attention.decode_schedule import make_schedule
 
     schedule = make_schedule(problem_of(checked))
@@ -260,6 +261,7 @@ def test_work_tiles_have_their_heads_lengths():
     from cute_kernels.attention.problem import AttentionProblem
     from cute_kernels.attention.work_tiles import ExtendSizes, Lengths, Work, Worker
     from cute_kernels.device.division import Divisor
+    from cute_kernels.device.lists import Lists
     from cute_kernels.formats.scores.features import Features
     from cute_kernels.formats.scores.terms import ScoreTerms
     from simulator import LANES, Int32, Int64, Warp, running
@@ -267,35 +269,22 @@ def test_work_tiles_have_their_heads_lengths():
     features = Features(causal=True, paged=True, by_head=True)
     config = choose(AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 64, features))
     worker: Any = Worker(config, ScoreTerms(config.features, 2))
-    batch, heads, q_len = 1, 5, 5  # of one request no lanes vote for it
-    tokens = np.random.default_rng(0).integers(q_len, 256, (heads, batch))
-    memory = np.concatenate([[0, q_len], tokens.ravel()]).astype(np.int32).view(np.uint8)
+    batch, heads, q_len, length = 1, 5, 5, 250  # of one request no lanes vote for it
+    chosen = [0, 1, 2, 3], [3], [0, 2, 3], [1, 2], []
+    rows = [block for blocks in chosen for block in [*blocks, *[-1] * (4 - len(blocks))]]
+    memory = np.array([0, q_len, length, *map(len, chosen), *rows], np.int32).view(np.uint8)
     with running(Warp(np.zeros(64, np.uint8), memory)):
         sizes = ExtendSizes(
             *map(Int32, (q_len, batch, heads, 256)),
             *(Divisor.of(Int32(n)) for n in (1, heads, 1)),
             *map(Int32, (1, heads, 0)),
         )
+        places = Int64(12 + 4 * heads), Int64(12)
+        strides = (Int64(4 * heads), Int64(4), Int64(1)), (Int64(heads), Int64(1))
+        lists = Lists(*places, *strides, Int32(4), Int32(4), Int32(64), Divisor.of(Int32(1)))
         for tile in range(heads):
-            lengths = Lengths(Int64(0), Int64(8), Int64(0), Int32(0))
+            lengths = Lengths(Int64(0), Int64(8), Int64(0), Int32(0), lists)
             work = Work(*worker.find(sizes, lengths, Int32(tile), Int32(LANES)))
             head, stop = (int(np.asarray(x).flat[0]) for x in (work.head, work.kv_stop))
-            assert head == tile and stop == tokens[head, 0]
-
-
-def test_a_head_finds_its_own_row_of_pages():
-    """`Pages.of_head` in the simulator: rows lie one KV head's of all requests after the other's."""
-    pytest.importorskip("cutlass")
-    from cute_kernels.device.division import Divisor
-    from cute_kernels.device.pages import Pages
-    from simulator import Int32, Int64, Warp, running
-
-    batch, heads, columns = 3, 2, 4
-    table = np.arange(heads * batch * columns, dtype=np.int32).reshape(heads, batch, columns) * 7 + 1
-    with running(Warp(np.zeros(64, np.uint8), table.ravel().view(np.uint8))):
-        pages = Pages(Int64(0), Int32(columns), Int32(1000), Divisor.of(Int32(64)))
-        for head in range(heads):
-            for request in range(batch):
-                entry, place = pages.of_head(Int32(head), Int32(batch)).ask(Int32(request), Int32(130))
-                assert int(np.asarray(entry).flat[0]) == table[head, request, 2]
-                assert int(np.asarray(place).flat[0]) == 2
+            want = sum(min(length - 64 * block, 64) for block in chosen[tile])
+            assert head == tile and stop == want

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cute_kernels import decode_attention, extend_attention
-from cute_kernels.attention.chosen_blocks import table_maker
 from cute_kernels.attention.reference import decode_attention_reference, extend_attention_reference
 from cute_kernels.runtime import KernelSpec
 from tests.attention import cases
-from tests.attention.block_tables import LISTS, odd_call, tables_of
+from tests.attention.lists import HEADS, LISTS, odd_call, tables_of
 from tests.attention.test_chosen_blocks import LENGTHS, Q_LENS, blocks_for
 from tests.extend import cases as extend_cases
 from tests.gpu.specs import products_needed_by
@@ -33,7 +32,7 @@ FORMATS += (("int8_token_head", "int4_g4"), ("bf16", "int8_token_head"))
 
 
 def specs() -> list[KernelSpec]:
-    """Those of the tables, of the tests of one call, and of one query of 8 KV heads over pages of 64: others are
+    """Those of the tests of one call, and of one query of 8 KV heads over pages of 64: others are
     compiled when they are asked for."""
 
     def work() -> None:
@@ -77,11 +76,20 @@ def on(device: str, blocks: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("lists", LISTS)
 @pytest.mark.parametrize("page_size, tokens", [(None, 64), (None, 128), (16, 64), (64, 64), (64, 128), (128, 128)])
 @pytest.mark.parametrize("batch", [1, 5, 300])
-def test_tables_are_those_of_pytorchs_operations_to_the_bit(lists, page_size, tokens, batch):
-    want = tables_of(odd_call(lists, page_size, tokens, batch)[0])
+def test_any_list_is_a_call_over_the_pages_that_pytorchs_operations_find(lists, page_size, tokens, batch):
+    pages, lengths = (x.cuda() for x in tables_of(odd_call(lists, page_size, tokens, batch)[0]))
     call, options = odd_call(lists, page_size, tokens, batch, "cuda")
-    found = table_maker(call)(call.seq_lens, options)
-    assert all(torch.equal(own.cpu(), theirs) for own, theirs in zip(found, want, strict=True))
+    q, cache = call.q.normal_(), call.k.cache.normal_()
+    out, lse = decode_attention(q, cache, cache, call.seq_lens, kv_format="bf16", **options, return_lse=True)
+    cache = cache.view(-1, page_size or tokens, *cache.shape[2:])
+    for head, own_lengths in enumerate(lengths.view(HEADS, batch)):
+        own = slice(head, head + 1)
+        keys, queries = cache[:, :, own], q[:, :, own].contiguous()
+        want, want_lse = decode_attention(
+            queries, keys, keys, own_lengths, kv_format="bf16", block_table=pages[head], return_lse=True
+        )
+        torch.testing.assert_close(out[:, :, own], want, atol=1e-2, rtol=2e-2)
+        torch.testing.assert_close(lse[:, :, own], want_lse, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS, ids=str)

@@ -32,8 +32,7 @@ class Features:
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
         tail: keys are of a format in blocks, and the newest block's lie beside the cache.
-        by_head: each KV head of a request has its own row of pages and its own length. The rows of one head are
-            neighbours.
+        by_head: each KV head of a request reads the blocks of its own list, which lie in pages.
     """
 
     queries: bool = False

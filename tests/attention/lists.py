@@ -1,4 +1,4 @@
-"""Tables of chosen blocks as PyTorch's operations make them, and calls whose lists are what they should not be."""
+"""What lists of chosen blocks choose, as PyTorch's operations find it, and calls with lists of all kinds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tables(
 
 
 def tables_of(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of a call."""
+    """The pages and the tokens of a call's lists."""
     assert call.blocks is not None
     size = call.blocks.tokens if call.block_table is None else call.page_size
     return tables(call.blocks, call.seq_lens, call.block_table, call.max_seq_len // size, size)
@@ -46,7 +46,7 @@ def tables_of(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 LISTS = ("ascending", "any numbers", "strided", "one block", "many blocks")
 """What lists are: as they should be, with -1 behind; of any order, twice, of no block, with any counts; as
-"ascending", but part of something larger; of one block; of more entries than a CTA finds."""
+"ascending", but part of something larger; of one block; of more blocks than a request has."""
 
 
 def odd_call(
