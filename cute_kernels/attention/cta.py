@@ -147,7 +147,6 @@ class DecodeSizes:
     query_groups_reciprocal: Int32
     head_blocks: Int32
     max_seq_len: Int32
-    block_tokens: Int32
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,6 @@ class DecodeKernel:
             query_groups_reciprocal=cute.ceil_div(1 << RECIPROCAL_BITS, query_groups),
             head_blocks=head_blocks,
             max_seq_len=max_seq_len,
-            block_tokens=block_tokens,
         )
         pages = Pages(block_table, table_stride, given.k_cache.shape[0], Divisor.of(block_tokens), lists)
         shifts = (given.q_shift, given.softmax_scale) if config.features.shift else None
