@@ -86,7 +86,7 @@ def test_any_list_is_a_call_over_the_pages_that_pytorchs_operations_find(lists, 
         own = slice(head, head + 1)
         keys, queries = cache[:, :, own], q[:, :, own].contiguous()
         want, want_lse = decode_attention(
-            queries, keys, keys, own_lengths, kv_format="bf16", block_table=pages[head], return_lse=True
+            queries, keys, keys, own_lengths, kv_format="bf16", block_table=pages[head].contiguous(), return_lse=True
         )
         torch.testing.assert_close(out[:, :, own], want, atol=1e-2, rtol=2e-2)
         torch.testing.assert_close(lse[:, :, own], want_lse, atol=1e-3, rtol=0)
