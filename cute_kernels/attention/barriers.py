@@ -6,7 +6,7 @@ from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.device.cuda import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
-READY, CONSUMERS, PRODUCERS, MERGED = 1, 2, 3, 4
+READY, CONSUMERS, PRODUCERS = 1, 2, 3
 ROWS_WRITTEN = 10
 
 
@@ -22,12 +22,6 @@ def await_ready(config: DecodeConfig) -> None:
 
 def _ready_threads(config: DecodeConfig) -> int:
     return config.num_threads + config.filling_warps * WARP_THREADS
-
-
-def sync_merged(config: DecodeConfig) -> None:
-    """Waits, in consumer and producer warps, until a unit's merged results are read: then the ring's memory is free for
-    the CTA's next unit."""
-    cute.arch.barrier(barrier_id=MERGED, number_of_threads=_ready_threads(config))
 
 
 def sync_consumers(config: DecodeConfig) -> None:

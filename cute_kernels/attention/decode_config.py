@@ -8,7 +8,6 @@ from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.policies import (
     BLOCK_QUERIES,
     ONE_HEAD,
-    QUERY_VECTOR_BYTES,
     THREE_STAGES,
     WHOLE_CACHE,
     CacheLoad,
@@ -158,17 +157,6 @@ class DecodeConfig:
         return self.mainloop.query_bytes(self.k)
 
     @property
-    def rotated_pitch(self) -> int:
-        """Bytes from a query to the next where a step in one launch rotates them, chosen so that eight queries begin in
-        different banks."""
-        return 2 * self.head_dim + QUERY_VECTOR_BYTES
-
-    @property
-    def rotated_bytes(self) -> int:
-        """Shared memory of the queries that a step in one launch rotates."""
-        return self.num_rows * self.rotated_pitch
-
-    @property
     def columns(self) -> int:
         """Query heads of a lane: columns of the accumulators, two per block."""
         return 2 * self.mainloop.blocks_per_warp
@@ -218,17 +206,8 @@ class DecodeConfig:
         return self.ring_offsets[1] + self.pipeline.num_stages * self.tile_bytes[1]
 
     @property
-    def merge_offset(self) -> int:
-        """Where in the pool the warps' results are merged: after the ring where there is room, so that tiles of a CTA's
-        next unit can come meanwhile; else in the ring's place."""
-        room = self.limits.sm_shared_bytes // self.pipeline.ctas_per_sm - self.limits.reserved_shared_bytes
-        room -= self._other_bytes + (self.rotated_bytes if self.after_append else 0)
-        fits = self.ring_bytes + self.merge_bytes <= room
-        return self.ring_bytes if self.units and fits else 0
-
-    @property
     def merge_bytes(self) -> int:
-        """Shared memory of the merge of the warps' results."""
+        """Shared memory of the merge of the warps' results, which reuses the ring's memory at the end."""
         outputs = self.mainloop.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
         return outputs + self.mainloop.num_slices * self.num_rows * PAIR_BYTES
 
@@ -239,22 +218,16 @@ class DecodeConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Shared memory of the ring and the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
+        """Shared memory of the ring, reused by the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
 
         With more CTAs the SMs would have unequal shares.
         """
         too_little = self.limits.sm_shared_bytes // (self.pipeline.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
-        merged = self.merge_offset + self.merge_bytes
-        return max(self.ring_bytes, merged, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
+        return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
 
     @property
     def smem_bytes(self) -> int:
-        return self.pool_bytes + self._other_bytes
-
-    @property
-    def _other_bytes(self) -> int:
-        """Shared memory of queries and barriers."""
-        return self.query_bytes + 2 * self.pipeline.num_stages * BARRIER_BYTES
+        return self.pool_bytes + self.query_bytes + 2 * self.pipeline.num_stages * BARRIER_BYTES
 
     @property
     def name(self) -> str:

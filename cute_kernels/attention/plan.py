@@ -120,7 +120,7 @@ def decode_launch(
     schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
     if config is not None:
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
-        uneven = (schedule.more_rows, schedule.ranges) if config.units else (0, 0)
+        uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
         schedule = DecodeSchedule(config, splits, head_blocks(problem, config), *uneven)
     return decode_launch_of(call, problem, schedule, _decode_sender(call, schedule))
 
@@ -165,7 +165,7 @@ def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict
         table, pages = call.block_table, _table_pages(call)
         table_stride = pages if table is None or table.shape[0] < 2 else table.stride(0)
         strides = (0, 0, 0, 0) if call.bias is None else call.bias.strides
-        fixed |= {"more_rows": schedule.more_rows, "ranges": schedule.ranges}
+        fixed |= {"more_rows": schedule.more_rows, "shares": schedule.shares}
         fixed |= {"max_pages": pages, "table_stride": table_stride}
         fixed |= {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
         fixed |= dict(zip(BIAS_STRIDES, strides, strict=True))
@@ -208,9 +208,9 @@ def _score_tensors(features: Features) -> dict[str, Place]:
 
 def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:
     """Returns the words of the partial results of all units; 0 if no row has more than one unit."""
-    if schedule.num_splits == 1 and not schedule.ranges:
+    if schedule.num_splits == 1 and not schedule.more_rows:
         return 0
-    units = max(problem.batch * schedule.num_splits, problem.batch + schedule.ranges)
+    units = (problem.batch + schedule.more_rows) * schedule.num_splits
     return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
 
 

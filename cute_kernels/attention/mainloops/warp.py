@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.attention.barriers import sync_consumers
 from cute_kernels.attention.combine.merge import Merger
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import CONSUMER_REGISTERS, DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.attention.mainloops.logits import Logits, LogitState
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
@@ -57,22 +57,25 @@ class WarpMainloop:
     @cute.jit
     def attend_tiles(self, cta, work, query, tile: PipelineState):
         """Processes one unit, whose first tile is ``tile``."""
-        config, token = self.config, work.begin
+        config = self.config
+        if const_expr(config.lends_registers):
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         state = self.open_state(cta, work, query)
         slice_offset = cta.roles.slice_index * config.slice_tokens
         self.ask(state, token + slice_offset)
-        while token < work.stop:
+        while token < work.length:
             self.await_tile(cta, work, token, tile)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + slice_offset
             addresses = self.copier.stage_addresses(cta.tiles, tile.stage)
             for block in cutlass.range_constexpr(config.mainloop.blocks_per_slice):
                 last = block == config.mainloop.blocks_per_slice - 1
-                next_token = first_token + (work.stride if last else (block + 1) * BLOCK_TOKENS)
+                next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
             self.recentre(state, tile)
             self.give_back(cta, tile)
-            token = token + work.stride
+            token = token + stride
             tile = cta.pipeline.next(tile)
         self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, cta.roles.slice_index)
 
