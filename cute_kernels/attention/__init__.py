@@ -4,7 +4,7 @@ Decode takes one to 16 queries a request (`decode`), extend any number (`extend`
 Modules say ``decode_`` or ``extend_`` where the two differ; `policies` and `loads` hold the parts of both. Read on in
 `reference` (what both mean), `options` and `call` (checked arguments), `problem`, `decode_schedule` and
 `extend_schedule`, their configurations, `plan`, `launches` and `ops`. `merge_states` joins results over parts of a
-context. `mixed` takes batches of decode and extend requests, `chosen_blocks` a list of blocks for each KV head.
+context. `mixed` takes batches of decode and extend requests.
 """
 
 from cute_kernels.attention.decode import decode_attention, decode_attention_splits

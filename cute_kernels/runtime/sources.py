@@ -345,13 +345,13 @@ def _module(name: str, packages: frozenset[str]) -> Module | None:
 
 
 def state_of(roots: Iterable[Path]) -> str:
-    """Returns the digest of Python files. A folder stands for all of them below it. Raises FileNotFoundError for a root
-    that does not exist."""
+    """Returns the digest of Python files. A folder stands for all of them below it; links that lead nowhere, such as
+    editors' locks, do not count. Raises FileNotFoundError for a root that does not exist."""
     digest = hashlib.sha256()
     for root in roots:
         walk = os.walk(root, followlinks=True)
         below = [os.path.join(folder, name) for folder, _, names in walk for name in names if name.endswith(".py")]
-        for file in sorted(below) if root.is_dir() else [str(root)]:
+        for file in sorted(filter(os.path.isfile, below)) if root.is_dir() else [str(root)]:
             with open(file, "rb") as opened:
                 content = opened.read()
             digest.update(f"{root.name}{file[len(str(root)) :]}\0{len(content)}\0".encode() + content)

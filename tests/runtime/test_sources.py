@@ -452,6 +452,13 @@ def test_the_digest_of_a_folder_does_not_depend_on_where_it_lies(room: Room, tmp
     assert digest(elsewhere) == digest(room.folder)
 
 
+def test_a_link_that_leads_nowhere_changes_no_digest(room: Room):
+    """Emacs marks a file that is being edited by such a link beside it."""
+    before, kernels = digest(room.folder), room.digests()
+    (room.folder / ".#device.py").symlink_to("someone@a-machine.1234:5678")
+    assert digest(room.folder) == before and room.digests() == kernels
+
+
 def test_a_file_that_is_not_there_is_refused(room: Room):
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*mainlop\.py"):
         digest(room.folder / "mainlop.py")
