@@ -386,7 +386,7 @@ def test_nothing_is_noted_of_files_that_change_during_a_search(room: Room, kept:
         lambda text: b"\xff" + text,
         lambda text: b"",
     ],
-    ids=["cut", "without blanks", "other digits", "without its own digest", "no text", "empty"],
+    ids=["cut", "without blanks", "other letters", "without its own digest", "no text", "empty"],
 )
 def test_a_damaged_index_costs_a_search(room: Room, kept: Path, damage: Callable[[bytes], bytes]):
     found, _ = kept_digests(room)

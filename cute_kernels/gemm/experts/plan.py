@@ -221,7 +221,7 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
         x = contiguous(x)
         if pads_x or x.data_ptr() % ALIGNMENT:
             x = aligned(x)
-        weights = shares.data_ptr()
+        weights = shares.data_ptr()  # raises before the first launch for tensors without an address
         out = GPU.empty(*new_out) if call.out is None else call.out
         hidden = GPU.empty(*scratch.hidden)
         base = hidden.data_ptr()
