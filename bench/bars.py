@@ -47,6 +47,7 @@ TRANSFORMERS_OVER_PARTS, TRANSFORMERS_HOST_MICROSECONDS = 1.15, 150.0
 TRANSFORMERS_HOST = {"host_us": "steps ahead", "host_in_order_us": "in order"}
 TRANSFORMERS_INT4_OVER_BF16 = 1.0
 # Of a served model: times the tokens/s of vLLM's best, with the same flags, with the fastest cache, and with a cache.
+SGLANG_SAME_FLAGS = {("llama3-8b", "w4", 1): 1.4, ("llama3-8b", "w4", 32): 1.3}
 VLLM_SAME_FLAGS = {("llama3-8b", "w4", 1): 2.1, ("llama3-8b", "w4", 32): 1.6}
 VLLM_SAME_FLAGS |= {("qwen3-30b-a3b", "w4", 1): 2.0, ("qwen3-30b-a3b", "w4", 32): 1.25}
 VLLM_SAME_FLAGS |= {("gpt-oss-20b", "mxfp4", 1): 1.4, ("gpt-oss-20b", "mxfp4", 32): 1.2}
@@ -122,6 +123,20 @@ def judge(record: Record) -> list[Verdict]:
         verdicts += _judge_transformers(record)
     if record.get("engine") == "vllm":
         verdicts += _judge_vllm(record["rows"])
+    if record.get("engine") == "sglang":
+        verdicts += _judge_sglang(record["rows"])
+    return verdicts
+
+
+def _judge_sglang(rows: list[Record]) -> list[Verdict]:
+    """A served model with the plug-in beside SGLang alone, by the same flags."""
+    times = {(row["model"], row["weights"], row["batch"], row["plugin"]): row["tpot_ms"] for row in rows}
+    verdicts = []
+    for key, wanted in SGLANG_SAME_FLAGS.items():
+        if {(*key, "off"), (*key, "on")} <= times.keys():
+            gain = times[*key, "off"] / times[*key, "on"]
+            what = "{} {}, {} requests: times SGLang's".format(*key)
+            verdicts.append(Verdict(what, gain, wanted, "", at_most=False))
     return verdicts
 
 

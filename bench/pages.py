@@ -125,7 +125,8 @@ def _served() -> str:
         "as without, by the same command (Llama-3-8B, 4-bit weights, FP8 cache, 8192 tokens, 32 and 1 requests). "
         f"With the recommended cache it is {_gains(LATEST, llama, ','.join(RECOMMENDED))} times as fast "
         f"(`{LATEST}.json`). Qwen3-30B-A3B: {_gains(LATEST, experts, 'fp8')} times; gpt-oss-20b, MXFP4 "
-        f"experts: {_gains(LATEST, 'gpt-oss-20b', 'fp8', 'mxfp4')} times."
+        f"experts: {_gains(LATEST, 'gpt-oss-20b', 'fp8', 'mxfp4')} times. SGLang {load(SGLANG)['rows'][0]['sglang']} "
+        f"is {_gains(SGLANG, llama, 'fp8')} times as fast, with the same Llama (`{SGLANG}.json`)."
     )
 
 
@@ -144,6 +145,7 @@ def _longest_turn(record: str) -> str:
 
 
 LATEST = "e2e_vllm33"  # of the version that is the reference
+SGLANG = "e2e_sglang"
 PLUGIN = {"gpt-oss-20b": "attention,moe,fusion,fused_routers"}  # the parts that were on, where not all were
 
 
