@@ -134,7 +134,7 @@ def _judge_sglang(rows: list[Record]) -> list[Verdict]:
     verdicts = []
     for key, wanted in SGLANG_SAME_FLAGS.items():
         if {(*key, "off"), (*key, "on")} <= times.keys():
-            gain = times[*key, "off"] / times[*key, "on"]
+            gain = times[(*key, "off")] / times[(*key, "on")]
             what = "{} {}, {} requests: times SGLang's".format(*key)
             verdicts.append(Verdict(what, gain, wanted, "", at_most=False))
     return verdicts
