@@ -12,11 +12,10 @@ less than tensors:
     k_scale, v_scale     fp32 scales beside the cache, ``*_scale_stride`` elements from a KV head's to the next head's
                          (0: one for all heads); a head's column scales are contiguous, aligned to 16 bytes
     mode                 bit 0: write lse; bit 1: leave the partial results of all splits in the workspace; bits from 8
-                         on: log2 of the CTAs that the GPU holds at a time
-    more_rows            rows of CTAs (and of the workspace) beyond the batch, for more parts of long requests where
-                         lengths differ; 0 to cut every row into num_splits parts whatever the lengths
-    shares               number of parts of about equal size, into which all requests together are cut where lengths
-                         differ
+                         on: log2 of the most CTAs that may combine a row
+    more_rows            rows of CTAs beyond the batch, so that there is one for each range
+    ranges               CTAs, the first of the grid, that share the tiles of all requests where lengths differ; 0 to
+                         cut every row into num_splits parts whatever the lengths
     block_table          int32 [batch, max_pages], rows table_stride entries apart
     sinks, alibi_slopes  fp32 [num_q_heads]
     bias                 fp32 or bf16, with its strides in elements
@@ -77,7 +76,7 @@ BASE = (
     *arguments("int32", "num_splits", "mode"),
 )
 FEATURES = (
-    *arguments("int32", "more_rows", "shares"),
+    *arguments("int32", "more_rows", "ranges"),
     Argument("block_table", "address"),
     *arguments("int32", "max_pages", "table_stride", "window"),
     Argument("soft_cap", "float32"),

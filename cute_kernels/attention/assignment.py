@@ -3,21 +3,27 @@ lengths.
 
 A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles, on which one CTA works at a time.
 If the lengths are alike, every row has as many parts as the launch has CTAs for it. A CTA then takes the part and row
-of its own number, so it may load its first tile before it knows any length. If lengths differ, all rows are cut into
-parts of about equal size, numbered row by row, and CTA i takes unit i. So one request of 100,000 tokens among a
-thousand short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may
-have more; CTAs that are left over have nothing to do.
+of its own number, so it may load its first tile before it knows any length.
+
+If lengths differ, the tiles of all rows are numbered row by row, and CTA i takes range i of equal length (stream-K). So
+one request of 100,000 tokens among a thousand short ones is spread over the whole GPU, and all CTAs end together. The
+tiles of a range that belong to one row are a unit. A CTA processes the units of its range from the last row to the
+first: a row that several ranges share is combined by the CTAs of its last ranges, to which it is the last unit, while
+the CTA of its first range has it as its first unit. So nobody waits for a CTA that has other work to do before.
 
 `tests/attention/cut_rows.py` says in plain Python how rows are cut.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.attention.decode_schedule import ALIKE, CUT_STEPS, FEW_ROWS
+from cute_kernels.attention.cta import Work
+from cute_kernels.attention.decode_schedule import ALIKE
 from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 
@@ -28,8 +34,8 @@ class Requests:
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: the number of tokens at a
     request's end that its queries see at most (:meth:`.terms.ScoreTerms.reach`); None if they see all. parts: CTAs of a
-    row. more_rows: rows of CTAs beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: how
-    many parts of about equal size that all requests together are cut into where lengths differ.
+    row. ranges: CTAs, the first of the grid, that share all tiles where lengths differ; 0 if every row has ``parts``
+    parts whatever its length.
     """
 
     address: Int64
@@ -37,23 +43,27 @@ class Requests:
     max_seq_len: Int32
     seen: Int32 | None
     parts: Int32
-    more_rows: Int32
-    shares: Int32
+    ranges: Int32
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One part of a row: tiles first_tile + part, first_tile + part + num_parts, ...; run-time integers.
+class Range:
+    """The tiles of all rows, numbered together, that a CTA takes; run-time integers.
 
-    first_unit: the unit number of the row's part 0, which locates the row's partial results. length: tokens of the row.
+    size: tiles of a range; 0 where lengths are alike. ahead: tiles of the range before the row that is processed; below
+    0 if the range begins so many tiles after the row's first.
     """
 
-    row: Int32
-    part: Int32
-    num_parts: Int32
-    first_unit: Int32
-    length: Int32
-    first_tile: Int32
+    size: Int32
+    ahead: Int32
+
+    def has_more(self):
+        """Returns whether the range begins in a row before the one that is processed."""
+        return self.ahead > 0
+
+    def uniform(self) -> Range:
+        """Returns the range in uniform registers."""
+        return Range(cute.arch.make_warp_uniform(self.size), cute.arch.make_warp_uniform(self.ahead))
 
 
 class Assigner:
@@ -93,91 +103,86 @@ class Assigner:
         return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
 
     @cute.jit
-    def tiles_per_part(self, requests, first_length, lane: Int32):
-        """Returns the tiles of a part where the lengths differ; 0 where they are alike, so that each row has ``parts``
+    def tiles_per_range(self, requests, first_length, lane: Int32):
+        """Returns the tiles of a range where the lengths differ; 0 where they are alike, so that each row has ``parts``
         parts.
 
         first_length: as :meth:`fetch_first_length` returns it.
         """
         result = Int32(0)
-        if requests.more_rows > 0:
+        if requests.ranges > 0:
             total, most = Int32(0), Int32(1)
             rows = self.rows_of_lane(requests)
             if lane * rows < requests.batch:
                 total = self.tiles_of(requests, self.limit_length(requests, first_length))
                 most = total
             for i in cutlass.range(1, rows, 1, unroll=1):
-                row = lane * rows + i
-                if row < requests.batch:
-                    tiles = self.tiles_of(requests, self.length_of(requests, row))
-                    total = total + tiles
-                    most = cutlass.max(most, tiles)
+                tiles = self.tiles_of_row(requests, lane * rows + i)
+                total = total + tiles
+                most = cutlass.max(most, tiles)
             total = ptx.warp_sum(total)
             most = ptx.warp_max(most)
             if Int64(most) * requests.batch * ALIKE[0] > Int64(total) * ALIKE[1]:
-                result = self.cut(requests, total, lane)
+                result = (total + requests.ranges - 1) // requests.ranges
         return result
 
     @cute.jit
-    def cut(self, requests, total: Int32, lane: Int32):
-        """Returns the tiles of a part where the lengths differ: so many that there is a CTA for each part."""
-        ctas = (requests.batch + requests.more_rows) * requests.parts
-        # A row may have a part more than divides it.
-        units = cutlass.min(requests.shares, ctas - requests.batch)
-        one_wave = requests.batch * FEW_ROWS <= requests.shares
-        if one_wave:
-            # No more units than the SMs hold at a time: the smallest parts that make no more are looked for.
-            units = cutlass.min(requests.shares, ctas) - requests.batch
-        result = (total + units - 1) // units
-        if one_wave:
-            least = (total + requests.shares - 1) // requests.shares
-            for _ in cutlass.range(CUT_STEPS, unroll=1):
-                middle = (least + result) // 2
-                parts = Int32(0)
-                rows = self.rows_of_lane(requests)
-                for i in cutlass.range(rows, unroll=1):
-                    parts = parts + self.parts_of(requests, lane * rows + i, middle)
-                if ptx.warp_sum(parts) <= cutlass.min(requests.shares, ctas):
-                    result = middle
-                else:
-                    least = cutlass.min(middle + 1, result)
-        return result
-
-    def grid_unit(self, requests, row, part, length) -> Unit:
-        """Returns a CTA's unit where each row has ``parts`` parts; the unit is empty if part >= num_parts."""
-        num_parts = cutlass.min(self.tiles_of(requests, length), requests.parts)
-        return Unit(row, part, num_parts, row * requests.parts, length, self.first_tile(requests, length))
+    def tiles_of_row(self, requests, row: Int32):
+        """Returns the tiles of a row; 0 for a row that does not exist."""
+        tiles = Int32(0)
+        if row < requests.batch:
+            tiles = self.tiles_of(requests, self.length_of(requests, row))
+        return tiles
 
     @cute.jit
-    def find_unit(self, requests, tiles_per_part: Int32, index: Int32, lane: Int32):
-        """Returns unit ``index`` where the lengths differ, as (row, part, num_parts); num_parts is 0 if there is no
-        such unit."""
+    def find_row(self, requests, tile: Int32, lane: Int32):
+        """Returns (the row that has tile number ``tile`` of all rows' tiles, the number of the row's first tile); past
+        the last tile the last row."""
         rows = self.rows_of_lane(requests)
         own = Int32(0)
         for i in cutlass.range(rows, unroll=1):
-            own = own + self.parts_of(requests, lane * rows + i, tiles_per_part)
+            own = own + self.tiles_of_row(requests, lane * rows + i)
         upto = own
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << step)
             upto = upto + cutlass.select_(lane >= 1 << step, below, Int32(0))
-        rest = index - (upto - own)
-        found_row, found_part, found_parts = Int32(0), Int32(0), Int32(0)
-        if (rest >= 0) & (rest < own):
+        tile = cutlass.min(tile, cute.arch.shuffle_sync(upto, WARP_THREADS - 1) - 1)
+        start = upto - own
+        found_row, found_start = Int32(0), Int32(0)
+        if (tile >= start) & (tile < upto):
             for i in cutlass.range(rows, unroll=1):
-                parts = self.parts_of(requests, lane * rows + i, tiles_per_part)
-                if (rest >= 0) & (rest < parts):
-                    found_row = lane * rows + i
-                    found_part = rest
-                    found_parts = parts
-                rest = rest - parts
-        # One lane at most has found something, the others hold zeros.
-        return ptx.warp_sum(found_row), ptx.warp_sum(found_part), ptx.warp_sum(found_parts)
+                tiles = self.tiles_of_row(requests, lane * rows + i)
+                if (tile >= start) & (tile < start + tiles):
+                    found_row, found_start = lane * rows + i, start
+                start = start + tiles
+        # One lane has found something, the others hold zeros.
+        return ptx.warp_sum(found_row), ptx.warp_sum(found_start)
 
-    @cute.jit
-    def parts_of(self, requests, row: Int32, tiles_per_part: Int32):
-        """Returns the parts of a row where the lengths differ; 0 for a row that does not exist."""
-        parts = Int32(0)
-        if row < requests.batch:
-            tiles = self.tiles_of(requests, self.length_of(requests, row))
-            parts = (tiles + tiles_per_part - 1) // tiles_per_part
-        return parts
+    def grid_work(self, requests, place, row, part, length) -> Work:
+        """Returns a CTA's unit where each row has ``parts`` parts, which take a row's tiles in turn. There is none if
+        part >= num_parts."""
+        tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
+        num_parts = cutlass.min(tiles, requests.parts)
+        begin, stride = (first + part) * self.tile_tokens, num_parts * self.tile_tokens
+        return Work(place, row, part, num_parts, row * requests.parts, length, begin, length, stride)
+
+    def range_work(self, requests, place, index, row, length, span) -> Work:
+        """Returns the unit of range ``index`` in a row. There is none if part >= num_parts."""
+        tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
+        before = cutlass.max(-span.ahead, 0)  # tiles of the row that other ranges have
+        part = (before + span.size - 1) // span.size
+        num_parts = (span.ahead + part * span.size + tiles - 1) // span.size + 1
+        begin, stop = first + before, cutlass.min((first + span.size - span.ahead) * self.tile_tokens, length)
+        # From unit to unit the range or the row goes up, so their sum is another for each.
+        first_unit = index + row - part
+        return Work(
+            place, row, part, num_parts, first_unit, length, begin * self.tile_tokens, stop, Int32(self.tile_tokens)
+        )
+
+    def row_before(self, requests, work, span) -> tuple[Work, Range]:
+        """Returns the unit of a range in the row before that of ``work``. Waits for that row's length, which
+        :meth:`find_row` has brought into the L1 cache."""
+        index, row = work.first_unit + work.part - work.request, work.request - 1
+        length = self.length_of(requests, row)
+        span = replace(span, ahead=span.ahead - self.tiles_of(requests, length)).uniform()
+        return self.range_work(requests, work.place, index, row, length, span).uniform(), span

@@ -6,7 +6,7 @@ from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.device.cuda import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
-READY, CONSUMERS, PRODUCERS = 1, 2, 3
+READY, CONSUMERS, PRODUCERS, MERGED = 1, 2, 3, 4
 ROWS_WRITTEN = 10
 
 
@@ -24,9 +24,37 @@ def _ready_threads(config: DecodeConfig) -> int:
     return config.num_threads + config.filling_warps * WARP_THREADS
 
 
+def sync_merged(config: DecodeConfig) -> None:
+    """Waits, in consumer and producer warps, until the merged results of a unit are read if they lie in the ring's
+    place: then the ring is free for the CTA's next unit."""
+    if not config.merge_offset:
+        # Copies are about to overwrite what was stored and read.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=MERGED, number_of_threads=_ready_threads(config))
+
+
+def await_unit(config: DecodeConfig) -> None:
+    """Waits, in a producer warp, before the CTA's next unit.
+
+    A warp without a part of a row's last tile does not keep the others waiting. Without this barrier it could fall a
+    round of the ring behind, where rows of one such tile follow each other, and mistake one phase for another.
+    """
+    if config.merge_offset:
+        sync_producers(config)
+    else:
+        cute.arch.barrier(barrier_id=MERGED, number_of_threads=_ready_threads(config))
+
+
 def sync_consumers(config: DecodeConfig) -> None:
     """Synchronises all consumer warps."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=config.num_threads)
+
+
+def sync_cleared(config: DecodeConfig) -> None:
+    """Synchronises all consumer warps after they have written zeros over rows of a stage."""
+    # Copies may overwrite the stage when it is released.
+    cute.arch.fence_proxy("async.shared", space="cta")
+    sync_consumers(config)
 
 
 def announce_rows(config: DecodeConfig) -> None:

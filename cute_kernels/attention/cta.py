@@ -147,7 +147,6 @@ class DecodeSizes:
     query_groups_reciprocal: Int32
     head_blocks: Int32
     max_seq_len: Int32
-    block_tokens: Int32
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Work:
-    """A CTA's unit: a part of a request's tokens; run-time integers."""
+    """A CTA's unit: a part of a request's tokens; run-time integers.
+
+    part, num_parts: the unit's number among the request's, and how many there are. first_unit: number of the request's
+    part 0 among the partial results of all. length: tokens of the request. The unit has the tiles that begin with token
+    ``begin`` and every ``stride`` tokens after it, before ``stop``.
+    """
 
     place: Place
     request: Int32
@@ -186,10 +190,18 @@ class Work:
     num_parts: Int32
     first_unit: Int32
     length: Int32
-    first_tile: Int32
+    begin: Int32
+    stop: Int32
+    stride: Int32
 
-    def first_token(self, config: DecodeConfig):
-        return (self.first_tile + self.part) * config.tile_tokens
+    def num_tiles(self):
+        """Returns how many tiles the unit has."""
+        return cutlass.max(self.stop - self.begin + self.stride - 1, 0) // self.stride
+
+    def uniform(self) -> Work:
+        """Returns the unit in uniform registers, since its numbers are known to be alike in all lanes."""
+        numbers = (getattr(self, name) for name in Work.__dataclass_fields__ if name != "place")
+        return Work(self.place, *(cute.arch.make_warp_uniform(number) for number in numbers))
 
     def query_row(self, config: DecodeConfig, r):
         """Returns row r of the CTA's queries: (index in [q_len, num_q_heads], query head, whether it exists)."""

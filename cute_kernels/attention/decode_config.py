@@ -8,6 +8,7 @@ from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.attention.policies import (
     BLOCK_QUERIES,
     ONE_HEAD,
+    QUERY_VECTOR_BYTES,
     THREE_STAGES,
     WHOLE_CACHE,
     CacheLoad,
@@ -25,7 +26,7 @@ from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS, RowTile, plan_tiles
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
-CTAS_SHIFT = 8  # from this bit on a launch's mode has log2 of the CTAs that the GPU holds at a time
+CTAS_SHIFT = 8  # from this bit on a launch's mode has log2 of the most CTAs that may combine a row
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 4 producer warps lend registers to 8 consumer warps
 PAIR_BYTES = 8  # a softmax maximum and sum
@@ -157,6 +158,17 @@ class DecodeConfig:
         return self.mainloop.query_bytes(self.k)
 
     @property
+    def rotated_pitch(self) -> int:
+        """Bytes from a query to the next where a step in one launch rotates them, chosen so that eight queries begin in
+        different banks."""
+        return 2 * self.head_dim + QUERY_VECTOR_BYTES
+
+    @property
+    def rotated_bytes(self) -> int:
+        """Shared memory of the queries that a step in one launch rotates."""
+        return self.num_rows * self.rotated_pitch
+
+    @property
     def columns(self) -> int:
         """Query heads of a lane: columns of the accumulators, two per block."""
         return 2 * self.mainloop.blocks_per_warp
@@ -206,8 +218,17 @@ class DecodeConfig:
         return self.ring_offsets[1] + self.pipeline.num_stages * self.tile_bytes[1]
 
     @property
+    def merge_offset(self) -> int:
+        """Where in the pool the warps' results are merged: after the ring where there is room, so that tiles of a CTA's
+        next unit can come meanwhile; else in the ring's place."""
+        room = self.limits.sm_shared_bytes // self.pipeline.ctas_per_sm - self.limits.reserved_shared_bytes
+        room -= self._other_bytes + (self.rotated_bytes if self.after_append else 0)
+        fits = self.ring_bytes + self.merge_bytes <= room
+        return self.ring_bytes if self.units and fits else 0
+
+    @property
     def merge_bytes(self) -> int:
-        """Shared memory of the merge of the warps' results, which reuses the ring's memory at the end."""
+        """Shared memory of the merge of the warps' results."""
         outputs = self.mainloop.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
         return outputs + self.mainloop.num_slices * self.num_rows * PAIR_BYTES
 
@@ -218,16 +239,22 @@ class DecodeConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Shared memory of the ring, reused by the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
+        """Shared memory of the ring and the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
 
         With more CTAs the SMs would have unequal shares.
         """
         too_little = self.limits.sm_shared_bytes // (self.pipeline.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
-        return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
+        merged = self.merge_offset + self.merge_bytes
+        return max(self.ring_bytes, merged, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
 
     @property
     def smem_bytes(self) -> int:
-        return self.pool_bytes + self.query_bytes + 2 * self.pipeline.num_stages * BARRIER_BYTES
+        return self.pool_bytes + self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        """Shared memory of queries and barriers."""
+        return self.query_bytes + 2 * self.pipeline.num_stages * BARRIER_BYTES
 
     @property
     def name(self) -> str:

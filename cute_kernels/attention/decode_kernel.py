@@ -23,6 +23,8 @@ request ends. At the end they merge in shared memory, and the parts of a row thr
                                              initialised
     CONSUMERS (2)            consumers       all of them: the merge               all of them
     PRODUCERS (3)            producers       all of them, if more than one        all of them
+    MERGED (4)               the CTA         all of them, between the units of    all of them
+                                             a range that merges in the ring
     ROWS_WRITTEN (10)        the CTA         consumers: new rows lie in the       producers
                                              cache (a step in one launch)
 
@@ -35,11 +37,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.arguments import BIAS_STRIDES
-from cute_kernels.attention.assignment import Assigner, Requests
-from cute_kernels.attention.barriers import await_ready
+from cute_kernels.attention.assignment import Assigner, Range, Requests
+from cute_kernels.attention.barriers import await_ready, sync_merged
 from cute_kernels.attention.combine.merge import Merger
 from cute_kernels.attention.cta import (
     RECIPROCAL_BITS,
@@ -52,9 +54,8 @@ from cute_kernels.attention.cta import (
     Results,
     Roles,
     Tail,
-    Work,
 )
-from cute_kernels.attention.decode_config import PRODUCER_REGISTERS, DecodeConfig
+from cute_kernels.attention.decode_config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.attention.loads.ring import RingFiller
 from cute_kernels.attention.mainloops.logits import Logits
@@ -95,7 +96,7 @@ class DecodeKernel:
         features, uneven = self.feature_values(given), (Int32(0), Int32(0))
         block_table, max_pages, table_stride = Int64(0), Int32(0), Int32(0)
         if config.has_features:
-            uneven = (given.more_rows, given.shares)
+            uneven = (given.more_rows, given.ranges)
             block_table, max_pages, table_stride = given.block_table, given.max_pages, given.table_stride
         batch, q_len, num_q_heads, _ = given.q.shape
         token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
@@ -118,7 +119,6 @@ class DecodeKernel:
             query_groups_reciprocal=cute.ceil_div(1 << RECIPROCAL_BITS, query_groups),
             head_blocks=head_blocks,
             max_seq_len=max_seq_len,
-            block_tokens=block_tokens,
         )
         pages = Pages(block_table, table_stride, given.k_cache.shape[0], Divisor.of(block_tokens), lists)
         shifts = (given.q_shift, given.softmax_scale) if config.features.shift else None
@@ -199,7 +199,7 @@ class DecodeKernel:
         roles = self.roles(warp, place.first_row)
         tiles = self.copier.open(source, ring, pipeline, place, pages)
         seen = self.terms.reach(features, shape.q_len)
-        requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
+        requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, uneven[1])
         own = (new, rotated) if const_expr(self.appends) else None
         cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, pipeline, warp, lane, own)
         if const_expr(self.appends):
@@ -208,12 +208,12 @@ class DecodeKernel:
             # Lengths and pages may be results of launches that this wait is the first for.
             cute.arch.griddepcontrol_wait()
         if const_expr(config.units):
-            tiles_per_part = Int32(0)
+            size = Int32(0)
             if row >= shape.batch:
                 # A row of CTAs beyond the batch: it has work only where lengths differ.
                 first_length = self.assigner.fetch_first_length(requests, lane)
-                tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
-            if (row < shape.batch) | (tiles_per_part > 0):
+                size = self.assigner.tiles_per_range(requests, first_length, lane)
+            if (row < shape.batch) | (size > 0):
                 self.run(cta, place, requests, q, row, part)
         else:
             self.run(cta, place, requests, q, row, part)
@@ -243,27 +243,30 @@ class DecodeKernel:
             await_ready(config)
         # First use of the length, which waits for its load: loads issued after this line would wait as well.
         length = self.assigner.limit_length(requests, asked_length)
-        unit = self.assigner.grid_unit(requests, own_row, part, length)
+        work = self.assigner.grid_work(requests, place, row, part, length)
         if const_expr(config.units):
-            self.process_unit(cta, place, requests, q, first_length, unit, row, early, pages)
+            self.process_range(cta, requests, q, first_length, work, early, pages)
         else:
-            work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-            self.process_expected(cta, work, q, early, pages, part < unit.num_parts)
+            expected = self.is_expected(work)
+            state, issued = self.take_early_tile(cta, work, early, expected)
+            if work.part < work.num_parts:
+                self.process(cta, work, q, state, issued, pages, expected)
+
+    def is_expected(self, work):
+        """Returns whether a unit of the CTA's own row begins with the CTA's early tile."""
+        return (work.part < work.num_parts) & (work.begin == work.part * self.config.tile_tokens)
 
     @cute.jit
-    def process_expected(self, cta, work, q, early, pages, expected):
-        """Processes a unit. It is ``expected`` if the early tile is its first tile.
+    def take_early_tile(self, cta, work, early, expected):
+        """Returns (the consumers' pipeline state, how many tiles of the unit are in flight).
 
-        | early | expected, from tile 0, with tokens | the early tile |
+        | early | expected, with tokens | the early tile |
         |---|---|---|
-        | no | any | there is none: ``state`` and ``issued`` begin at 0 |
-        | yes | yes | the unit's first: its loads are ``issued``, and its stage is ``state`` |
-        | yes | no | goes by unread: ``state`` is the stage after it |
-
-        ``known``: the pages that the filler has asked for are those of this unit's next tiles.
+        | no | any | there is none: both begin at 0 |
+        | yes | yes | the unit's first: its loads are issued, and its stage is the state |
+        | yes | no | goes by unread: the state is the stage after it |
         """
         state, issued = cta.pipeline.consumer_state(), Int32(0)
-        expected = expected & (work.first_tile == 0)
         if const_expr(self.config.pipeline.early_tiles > 0):
             if early:
                 if expected & (work.length > 0):
@@ -271,20 +274,42 @@ class DecodeKernel:
                 else:
                     self.pass_over(cta.pipeline, cta.warp, cta.lane)
                     state = cta.pipeline.next(state)
-        if work.part < work.num_parts:
-            if cta.warp < self.config.num_warps:
-                self.attend_unit(cta, work, q, state)
-            else:
-                if const_expr(self.config.lends_registers):
-                    cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-                if cta.warp < self.config.num_warps + self.config.filling_warps:
-                    # Pages were asked for as of every ``grid``-th tile; a row of another length may have other parts.
-                    known = expected & (work.num_parts == cute.arch.grid_dim()[0])
-                    self.filler.fill(cta, work, state, issued, pages, known)
+        return state, issued
+
+    @cute.jit
+    def process(self, cta, work, q, state, issued, pages, known):
+        """Processes the CTA's only unit; the arguments are as `RingFiller.fill` has them."""
+        config = self.config
+        if cta.warp < config.num_warps:
+            self.borrow_registers()
+            self.attend_unit(cta, work, q, state)
+            self.mainloop.merger.finish_row(work, cta.results, cta.ring, cta.warp, cta.lane)
+        else:
+            self.lend_registers()
+            if cta.warp < config.num_warps + config.filling_warps:
+                self.filler.fill(cta, work, state, issued, pages, self.knows_pages(work, known), False)
+                self.filler.finish()
+
+    def borrow_registers(self) -> None:
+        """Takes the registers that producer warps lend."""
+        if self.config.lends_registers:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+
+    def lend_registers(self) -> None:
+        if self.config.lends_registers:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+
+    def knows_pages(self, work, expected):
+        """Returns whether the pages that were asked for early are those of a unit's tiles: every ``grid``-th of an
+        expected unit; a row of another length may have other parts."""
+        return expected & (work.num_parts == cute.arch.grid_dim()[0])
 
     @cute.jit
     def attend_unit(self, cta, work, q, state: PipelineState):
-        """Loads the queries of a unit, while its first tile is on its way, and attends to it."""
+        """Loads the queries of a unit, while its first tile is on its way, and attends to it.
+
+        Returns the pipeline state after its last tile.
+        """
         if const_expr(self.appends):
             addresses = self.rows.make(cta, work, q)
         else:
@@ -294,25 +319,49 @@ class DecodeKernel:
             addresses = self.query_addresses(work.place, cta.roles, q, work.request, cta.lane)
         k_scale = cta.given.of_keys(work.place.first_head + cta.roles.head)
         query = self.key_reader.fetch_query(addresses, k_scale, cta.lane)
-        self.mainloop.attend_tiles(cta, work, query, state)
+        return self.mainloop.attend_tiles(cta, work, query, state)
 
     @cute.jit
-    def process_unit(self, cta, place, requests, q, first_length, unit, row, early, pages):
-        """Processes the CTA's part of its own row or, where lengths differ, its unit among those of all rows."""
-        lane, part = cta.lane, unit.part
-        tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
-        unit_row, unit_part, first_unit = row, part, row * requests.parts
-        num_parts, length = unit.num_parts, unit.length
-        if tiles_per_part > 0:
-            unit_row, unit_part, num_parts = self.assigner.find_unit(requests, tiles_per_part, first_unit + part, lane)
-            first_unit = first_unit + part - unit_part
-            length = self.assigner.length_of(requests, unit_row)
-        first_tile = self.assigner.first_tile(requests, length)
-        values = [unit_row, unit_part, num_parts, first_unit, length, first_tile]
-        # Known to be alike in all lanes, they are kept in uniform registers.
-        work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
-        expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-        self.process_expected(cta, work, q, early, pages, expected)
+    def process_range(self, cta, requests, q, first_length, work, early, pages):
+        """Processes ``work``, the CTA's part of its own row, or where lengths differ the units of its range of tiles,
+        from the last row to the first."""
+        config, place, lane = self.config, work.place, cta.lane
+        size = self.assigner.tiles_per_range(requests, first_length, lane)
+        span = Range(size, Int32(0))
+        if size > 0:
+            index = work.first_unit + work.part
+            row, start = self.assigner.find_row(requests, (index + 1) * size - 1, lane)
+            span = Range(size, start - index * size)
+            work = self.assigner.range_work(requests, place, index, row, self.assigner.length_of(requests, row), span)
+        expected = (size == 0) & self.is_expected(work)
+        state, issued = self.take_early_tile(cta, work, early, expected)
+        going = work.part < work.num_parts
+        if cta.warp < config.num_warps:
+            self.borrow_registers()
+            # Made uniform in each branch: ptxas spills a number that lives in registers on both sides of setmaxnreg.
+            work, span = work.uniform(), span.uniform()
+            while going:
+                state = self.attend_unit(cta, work, q, state)
+                going = span.has_more()
+                if going:
+                    sync_merged(config)
+                    work, span = self.assigner.row_before(requests, work, span)
+            self.mainloop.merger.finish_row(work, cta.results, cta.ring, cta.warp, cta.lane)
+        else:
+            self.lend_registers()
+            if cta.warp < config.num_warps + config.filling_warps:
+                work, span = work.uniform(), span.uniform()
+                known, later = self.knows_pages(work, expected), Boolean(False)
+                use = state.stage  # of the pipeline's stages, counted from 0: one number takes fewer registers than two
+                while going:
+                    state = cta.pipeline.consumer_state_of(use)
+                    use = use + work.num_tiles()
+                    self.filler.fill(cta, work, state, issued, pages, known, later)
+                    going = span.has_more()
+                    if going:
+                        work, span = self.assigner.row_before(requests, work, span)
+                        issued, known, later = Int32(0), Boolean(False), Boolean(True)
+                self.filler.finish()
 
     def roles(self, warp, first_row) -> "Roles":
         """Returns which KV head, queries and tokens of its CTA's tiles a warp takes."""

@@ -24,11 +24,6 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
-FEW_ROWS = 4  # shares for each request from which on the device cuts requests of different lengths for one wave
-ONE_WAVE_PARTS = 2  # resident CTAs for each request that a cut for one wave needs
-CUT_STEPS = 4  # steps of the device's search for the smallest parts that fit one wave
-MORE_CTAS_PER_SM = 3  # the most CTAs for each SM that are added for the parts of long requests
-MORE_CTAS_US = 80.0  # us of streaming, all requests as long as they may be, for one such CTA of each SM
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
 UNEVEN_COST = 0.02  # share of a part's time that is added where lengths may differ
 SMALL_TILE_COST = 0.02  # share of the streaming time that is added where four CTAs with small INT4 tiles share an SM
@@ -49,16 +44,16 @@ class DecodeSchedule:
         config: the compiled variant.
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
-        more_rows: rows of CTAs beyond the batch, for the parts of long requests where lengths differ.
-        shares: how many parts of about equal size all requests together are cut into where lengths differ. As many as
-            the SMs hold CTAs, or `FEW_ROWS` for each request: then the device cuts for one wave of CTAs.
+        more_rows: rows of CTAs beyond the batch, so that there is a CTA for each range.
+        ranges: CTAs that share the tiles of all requests where lengths differ, as many as the SMs hold; 0 if lengths do
+            not count.
     """
 
     config: DecodeConfig
     num_splits: int
     head_blocks: int
     more_rows: int = 0
-    shares: int = 0
+    ranges: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -76,12 +71,26 @@ def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> D
     _, splits, index = min(
         (cost, option[1], configs.index(option[0])) for cost, option in zip(costs, options, strict=True)
     )
-    config = configs[index]
+    return schedule_of(problem, configs[index], splits)
+
+
+def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) -> DecodeSchedule:
+    """Returns the schedule with a configuration and splits, and with ranges if the configuration has them."""
     blocks = head_blocks(problem, config)
-    places = max(1, problem.num_sms * config.pipeline.ctas_per_sm // blocks)
-    cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
-    more, shares = room_beyond(problem, places, splits, blocks) if cut_by_length else (0, places)
-    return DecodeSchedule(config, splits, blocks, more, shares)
+    if not config.units or not 1 < problem.batch <= MAX_CUT_BATCH:
+        return DecodeSchedule(config, splits, blocks)
+    ranges = max(1, problem.num_sms * config.pipeline.ctas_per_sm // blocks)
+    return DecodeSchedule(config, splits, blocks, max(0, -(-ranges // splits) - problem.batch), ranges)
+
+
+def most_combiners(problem: AttentionProblem, schedule: DecodeSchedule) -> int:
+    """Returns how many CTAs may combine a row.
+
+    They wait for each other, so all of them need a place on the GPU: in one half of it, beside another launch. Between
+    the CTAs of a row that is cut into ranges lie those of other heads, which may wait as well.
+    """
+    places = problem.num_sms * schedule.config.pipeline.ctas_per_sm // 2
+    return max(1, places // schedule.head_blocks if schedule.ranges else places)
 
 
 def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
@@ -121,27 +130,6 @@ def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
     rows = problem.batch * head_blocks(problem, config)
     most = max(1, min(tiles, 2 * problem.num_sms * config.pipeline.ctas_per_sm // rows))
     return range(1, most + 1)
-
-
-def room_beyond(problem: AttentionProblem, places: int, parts: int, head_blocks: int) -> tuple[int, int]:
-    """Returns (rows of ``parts`` CTAs beyond the batch, for the parts of long requests; shares, as of
-    :class:`DecodeSchedule`).
-
-    ``places`` is the number of resident CTAs for a head block. If that is two parts of each request or more, requests
-    of different lengths are cut for one wave of CTAs. Otherwise there are more CTAs: enough to cut all requests into
-    ``shares`` parts, and each request into one part more. These CTAs wait for places, so SMs end at different times.
-    Where lengths turn out alike, they start only to exit, so short launches get few.
-    """
-    batch = problem.batch
-    if batch * FEW_ROWS <= places:
-        return max(1, places // parts - batch), places
-    if batch * ONE_WAVE_PARTS <= places and batch < places // parts:
-        return places // parts - batch, batch * FEW_ROWS
-    tokens = batch * problem.max_seq_len * problem.num_kv_heads
-    streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
-    per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))
-    wanted = min(places + batch - batch * parts, per_sm * problem.num_sms // head_blocks)
-    return max(1, -(-wanted // parts)), places
 
 
 def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:

@@ -22,7 +22,13 @@ from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
 from cute_kernels.attention.decode_config import CTAS_SHIFT, DecodeConfig
-from cute_kernels.attention.decode_schedule import DecodeSchedule, head_blocks, make_schedule
+from cute_kernels.attention.decode_schedule import (
+    DecodeSchedule,
+    head_blocks,
+    make_schedule,
+    most_combiners,
+    schedule_of,
+)
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import UNPACK_CTAS_PER_SM
 from cute_kernels.attention.extend_schedule import (
@@ -117,11 +123,12 @@ def decode_launch(
     after_append: whether the launch directly follows an append of the newest tokens that lets it start early.
     """
     problem = problem_of(call, after_append=after_append)
-    schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
-    if config is not None:
-        splits = make_schedule(problem).num_splits if num_splits is None else num_splits
-        uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
-        schedule = DecodeSchedule(config, splits, head_blocks(problem, config), *uneven)
+    fixed = call.num_splits if num_splits is None else num_splits
+    schedule = make_schedule(problem, fixed)
+    if config is not None and fixed is None:
+        schedule = schedule_of(problem, config, schedule.num_splits)
+    elif config is not None:
+        schedule = DecodeSchedule(config, schedule.num_splits, head_blocks(problem, config))
     return decode_launch_of(call, problem, schedule, _decode_sender(call, schedule))
 
 
@@ -130,7 +137,6 @@ def decode_launch_of(
 ) -> DecodeLaunch:
     """Returns the launch of a checked call with a schedule; ``send``: the compiled kernel, bound to its constant
     arguments."""
-    ctas = problem.num_sms * schedule.config.pipeline.ctas_per_sm  # at a time: combiners of a row wait for each other
     return DecodeLaunch(
         send=send,
         schedule=schedule,
@@ -141,7 +147,7 @@ def decode_launch_of(
         k_view=byte_view(call.k.cache),
         v_view=byte_view(call.v.cache),
         num_words=workspace_words(schedule, problem),
-        mode=(ctas.bit_length() - 1) << CTAS_SHIFT,
+        mode=(most_combiners(problem, schedule).bit_length() - 1) << CTAS_SHIFT,
     )
 
 
@@ -165,7 +171,7 @@ def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict
         table, pages = call.block_table, _table_pages(call)
         table_stride = pages if table is None or table.shape[0] < 2 else table.stride(0)
         strides = (0, 0, 0, 0) if call.bias is None else call.bias.strides
-        fixed |= {"more_rows": schedule.more_rows, "shares": schedule.shares}
+        fixed |= {"more_rows": schedule.more_rows, "ranges": schedule.ranges}
         fixed |= {"max_pages": pages, "table_stride": table_stride}
         fixed |= {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
         fixed |= dict(zip(BIAS_STRIDES, strides, strict=True))
@@ -208,9 +214,9 @@ def _score_tensors(features: Features) -> dict[str, Place]:
 
 def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:
     """Returns the words of the partial results of all units; 0 if no row has more than one unit."""
-    if schedule.num_splits == 1 and not schedule.more_rows:
+    if schedule.num_splits == 1 and not schedule.ranges:
         return 0
-    units = (problem.batch + schedule.more_rows) * schedule.num_splits
+    units = max(problem.batch * schedule.num_splits, problem.batch + schedule.ranges)
     return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
 
 

@@ -7,18 +7,11 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.decode_schedule import DecodeSchedule
-from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.kv_cache.config import AppendConfig
 
 MOST_STEP_COLUMNS = 256  # of rows, beside which a warp of attention has registers for what makes them
 MOST_WAVES = 6  # of CTAs, whose queries meet more than RoPE
-
-
-def query_pitch(attention: DecodeConfig) -> int:
-    """Returns the bytes from a query's row in shared memory to the next, chosen so that eight rows begin in different
-    banks."""
-    return 2 * attention.head_dim + QUERY_VECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class StepConfig:
 
     @property
     def smem_bytes(self) -> int:
-        return self.attention.smem_bytes + self.attention.num_rows * query_pitch(self.attention)
+        return self.attention.smem_bytes + self.attention.rotated_bytes
 
     @property
     def name(self) -> str:

@@ -30,7 +30,6 @@ from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.kv_cache.row_extras import Asked, RowExtras
 from cute_kernels.kv_cache.row_transform import RowTransformer
 from cute_kernels.kv_cache.rows import make_row
-from cute_kernels.kv_cache.step_config import query_pitch
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ class NewRows:
         head_dims = append.k.head_dim, append.v.head_dim
         self.transformer = RowTransformer(append.transform, head_dims, self.lanes, runs)
         self.row_extras = RowExtras(append, self.k_elements, self.v_elements)
-        self.pitch = query_pitch(attention)
-        self.shared_bytes = attention.num_rows * self.pitch
+        self.pitch, self.shared_bytes = attention.rotated_pitch, attention.rotated_bytes
 
     def operands_of(self, given) -> NewRowOperands:
         """Makes the operands from a launch's arguments."""
@@ -152,8 +150,8 @@ class NewRows:
         if const_expr(self.has_terms):
             self.row_extras.ask_norm(query.asked, new.terms.q_norm, lane)
         newest = cutlass.max(work.length - 1, 0)
-        owner = (newest // self.attention.tile_tokens - work.first_tile) % work.num_parts == work.part
-        owner = owner & (work.length > 0)
+        ahead = newest // self.attention.tile_tokens * self.attention.tile_tokens - work.begin
+        owner = (ahead >= 0) & (newest < work.stop) & (ahead % work.stride == 0)
         fresh = self.coming(max(self.k_elements.piece.num_words, self.v_elements.piece.num_words))
         block, row = Int32(work.request), newest
         if const_expr(self.attention.page_tokens > 0):

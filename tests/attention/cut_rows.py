@@ -1,41 +1,59 @@
-"""How decode attention cuts rows into parts, in plain Python: what the device has to find."""
+"""How decode attention cuts rows into units, in plain Python: what the device has to find."""
 
 from __future__ import annotations
 
-from cute_kernels.attention.decode_schedule import ALIKE, CUT_STEPS, FEW_ROWS
+from dataclasses import dataclass
+
+from cute_kernels.attention.decode_schedule import ALIKE
 
 
-def cut_rows(tiles: list[int], parts: int, more_rows: int, shares: int) -> list[tuple[int, int, int]]:
-    """The units of a launch in the order of their numbers, as (row, part, number of the row's parts).
+@dataclass(frozen=True)
+class Unit:
+    """A part of a row, as :class:`cute_kernels.attention.cta.Work` has it.
+
+    tiles: of the row, in the order in which they are taken. place: the number of its partial result, if the row has
+    others.
+    """
+
+    row: int
+    part: int
+    num_parts: int
+    place: int
+    tiles: range
+
+
+def units_of_ctas(tiles: list[int], parts: int, ctas: int, ranges: int) -> list[list[Unit]]:
+    """Returns the units of each CTA in the order in which it processes them.
 
     This is what :class:`cute_kernels.attention.assignment.Assigner` computes on the device.
 
     Args:
         tiles: of each row, at least 1.
-        parts: CTAs of a row.
-        more_rows: rows of CTAs beyond those of ``tiles``; 0 to cut every row into ``parts``.
-        shares: of about equal size that all rows together are cut into where they differ.
+        parts: CTAs of a row where lengths are alike.
+        ctas: of the launch, for a head block.
+        ranges: CTAs that share all tiles where rows differ; 0 to cut every row into ``parts``.
     """
     total, most = sum(tiles), max(tiles, default=1)
-    if not more_rows or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
-        counts = [min(count, parts) for count in tiles]
-    else:
-        each = _part_tiles(tiles, (len(tiles) + more_rows) * parts, shares)
-        counts = [-(-count // each) for count in tiles]
-    return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
+    if not ranges or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
+        return [_grid_units(tiles, parts, index) for index in range(ctas)]
+    size = -(-total // ranges)
+    return [_range_units(tiles, size, index) for index in range(ctas)]
 
 
-def _part_tiles(tiles: list[int], ctas: int, shares: int) -> int:
-    """Tiles of a part at most where rows differ."""
-    total, batch = sum(tiles), len(tiles)
-    if batch * FEW_ROWS > shares:
-        return -(-total // min(shares, ctas - batch))
-    limit = min(shares, ctas)
-    least, most = -(-total // shares), -(-total // (limit - batch))
-    for _ in range(CUT_STEPS):
-        middle = (least + most) // 2
-        if sum(-(-count // middle) for count in tiles) <= limit:
-            most = middle
-        else:
-            least = min(middle + 1, most)
-    return most
+def _grid_units(tiles: list[int], parts: int, index: int) -> list[Unit]:
+    row, part = divmod(index, parts)
+    if row >= len(tiles) or part >= min(tiles[row], parts):
+        return []
+    count = min(tiles[row], parts)
+    return [Unit(row, part, count, index, range(part, tiles[row], count))]
+
+
+def _range_units(tiles: list[int], size: int, index: int) -> list[Unit]:
+    units, start = [], 0
+    for row, count in enumerate(tiles):
+        first, last = start // size, (start + count - 1) // size
+        own = range(max(index * size - start, 0), min(index * size + size - start, count))
+        if own:
+            units.append(Unit(row, index - first, last - first + 1, index + row, own))
+        start += count
+    return units[::-1]

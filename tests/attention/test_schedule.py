@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import random
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from cute_kernels.attention.decode_schedule import (
     estimate_us,
     expected_costs,
     make_schedule,
-    room_beyond,
+    most_combiners,
     split_options,
 )
 from cute_kernels.attention.problem import AttentionProblem
@@ -25,7 +24,7 @@ from cute_kernels.formats.kv import FORMATS as ALL_FORMATS
 from cute_kernels.formats.kv import HEAD_DIMS, format_of
 from cute_kernels.formats.scores.features import Features
 from layouts.kv.tile import RowTile
-from tests.attention.cut_rows import cut_rows
+from tests.attention.cut_rows import units_of_ctas
 from tests.each import each
 
 FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
@@ -336,79 +335,72 @@ def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
 # -- rows of different lengths ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 9), st.integers(0, 30), st.integers(1, 99)
+    st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=1, max_size=80),
+    st.sampled_from([1, 2, 4, 9]),
+    st.integers(0, 528),
 )
-def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], parts: int, more_rows: int, shares: int):
-    units = cut_rows(tiles, parts, more_rows, shares)
-    for row, count in enumerate(tiles):
-        of_row = [(part, parts_of_row) for r, part, parts_of_row in units if r == row]
-        assert [part for part, _ in of_row] == list(range(of_row[0][1])) and 1 <= of_row[0][1] <= count
-    assert len(units) <= (len(tiles) + more_rows) * parts
+def test_units_take_every_tile_once_and_their_results_have_places(tiles: list[int], parts: int, ranges: int):
+    ctas = max(len(tiles), -(-ranges // parts)) * parts
+    places = max(len(tiles) * parts, len(tiles) + ranges)  # `plan.workspace_words`
+    taken: dict[int, list[int]] = {row: [] for row in range(len(tiles))}
+    shared: dict[int, dict[int, int]] = {}
+    for units in units_of_ctas(tiles, parts, ctas, ranges):
+        for unit in units:
+            taken[unit.row] += unit.tiles
+            shared.setdefault(unit.row, {})[unit.part] = unit.place
+            assert 0 <= unit.place < places
+    assert all(sorted(taken[row]) == list(range(count)) for row, count in enumerate(tiles))
+    numbers = [place for of_row in shared.values() if len(of_row) > 1 for place in of_row.values()]
+    assert len(set(numbers)) == len(numbers)
+    for of_row in shared.values():  # parts' places follow each other
+        assert sorted(of_row) == list(range(len(of_row)))
+        assert all(place - of_row[0] == part for part, place in of_row.items())
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=2, max_size=300),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 8, 33]),
-    st.integers(1, 1 << 17),
-    st.integers(1, 528),
-)
-def test_however_long_requests_are_there_is_a_cta_for_each_unit(tiles, parts, heads, tokens, places):
-    problem = AttentionProblem.uniform(len(tiles), tokens, 8 * heads, heads, 128, "int4_g4", "bf16")
-    more_rows, shares = room_beyond(problem, places, parts, heads)
-    assert more_rows > 0 and len(cut_rows(tiles, parts, more_rows, shares)) <= (len(tiles) + more_rows) * parts
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 600), min_size=2, max_size=80), st.integers(1, 264))
+def test_nobody_waits_for_a_cta_that_has_other_rows_to_do_before(tiles: list[int], ranges: int):
+    """All parts of a row but the first are their CTA's last units, and all but the last their CTA's first: so the last
+    ones, which combine, wait for what is stored early or at the end, and have nothing to do afterwards."""
+    for units in units_of_ctas(tiles, 1, max(len(tiles), ranges), ranges):
+        assert all(unit.num_parts == 1 for unit in units[1:-1])
+        if len(units) > 1:
+            assert units[0].part == 0 and units[-1].part == units[-1].num_parts - 1
 
 
 def test_rows_of_one_length_are_cut_as_the_grid_is():
-    assert cut_rows([8, 7, 8], 4, 20, 90) == [(row, part, 4) for row in range(3) for part in range(4)]
+    units = units_of_ctas([8, 7, 8], 4, 20, 20)
+    assert [(unit.row, unit.part, unit.num_parts) for (unit,) in units[:12]] == [
+        (row, part, 4) for row in range(3) for part in range(4)
+    ]
+    assert not any(units[12:])
 
 
-def test_one_long_row_among_short_ones_is_cut_into_many():
-    """1023 requests of 4 tiles and one of 512: no part is longer than a share of what 132 CTAs have to do."""
-    units = cut_rows([4] * 1023 + [512], 1, 396, 132)
-    assert [count for row, _, count in units if row == 1023] == [-(-512 // 35)] * 15  # 4604 tiles are 132 shares of 35
-    assert [count for row, _, count in units if row < 1023] == [1] * 1023
+def test_one_long_row_among_short_ones_is_spread_over_all_ctas():
+    """1023 requests of 4 tiles and one of 512: 4604 tiles are 132 ranges of at most 35."""
+    loads = [sum(len(unit.tiles) for unit in units) for units in units_of_ctas([4] * 1023 + [512], 1, 1024, 132)]
+    assert max(loads) == 35 and sum(loads) == 4604
 
 
-def test_few_rows_are_cut_for_one_wave():
-    """Parts of 4 tiles would be shares of 32 CTAs, but 34 of them: parts of 5 fit, and nothing smaller does."""
-    tiles = [61, 60, 3, 1]
-    units = cut_rows(tiles, 4, 4, 32)
-    assert [count for row, part, count in units if part == 0] == [13, 12, 1, 1]
-    assert sum(-(-count // 4) for count in tiles) > 32
-
-
-def test_parts_are_larger_than_shares_where_there_are_too_few_ctas():
-    counts = {row: count for row, _, count in cut_rows([61] + [1] * 19, 1, 4, 132)}  # 24 CTAs
-    assert counts == {0: 5} | dict.fromkeys(range(1, 20), 1)
-
-
-@pytest.mark.parametrize("batch", [34, 40, 61, 65])
-def test_one_wave_takes_requests_that_differ_where_it_has_room_for_two_parts_of_each(batch):
+@pytest.mark.parametrize("batch", [2, 34, 65, 66, 128, 600])
+def test_where_lengths_differ_as_many_ctas_share_the_tiles_as_the_sms_hold(batch):
     problem = AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
     schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
+    assert schedule.ranges == problem.num_sms * schedule.config.pipeline.ctas_per_sm
     ctas = (batch + schedule.more_rows) * schedule.num_splits
-    assert (schedule.config.pipeline.ctas_per_sm, schedule.more_rows > 0) == (1, True) and ctas <= problem.num_sms
-    cut = functools.partial(cut_rows, parts=schedule.num_splits, more_rows=schedule.more_rows, shares=schedule.shares)
-    for alike in (1, 2, 128):
-        assert len(cut([alike] * batch)) == batch * min(alike, schedule.num_splits)
-    generator = random.Random(batch)
-    for _ in range(20):
-        tiles = [generator.randint(1, 128) for _ in range(batch)]
-        units = cut(tiles)
-        assert batch < len(units) <= ctas
-        assert max(-(-tiles[row] // count) for row, _, count in units) <= 1.5 * sum(tiles) / problem.num_sms
+    assert ctas >= schedule.ranges and (schedule.more_rows == 0 or ctas - schedule.num_splits < schedule.ranges)
 
 
-@pytest.mark.parametrize("batch", [66, 128])
-def test_parts_wait_for_places_where_one_wave_has_no_room_for_more(batch):
-    problem = AttentionProblem.uniform(batch, 8192, 8, 1, 128, "int4_g4", "bf16", features=Features(paged=True))
-    schedule = make_schedule(dataclasses.replace(problem, page_tokens=64, after_append=True, appends=True))
-    assert schedule.shares == problem.num_sms * schedule.config.pipeline.ctas_per_sm
-    assert (batch + schedule.more_rows) * schedule.num_splits >= schedule.shares + batch - schedule.num_splits
+@pytest.mark.parametrize("num_sms", [16, 78, 114, 132])
+@pytest.mark.parametrize("num_kv_heads, q_len", [(1, 1), (8, 1), (8, 4), (32, 2)])
+def test_combiners_of_all_heads_fit_half_of_the_gpu_where_lengths_may_differ(num_sms, num_kv_heads, q_len):
+    problem = dataclasses.replace(_of_pages("int4_g4", 8, q_len), num_kv_heads=num_kv_heads, num_q_heads=64)
+    problem = dataclasses.replace(problem, num_sms=num_sms)
+    schedule = make_schedule(problem)
+    places = num_sms * schedule.config.pipeline.ctas_per_sm
+    assert schedule.ranges and 1 <= most_combiners(problem, schedule) <= max(1, places // 2 // schedule.head_blocks)
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------

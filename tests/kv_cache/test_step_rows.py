@@ -116,7 +116,7 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
         )  # fmt: skip
         numbers = (call.batch, 1, call.num_q_heads, call.num_kv_heads, group, -(-(1 << 20) // group), 1, 1 << 20)
         head_blocks = call.num_kv_heads // attention.mainloop.num_heads
-        sizes = place.DecodeSizes(*map(Int32, (*numbers, head_blocks, max_seq_len, call.page_size)))
+        sizes = place.DecodeSizes(*map(Int32, (*numbers, head_blocks, max_seq_len)))
         pages = Pages(at["block_table"], Int32(stride), Int32(call.num_pages), Divisor.of(Int32(call.page_size)))
         given = SimpleNamespace(k_scale=at["k_scale"], v_scale=at["v_scale"])
         q = place.QueryRows(at["q"], Int64(call.q.stride(0) * 2), Int64(0))
@@ -127,7 +127,12 @@ def simulate_rows(call: AppendCall, config: StepConfig) -> torch.Tensor:
                 gpu.announced = 0
                 for part in range(min(PARTS, tiles)):
                     of = place.Place(sizes, Int32(head), Int32(0))
-                    work = place.Work(of, *map(Int32, (request, part, min(PARTS, tiles), 0, length, 0)))
+                    parts, tile = min(PARTS, tiles), attention.tile_tokens
+                    span = part * tile, length, parts * tile  # begin, stop, stride: tiles in turn
+                    if request % 2:  # a part's tiles one after the other, as where lengths differ
+                        size = -(-tiles // parts) * tile
+                        span = part * size, min(part * size + size, length), tile
+                    work = place.Work(of, *map(Int32, (request, part, parts, 0, length, *span)))
                     for warp in range(attention.num_warps):
                         block = warp // attention.mainloop.num_heads % attention.mainloop.num_query_blocks
                         roles = place.Roles(

@@ -38,7 +38,9 @@ from cute_kernels.device.loads import load_float, load_floats
 from cute_kernels.device.softmax import COLUMN_LANES, LOWEST, weights_of
 from cute_kernels.formats.scores.terms import load_shift
 
-COMBINE_BATCH = 4  # partial results that a thread loads at a time
+COMBINE_BATCH = 4  # partial results of a vector that a thread loads at a time
+MOST_LOADED = 8  # partial results that a thread loads at a time, of several vectors
+MOST_VECTORS = 2  # of these
 GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values, aligned to vectors
 
 
@@ -70,39 +72,54 @@ class Merger:
 
     @cute.jit
     def finish(self, work, state, results, ring, warp, lane, slice_index):
-        """Merges the CTA's warps. A row's only split stores the output; others publish their part."""
-        address = ring.toint()
+        """Merges the CTA's warps. A row's only split stores the output; others publish what other CTAs combine."""
+        address = self.address_in(ring)
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
         sync_consumers(self.config)
+        keep = (results.mode & KEEP_PARTIALS) != 0
         if work.num_parts == 1:
             for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
                 sink = self.load_sink(work, results, index)
                 maximum, total, value = self.merge_slices(address, index)
                 self.store_output(work, results, index, maximum, total, value, sink)
-                if (results.mode & KEEP_PARTIALS) != 0:
+                if keep:
                     self.store_partial(work, results, index, maximum, total, value)
         else:
-            self.finish_split(work, results, address, tid)
+            share = self.share_of(work, results)
+            for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+                if (index < share.first) | (index >= share.first + share.count) | keep:
+                    maximum, total, value = self.merge_slices(address, index)
+                    self.store_partial(work, results, index, maximum, total, value)
 
     @cute.jit
-    def finish_split(self, work, results, address, tid):
-        """Publishes the parts that other CTAs combine, then combines this CTA's share of the row if it has one."""
-        split, active = work.part, work.num_parts
-        combiners_log2 = cutlass.min(self.combiners_log2(active), results.mode >> CTAS_SHIFT)
-        rank = split - (active - (1 << combiners_log2))
+    def finish_row(self, work, results, ring, warp, lane):
+        """Combines the CTA's share of a row of several splits, if it has one. ``work``: the CTA's last unit, which is
+        finished. No unit follows, since the CTAs that wait here may not keep others waiting."""
+        if (work.num_parts > 1) & (work.part < work.num_parts):
+            share = self.share_of(work, results)
+            if share.first >= 0:
+                keep = (results.mode & KEEP_PARTIALS) != 0
+                self.combine(work, results, share, self.address_in(ring), warp * WARP_THREADS + lane, keep)
+
+    def address_in(self, ring):
+        """Returns the shared address of the merge buffer."""
+        return ring.toint() + self.config.merge_offset
+
+    def share_of(self, work, results) -> Share:
+        """Returns the CTA's share of a row of several splits; its ``first`` is negative if it combines nothing."""
+        active = work.num_parts
+        able = active
+        if self.config.units:
+            # Where a row's splits are neighbouring tiles, the first one's CTA may have other rows to do.
+            able = active - cutlass.select_(work.stride == self.config.tile_tokens, Int32(1), Int32(0))
+        combiners_log2 = cutlass.min(self.combiners_log2(able), results.mode >> CTAS_SHIFT)
         count = self.num_vectors >> combiners_log2
-        first = rank * count  # negative for CTAs that combine nothing
-        keep = (results.mode & KEEP_PARTIALS) != 0
-        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
-            if (rank < 0) | (index < first) | (index >= first + count) | keep:
-                maximum, total, value = self.merge_slices(address, index)
-                self.store_partial(work, results, index, maximum, total, value)
-        if rank >= 0:
-            # As many threads to a vector as there are, if that is more than one.
-            groups_log2 = cutlass.max(combiners_log2 - self.direct_log2, 0)
-            share = Share(first=first, count=count, groups_log2=groups_log2, num_splits=active, split=split)
-            self.combine(work, results, share, address, tid, keep)
+        rank = work.part - (active - (Int32(1) << combiners_log2))
+        first = cutlass.select_(rank >= 0, rank * count, Int32(-self.num_vectors))
+        # As many threads to a vector as there are, if that is more than one.
+        groups_log2 = cutlass.max(combiners_log2 - self.direct_log2, 0)
+        return Share(first=first, count=count, groups_log2=groups_log2, num_splits=active, split=work.part)
 
     @property
     def direct_log2(self) -> int:
@@ -117,8 +134,8 @@ class Merger:
         return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
     def combiners_log2(self, active):
-        """Returns log2 of how many of the ``active`` splits combine a row: so many that a thread loads one batch for
-        one vector."""
+        """Returns log2 of how many of ``active`` splits combine a row: so many that a thread loads one batch for one
+        vector."""
         result = Int32(0)
         for log2 in range(1, self.most_combiners_log2 + 1):
             # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
@@ -131,7 +148,7 @@ class Merger:
 
     @cute.jit
     def publish_warp(self, state, address, warp, lane, slice_index):
-        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which reuses the ring's memory."""
+        """Writes a warp's unnormalised outputs and statistics to the merge buffer."""
         columns, softmax = range(self.config.columns), state.softmax
         totals = [lane_sum(softmax.totals[column], COLUMN_LANES) for column in columns]
         values = self.value_reader.outputs(state.values)
@@ -175,13 +192,18 @@ class Merger:
     def combine(self, work, results, share, address, tid, keep):
         """Adds up this CTA's share of the row over all splits and stores it."""
         if share.groups_log2 == 0:
-            for v in cutlass.range(tid, share.count, self.config.num_threads, unroll=1):
-                sink = self.load_sink(work, results, share.first + v)
-                sums = self.gather(work, results, share, address, share.first + v, Int32(0))
-                value = [sums[2 + c] for c in range(4)]
-                self.store_output(work, results, share.first + v, sums[0], sums[1], value, sink)
-                if not keep:
-                    self.clear(work, results, share, share.first + v, Int32(0))
+            threads, vectors = self.config.num_threads, self.vectors_at_once
+            for v in cutlass.range(tid, share.count, vectors * threads, unroll=1):
+                exist = [v + i * threads < share.count for i in range(vectors)]
+                indices = [share.first + cutlass.min(v + i * threads, share.count - 1) for i in range(vectors)]
+                sinks = [self.load_sink(work, results, index) for index in indices]
+                found = self.gather(work, results, share, address, indices, exist, Int32(0))
+                for i in cutlass.range_constexpr(vectors):
+                    if exist[i]:
+                        sums = [found[6 * i + word] for word in range(6)]
+                        self.store_output(work, results, indices[i], sums[0], sums[1], sums[2:], sinks[i])
+                        if not keep:
+                            self.clear(work, results, share, indices[i], Int32(0))
         else:
             self.combine_in_groups(work, results, share, address, tid, keep)
 
@@ -192,13 +214,9 @@ class Merger:
         step = self.config.num_threads >> share.groups_log2
         group, member = tid // step, tid % step
         index = share.first + member
-        sums = cute.make_rmem_tensor(6, Float32)
-        sums.fill(0.0)
         sink = self.load_sink(work, results, cutlass.min(index, self.num_vectors - 1))
-        if member < share.count:
-            gathered = self.gather(work, results, share, address, index, group)
-            for i in cutlass.range_constexpr(6):
-                sums[i] = gathered[i]
+        inside = cutlass.min(index, share.first + share.count - 1)
+        sums = self.gather(work, results, share, address, [inside], [member < share.count], group)
         sync_consumers(self.config)  # all have read the slices, whose place the groups' sums take
         place = address + (group * step + member) * GROUP_BYTES
         if member < share.count:
@@ -215,51 +233,64 @@ class Merger:
         if (member < share.count) & (not keep):
             self.clear(work, results, share, index, group)
 
-    def add(self, sums, pairs, vectors):
-        """Adds partial results to ``sums``, which holds (maximum, sum, four values)."""
-        merged = _merge([[sums[0], sums[1]], *pairs], [[sums[2 + c] for c in range(4)], *vectors])
+    def add(self, sums, pairs, vectors, first: int = 0):
+        """Adds partial results to ``sums``, which holds (maximum, sum, four values) from ``first`` on."""
+        own = [sums[first + i] for i in range(6)]
+        merged = _merge([own[:2], *pairs], [own[2:], *vectors])
         for i, value in enumerate((merged[0], merged[1], *merged[2])):
-            sums[i] = value
+            sums[first + i] = value
+
+    @property
+    def vectors_at_once(self) -> int:
+        """The number of vectors whose partial results a thread waits for at a time, if it combines several."""
+        return min(MOST_VECTORS, -(-self.num_vectors // self.config.num_threads))
 
     @cute.jit
-    def gather(self, work, results, share, address, index, group):
-        """Adds up one vector over the splits of a group of threads (every 2**groups_log2-th). Group 0 adds the CTA's
-        own result."""
-        sums = cute.make_rmem_tensor(6, Float32)
+    def gather(self, work, results, share, address, indices, exist, group):
+        """Adds up vectors, those that ``exist``, over the splits of a group of threads (every 2**groups_log2-th). Group
+        0 adds the CTA's own results. Returns (maximum, sum, four values) of each vector, one after the other."""
+        sums = cute.make_rmem_tensor(6 * len(indices), Float32)
         sums.fill(0.0)
-        sums[0] = Float32(LOWEST)
-        if group == 0:
-            own = self.merge_slices(address, index)
-            sums[0] = own[0]
-            sums[1] = own[1]
-            for c in cutlass.range_constexpr(4):
-                sums[2 + c] = own[2][c]
-        row, d = self.vector(index)
-        query_row, _, valid = work.query_row(self.config, row)
-        if valid:
-            source = self.partial_address(work, results, query_row, 0) + d * 4
-            step = Int32(COMBINE_BATCH) << share.groups_log2
-            for begin in cutlass.range(group, share.num_splits, step, unroll=1):
-                self.gather_batch(work, share, source, self.stats_of(d), begin, sums)
+        sources, valid = [], []
+        for i in cutlass.range_constexpr(len(indices)):
+            sums[6 * i] = Float32(LOWEST)
+            if (group == 0) & exist[i]:
+                own = self.merge_slices(address, indices[i])
+                sums[6 * i] = own[0]
+                sums[6 * i + 1] = own[1]
+                for c in cutlass.range_constexpr(4):
+                    sums[6 * i + 2 + c] = own[2][c]
+            row, d = self.vector(indices[i])
+            query_row, _, is_query = work.query_row(self.config, row)
+            sources.append((self.partial_address(work, results, query_row, 0) + d * 4, self.stats_of(d)))
+            valid.append(exist[i] & is_query)
+        splits = min(COMBINE_BATCH, MOST_LOADED // len(indices))
+        for begin in cutlass.range(group, share.num_splits, Int32(splits) << share.groups_log2, unroll=1):
+            self.gather_batch(work, share, sources, valid, splits, begin, sums)
         return sums
 
     @cute.jit
-    def gather_batch(self, work, share, source, stats, begin, sums):
-        """Waits for up to COMBINE_BATCH partial results of other splits, and adds them."""
-        words = cute.make_rmem_tensor(6 * COMBINE_BATCH, Uint32)
-        sources = []
-        for i in cutlass.range_constexpr(COMBINE_BATCH):
-            split, wanted = self.batch_split(share, begin, i)
-            place = source + self.partial_offset(work, split)
-            sources += [Published(place + stats, words=2, wanted=wanted), Published(place, wanted=wanted)]
-        Poll(sources).load(words)
-        pairs, vectors = [], []
-        for i in cutlass.range_constexpr(COMBINE_BATCH):
-            wanted = self.batch_split(share, begin, i)[1]
-            values = [words[6 * i + w].bitcast(Float32) for w in range(6)]
-            pairs.append([cutlass.select_(wanted, values[0], Float32(LOWEST)), values[1]])
-            vectors.append(values[2:])
-        self.add(sums, pairs, vectors)
+    def gather_batch(self, work, share, sources, valid, splits: cutlass.Constexpr, begin, sums):
+        """Waits for the partial results of up to ``splits`` other splits for each vector, and adds them."""
+        words = cute.make_rmem_tensor(6 * splits * len(sources), Uint32)
+        published = []
+        for i in cutlass.range_constexpr(len(sources)):
+            source, stats = sources[i]
+            for number in cutlass.range_constexpr(splits):
+                split, wanted = self.batch_split(share, begin, number)
+                place = source + self.partial_offset(work, split)
+                wanted = wanted & valid[i]
+                published += [Published(place + stats, words=2, wanted=wanted), Published(place, wanted=wanted)]
+        Poll(published).load(words)
+        for i in cutlass.range_constexpr(len(sources)):
+            pairs, vectors = [], []
+            for number in cutlass.range_constexpr(splits):
+                wanted = self.batch_split(share, begin, number)[1] & valid[i]
+                first = 6 * (i * splits + number)
+                values = [words[first + w].bitcast(Float32) for w in range(6)]
+                pairs.append([cutlass.select_(wanted, values[0], Float32(LOWEST)), values[1]])
+                vectors.append(values[2:])
+            self.add(sums, pairs, vectors, 6 * i)
 
     @cute.jit
     def clear(self, work, results, share, index, group):

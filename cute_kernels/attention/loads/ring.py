@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.attention.barriers import announce_ready, await_rows, sync_producers
+from cute_kernels.attention.barriers import announce_ready, await_rows, await_unit, sync_producers
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.device.pipeline import PipelineState, fence_init
@@ -87,16 +87,17 @@ class RingFiller:
                 cute.arch.sync_warp()
 
     @cute.jit
-    def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known):
+    def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known, later):
         """Keeps the pipeline full for one unit; ``issued`` of its tiles are in flight.
 
         state: the consumer warps' pipeline state. known: whether ``pages``, if any, are those of this unit's tiles.
+        later: whether the CTA had a unit before.
         """
         config, lane = self.config, cta.lane
         producer = cta.warp - config.num_warps
         tiles = self.copier.enter(cta.tiles, work.request)
         pipeline = cta.pipeline
-        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        token, stride = work.begin, work.stride
         # The consumers' state with the other parity: a new empty barrier passes it, so the first round does not wait.
         state = PipelineState(state.stage, state.phase ^ 1)
         if const_expr(config.after_append and "word" in config.copies):
@@ -109,8 +110,12 @@ class RingFiller:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
             elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
+        if const_expr(config.units):
+            if later:
+                await_unit(config)
+        if const_expr(config.page_tokens > 0):
             for i in cutlass.range_constexpr(config.pipeline.num_stages):
-                if (issued <= i) & (token < work.length):
+                if (issued <= i) & (token < work.stop):
                     pipeline.producer_acquire(state)
                     self.await_append(work, token)
                     self.copier.copy_tile(
@@ -122,13 +127,16 @@ class RingFiller:
         elif issued > 0:
             token = token + stride
             state = pipeline.next(state)
-        while token < work.length:
+        while token < work.stop:
             pipeline.producer_acquire(state)
             self.await_append(work, token)
             self.copier.copy_tile(tiles, work.request, token, work.length, state, producer, lane, page, place)
             token = token + stride
             page, place = self.copier.find_pages(tiles, work.request, token, lane)
             state = pipeline.next(state)
+
+    def finish(self) -> None:
+        """Ends the producers' work, when all tiles of the CTA's units are in flight."""
         self.copier.drain()
         self.let_next_begin()
 
@@ -154,7 +162,7 @@ class RingFiller:
                 await_rows(self.config)
                 cute.arch.fence_proxy("async.global")
         elif const_expr(self.config.after_append and "word" not in self.config.copies):
-            later = token > work.first_token(self.config)
+            later = token > work.begin
             if later | (token + self.config.tile_tokens > work.length - work.place.shape.q_len):
                 cute.arch.griddepcontrol_wait()
                 # Rows were written by ordinary stores and are read by bulk copies, whose order among each other only a

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.attention.barriers import sync_consumers
+from cute_kernels.attention.barriers import sync_cleared, sync_consumers
 from cute_kernels.attention.combine.merge import Merger
-from cute_kernels.attention.decode_config import CONSUMER_REGISTERS, DecodeConfig
+from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.attention.mainloops.logits import Logits, LogitState
 from cute_kernels.attention.policies import QUERY_VECTOR_BYTES
@@ -56,28 +56,26 @@ class WarpMainloop:
 
     @cute.jit
     def attend_tiles(self, cta, work, query, tile: PipelineState):
-        """Processes one unit, whose first tile is ``tile``."""
-        config = self.config
-        if const_expr(config.lends_registers):
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        """Processes one unit, whose first tile is ``tile``. Returns the state after its last tile."""
+        config, token = self.config, work.begin
         state = self.open_state(cta, work, query)
         slice_offset = cta.roles.slice_index * config.slice_tokens
         self.ask(state, token + slice_offset)
-        while token < work.length:
+        while token < work.stop:
             self.await_tile(cta, work, token, tile)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + slice_offset
             addresses = self.copier.stage_addresses(cta.tiles, tile.stage)
             for block in cutlass.range_constexpr(config.mainloop.blocks_per_slice):
                 last = block == config.mainloop.blocks_per_slice - 1
-                next_token = first_token + (stride if last else (block + 1) * BLOCK_TOKENS)
+                next_token = first_token + (work.stride if last else (block + 1) * BLOCK_TOKENS)
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS, next_token)
             self.recentre(state, tile)
             self.give_back(cta, tile)
-            token = token + stride
+            token = token + work.stride
             tile = cta.pipeline.next(tile)
         self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, cta.roles.slice_index)
+        return tile
 
     @cute.jit
     def recentre(self, state, tile: PipelineState):
@@ -94,14 +92,14 @@ class WarpMainloop:
         if token + config.tile_tokens > work.length:
             # The request's last tile: the rows after its end must not count, whatever they hold.
             self.copier.clear_rows(cta.tiles, tile.stage, work.length - token, warp * WARP_THREADS + lane)
-            sync_consumers(config)
+            sync_cleared(config)
         seen = self.logits.terms.reach(cta.features, work.place.shape.q_len)
         if const_expr(seen is not None):
             hidden = work.length - seen - token
             if hidden > 0:
                 # Rows that no query sees may be anything too, and their pages gone.
                 self.copier.clear_first_rows(cta.tiles, tile.stage, hidden, warp * WARP_THREADS + lane)
-                sync_consumers(config)
+                sync_cleared(config)
 
     @cute.jit
     def give_back(self, cta, tile: PipelineState):
