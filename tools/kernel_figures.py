@@ -220,7 +220,7 @@ EXPERTS = Figure(
 
 DECODE = Figure(
     "decode_attention",
-    "Decode attention: DecodeKernel, one CTA of a split",
+    "Decode attention: DecodeKernel, one CTA of a split or a range",
     (
         Lane("global memory", "memory", (
             Box("K and V caches", "rows as they lie: contiguous or pages"),
@@ -233,7 +233,7 @@ DECODE = Figure(
         Lane("shared memory", "shared", (
             Box("ring", "num_stages tiles of K and V, raw rows", ("attention/decode_config.py:ring_bytes",), 2),
             Box("queries", "B operands, where warps share them", ("attention/decode_config.py:query_bytes",)),
-            Box("merge", "takes the ring's place at the end", ("attention/decode_config.py:merge_bytes",)),
+            Box("merge", "beside the ring where a CTA may have several requests and there is room; else in its place", ("attention/decode_config.py:merge_bytes",)),
         )),
         Lane("consumer warps", "role", (
             Box("num_heads x num_query_blocks x num_slices warps", "each: a KV head, blocks of 8 queries, a slice of each tile's tokens. mma.sync: K Q^T, then P V; scores and output stay in registers", ("attention/mainloops/warp.py:WarpMainloop", "attention/policies.py:WarpMma", "attention/mainloops/logits.py:Logits", "attention/readers/__init__.py:make_readers")),
@@ -259,7 +259,8 @@ DECODE = Figure(
         Barrier("pipeline, empty", "num_stages", "num_warps: lane 0 of each consumer warp", "producer warps", ("attention/decode_config.py:num_warps",)),
         Barrier("READY (1)", "the CTA", "producer warps: barriers are initialised", "consumers", ("attention/barriers.py:await_ready",)),
         Barrier("CONSUMERS (2)", "consumers", "all of them: the merge begins", "consumers", ("attention/barriers.py:sync_consumers",)),
-        Barrier("PRODUCERS (3)", "producers", "all of them, if more than one", "producers", ("attention/barriers.py:sync_producers",)),
+        Barrier("PRODUCERS (3)", "producers", "all of them, if more than one: at the start, at partial tiles", "producers", ("attention/barriers.py:sync_producers",)),
+        Barrier("MERGED (4)", "the CTA", "consumers and producers: a request's results in the ring's place are read", "both", ("attention/barriers.py:sync_merged", "attention/barriers.py:await_merged")),
         Barrier("ROWS_WRITTEN (10)", "the CTA", "consumers: a step's new rows lie in the cache", "producers (append in the same launch)", ("attention/barriers.py:await_rows",)),
     ),
 )

@@ -172,7 +172,10 @@ class Assigner:
         before = cutlass.max(-span.ahead, 0)  # tiles of the row that other ranges have
         part = (before + span.size - 1) // span.size
         num_parts = (span.ahead + part * span.size + tiles - 1) // span.size + 1
-        begin, stop = first + before, cutlass.min((first + span.size - span.ahead) * self.tile_tokens, length)
+        # CTAs beyond the ranges have nothing, whatever their numbers overflow to.
+        num_parts = cutlass.select_(index < requests.ranges, num_parts, Int32(0))
+        end = first + cutlass.min(span.size - span.ahead, tiles)
+        begin, stop = first + before, cutlass.min(end * self.tile_tokens, length)
         # From unit to unit the range or the row goes up, so their sum is another for each.
         first_unit = index + row - part
         return Work(

@@ -25,24 +25,18 @@ def _ready_threads(config: DecodeConfig) -> int:
 
 
 def sync_merged(config: DecodeConfig) -> None:
-    """Waits, in consumer and producer warps, until the merged results of a unit are read if they lie in the ring's
-    place: then the ring is free for the CTA's next unit."""
+    """Synchronises consumer and producer warps, called by a consumer, after a unit's merged results are read if they
+    lie in the ring's place."""
     if not config.merge_offset:
         # Copies are about to overwrite what was stored and read.
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=MERGED, number_of_threads=_ready_threads(config))
+        await_merged(config)
 
 
-def await_unit(config: DecodeConfig) -> None:
-    """Waits, in a producer warp, before the CTA's next unit.
-
-    A warp without a part of a row's last tile does not keep the others waiting. Without this barrier it could fall a
-    round of the ring behind, where rows of one such tile follow each other, and mistake one phase for another.
-    """
-    if config.merge_offset:
-        sync_producers(config)
-    else:
-        cute.arch.barrier(barrier_id=MERGED, number_of_threads=_ready_threads(config))
+def await_merged(config: DecodeConfig) -> None:
+    """Waits, in a producer warp, until a unit's merged results are read: then the ring's memory is free for the CTA's
+    next unit."""
+    cute.arch.barrier(barrier_id=MERGED, number_of_threads=_ready_threads(config))
 
 
 def sync_consumers(config: DecodeConfig) -> None:

@@ -22,7 +22,8 @@ request ends. At the end they merge in shared memory, and the parts of a row thr
     READY (1)                the CTA         producers say that barriers are      consumers
                                              initialised
     CONSUMERS (2)            consumers       all of them: the merge               all of them
-    PRODUCERS (3)            producers       all of them, if more than one        all of them
+    PRODUCERS (3)            producers       all of them, if more than one:       all of them
+                                             after initialising, at partial tiles
     MERGED (4)               the CTA         all of them, between the units of    all of them
                                              a range that merges in the ring
     ROWS_WRITTEN (10)        the CTA         consumers: new rows lie in the       producers

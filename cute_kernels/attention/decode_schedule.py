@@ -25,8 +25,10 @@ COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
-UNEVEN_COST = 0.02  # share of a part's time that is added where lengths may differ
+UNEVEN_COST = 0.02  # share of a part's time that is added where lengths may differ a little
 SMALL_TILE_COST = 0.02  # share of the streaming time that is added where four CTAs with small INT4 tiles share an SM
+MOST_WAVES = 4  # of CTAs, one for each range and head block
+WELL_FILLED = 0.75  # share of the GPU's places that waves of ranges have to take
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 ROWS_US = 0.3  # to rotate queries, for each CTA of an SM after the first
 # Tokens of the widest block table whose width is taken for the requests' length; wider ones are an engine's limit.
@@ -45,8 +47,8 @@ class DecodeSchedule:
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
         more_rows: rows of CTAs beyond the batch, so that there is a CTA for each range.
-        ranges: CTAs that share the tiles of all requests where lengths differ, as many as the SMs hold; 0 if lengths do
-            not count.
+        ranges: CTAs of each head block that share the tiles of all requests where lengths differ; 0 if lengths do not
+            count.
     """
 
     config: DecodeConfig
@@ -79,8 +81,16 @@ def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) ->
     blocks = head_blocks(problem, config)
     if not config.units or not 1 < problem.batch <= MAX_CUT_BATCH:
         return DecodeSchedule(config, splits, blocks)
-    ranges = max(1, problem.num_sms * config.pipeline.ctas_per_sm // blocks)
+    ranges = ranges_of(problem.num_sms * config.pipeline.ctas_per_sm, blocks)
     return DecodeSchedule(config, splits, blocks, max(0, -(-ranges // splits) - problem.batch), ranges)
+
+
+def ranges_of(places: int, head_blocks: int) -> int:
+    """Returns how many ranges share the tiles of all requests: so many that the CTAs of all head blocks fill the GPU's
+    ``places`` in as few waves as leave few of them idle."""
+    counts = [max(1, waves * places // head_blocks) for waves in range(1, MOST_WAVES + 1)]
+    busy = {count: count * head_blocks / (-(-count * head_blocks // places) * places) for count in counts}
+    return next((count for count in counts if busy[count] >= WELL_FILLED), max(counts, key=lambda count: busy[count]))
 
 
 def most_combiners(problem: AttentionProblem, schedule: DecodeSchedule) -> int:
@@ -163,7 +173,7 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
     if _is_for_short_rows(config):
         streaming *= 1 + SMALL_TILE_COST
     if config.units and problem.batch > 1:
-        # Lengths may differ, which large parts balance badly.
+        # Lengths may differ a little without being cut into ranges, which large parts balance badly.
         streaming += UNEVEN_COST * cta_bytes / sm_rate
     if problem.appends:
         streaming += ROWS_US * (per_sm - 1)

@@ -16,6 +16,7 @@ from cute_kernels.attention.decode_schedule import (
     expected_costs,
     make_schedule,
     most_combiners,
+    ranges_of,
     split_options,
 )
 from cute_kernels.attention.problem import AttentionProblem
@@ -391,6 +392,15 @@ def test_where_lengths_differ_as_many_ctas_share_the_tiles_as_the_sms_hold(batch
     assert schedule.ranges == problem.num_sms * schedule.config.pipeline.ctas_per_sm
     ctas = (batch + schedule.more_rows) * schedule.num_splits
     assert ctas >= schedule.ranges and (schedule.more_rows == 0 or ctas - schedule.num_splits < schedule.ranges)
+
+
+@pytest.mark.parametrize("places", [16, 78, 132, 264])
+def test_ranges_leave_at_most_a_quarter_of_the_gpu_idle_in_as_few_waves_as_can_be(places):
+    for head_blocks in (1, 3, 8, 40, 71, 96, 128):
+        ctas = ranges_of(places, head_blocks) * head_blocks
+        waves = -(-ctas // places)
+        assert ctas >= 0.75 * waves * places or waves >= 4 or head_blocks > places
+        assert waves == 1 or places // head_blocks * head_blocks < 0.75 * places
 
 
 @pytest.mark.parametrize("num_sms", [16, 78, 114, 132])

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.attention.barriers import announce_ready, await_rows, await_unit, sync_producers
+from cute_kernels.attention.barriers import announce_ready, await_merged, await_rows, sync_producers
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.device.pipeline import PipelineState, fence_init
@@ -110,14 +110,13 @@ class RingFiller:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
             elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
-        if const_expr(config.units):
+        if const_expr(config.units and not config.merge_offset):
             if later:
-                await_unit(config)
+                await_merged(config)
         if const_expr(config.page_tokens > 0):
             for i in cutlass.range_constexpr(config.pipeline.num_stages):
                 if (issued <= i) & (token < work.stop):
-                    pipeline.producer_acquire(state)
-                    self.await_append(work, token)
+                    self.acquire(pipeline, state, work, token)
                     self.copier.copy_tile(
                         tiles, work.request, token, work.length, state, producer, lane, pages[2 * i], pages[2 * i + 1]
                     )
@@ -128,12 +127,25 @@ class RingFiller:
             token = token + stride
             state = pipeline.next(state)
         while token < work.stop:
-            pipeline.producer_acquire(state)
-            self.await_append(work, token)
+            self.acquire(pipeline, state, work, token)
             self.copier.copy_tile(tiles, work.request, token, work.length, state, producer, lane, page, place)
             token = token + stride
             page, place = self.copier.find_pages(tiles, work.request, token, lane)
             state = pipeline.next(state)
+
+    @cute.jit
+    def acquire(self, pipeline, state: PipelineState, work, token: Int32):
+        """Waits until a tile's stage is empty and its tokens are written.
+
+        A warp without a part of a partial tile does not keep the tile from being filled, read and released. A late one
+        would then mistake the stage's next phase for this one. So all warps wait for each other before such a tile is
+        copied. Of copies by words every warp has a part.
+        """
+        pipeline.producer_acquire(state)
+        if const_expr("word" not in self.config.copies):
+            if token + self.config.tile_tokens > work.length:
+                sync_producers(self.config)
+        self.await_append(work, token)
 
     def finish(self) -> None:
         """Ends the producers' work, when all tiles of the CTA's units are in flight."""
