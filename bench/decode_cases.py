@@ -98,7 +98,7 @@ def short_shapes() -> list[DecodeShape]:
 
 def head_shapes() -> list[DecodeShape]:
     """32 requests of 8k of models with several KV heads: query heads, KV heads, head_dim."""
-    sizes = ((32, 8, 128), (64, 8, 64), (16, 8, 256), (32, 8, 96), (24, 2, 128))
+    sizes = ((32, 8, 128), (64, 8, 64), (16, 8, 256), (32, 8, 96), (24, 2, 128), (16, 2, 512))
     return [DecodeShape(32, 8192, *size, page_size=PAGE_SIZE) for size in sizes]
 
 
