@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 from bench import (
@@ -35,6 +35,7 @@ PUBLISHED = ROOT / "bench/published.json"
 BATCHES = (1, 32, 128, 512)
 ROWS = (1, 16, 64, 256, 1024)
 TOKENS = (1, 8, 32, 128, 2048)
+ONE_PEER = "fp8_block"  # of the weight formats: only Marlin has it, too
 ATTENDED = ("sparse", "dense")  # suites of MLA that the README shows
 MLA_BATCH, MLA_HEADS = 128, (16, 64, 128)
 
@@ -75,7 +76,8 @@ def headline() -> str:
     gpu = load("main")["environment"]["gpu"]
     return (
         f"- **Attention**: a decode step of {batch} requests with 8192 cached tokens each takes **{number(us, 0)} us** "
-        f"over an INT4 cache. {peer} over BF16, the fastest other kernel, takes {number(best[0], 0)} us: "
+        f"over a cache of K and V in INT4, which needs a [test on your own text](#use-it). "
+        f"{peer} over BF16, the fastest other kernel, takes {number(best[0], 0)} us: "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
         f"{number(100 / ours['floor_ratio'], 0)} % of what a read-only kernel reaches (`main.json`).\n"
         f"- **Weights**: {_weights()}\n"
@@ -83,6 +85,7 @@ def headline() -> str:
         f"- **Accuracy**: the recommended cache, K in INT8 and V in INT4, takes {_share(RECOMMENDED)} % of BF16's "
         f"bytes at head_dim {perplexity.HEAD_DIM}. It raises {_cost(RECOMMENDED)}. INT4 for both takes "
         f"{_share(('int4_g4',) * 2)} % and raises {_cost(('int4_g4',))} (`model_accuracy.json`). "
+        "The weights of this model are a GGUF of 4 bits (Q4_1). "
         "[More models, FP8 and needles](docs/accuracy.md).\n\n"
         f"Times are of one {gpu}; the [records](docs/benchmarks.md) lie in `bench/results`.\n"
     )
@@ -91,14 +94,15 @@ def headline() -> str:
 def _weights() -> str:
     """What products of weights take of the fastest other library's time, in words."""
     ratios = by_format.beside_peers(load("linear_formats"))
-    means = [geometric_mean(of_rows.values()) for of_rows in ratios.values()]
+    means = {form: geometric_mean(of_rows.values()) for form, of_rows in ratios.items()}
     worst = max(ratio for of_rows in ratios.values() for ratio in of_rows.values())
-    count = len(next(iter(ratios.values())))
+    count, blocks = len(ratios[ONE_PEER]), means.pop(ONE_PEER)
+    least, most = min(means.values()), max(means.values())
     return (
-        f"products with INT4, MXFP4, NVFP4 and FP8 weights take {number(min(means), 2)} to {number(max(means), 2)} of "
-        "the time of the fastest of Marlin, Machete and QuACK. These are geometric means of "
-        f"{count} problems of each format, 1 to 8192 rows in 16 bits; one problem takes at most {number(worst, 2)}. "
-        "FP8 in blocks is compared with Marlin alone (`linear_formats.json`)."
+        f"products with INT4, MXFP4, NVFP4 and FP8 weights take {number(least, 2)} to {number(most, 2)} of the time of "
+        f"the fastest of Marlin, Machete and QuACK. FP8 in blocks takes {number(blocks, 2)} of the time of Marlin, its "
+        f"only peer. These are geometric means of {count} problems of each format, 1 to 8192 rows in 16 bits. "
+        f"The worst problem takes {number(worst, 2)} times the fastest peer's time (`linear_formats.json`)."
     )
 
 
@@ -125,8 +129,12 @@ def _served() -> str:
         "as without, by the same command (Llama-3-8B, 4-bit weights, FP8 cache, 8192 tokens, 32 and 1 requests). "
         f"With the recommended cache it is {_gains(LATEST, llama, ','.join(RECOMMENDED))} times as fast "
         f"(`{LATEST}.json`). Qwen3-30B-A3B: {_gains(LATEST, experts, 'fp8')} times; gpt-oss-20b, MXFP4 "
-        f"experts: {_gains(LATEST, 'gpt-oss-20b', 'fp8', 'mxfp4')} times. SGLang {load(SGLANG)['rows'][0]['sglang']} "
-        f"is {_gains(SGLANG, llama, 'fp8')} times as fast, with the same Llama (`{SGLANG}.json`)."
+        f"experts: {_gains(LATEST, 'gpt-oss-20b', 'fp8', 'mxfp4')} times. "
+        "These figures compare each engine's best turns. By medians of turns, one request with the FP8 cache is "
+        f"{_median_gain(LATEST, llama)} (Llama-3-8B), {_median_gain(LATEST, experts)} (Qwen3) and "
+        f"{_median_gain(LATEST, 'gpt-oss-20b', 'mxfp4')} (gpt-oss) times as fast. "
+        f"SGLang {load(SGLANG)['rows'][0]['sglang']} is {_gains(SGLANG, llama, 'fp8')} times as fast, "
+        f"with the same Llama (`{SGLANG}.json`)."
     )
 
 
@@ -135,6 +143,13 @@ def _gains(record: str, model: str, cache: str, weights: str = "w4") -> str:
     steps = _steps_of_vllm(record, model, weights)
     gains = [steps[batch, "off", "fp8"]["tpot_ms"] / steps[batch, "on", cache]["tpot_ms"] for batch in (1, 32)]
     return f"{number(min(gains))} to {number(max(gains))}"
+
+
+def _median_gain(record: str, model: str, weights: str = "w4") -> str:
+    """What a model gains with one request and the FP8 cache, by the medians of turns."""
+    steps = _steps_of_vllm(record, model, weights)
+    before, after = (median(steps[1, plugin, "fp8"]["tpot_of_turns_ms"]) for plugin in ("off", "on"))
+    return number(before / after, 2)
 
 
 def _longest_turn(record: str) -> str:

@@ -70,6 +70,23 @@ def test_another_figure_in_the_readme_would_be_found(mark: str):
     assert pages.readme(edited) == text != edited
 
 
+def test_the_readme_sets_apart_the_weight_format_that_one_peer_has():
+    peers: dict[str, set[str]] = {}
+    for row in pages.load("linear_formats")["linear_formats"]:
+        for form, times in row["peers"].items():
+            peers.setdefault(form, set()).update(name for name, time in times.items() if time["us"])
+    del peers["bf16"]
+    assert [form for form, names in peers.items() if len(names) == 1] == [pages.ONE_PEER]
+    assert "FP8 in blocks takes 0.64 of the time of Marlin, its only peer." in pages.headline()
+    assert "take 0.83 to 0.95 of the time of the fastest" in pages.headline()
+
+
+def test_the_readme_has_gains_by_the_medians_of_turns_and_the_weights_of_its_model():
+    text = pages.headline()
+    assert "1.61 (Llama-3-8B), 2.03 (Qwen3) and 1.24 (gpt-oss) times as fast" in text
+    assert "GGUF of 4 bits (Q4_1)" in text and "GGUF Q4_1" in pages.load("model_accuracy")["model"]["name"]
+
+
 def test_figures_that_were_not_measured_beside_ours_are_labelled():
     table = pages.decode()
     for row in ("FBGEMM, CUDA [1]", "FBGEMM, CUDA [2]"):
