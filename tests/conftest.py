@@ -87,11 +87,24 @@ def pytest_configure() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Gradients are on: a generator that had turned them off, and is collected late, puts back what held long ago."""
+    """Gradients are on: a generator that had turned them off, and is collected late, puts back what held long ago.
+
+    A fixture draws the same numbers whatever was tested before.
+    """
     import torch
 
     torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """A test draws the same numbers whatever was tested before."""
+    import torch
+
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
 from cute_kernels.gemm.experts import fused_moe
@@ -53,7 +55,7 @@ def specs() -> list[KernelSpec]:
             for made in (module(device="cpu"), module_with_shared_expert("cpu"), module_of_scaled_inputs("cpu")):
                 made(call(FORMS["w4"], tokens, device="cpu")[0])
         module(LOADED, device="cpu")(call(LOADED, LOADED_TOKENS, device="cpu")[0])
-        model_of_blocks()(numbers(MMA_N, BLOCK_HIDDEN, device="cpu"))
+        model_of_blocks()(numbers(1, MMA_N, BLOCK_HIDDEN, device="cpu"))
 
     return products_needed_by(work)
 
@@ -188,54 +190,32 @@ def test_a_captured_module_takes_weights_that_are_loaded_later():
 # -- blocks of transformers --------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Dense ones, as transformers holds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        gate_up = numbers(EXPERTS, 2 * BLOCK_INNER, BLOCK_HIDDEN, device="cpu") / BLOCK_HIDDEN**0.5
-        down = numbers(EXPERTS, BLOCK_HIDDEN, BLOCK_INNER, device="cpu", seed=1) / BLOCK_INNER**0.5
-        self.gate_up_proj, self.down_proj = (nn.Parameter(w, requires_grad=False) for w in (gate_up, down))
-        self.act_fn = nn.SiLU()
-
-    def forward(self, rows: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        gate, up = torch.einsum("th,eih->tei", rows.float(), self.gate_up_proj.float()).chunk(2, -1)
-        hidden = (functional.silu(gate) * up).to(rows.dtype)
-        every = torch.einsum("tei,ehi->teh", hidden.float(), self.down_proj.float())
-        chosen = every.gather(1, ids[..., None].expand(-1, -1, every.shape[-1]))
-        return (chosen * shares[..., None]).sum(1).to(rows.dtype)
-
-
-class Block(nn.Module):
-    """A router and experts, as `QuantizedMoE.from_block` takes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = Router(BLOCK_HIDDEN, EXPERTS), Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, BLOCK_HIDDEN)
-        _, shares, ids = self.gate(rows)
-        return self.experts(rows, ids, shares).view_as(x)
+def block() -> nn.Module:
+    """A block of transformers, on the CPU."""
+    sizes: dict[str, Any] = {"hidden_size": BLOCK_HIDDEN, "intermediate_size": BLOCK_INNER}
+    made = MixtralSparseMoeBlock(MixtralConfig(**sizes, num_local_experts=EXPERTS, num_experts_per_tok=TOPK))
+    for seed, weight in enumerate(made.parameters()):
+        weight.data = numbers(*weight.shape, device="cpu", seed=seed) / weight.shape[-1] ** 0.5
+    return made.requires_grad_(False).eval()
 
 
 def model_of_blocks() -> nn.Module:
     """Quantised on the CPU."""
-    return quantize_model(nn.Sequential(Block(), Block()))
+    return quantize_model(nn.Sequential(block(), block()))
 
 
 def test_blocks_quantised_on_the_gpu_are_those_quantised_on_the_cpu():
     told: list[tuple[str, int, int]] = []
     moved = model_of_blocks().to(CUDA)
-    made = quantize_model(nn.Sequential(Block(), Block()).to(CUDA), progress=lambda *step: told.append(step))
+    made = quantize_model(nn.Sequential(block(), block()).to(CUDA), progress=lambda *step: told.append(step))
     assert told == [("0", 1, 2), ("1", 2, 2)]
     ours, theirs = made.state_dict(), moved.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    x = numbers(MMA_N, BLOCK_HIDDEN)
+    x = numbers(1, MMA_N, BLOCK_HIDDEN)
     assert torch.equal(made(x), moved(x)) and torch.equal(compiled(made)(x), made(x))
-    block = Block().to(CUDA)
-    error = (QuantizedMoE.from_block(block)(x) - block(x)).float().norm()
-    assert error <= 0.25 * block(x).float().norm()
+    dense = block().to(CUDA)
+    error = (QuantizedMoE.from_block(dense)(x) - dense(x)).float().norm()
+    assert error <= 0.25 * dense(x).float().norm()
 
 
 @every_form
