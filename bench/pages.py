@@ -76,7 +76,7 @@ def headline() -> str:
     gpu = load("main")["environment"]["gpu"]
     return (
         f"- **Attention**: a decode step of {batch} requests with 8192 cached tokens each takes **{number(us, 0)} us** "
-        f"over a cache of K and V in INT4, which needs a [test on your own text](#use-it). "
+        "over a cache of K and V in INT4, which needs a [test on your own text](#use-it). "
         f"{peer} over BF16, the fastest other kernel, takes {number(best[0], 0)} us: "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
         f"{number(100 / ours['floor_ratio'], 0)} % of what a read-only kernel reaches (`main.json`).\n"
@@ -130,7 +130,7 @@ def _served() -> str:
         f"With the recommended cache it is {_gains(LATEST, llama, ','.join(RECOMMENDED))} times as fast "
         f"(`{LATEST}.json`). Qwen3-30B-A3B: {_gains(LATEST, experts, 'fp8')} times; gpt-oss-20b, MXFP4 "
         f"experts: {_gains(LATEST, 'gpt-oss-20b', 'fp8', 'mxfp4')} times. "
-        "These figures compare each engine's best turns. By medians of turns, one request with the FP8 cache is "
+        "These figures compare each engine's best runs. By medians of three runs, one request with the FP8 cache is "
         f"{_median_gain(LATEST, llama)} (Llama-3-8B), {_median_gain(LATEST, experts)} (Qwen3) and "
         f"{_median_gain(LATEST, 'gpt-oss-20b', 'mxfp4')} (gpt-oss) times as fast. "
         f"SGLang {load(SGLANG)['rows'][0]['sglang']} is {_gains(SGLANG, llama, 'fp8')} times as fast, "
@@ -146,7 +146,7 @@ def _gains(record: str, model: str, cache: str, weights: str = "w4") -> str:
 
 
 def _median_gain(record: str, model: str, weights: str = "w4") -> str:
-    """What a model gains with one request and the FP8 cache, by the medians of turns."""
+    """What a model gains with one request and the FP8 cache, by the medians of runs."""
     steps = _steps_of_vllm(record, model, weights)
     before, after = (median(steps[1, plugin, "fp8"]["tpot_of_turns_ms"]) for plugin in ("off", "on"))
     return number(before / after, 2)
