@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from cute_kernels.formats.kv import KvFormat, format_of, format_pair
+from cute_kernels.names import CacheLayout
 from layouts.kv.channel_blocks import TAIL_TOKENS
 
 FORMATS = ("bf16", "int4_g1", "int4_g4")
 BATCHES = (1, 32, 64, 128, 256, 512)
 QUICK_BATCHES = (1, 64, 512)
 GROUP_SIZE, BITS = 128, 4  # of the weights of experts, where nothing else is said
+HEADS_FIRST = ", heads first"  # ends the name of a shape over head-major caches
 L2_BYTES = 256 << 20  # shapes beyond the main table read more than this, so that no cache can help
 
 
@@ -23,7 +25,8 @@ L2_BYTES = 256 << 20  # shapes beyond the main table read more than this, so tha
 class DecodeShape:
     """One decode step: every request has `seq_len` cached tokens, the last `q_len` of which are queries.
 
-    page_size: 0 for contiguous caches. ragged: lengths are log-uniform from 128 to `seq_len` instead.
+    page_size: 0 for contiguous caches. ragged: lengths are log-uniform from 128 to `seq_len` instead. cache_layout: as
+    the public call takes it.
     """
 
     batch: int
@@ -34,6 +37,7 @@ class DecodeShape:
     q_len: int = 1
     page_size: int = 0
     ragged: bool = False
+    cache_layout: CacheLayout = "NHD"
 
     @property
     def lengths(self) -> list[int]:
@@ -49,7 +53,17 @@ class DecodeShape:
         return -(-num_bytes // 1024) * 1024 if self.ragged else num_bytes
 
     @property
+    def heads_first(self) -> DecodeShape:
+        """The same over a head-major cache."""
+        return replace(self, cache_layout="HND")
+
+    @property
     def name(self) -> str:
+        return self.case + (HEADS_FIRST if self.cache_layout == "HND" else "")
+
+    @property
+    def case(self) -> str:
+        """The name without the layout of the cache."""
         name = f"B={self.batch} T={self.seq_len} HQ={self.num_q_heads} HKV={self.num_kv_heads} D={self.head_dim}"
         name += f" q_len={self.q_len}" if self.q_len > 1 else ""
         name += f" pages of {self.page_size}" if self.page_size else ""
@@ -65,9 +79,9 @@ class DecodeShape:
 
 @dataclass
 class DecodeInputs:
-    """Tensors of one decode step; caches are [batch, seq_len, num_kv_heads, row], or pages.
+    """Tensors of one decode step; caches are [batch, seq_len, num_kv_heads, row], or pages, or head-major ones.
 
-    options: what the public call takes besides: a block table, scales beside the cache.
+    options: what the public call takes besides: a block table, scales beside the cache, its layout.
     """
 
     shape: DecodeShape
@@ -155,6 +169,8 @@ def make_inputs(
     scale = given_scale(kv_format, shape.num_kv_heads, shape.head_dim, device)
     if scale is not None:
         options |= {"k_scale": scale, "v_scale": scale}
+    if shape.cache_layout != "NHD":
+        options["cache_layout"] = shape.cache_layout
     size = (shape.batch, shape.seq_len)
     if shape.page_size:
         options["block_table"], num_pages = _block_table(shape, device, generator)
@@ -212,6 +228,13 @@ def _make_cache(
 ) -> torch.Tensor:
     form = format_of(kv_format)
     row = form.row_elements(shape.head_dim)
+    if shape.cache_layout == "HND":
+        blocks, tokens = size
+        cache = torch.empty((blocks, shape.num_kv_heads, tokens, row), dtype=form.cache_dtype, device=device)
+        if not chunk_rows:
+            return cache
+        plain = replace(shape, cache_layout="NHD")
+        return cache.copy_(_make_cache(plain, size, kv_format, scale, device, generator, chunk_rows).transpose(1, 2))
     cache = torch.empty((*size, shape.num_kv_heads, row), dtype=form.cache_dtype, device=device)
     if not chunk_rows:
         return cache

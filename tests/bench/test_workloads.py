@@ -40,6 +40,26 @@ def test_every_format_that_the_command_takes_has_inputs(kv_format):
     assert relative_error(out[rows], want) <= TOLERANCE
 
 
+@pytest.mark.parametrize("kv_format", [*FORMATS, CHANNEL_BLOCKS.name])
+@pytest.mark.parametrize("page_size", [0, 32])
+def test_head_major_inputs_hold_the_same_rows_in_another_order_and_run(kv_format, page_size):
+    shape = DecodeShape(2, 64, 4, 2, 64, page_size=page_size)
+    tokens, heads = (make_inputs(each, kv_format, device="cpu") for each in (shape, shape.heads_first))
+    empty = make_inputs(shape.heads_first, kv_format, device="cpu", filled=False)
+    assert heads.options["cache_layout"] == "HND" and "cache_layout" not in tokens.options
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(heads, name)
+        assert cache.is_contiguous() and getattr(empty, name).shape == cache.shape
+        assert torch.equal(cache.transpose(1, 2).view(torch.uint8), getattr(tokens, name).view(torch.uint8))
+    assert heads.shape.name == f"{shape.name}, heads first" and heads.shape.as_dict()["cache_layout"] == "HND"
+    assert heads.shape.cache_bytes(kv_format) == shape.cache_bytes(kv_format)
+    rows, want = reference_rows(heads)
+    torch.testing.assert_close(want, reference_rows(tokens)[1])
+    out = torch.full_like(heads.q, torch.nan)
+    Entry().bind(heads, out=out)()
+    assert relative_error(out[rows], want) <= TOLERANCE
+
+
 @pytest.mark.parametrize("kv_format", ["bf16", "fp16", "int4_g1", "int4_g8"])
 def test_inputs_have_the_formats_bytes_and_run(kv_format):
     shape = DecodeShape(3, seq_len=20, num_q_heads=4, num_kv_heads=2, head_dim=64)
