@@ -1,7 +1,8 @@
 """Shapes of decode attention apart from the main table: skewed batches, short contexts, heads, pages, chosen blocks.
 
 Bars over the floor of the bytes: skewed batches 1.15 and 5 us, heads 1.15 and 3 us, chosen blocks 1.15 (of those).
-Pages of 64 cost at most 3 % over contiguous rows.
+Pages of 64 cost at most 3 % over contiguous rows. Cases of several KV heads have a row for each layout of the cache in
+which a format may be faster; a bar is for the better one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class MixedShape(DecodeShape):
         return [tokens for count, tokens in self.mix for _ in range(count)]
 
     @property
-    def name(self) -> str:
+    def case(self) -> str:
         return f"{self.label} HQ={self.num_q_heads} HKV={self.num_kv_heads} D={self.head_dim}"
 
 
@@ -62,8 +63,8 @@ class BlockShape(DecodeShape):
         return rows * format_of(kv_format).row_bytes(self.head_dim)
 
     @property
-    def name(self) -> str:
-        return f"{super().name}, {self.chosen} blocks of {self.block_tokens}"
+    def case(self) -> str:
+        return f"{super().case}, {self.chosen} blocks of {self.block_tokens}"
 
     def own_options(self, device: torch.device | str, generator: torch.Generator) -> dict[str, Any]:
         heads, blocks = (self.batch, self.num_kv_heads), self.seq_len // self.block_tokens
@@ -120,6 +121,8 @@ SUITES = {
     "pages": (page_shapes, ("bf16", "e4m3_tensor", "int8_token_head", "int4_g1", "int4_g4")),
     "blocks": (block_shapes, FORMATS),
 }
+HEADS_FIRST: dict[str, tuple[str, ...]] = {"skewed": (), "heads": ("bf16",), "blocks": ("bf16",)}
+"""Suites that measure head-major pages, too: of formats with scales in their rows, and of these."""
 
 
 Case = tuple[str, DecodeShape, str]
@@ -131,17 +134,26 @@ def cases(suites: Iterable[str], formats: Iterable[str] | None = None, only: str
     regular expression."""
     formats = None if formats is None else tuple(formats)
     known = [(name, *SUITES[name]) for name in suites if name in SUITES]
-    every = [(name, shape, form) for name, make, usual in known for shape in make() for form in formats or usual]
+    given = [(name, shape, form) for name, make, usual in known for shape in make() for form in formats or usual]
+    every = [(name, one, form) for name, shape, form in given for one in in_layouts(name, shape, form)]
     return [case for case in every if re.search(only, f"{case[2]} {case[1].name}")]
 
 
+def in_layouts(suite: str, shape: DecodeShape, kv_format: str) -> list[DecodeShape]:
+    """The shape in each layout of the cache that is measured. With one KV head both are the same."""
+    others = HEADS_FIRST.get(suite)
+    if others is None or shape.num_kv_heads == 1 or not (format_of(kv_format).has_header or kv_format in others):
+        return [shape]
+    return [shape, shape.heads_first]
+
+
 def run(bench: Bench, chosen: Sequence[Case], peers: bool, seconds: float) -> None:
-    """The rows of some cases. After so many seconds the rest is left out, which is said."""
+    """The rows of some cases. After so many seconds the rest is left out, which is said. Peers run over NHD alone."""
     for number, (suite, shape, kv_format) in enumerate(chosen):
         if bench.recorder.seconds() > seconds:
             bench.say(f"{len(chosen) - number} rows are left out after {seconds:.0f} s, from {suite} on")
             return
-        run_rows(bench, suite, [shape], [kv_format], peers and suite != "blocks")
+        run_rows(bench, suite, [shape], [kv_format], peers and suite != "blocks" and shape.cache_layout == "NHD")
 
 
 def specs(chosen: Iterable[Case], bench: Bench) -> list[KernelSpec]:

@@ -1,4 +1,5 @@
-"""A layer's decoding step in one call, RoPE, append and attention, over caches of K and V in several formats.
+"""A layer's decoding step in one call, RoPE, append and attention, over caches of K and V in several formats, and in
+both layouts where there are several KV heads.
 
 `python -m bench decode --suite step`. The floor is that of the cache's bytes.
 """
@@ -15,10 +16,10 @@ import torch
 
 from bench.kernels import needed_by, needed_by_cases
 from bench.peers import relative_error
-from bench.report import Record, closing, in_markdown, number
+from bench.report import Record, about_layouts, closing, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold, time_graph_cold
-from bench.workloads import DecodeShape, make_inputs
+from bench.workloads import HEADS_FIRST, DecodeShape, make_inputs
 from cute_kernels import append_and_decode, append_kv
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.kv_cache import Rope
@@ -61,7 +62,7 @@ class CacheStep:
             make_inputs(shape, name, device, seed=3 + i, filled=filled) for i, name in enumerate((k_format, v_format))
         )
         caches: dict[str, Any] = {"k_cache": k.k_cache, "v_cache": v.v_cache, "seq_lens": k.seq_lens}
-        caches["block_table"] = k.options["block_table"]
+        caches |= {name: k.options[name] for name in ("block_table", "cache_layout") if name in k.options}
         for of, name in ((k, "k_scale"), (v, "v_scale")):
             if name in of.options:
                 caches[name] = of.options[name]
@@ -99,9 +100,10 @@ Case = tuple[DecodeShape, tuple[str, ...]]
 
 
 def cases(batches: Iterable[int] = BATCHES, only: str = "") -> list[Case]:
-    """Every cache at each number of requests whose "FORMATS NAME" has ``only``, a regular expression."""
+    """Every cache in each layout at each number of requests whose "FORMATS NAME" has ``only``, a regular expression."""
     sizes = [(batch, *heads) for batch in batches for heads in (*HEADS, *MORE_HEADS.get(batch, ()))]
-    shapes = [DecodeShape(batch, num_q_heads=q, num_kv_heads=kv, page_size=64) for batch, q, kv in sizes]
+    plain = [DecodeShape(batch, num_q_heads=q, num_kv_heads=kv, page_size=64) for batch, q, kv in sizes]
+    shapes = [one for shape in plain for one in ([shape, shape.heads_first] if shape.num_kv_heads > 1 else [shape])]
     return [(shape, pair) for shape in shapes for pair in FORMATS if re.search(only, f"{_label(pair)} {shape.name}")]
 
 
@@ -173,15 +175,18 @@ def text(record: Record) -> str:
 
 
 def markdown(record: Record) -> str:
-    """A line for each number of requests: the time of each pair of formats, in brackets the ratio to the floor."""
-    by_shape: dict[tuple[int, int], dict[str, str]] = {}
+    """A line for each number of requests and layout: the time of each pair of formats, in brackets the ratio to the
+    floor."""
+    by_shape: dict[str, dict[str, str]] = {}
     for row in record["steps"]:
         cell = f"**{number(row['graph_us']['median_us'])}** ({number(row['floor_ratio'], 2)})"
-        by_shape.setdefault((row["shape"]["batch"], row["shape"]["num_kv_heads"]), {})[_label(row["formats"])] = cell
+        layout = HEADS_FIRST if row["name"].endswith(HEADS_FIRST) else ""
+        line = f"{row['shape']['batch']}{_heads(row['shape']['num_kv_heads'])}{layout}"
+        by_shape.setdefault(line, {})[_label(row["formats"])] = cell
     names = list(dict.fromkeys(name for cells in by_shape.values() for name in cells))
-    lines = [[f"{b}{_heads(kv)}", *(cells.get(name, "-") for name in names)] for (b, kv), cells in by_shape.items()]
+    lines = [[line, *(cells.get(name, "-") for name in names)] for line, cells in by_shape.items()]
     about = "us; in brackets how many times the floor of the cache's bytes."
-    return in_markdown(record, ["requests", *names], lines, about)
+    return in_markdown(record, ["requests", *names], lines, about + about_layouts(record["steps"]))
 
 
 def _heads(kv: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench import perplexity
+from bench.workloads import HEADS_FIRST
 
 Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
@@ -159,7 +160,14 @@ def markdown(record: Record, suite: str = "main") -> str:
     ]
     head = [title for title, _ in columns]
     about = f"median of {record.get('samples')} calls, each with L2 made cold by reading 256 MB."
-    return in_markdown(record, head, ([cell(row) for _, cell in columns] for row in rows), about)
+    return in_markdown(record, head, ([cell(row) for _, cell in columns] for row in rows), about + about_layouts(rows))
+
+
+def about_layouts(rows: Iterable[Record]) -> str:
+    """What a table says of rows over head-major caches, where it has any; begins with a blank."""
+    if not any(row["name"].endswith(HEADS_FIRST) for row in rows):
+        return ""
+    return f' "{HEADS_FIRST[2:].capitalize()}": pages are [KV heads, tokens, row], `cache_layout="HND"`.'
 
 
 def in_markdown(record: Record, head: Sequence[str], lines: Iterable[Sequence[str]], about: str) -> str:

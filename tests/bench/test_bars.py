@@ -1,6 +1,10 @@
 """Bars: every one that the run has figures for is judged, against figures of the same run."""
 
+import pytest
+
 from bench.bars import judge
+from bench.record import RESULTS, load
+from tests.bench.conftest import row
 
 
 def verdicts(record):
@@ -37,3 +41,39 @@ def test_a_bar_reads_as_a_sentence(record):
     met = [verdict.as_dict() for verdict in judge(record)]
     assert {"what", "measured", "bar", "met"} == set(met[0])
     assert any(entry["bar"] == ">= 3.2 x" for entry in met) and any(entry["bar"] == "<= 9 us" for entry in met)
+
+
+def _in_layouts(suite, tokens_us, heads_us):
+    """A case's rows over both layouts, the second in a graph of so many us; without those that have no time."""
+    rows = []
+    for layout, us in (("", tokens_us), (", heads first", heads_us)):
+        if us is not None:
+            one = row("int4_g4", 32, us - 2, 100.0, suite=suite, num_kv_heads=8)
+            rows.append(one | {"name": f"a case{layout}", "graph_us": {"median_us": us}})
+    return rows
+
+
+@pytest.mark.parametrize(("suite", "limit"), [("skewed", 120.0), ("heads", 118.0), ("blocks", 115.0)])
+def test_a_case_is_judged_in_its_better_layout_which_the_bar_names(suite, limit):
+    for times, best, us in (((130, 110), ", heads first", 110), ((110, 130), ", tokens first", 110)):
+        (verdict,) = judge({"rows": _in_layouts(suite, *times)})
+        assert (verdict.what, verdict.measured) == (f"int4_g4 a case: time{best}", us)
+        assert verdict.met and verdict.limit == pytest.approx(limit)
+    (missed,) = judge({"rows": _in_layouts(suite, 130, 125)})
+    assert not missed.met and missed.measured == 125
+    (alone,) = judge({"rows": _in_layouts(suite, 130, None)})
+    assert alone.what == "int4_g4 a case: time" and not alone.met
+    (heads,) = judge({"rows": _in_layouts(suite, None, 110)})
+    assert heads.what == "int4_g4 a case: time, heads first" and heads.met
+
+
+def test_layouts_of_other_formats_suites_and_cases_are_judged_apart():
+    rows = [*_in_layouts("skewed", 130, 110), *_in_layouts("heads", 130, 110)]
+    rows += [one | {"kv_format": "bf16"} for one in rows] + [{**one, "name": f"other {one['name']}"} for one in rows]
+    assert len(judge({"rows": rows})) == 6
+
+
+@pytest.mark.parametrize("name", ["decode_apart", "decode_heads", "decode_blocks"])
+def test_recorded_cases_have_the_bars_of_their_record(name):
+    record = load(RESULTS / f"{name}.json")
+    assert [verdict.as_dict() for verdict in judge(record)] == record["bars"]

@@ -49,6 +49,22 @@ def test_steps_of_engines_and_of_attention_alone_count_too():
     ]
 
 
+def test_attention_alone_counts_in_the_faster_layout_of_its_cache():
+    rows = [
+        {"name": f"B=1{layout}", "formats": [kv, kv], "graph_us": {"median_us": us}}
+        for kv, layout, us in (
+            ("int4_g4", "", 18.0),
+            ("int4_g4", ", heads first", 12.0),
+            ("bf16", "", 17.0),
+            ("bf16", ", heads first", 17.5),
+        )
+    ]
+    steps = steps_of({"rows": [], "steps": rows})
+    assert steps == [Step("attention, B=1", "int4_g4", 0.012), Step("attention, B=1", "bf16", 0.017)]
+    assert slower(steps) == []
+    assert len(slower(steps_of({"rows": [], "steps": [rows[0], rows[2]]}))) == 1
+
+
 def test_the_page_names_every_format_whose_recorded_step_is_slower_than_a_larger_ones():
     """By how much at most, rounded to percent; and it names no other."""
     worst: dict[tuple[str, str], float] = {}
