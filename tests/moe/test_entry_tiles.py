@@ -32,6 +32,7 @@ from cute_kernels.gemm.experts.wgmma.entry_config import (
     ring_config,
 )
 from cute_kernels.gemm.experts.wgmma.entry_kernel import (
+    EntryKernel,
     EntryLoads,
     EntryResults,
     EntryTile,
@@ -42,6 +43,7 @@ from cute_kernels.gemm.experts.wgmma.schedule import SMEM_RESERVE, entry_config,
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, Store
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
+from cute_kernels.gemm.wgmma.memory import TileMemory, barriers_from
 from cute_kernels.gemm.wgmma.results import StagedStore
 from layouts.weights.hopper import TILE_N
 from simulator import stand_in
@@ -168,6 +170,21 @@ def test_each_row_is_the_first_of_eight(ids, rows, topk, block_k, run_on):
             for row, place in enumerate(places):
                 wanted = x[place // topk, number * block_k : (number + 1) * block_k]
                 assert torch.equal(operand[:, row, 0].flatten(), wanted)
+
+
+@pytest.mark.parametrize("rows", ENTRY_ROWS)
+def test_the_warps_of_a_ring_free_its_stages(rows):
+    """A ring whose barriers wait for the other ring's warps as well stops when it comes to a stage for the second
+    time."""
+    config = configured(rows)
+    regions = dict.fromkeys(("x_address", "codes", "scales", "zeros", "staging", "table", "x_scales", "partials"), 0)
+    memory = stand_in(TileMemory)(x=None, **regions, **barriers_from(config, stand_in(Pointer(0))))
+    declared = {group.name: group for group in config.barriers}
+    kernel: Any = SimpleNamespace(ring=ring_config(config))
+    for number in range(RINGS):
+        ring = EntryKernel.ring_of(kernel, memory, number).pipeline
+        assert (ring.fills, ring.releases) == (declared["full"].arrivals, declared["empty"].arrivals)
+        assert ring.releases == ring_config(config).consumer_warps < config.consumer_warps
 
 
 @pytest.mark.parametrize("features, pitch", [(TILE_N, PACKED_PITCH), (TILE_N // 2, GATED_PITCH)])
