@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,12 +22,23 @@ from cute_kernels.arguments import (
 )
 from cute_kernels.attention import checks, extend_checks
 from cute_kernels.attention.extend_config import MAX_EXTEND_SPLITS
-from cute_kernels.attention.operands import Bias, CacheOperand, ChosenBlocks, Tail, check_caches, operand_of, part_of
-from cute_kernels.attention.options import keys_seen
+from cute_kernels.attention.operands import (
+    Bias,
+    CacheOperand,
+    ChosenBlocks,
+    Tail,
+    check_beside_blocks,
+    check_caches,
+    operand_of,
+    part_of,
+)
+from cute_kernels.attention.options import TENSORS, CallOptions, keys_seen, with_defaults
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.scores import SIZES, check_given, tensors_of
 from cute_kernels.formats.scores.features import Features
-from cute_kernels.names import CacheLayout, WindowSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Given(NamedTuple):
@@ -271,88 +282,59 @@ def make_call(
     softmax_scale: float | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    cache_layout: CacheLayout = "NHD",
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    causal: bool = True,
-    window_size: WindowSize | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    q_shift: torch.Tensor | None = None,
-    k_tail: torch.Tensor | None = None,
-    tail_slots: torch.Tensor | None = None,
-    score_options: Mapping[str, torch.Tensor] | None = None,
-    block_list: torch.Tensor | None = None,
-    block_counts: torch.Tensor | None = None,
-    block_tokens: int | None = None,
+    **options: Unpack[CallOptions],
 ) -> AttentionCall:
     """Checks everything that can be checked without waiting for a device; arguments as `decode_attention` has them.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
     """
-    forms = checks.check_formats(kv_format)
-    checks.check_layout(cache_layout)
-    needed = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
-    optional = {
-        "out": out,
-        "block_table": block_table,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "attn_bias": attn_bias,
-        "q_shift": q_shift,
-        "k_tail": k_tail,
-        "tail_slots": tail_slots,
-        "block_list": block_list,
-        "block_counts": block_counts,
-    }
-    tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
+    given = with_defaults(options)
+    forms, block_table = checks.check_formats(kv_format), given["block_table"]
+    checks.check_layout(given["cache_layout"])
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
+    tensors |= {name: given[name] for name in TENSORS if given[name] is not None}
     check_tensors(**tensors)
     for name, tensor in tensors.items():
         check_place(name, tensor, q.device)
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
-    caches = check_caches((batch, num_q_heads), k_cache, v_cache, forms, cache_layout == "HND", block_table)
+    head_major = given["cache_layout"] == "HND"
+    caches = check_caches((batch, num_q_heads), k_cache, v_cache, forms, head_major, block_table)
     checks.check_row("k_cache", k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
     checks.check_readable("k_cache", forms[0], head_dim)
     checks.check_readable("v_cache", forms[1], v_head_dim)
     checks.check_blocks(forms, caches.tokens if block_table is not None else None)
     fp32, heads, of_head = (torch.float32,), (num_q_heads,), ", one for each query head"
+    of_queries = q.shape[:3], q.device, "q", "", ": batch, q_len and heads of q", True
     wanted = [
         Wanted("seq_lens", seq_lens, (torch.int32,), (batch,), q.device, "q", "", ", the batch of q", True),
-        Wanted("sinks", sinks, fp32, heads, q.device, "q", "", of_head, True),
-        Wanted("alibi_slopes", alibi_slopes, fp32, heads, q.device, "q", "", of_head, True),
-        Wanted("q_shift", q_shift, fp32, q.shape[:3], q.device, "q", "", ": batch, q_len and heads of q", True),
+        Wanted("sinks", given["sinks"], fp32, heads, q.device, "q", "", of_head, True),
+        Wanted("alibi_slopes", given["alibi_slopes"], fp32, heads, q.device, "q", "", of_head, True),
+        Wanted("q_shift", given["q_shift"], fp32, *of_queries),
         checks.out_wanted(out, q, (*q.shape[:3], v_head_dim), ": q's, with the head_dim of V"),
     ]
     check_wanted(one for one in wanted if one.tensor is not None)
     check_optional_positive("softmax_scale", softmax_scale)
-    check_optional_positive("softcap", softcap)
-    check_flag("causal", causal)
-    window = keys_seen(window_size)
+    check_optional_positive("softcap", given["softcap"])
+    check_flag("causal", given["causal"])
+    window = given["window_size"] = keys_seen(given["window_size"])
     check_optional_count("window_size", window)
     check_optional_count("num_splits", num_splits, checks.MAX_SPLITS)
+    scores = {} if given["score_options"] is None else given["score_options"]
     if out is not None:
-        check_apart("out", out, {**{name: tensors[name] for name in tensors if name != "out"}, **(score_options or {})})
-    max_seq_len = caches.max_seq_len
-    checks.check_tail(forms[0], k_tail, tail_slots, batch, (caches.num_kv_heads, head_dim))
+        check_apart("out", out, {**tensors, **scores})
+    max_seq_len, soft_cap, bias = caches.max_seq_len, given["softcap"], given["attn_bias"]
+    tail = given["k_tail"], given["tail_slots"]
+    checks.check_tail(forms[0], *tail, batch, (caches.num_kv_heads, head_dim))
     numbers = (batch, q_len, num_q_heads, caches.num_kv_heads, head_dim, max_seq_len)
-    given = {} if score_options is None else score_options
-    terms = check_given(given, q, dict(zip(SIZES, numbers, strict=True)))
-    blocks = ChosenBlocks.of(
-        block_list, block_counts, block_tokens, (batch, caches.num_kv_heads), q.device, window_size=window,
-        alibi_slopes=alibi_slopes, attn_bias=attn_bias, score_options=score_options, q_shift=q_shift, k_tail=k_tail,
-    )  # fmt: skip
+    terms = check_given(scores, q, dict(zip(SIZES, numbers, strict=True)))
+    blocks = ChosenBlocks.of(given, (batch, caches.num_kv_heads), q.device)
     call = AttentionCall(
         q=q,
-        k=operand_of("k_scale", k_cache, forms[0], head_dim, caches, k_scale),
-        v=operand_of("v_scale", v_cache, forms[1], v_head_dim, caches, v_scale),
+        k=operand_of("k_scale", k_cache, forms[0], head_dim, caches, given["k_scale"]),
+        v=operand_of("v_scale", v_cache, forms[1], v_head_dim, caches, given["v_scale"]),
         seq_lens=seq_lens,
         block_table=block_table,
         num_kv_heads=caches.num_kv_heads,
@@ -361,18 +343,18 @@ def make_call(
         num_blocks=caches.num_blocks,
         head_major=caches.head_major,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
-        causal=causal or window is not None,
+        causal=given["causal"] or window is not None,
         window=window if window is not None and window < max_seq_len else None,
-        soft_cap=None if softcap is None else float(softcap),
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        bias=None if attn_bias is None else Bias.of(attn_bias, (batch, q_len, num_q_heads, max_seq_len)),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=given["sinks"],
+        alibi_slopes=given["alibi_slopes"],
+        bias=None if bias is None else Bias.of(bias, (batch, q_len, num_q_heads, max_seq_len)),
         num_splits=num_splits,
         out=out,
-        q_shift=q_shift,
+        q_shift=given["q_shift"],
         terms=terms,
-        score_tensors=given,
-        tail=None if k_tail is None or tail_slots is None else Tail(k_tail, tail_slots),
+        score_tensors=scores,
+        tail=None if tail[0] is None else Tail(*tail),
         blocks=blocks,
     )
     if blocks is not None:
@@ -422,7 +404,7 @@ def make_extend_call(
     if call.terms:
         extend_checks.check_score_options(call.terms, tree_mask=tree_mask, new_k=new_k, new_v=new_v)
     if call.blocks is not None:
-        ChosenBlocks.of(*call.blocks.given, (batch, call.num_kv_heads), q.device, new_k=new_k, tree_mask=tree_mask)
+        check_beside_blocks(new_k=new_k, tree_mask=tree_mask)
         if unpack is True or fp8_products:
             name = "unpack" if unpack is True else "fp8_products"
             raise ValueError(f"{name}: got True beside a block_list, want False: chosen blocks are read as they lie")

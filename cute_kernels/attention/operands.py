@@ -3,11 +3,13 @@ blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_dtype, check_place, check_tensors, shape_of, strides_of
+from cute_kernels.arguments import Wanted, check_wanted, shape_of, strides_of
 from cute_kernels.attention import checks
 from cute_kernels.formats.kv import KvFormat
 
@@ -98,49 +100,28 @@ class ChosenBlocks:
     tokens: int
 
     @staticmethod
-    def of(
-        block_list: torch.Tensor | None,
-        block_counts: torch.Tensor | None,
-        block_tokens: int | None,
-        heads: tuple[int, int],
-        device: torch.device,
-        **others: object,
-    ) -> ChosenBlocks | None:
-        """Returns the chosen blocks of a call; None for a call over all tokens.
-
-        heads: batch and KV heads. others: options of the call, of which those in `POSITIONAL` are refused.
+    def of(options: Mapping[str, Any], heads: tuple[int, int], device: torch.device) -> ChosenBlocks | None:
+        """Returns the chosen blocks of a call with these options; None for a call over all tokens. heads: batch and KV
+        heads.
 
         Raises TypeError and ValueError, naming the argument, what came and what is wanted.
         """
-        given = dict(zip(BLOCK_NAMES, (block_list, block_counts, block_tokens), strict=True))
-        if all(value is None for value in given.values()):
+        given = [options[name] for name in BLOCK_NAMES]
+        if all(value is None for value in given):
             return None
-        for name, value in given.items():
+        for name, value in zip(BLOCK_NAMES, given, strict=True):
             if value is None:
                 raise ValueError(f"{name}: got None, want {', '.join(BLOCK_NAMES)} together")
-        assert block_list is not None and block_counts is not None and block_tokens is not None
+        block_list, block_counts, block_tokens = given
         if type(block_tokens) is not int or block_tokens not in BLOCK_TOKENS:
             raise ValueError(f"block_tokens: got {block_tokens!r}, want {' or '.join(map(str, BLOCK_TOKENS))}")
-        check_tensors(block_list=block_list, block_counts=block_counts)
-        wanted = {"block_list": (block_list, 3, ", max_blocks"), "block_counts": (block_counts, 2, "")}
-        for name, (tensor, dimensions, more) in wanted.items():
-            check_place(name, tensor, device)
-            check_dtype(name, tensor, torch.int32)
-            if tensor.dim() != dimensions or tuple(tensor.shape[:2]) != heads or not tensor.shape[-1]:
-                raise ValueError(
-                    f"{name}: got shape {shape_of(tensor)}, want [{heads[0]}, {heads[1]}{more}]: requests and KV heads"
-                )
-        for name in POSITIONAL:
-            if others.get(name) is not None:
-                raise ValueError(
-                    f"{name}: got a value beside a block_list, want None: it goes by positions of all tokens"
-                )
+        int32, why = (torch.int32,), ": requests and KV heads"
+        wanted_list = Wanted("block_list", block_list, int32, (*heads, "max_blocks"), device, "q", "", why)
+        check_wanted([wanted_list, Wanted("block_counts", block_counts, int32, heads, device, "q", "", why)])
+        if not block_list.shape[2]:
+            raise ValueError(f"block_list: got shape {shape_of(block_list)}, want at least one block")
+        check_beside_blocks(**options)
         return ChosenBlocks(block_list, block_counts, block_tokens)
-
-    @property
-    def given(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Returns list, counts and tokens of a block, in the order of `BLOCK_NAMES`."""
-        return self.list, self.counts, self.tokens
 
     def seen(self, keys_at: torch.Tensor) -> torch.Tensor:
         """Returns bool [batch, num_kv_heads, tokens]: whether each key at positions ``keys_at`` [tokens] lies in a
@@ -168,6 +149,13 @@ class ChosenBlocks:
                     f"{name}: got {caches.max_seq_len} tokens a request, {operand.block_stride} bytes apart, beside a "
                     f"block_list, want whole blocks of {tokens} without gaps between requests"
                 )
+
+
+def check_beside_blocks(**options: object) -> None:
+    """Raises ValueError for options of `POSITIONAL` that are given beside chosen blocks."""
+    for name in POSITIONAL:
+        if options.get(name) is not None:
+            raise ValueError(f"{name}: got a value beside a block_list, want None: it goes by positions of all tokens")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -42,6 +43,13 @@ NO_OPTIONS = cast("CallOptions", defaults_of(OF_BOTH, OF_BIAS, OF_DECODE))
 
 NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
 """The defaults of extend attention's options."""
+
+
+OPTIONS = {**NO_OPTIONS, "score_options": None, **defaults_of(OF_BLOCKS)}
+"""Every option of decode attention, with its default."""
+
+TENSORS = tuple(re.findall(r"Tensor\? (\w+)", f"{OF_BOTH}, {OF_BIAS}, {OF_DECODE}, {OF_BLOCKS}"))
+"""Names of the options of decode attention that are tensors."""
 
 
 class CallNumbers(TypedDict, total=False):
@@ -147,6 +155,14 @@ def options_of(
 def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallOptions:
     """Adds ``more`` to complete options: registered options or chosen blocks."""
     return cast(CallOptions, {**(options or NO_OPTIONS), **more})
+
+
+def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns every option of a call of decode attention. Raises TypeError for one that it does not have."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"{name}: got it as an option of attention, want one of {', '.join(OPTIONS)}")
+    return {**OPTIONS, **options}
 
 
 def keys_seen(window: WindowSize | None) -> int | None:
