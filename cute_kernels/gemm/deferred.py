@@ -165,22 +165,15 @@ def _giving_plan(call: GivingCall) -> Plan[[GivingCall], NormedRows]:
     new_squares = blank((m, n // SQUARES_N), torch.float32)
 
     def launch(call: GivingCall) -> NormedRows:
-        x, weight, bias, zeros = call.x, call.weight, call.bias, call.weight.zeros
+        x, weight = call.x, call.weight
         if inputs is not None:
             x = inputs.make(x, weight.perm, weight.input_scale)
         rows, scaled, squares = GPU.empty(*new_rows), GPU.empty(*new_scaled), GPU.empty(*new_squares)
         send(
-            x=(x.detach() if x.requires_grad else x).view(m, k),
-            codes=weight.codes.data_ptr(),
-            scales=weight.scales.data_ptr(),
-            zeros=0 if zeros is None else zeros.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            residual=call.residual.data_ptr(),
-            out=rows.data_ptr(),
-            norm=call.norm.data_ptr(),
-            scaled=scaled.data_ptr(),
-            squares=squares.data_ptr(),
-        )
+            x=(x.detach() if x.requires_grad else x).view(m, k), codes=weight.codes, scales=weight.scales,
+            zeros=weight.zeros, bias=call.bias, residual=call.residual, out=rows, norm=call.norm, scaled=scaled,
+            squares=squares,
+        )  # fmt: skip
         return left_to_next(rows, call.norm, call.eps, call.offset, DeferredParts(scaled, squares))
 
     return Plan(index, launch, (product,))
@@ -314,18 +307,11 @@ def _taking_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor]:
     new_out = blank(call._replace(x=rows).result_shape, out_dtype)
 
     def launch(call: LinearCall) -> torch.Tensor:
-        weight, bias, residual, parts, zeros = call.weight, call.bias, call.residual, call.x.deferred, call.weight.zeros
-        out = GPU.empty(*new_out) if call.out is None else call.out
+        weight, parts, out = call.weight, call.x.deferred, GPU.empty(*new_out) if call.out is None else call.out
         send(
-            x=parts.scaled,
-            codes=weight.codes.data_ptr(),
-            scales=weight.scales.data_ptr(),
-            zeros=0 if zeros is None else zeros.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            residual=0 if residual is None else residual.data_ptr(),
-            out=out.data_ptr(),
-            squares=parts.squares.data_ptr(),
-        )
+            x=parts.scaled, codes=weight.codes, scales=weight.scales, zeros=weight.zeros, bias=call.bias,
+            residual=call.residual, out=out, squares=parts.squares,
+        )  # fmt: skip
         return out
 
     return Plan(index, launch, (product,))

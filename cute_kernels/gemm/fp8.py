@@ -152,13 +152,9 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
 
     def multiply(scale, x, codes, scales, zeros, bias, residual, *_: object) -> torch.Tensor:
         made, x_scales = rows.make(aligned(x), scale)
-        of_x = {} if in_16_bits else {"x_scales": x_scales.data_ptr()}
         out = GPU.empty(*new_out)
-        send(
-            x=made, **of_x, codes=codes.data_ptr(), scales=scales.data_ptr(), zeros=0,
-            bias=0 if bias is None else bias.data_ptr(), residual=0 if residual is None else residual.data_ptr(),
-            out=out.data_ptr(),
-        )  # fmt: skip
+        of_weight = {"codes": codes, "scales": scales, "zeros": zeros}
+        send(x=made, x_scales=x_scales, **of_weight, bias=bias, residual=residual, out=out)
         return out
 
     def launch(call: Fp8Call) -> torch.Tensor:

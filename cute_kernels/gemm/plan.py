@@ -49,13 +49,8 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
             out = GPU.empty(*new_out)
         if copies_residual and residual is not None:
             residual = residual.contiguous()
-        zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
-        bias = 0 if bias is None else bias.data_ptr()
-        residual = 0 if residual is None else residual.data_ptr()
-        send(
-            x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), zeros=zeros, bias=bias,
-            residual=residual, out=out.data_ptr(),
-        )  # fmt: skip
+        codes, scales, zeros = weight.codes, weight.scales, weight.zeros
+        send(x=x, codes=codes, scales=scales, zeros=zeros, bias=bias, residual=residual, out=out)
         return out
 
     return Plan(index, launch, (product,))

@@ -23,15 +23,15 @@ from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
-from cute_kernels.runtime.launch_arguments import LaunchArguments
+from cute_kernels.runtime.launch_arguments import LaunchArguments, by_name
 
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
-DENSE = ("codes", "scales", "zeros", "bias", "residual", "out")
-"""Names of the addresses that the launch of any dense product takes besides x."""
+DENSE = ("codes", "scales", "zeros", "bias", "residual", "out", "norm", "scaled", "squares", "x_scales")
+"""Names of the tensors whose addresses the kernel of a dense product may take."""
 
 Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
-"""Makes a launcher from the numbers, by name, that its calls have in common. The launcher takes x and addresses by
-name."""
+"""Makes a launcher from the numbers, by name, that its calls have in common. The launcher takes x and other
+tensors, or None, by name."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Product:
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
         """Returns the launcher of calls with these numbers in common, on the current stream of the current device.
 
-        The launcher takes x [m, k], on 16 bytes, k a multiple of 8, and addresses by name. activation: a name or an
-        object; one that is not standard must be the problem's own.
+        The launcher takes x [m, k], on 16 bytes, k a multiple of 8, and other tensors, or None, by name. activation: a
+        name or an object; one that is not standard must be the problem's own.
         """
         return self.bind({"n": n, "activation": number_of(activation), "out_kind": OUT_KINDS[out_dtype], **added})
 
@@ -61,7 +61,7 @@ def of_kernel(
     function: Callable[..., Any],
     declared: LaunchArguments,
     sizes: Mapping[str, int],
-    takes: tuple[str, ...],
+    tensors: tuple[str, ...],
     device_index: int,
     num_words: int = 0,
 ) -> Bind:
@@ -69,10 +69,12 @@ def of_kernel(
 
     Args:
         function: the compiled kernel. declared: its launch arguments. sizes: the numbers that the schedule decides.
-        takes: names of the addresses that a launch gives; those that the kernel does not declare are ignored.
+        tensors: names of the tensors that a launch may give; those that the kernel does not declare are ignored, and so
+            is ``rows``.
         num_words: fp32 words of workspace; 0: the kernel needs none.
     """
-    ignored = tuple(name for name in takes if name not in declared.names)
+    places = by_name(*(name for name in tensors if name in declared.names))
+    ignored = tuple(name for name in (*tensors, "rows") if name not in declared.names)
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         fixed, made = {**sizes, **numbers}, {}
@@ -80,7 +82,7 @@ def of_kernel(
             made["workspace"] = partial(workspace, device_index, num_words)
         elif "workspace" in declared.names:
             fixed["workspace"] = 0
-        return declared.bound(function, fixed, made=made, ignored=ignored)
+        return declared.bound(function, fixed, places, made=made, ignored=ignored)
 
     return bind
 

@@ -18,6 +18,7 @@ from cute_kernels.norm.reference import norm_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.launch_arguments import by_name
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import Operator, launcher, route
 from cute_kernels.runtime.plans import identity
@@ -71,29 +72,16 @@ class NormPlan:
 
     def launch(self, call: NormCall) -> Results:
         """Launches on the current stream of the plan's device, which must be the current device."""
-        x, residual, bias, total = call.x, call.residual, call.bias, call.residual_out
+        residual, total = call.residual, call.residual_out
         y = GPU.empty(*self.new) if call.out is None else call.out
         if residual is not None and total is None:
             total = GPU.empty(*self.new)
         if self.send is not None:
             self.send(
-                out=y.view(self.flat),
-                x=x.data_ptr(),
-                residual=0 if residual is None else residual.data_ptr(),
-                total=0 if total is None else total.data_ptr(),
-                weight=call.weight.data_ptr(),
-                bias=0 if bias is None else bias.data_ptr(),
-                **_inputs_of(call),
-            )
+                out=y.view(self.flat), x=call.x, residual=residual, total=total, weight=call.weight, bias=call.bias,
+                order=call.order, factors=call.input_scale,
+            )  # fmt: skip
         return y, total
-
-
-def _inputs_of(call: NormCall) -> dict[str, int]:
-    """Returns the order and factors as launch arguments, for a call that makes a layer's inputs; else nothing."""
-    order, scale = call.order, call.input_scale
-    if order is scale is None:
-        return {}
-    return {"order": 0 if order is None else order.data_ptr(), "factors": 0 if scale is None else scale.data_ptr()}
 
 
 def _key(call: NormCall) -> tuple[Any, ...]:
@@ -157,8 +145,11 @@ def _make_plan(call: NormCall) -> NormPlan:
         "weight_offset": float(call.weight_offset),
     }
     config = config_of(call)
+    declared, function = norm_arguments(config), load(NormSpec(config), arch_of(index)) if x.numel() else None
+    inputs = ("order", "factors")
+    tensors = by_name("x", "residual", "total", "weight", "bias", *(inputs if config.inputs else ()))
     return NormPlan(
-        send=norm_arguments(config).bound(load(NormSpec(config), arch_of(index)), fixed) if x.numel() else None,
+        send=None if function is None else declared.bound(function, fixed, tensors, ignored=inputs),
         device_index=index,
         new=blank(tuple(shape_of(x)), x.dtype),
         flat=(x.numel() // n, n),

@@ -127,6 +127,11 @@ Place = tuple["str | int", ...]
 """The place of a value in a launch's arguments: an argument's name, then the keys to index it with."""
 
 
+def by_name(*names: str) -> dict[str, Place]:
+    """Returns the places of tensors that callers pass by the names of their arguments."""
+    return {name: (name,) for name in names}
+
+
 @functools.lru_cache(maxsize=256)
 def _binder(
     names: tuple[str, ...],

@@ -121,7 +121,6 @@ def with_parts(rows: NormedRows, parts: DeferredParts) -> NormedRows:
 
 def launch_product(product: Product, x: torch.Tensor, weight: Any, out: torch.Tensor, **options: Any) -> None:
     """Launches a dense product that writes ``out``. options: activation; bias and residual, tensors."""
-    given = {"zeros": weight.zeros, "bias": options.get("bias"), "residual": options.get("residual")}
-    addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
     send = product.bound(weight.shape[0], options.get("activation"), out.dtype)
-    send(x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), out=out.data_ptr(), **addresses)
+    given = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros}
+    send(x=x, **given, bias=options.get("bias"), residual=options.get("residual"), out=out)

@@ -19,7 +19,7 @@ def launch_grouped(
     **places: torch.Tensor | None,
 ) -> None:
     """Launches a product that writes ``out``. places: offsets and rows, or ids."""
-    given = {"zeros": weight.zeros, "bias": bias, **places}
-    addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in given.items()}
+    addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in places.items()}
     send = product.bound(weight.shape[0], activation, out.dtype)
-    send(x=x, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), out=out.data_ptr(), **addresses)
+    given = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "bias": bias}
+    send(x=x, **given, out=out.data_ptr(), **addresses)

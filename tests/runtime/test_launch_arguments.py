@@ -12,7 +12,7 @@ from cute_kernels.attention.arguments import decode_arguments
 from cute_kernels.formats.scores.features import PLAIN, Features
 from cute_kernels.kv_cache.arguments import append_arguments
 from cute_kernels.runtime import native
-from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
+from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, by_name, joined
 
 FOUR = joined(arguments("tensor", "x"), arguments("address", "bias", "norm"), arguments("int32", "rows"))
 
@@ -24,6 +24,13 @@ def test_arguments_go_where_their_names_are_declared_however_they_are_given():
     assert send(given={"n": None, "b": bias}, x=x) == (x, bias.data_ptr(), 0, 7)
     send = FOUR.bound(lambda *given: given, {"bias": 1}, values={"rows": ("numbers", 0), "norm": ("numbers", 1)})
     assert send(numbers=(3, 5), x=x) == (x, 1, 5, 3)
+
+
+def test_a_tensor_may_come_by_the_name_of_its_argument():
+    x, bias = torch.zeros(1), torch.zeros(2)
+    send = FOUR.bound(lambda *given: given, {"rows": 7, "norm": 3}, by_name("bias"), ignored=("y",))
+    assert send(bias=bias, x=x, y=bias) == (x, bias.data_ptr(), 3, 7)
+    assert send(bias=None, x=x) == (x, 0, 3, 7)
 
 
 @pytest.mark.parametrize(

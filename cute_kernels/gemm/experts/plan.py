@@ -60,7 +60,7 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
     pads = bool(form.k % vector)
 
     def launch(call: GroupedCall) -> torch.Tensor:
-        x, weight, offsets, bias, zeros = call.x, call.weight, call.expert_offsets, call.bias, call.weight.zeros
+        x, weight, offsets = call.x, call.weight, call.expert_offsets
         if x.requires_grad:
             x = x.detach()
         x = contiguous(x)
@@ -73,15 +73,9 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
         if gather is not None:
             x = gather.make(x, end=first + 4 * num_experts, numbers=rows)
         send(
-            x=x,
-            codes=weight.codes.data_ptr(),
-            scales=weight.scales.data_ptr(),
-            zeros=0 if zeros is None else zeros.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            out=out.data_ptr(),
-            offsets=first,
-            rows=rows,
-        )
+            x=x, codes=weight.codes, scales=weight.scales, zeros=weight.zeros, bias=call.bias, out=out.data_ptr(),
+            offsets=first, rows=rows,
+        )  # fmt: skip
         return out
 
     return Plan(index, launch, (product,))
@@ -231,19 +225,15 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
             of_first = of_second = {"ids": places}
         else:
             x, of_first, of_second, places = route(x, ids, base)
-        zeros = gate_up.zeros
         send_first(
-            x=x, codes=gate_up.codes.data_ptr(), scales=gate_up.scales.data_ptr(),
-            zeros=0 if zeros is None else zeros.data_ptr(),
-            bias=0 if call.gate_up_bias is None else call.gate_up_bias.data_ptr(), out=base, **of_first,
+            x=x, codes=gate_up.codes, scales=gate_up.scales, zeros=gate_up.zeros, bias=call.gate_up_bias, out=base,
+            **of_first,
         )  # fmt: skip
         if pads_hidden:
             hidden = aligned(hidden)
-        zeros = down.zeros
         send_second(
-            x=hidden, codes=down.codes.data_ptr(), scales=down.scales.data_ptr(),
-            zeros=0 if zeros is None else zeros.data_ptr(),
-            bias=0 if call.down_bias is None else call.down_bias.data_ptr(), out=results, **of_second,
+            x=hidden, codes=down.codes, scales=down.scales, zeros=down.zeros, bias=call.down_bias, out=results,
+            **of_second,
         )  # fmt: skip
         combine(
             out=out, results=results, places=places, weights=weights, topk=topk, num_experts=num_experts,

@@ -38,10 +38,9 @@ from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-SORTED = ("codes", "scales", "zeros", "bias", "out", "offsets", "rows")
-AS_THEY_ARE = ("codes", "scales", "zeros", "bias", "out", "ids")
-"""The addresses, by name, that the launch of a product takes in addition to x: `SORTED` for sorted assignments,
-`AS_THEY_ARE` for unsorted ones."""
+TENSORS = ("codes", "scales", "zeros", "bias", "x_scales")
+"""Names of the tensors that a launch gives in addition to x. It gives ``out`` as an address, and those of offsets and
+rows for sorted assignments, of ids for unsorted ones."""
 FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
 
@@ -64,7 +63,7 @@ class GroupedProduct(Product):
     finds_ids: bool = False
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """Binds arguments as `Product` does, with the addresses of `SORTED` or `AS_THEY_ARE`."""
+        """Binds arguments as `Product` does, with the tensors and addresses that `TENSORS` names."""
         waits = {} if self.waits is None else {"waits": self.waits}
         return super().bound(n, activation, out_dtype, **waits, **added)
 
@@ -115,7 +114,7 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
     arch, sizes = arch_of(device_index), {**layout.sizes, "num_experts": num_experts}
 
     def one(function: Callable[..., Any], declared: LaunchArguments, **more: int) -> Bind:
-        return of_kernel(function, declared, sizes | more, SORTED, device_index)
+        return of_kernel(function, declared, sizes | more, TENSORS, device_index)
 
     if isinstance(layout, RangeLayout):
         bind = one(load(ExpertSpec(layout.config), arch), RANGES, places=places)
@@ -137,11 +136,9 @@ def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bin
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         send_product = multiply(numbers)
 
-        def send(x, codes, scales, zeros, bias, out, offsets, rows) -> None:
+        def send(x, out, offsets, rows, **tensors: torch.Tensor | None) -> None:
             made, x_scales = prepared.make(x, end=offsets + 4 * num_experts, rows=rows)
-            send_product(
-                x=made, codes=codes, scales=scales, x_scales=x_scales.data_ptr(), bias=bias, out=out, offsets=offsets
-            )
+            send_product(x=made, x_scales=x_scales, **tensors, out=out, offsets=offsets)
 
         return send
 
@@ -175,10 +172,10 @@ def assigned_product(
     batch-invariant tiles of entries; these store results as other tiles do."""
     sizes, arch = {**layout.sizes, **ids.sizes, "num_experts": num_experts}, arch_of(device_index)
     if isinstance(layout, GroupedTiles):
-        bind = of_kernel(load(ExpertSpec(layout.config), arch), ENTRIES, sizes, AS_THEY_ARE, device_index)
+        bind = of_kernel(load(ExpertSpec(layout.config), arch), ENTRIES, sizes, TENSORS, device_index)
         return GroupedProduct(layout, device_index, bind, stores_fp32=False, waits=ids.waits, finds_ids=True)
     function = load(ExpertSpec(layout.config), arch)
-    bind = of_kernel(function, ASSIGNED, sizes | {"part_bits": layout.part_bits}, AS_THEY_ARE, device_index)
+    bind = of_kernel(function, ASSIGNED, sizes | {"part_bits": layout.part_bits}, TENSORS, device_index)
     return GroupedProduct(layout, device_index, bind, waits=ids.waits, finds_ids=True)
 
 

@@ -18,6 +18,7 @@ from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.launch_arguments import by_name
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.plans import MAX_PLANS
 
@@ -29,7 +30,7 @@ class InputRows:
     """A launch that prepares rows for a product, kept for calls that differ in contents and addresses alone.
 
     Attributes:
-        send: launches the compiled kernel; it takes ``out`` and addresses by name.
+        send: launches the compiled kernel; it takes tensors, and the addresses ``end`` and ``rows``, by name.
         new: shape and dtype of the rows [m, k] that it writes.
     """
 
@@ -47,14 +48,7 @@ class InputRows:
         """Returns x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm. end, numbers:
         for rows that are gathered, the addresses ``end`` and ``rows`` of `INPUT_ROWS`."""
         rows = GPU.empty(*self.new)
-        self.send(
-            out=rows,
-            x=x.data_ptr(),
-            end=end,
-            rows=numbers,
-            order=0 if perm is None else perm.data_ptr(),
-            factors=0 if input_scale is None else input_scale.data_ptr(),
-        )
+        self.send(out=rows, x=x, end=end, rows=numbers, order=perm, factors=input_scale)
         return rows
 
 
@@ -84,7 +78,8 @@ def rows_of(
     `RowsConfig`."""
     fixed = {"stride": stride, "parts": parts_of(*size, GPU.num_sms(index), room)}
     spec = GemmSpec(RowsConfig(DTYPES[dtype], makes=INPUTS, room=room, scaled=scaled))
-    return InputRows(INPUT_ROWS.bound(load(spec, arch_of(index)), fixed), blank(size, dtype))
+    send = INPUT_ROWS.bound(load(spec, arch_of(index)), fixed, by_name("x", "order", "factors"))
+    return InputRows(send, blank(size, dtype))
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:

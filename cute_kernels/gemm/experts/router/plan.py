@@ -27,6 +27,7 @@ from cute_kernels.gemm.product import workspace
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.launch_arguments import by_name
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Plan, as_kernels
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -49,21 +50,14 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
     new_ids, new_weights = blank(size, torch.int32), blank(size, torch.float32)
 
     def launch(call: RouteCall) -> Routed:
-        hidden, bias, correction, padding = call.hidden, call.bias, call.correction, call.padding
-        ids, weights = GPU.empty(*new_ids), GPU.empty(*new_weights)
-        addresses = {
-            "bias": 0 if bias is None else bias.data_ptr(),
-            "correction": 0 if correction is None else correction.data_ptr(),
-            "padding": 0 if padding is None else padding.data_ptr(),
-            "ids": ids.data_ptr(),
-            "weights": weights.data_ptr(),
-        }
+        hidden, ids, weights = call.hidden, GPU.empty(*new_ids), GPU.empty(*new_weights)
+        given = {"bias": call.bias, "correction": call.correction, "padding": call.padding}
         if not multiplies:
-            send(logits=product(hidden, call.weight), **addresses)
+            send(logits=product(hidden, call.weight), **given, ids=ids, weights=weights)
             return ids, weights
         hidden = contiguous(hidden.detach())
         hidden = hidden.clone() if hidden.data_ptr() % ALIGNMENT else hidden
-        send(hidden=hidden, weight=call.weight.data_ptr(), **addresses)
+        send(hidden=hidden, weight=call.weight, **given, ids=ids, weights=weights)
         return ids, weights
 
     return Plan(index, launch)
@@ -140,8 +134,9 @@ def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
     for name, tensor in (("bias", call.bias), ("correction", call.correction)):
         fixed[f"{name}_wide"] = int(tensor is None or tensor.dtype == torch.float32)
     function = load(RouterSpec(config), arch_of(index))
+    tensors = by_name("bias", "correction", "padding", "ids", "weights")
     if not multiplies:
-        return config.kernel().arguments.bound(function, fixed)
+        return config.kernel().arguments.bound(function, fixed, tensors)
     fixed |= {"experts": experts, "expert_shift": expert_shift_of(experts, GPU.num_sms(index))}
     made = {"workspace": lambda: workspace(index, tokens * experts)}
-    return config.kernel().arguments.bound(function, fixed, made=made)
+    return config.kernel().arguments.bound(function, fixed, tensors | by_name("weight"), made=made)
