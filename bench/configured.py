@@ -7,14 +7,20 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import Given, make_call, make_extend_call
+from cute_kernels.attention.call import AttentionCall, Given, make_call, make_extend_call
 from cute_kernels.attention.decode_config import DecodeConfig
-from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
+from cute_kernels.attention.decode_schedule import DecodeSchedule, head_blocks, make_schedule, schedule_of
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS, NO_OPTIONS
-from cute_kernels.attention.plan import check_alignment, make_plan, problem_of
+from cute_kernels.attention.plan import (
+    check_alignment,
+    decode_launch_of,
+    decode_sender,
+    extend_launches,
+    problem_of,
+)
 from cute_kernels.formats.kv import format_of, format_pair
-from cute_kernels.runtime.operator import on_device_of
+from cute_kernels.runtime.operator import Plan, on_device_of
 
 
 def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str | tuple[str, str]) -> DecodeSchedule:
@@ -33,6 +39,20 @@ def _scales_for(kv_format: str | tuple[str, str], cache: torch.Tensor) -> dict[s
         for name, granularity in zip(("k_scale", "v_scale"), granularities, strict=True)
         if granularity is not None
     }
+
+
+def _plan_of(call: AttentionCall, config: DecodeConfig | ExtendConfig, num_splits: int | None) -> Plan:
+    """Returns the plan of a checked call that launches a given configuration alone."""
+    if isinstance(config, ExtendConfig):
+        launches = extend_launches(call, config)
+        return Plan(call.q.device.index, launches.launch, (launches,))
+    problem = problem_of(call)
+    if num_splits is None:
+        schedule = schedule_of(problem, config, make_schedule(problem).num_splits)
+    else:
+        schedule = DecodeSchedule(config, num_splits, head_blocks(problem, config))
+    decode = decode_launch_of(call, problem, schedule, decode_sender(call, schedule))
+    return Plan(call.q.device.index, decode.launch, (decode,))
 
 
 def bind_config(
@@ -65,7 +85,7 @@ def bind_config(
         more = {"kv_format": formats, "num_splits": num_splits, "out": out, **complete}
         call = make_extend_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, **more)
         check_alignment(call)
-    plan = make_plan(call, config, num_splits)
+    plan = _plan_of(call, config, num_splits)
     numbers = None, num_splits, return_lse
     given = Given(q, k_cache, v_cache, seq_lens, formats, *numbers, out, complete, cu_seqlens_q)
 

@@ -21,14 +21,8 @@ from cute_kernels.attention.call import AttentionCall
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.decode_config import CTAS_SHIFT, DecodeConfig
-from cute_kernels.attention.decode_schedule import (
-    DecodeSchedule,
-    head_blocks,
-    make_schedule,
-    most_combiners,
-    schedule_of,
-)
+from cute_kernels.attention.decode_config import CTAS_SHIFT
+from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule, most_combiners
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import UNPACK_CTAS_PER_SM
 from cute_kernels.attention.extend_schedule import (
@@ -60,18 +54,10 @@ from cute_kernels.runtime.spec import KernelSpec
 MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile of extend attention fit 32 bits
 
 
-def make_plan(
-    call: AttentionCall, config: DecodeConfig | ExtendConfig | None = None, num_splits: int | None = None
-) -> Plan:
-    """Returns the plan of a checked call. ``config`` and ``num_splits`` replace what the schedule would choose, and
-    only that configuration is launched."""
-    if call.extends:
-        assert not isinstance(config, DecodeConfig)
-        extend = extend_launches(call, config)
-        return Plan(call.q.device.index, extend.launch, (extend,))
-    assert not isinstance(config, ExtendConfig)
-    decode = decode_launch(call, config, num_splits)
-    return Plan(call.q.device.index, decode.launch, (decode,))
+def make_plan(call: AttentionCall) -> Plan:
+    """Returns the plan of a checked call."""
+    launches = extend_launches(call) if call.extends else decode_launch(call)
+    return Plan(call.q.device.index, launches.launch, (launches,))
 
 
 def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionProblem:
@@ -111,25 +97,14 @@ def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
 # -- decode attention --------------------------------------------------------------------------------------------------
 
 
-def decode_launch(
-    call: AttentionCall,
-    config: DecodeConfig | None = None,
-    num_splits: int | None = None,
-    *,
-    after_append: bool = False,
-) -> DecodeLaunch:
+def decode_launch(call: AttentionCall, *, after_append: bool = False) -> DecodeLaunch:
     """Returns the launch of a checked call.
 
     after_append: whether the launch directly follows an append of the newest tokens that lets it start early.
     """
     problem = problem_of(call, after_append=after_append)
-    fixed = call.num_splits if num_splits is None else num_splits
-    schedule = make_schedule(problem, fixed)
-    if config is not None and fixed is None:
-        schedule = schedule_of(problem, config, schedule.num_splits)
-    elif config is not None:
-        schedule = DecodeSchedule(config, schedule.num_splits, head_blocks(problem, config))
-    return decode_launch_of(call, problem, schedule, _decode_sender(call, schedule))
+    schedule = make_schedule(problem, call.num_splits)
+    return decode_launch_of(call, problem, schedule, decode_sender(call, schedule))
 
 
 def decode_launch_of(
@@ -151,7 +126,7 @@ def decode_launch_of(
     )
 
 
-def _decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
+def decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
     """Returns the compiled kernel, bound to the arguments that follow from the plan alone."""
     config = schedule.config
     function = load(AttentionSpec(config), arch_of(call.q.device.index))

@@ -13,7 +13,7 @@ from cute_kernels.attention.arguments import COMBINE, EXTEND, UNPACK
 from cute_kernels.attention.call import make_extend_call
 from cute_kernels.attention.extend_schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
-from cute_kernels.attention.plan import make_plan, problem_of, specs_of
+from cute_kernels.attention.plan import extend_launches, problem_of, specs_of
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.ragged import ragged_attention
 from cute_kernels.formats.kv import format_of
@@ -334,7 +334,7 @@ def test_heads_that_lie_apart_are_not_one_row_of_a_token(launches):
     checked = make_extend_call(**call)
     config = key_rows_of(choose(problem_of(checked)), mapped=True)
     with pytest.raises(ValueError, match=r"k_cache, v_cache: .*_mapped_q72 wants .* one behind the other"):
-        make_plan(checked, config)
+        extend_launches(checked, config)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 3, 5, 6])
@@ -349,7 +349,7 @@ def test_a_work_tile_has_two_heads_unless_one_would_be_left_over(kv_heads, launc
     config = key_rows_of(choose(problem_of(checked)), mapped=True, tile_heads=2)
     if kv_heads % 2:
         with pytest.raises(ValueError, match=rf"got {kv_heads} KV heads: config .* wants a multiple of 2"):
-            make_plan(checked, config)
+            extend_launches(checked, config)
 
 
 @pytest.mark.parametrize("kv_format", ["e4m3_tensor", "int8_token_head"])
@@ -360,7 +360,7 @@ def test_a_given_configuration_refuses_caches_that_it_cannot_bring(kv_format, la
     checked = make_extend_call(**call)
     config = key_rows_of(choose(problem_of(checked)))
     with pytest.raises(ValueError, match=r"k_cache, v_cache: .*_q72 wants .* multiples of 16 bytes"):
-        make_plan(checked, config)
+        extend_launches(checked, config)
     assert not launches
 
 
