@@ -234,9 +234,8 @@ def check_taking(call: LinearCall) -> LinearCall:
     """Raises TypeError or ValueError, which name the argument, unless the product can be computed."""
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
-    wanted = chain([rows_wanted(call.x.rows, call.weight, "...")], results_wanted(call, call.x.rows))
-    check_wanted(wanted)
-    _check_parts(call.x)
+    rows = rows_wanted(call.x.rows, call.weight, "...")
+    check_wanted(chain([rows], results_wanted(call, call.x.rows), _parts_wanted(call.x)))
     parts = call.x.deferred
     if call.out is not None and parts is not None:
         read = {"x": parts.scaled, "squares": parts.squares, "bias": call.bias, "residual": call.residual}
@@ -244,24 +243,15 @@ def check_taking(call: LinearCall) -> LinearCall:
     return call
 
 
-def _check_parts(rows: NormedRows) -> None:
-    """Raises TypeError or ValueError unless the parts of a deferred norm have the dtypes, shapes, device and alignment
-    that products give them."""
-    k, parts = rows.rows.shape[-1], rows.deferred
-    if parts is None:
+def _parts_wanted(rows: NormedRows) -> Iterator[Wanted]:
+    """Yields what is wanted of the parts of a deferred norm: what products give them."""
+    if rows.deferred is None:
         return
-    m = rows.rows.numel() // k
-    given = {"scaled": (parts.scaled, rows.rows.dtype, k), "squares": (parts.squares, torch.float32, k // SQUARES_N)}
-    for name, (tensor, dtype, columns) in given.items():
-        name = f"x: got deferred.{name}"
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} of dtype {tensor.dtype}, want {dtype}")
-        if list(tensor.shape) != [m, columns]:
-            raise ValueError(f"{name} of shape {list(tensor.shape)}, want {[m, columns]}")
-        if tensor.device != rows.rows.device:
-            raise ValueError(f"{name} on {tensor.device}, want it on {rows.rows.device}, where rows are")
-        if not are_aligned(tensor):
-            raise ValueError(f"{name} with strides {tensor.stride()}, want it contiguous, on {ALIGNMENT} bytes")
+    given, k = rows.rows, rows.rows.shape[-1]
+    for name, dtype, columns in (("scaled", given.dtype, k), ("squares", torch.float32, k // SQUARES_N)):
+        part, sizes = getattr(rows.deferred, name), (given.numel() // k, columns)
+        where = given.device, "rows", "", "", True, ALIGNMENT
+        yield Wanted(f"x.deferred.{name}", part, (dtype,), sizes, *where)
 
 
 def _taking_key(call: LinearCall) -> tuple[Any, ...]:

@@ -221,10 +221,10 @@ def test_fp32_results_that_three_warpgroups_along_k_stage_go_another_way():
 
 
 BAD_PARTS = {
-    "x: got deferred.squares of dtype torch.float64": {"squares": torch.ones(M, N // 64).double()},
-    "x: got deferred.scaled of dtype torch.float16": {"scaled": torch.ones(M, N).half()},
-    r"x: got deferred.squares of shape \[40, 8\], want \[48, 8\]": {"squares": torch.ones(M - 8, N // 64)},
-    r"x: got deferred.squares with strides \(16, 2\)": {"squares": torch.ones(M, N // 32)[:, ::2]},
+    "x.deferred.squares: got dtype torch.float64": {"squares": torch.ones(M, N // 64).double()},
+    "x.deferred.scaled: got dtype torch.float16": {"scaled": torch.ones(M, N).half()},
+    r"x.deferred.squares: got shape \[40, 8\], want \[48, 8\]": {"squares": torch.ones(M - 8, N // 64)},
+    r"x.deferred.squares: got strides \(16, 2\)": {"squares": torch.ones(M, N // 32)[:, ::2]},
 }
 
 
