@@ -19,8 +19,8 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.loads import load_float
 from cute_kernels.device.types import RegisterTensor
 from cute_kernels.formats.kv import load_code
+from cute_kernels.formats.scores import options_in
 from cute_kernels.formats.scores.base import Features
-from cute_kernels.formats.scores.registry import options_in
 
 BIAS_BYTES = {"fp32": 4, "bf16": 2}
 BLOCK_ROWS = 4  # of scores that a lane of decode attention has of a block
