@@ -200,8 +200,8 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, _, num_splits, _, out, options,
      transform) = step  # fmt: skip
     check_tensors(q=q, k=k, v=v)
+    more: dict[str, torch.Tensor | None] = dict(zip(EXTRA_NAMES, extras or NO_EXTRAS, strict=True))
     if isinstance(out, torch.Tensor):
-        more = dict(zip(EXTRA_NAMES, extras or NO_EXTRAS, strict=True))
         arguments.check_apart("out", out, {"q": q, "k": k, "v": v, **more})
     complete: Any = options or NO_OPTIONS
     check_transform("transform", transform)
@@ -221,13 +221,13 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
     if transform is not None and transform.v_rotation <= WIDEST_RESTORED:
         has_factor = transform.v_factor is not None
         attention = replace(attention, v_rotation=transform.v_rotation, v_factor=has_factor)
-    position_ids, q_bias, k_bias, v_bias, q_norm, k_norm = extras or NO_EXTRAS
     batch, q_len = q.shape[:2]
+    position_ids = more["position_ids"]
     if isinstance(position_ids, torch.Tensor):
         check_tensors(position_ids=position_ids)
         check_shape("position_ids", position_ids, batch, q_len, why=", tokens of q")
         check_contiguous("position_ids", position_ids)
-        position_ids = position_ids.view(-1)
+        more["position_ids"] = position_ids.view(-1)
     k_format, v_format = format_pair(kv_format)
     append = AppendCall(
         k=_as_tokens("k", k, q.shape),
@@ -236,23 +236,15 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
         v_cache=v_cache,
         k_format=k_format,
         v_format=v_format,
-        cache_layout=complete["cache_layout"],
         rope=rope,
         norm_eps=norm_eps,
         q=_as_tokens("q", q, q.shape),
         seq_lens=seq_lens,
-        block_table=complete["block_table"],
         cu_seqlens=_starts(batch, q_len, q.device) if q_len > 1 else None,
-        position_ids=position_ids,
-        q_bias=q_bias,
-        k_bias=k_bias,
-        v_bias=v_bias,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        k_scale=complete["k_scale"],
-        v_scale=complete["v_scale"],
         transform=transform,
         q_shift=None if complete["q_shift"] is None else complete["q_shift"].flatten(0, 1),
+        **more,
+        **{name: complete[name] for name in ("cache_layout", "block_table", "k_scale", "v_scale")},
     )
     check_append(append)
     return append, attention
