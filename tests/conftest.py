@@ -96,15 +96,24 @@ def pytest_runtest_setup() -> None:
     import torch
 
     torch.set_grad_enabled(True)
-    torch.manual_seed(0)
+    seed()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
     """A test draws the same numbers whatever was tested before."""
+    seed()
+
+
+def seed() -> None:
+    """Seeds PyTorch's generators.
+
+    Without a GPU only the CPU's: `torch.manual_seed` keeps a seed, with the caller's stack, for each kind of
+    accelerator that may be initialised later. That takes longer than a short test, and is never freed.
+    """
     import torch
 
-    torch.manual_seed(0)
+    (torch.default_generator if reason_without_gpu() else torch).manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

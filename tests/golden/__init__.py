@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from cute_kernels import families
 from cute_kernels.runtime import KernelCache, KernelSpec, native
 from cute_kernels.runtime.cache import ProgressCallback
-from cute_kernels.runtime.sources import reached
+from cute_kernels.runtime.store import source_digest
 from tools.resources import KernelResources, resource_report, short_name
 
 ARCH = "sm_90a"
@@ -64,7 +64,7 @@ def worth_compiling(configs: Iterable[ConfigT], spec_of: Callable[[ConfigT], Ker
 
 def _draw(spec: KernelSpec) -> int:
     """A number that follows from a kernel's sources, so that every process draws the same."""
-    name = f"{spec.symbol} {reached(spec).digest}"
+    name = f"{spec.symbol} {source_digest(spec)}"
     return int(hashlib.sha256(name.encode()).hexdigest(), 16)
 
 
