@@ -1,7 +1,8 @@
-"""The examples run, each as a user runs it: a program of its own, warnings of this package's old names as errors."""
+"""The examples run as programs, each in a process of its own, with warnings of this package's old names as errors."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -30,13 +31,44 @@ def test_there_is_an_expectation_for_each_and_the_index_names_it():
     assert {*re.findall(r"\]\((\w+)\.py\)", index)} == names
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(path: Path, tmp_path: Path):
-    if path.stem in ("awq_checkpoint", "transformers_model"):
-        pytest.importorskip("transformers")
+IN_TURN = """
+import contextlib, json, os, runpy, sys
+import cute_kernels
+with contextlib.suppress(ImportError):
+    import transformers, cute_kernels.integrations.transformers
+    from transformers import LlamaForCausalLM
+ended = {}
+for path in sys.argv[1:]:
+    name = os.path.basename(path)
+    if not (child := os.fork()):
+        for number, ending in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}.{ending}", os.O_WRONLY | os.O_CREAT), number)
+        sys.argv = [path, *([os.getcwd()] if name == "custom_layout.py" else [])]
+        runpy.run_path(path, run_name="__main__")
+        sys.exit()
+    ended[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(ended))
+"""
+"""Runs programs in forks of a process that has imported what takes seconds: most of them take less."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A folder with what the examples printed, and their exit codes by name of file."""
+    folder = tmp_path_factory.mktemp("examples")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::DeprecationWarning:__main__"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, str(path), *([str(tmp_path)] if path.stem == "custom_layout" else [])]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", IN_TURN, *map(str, EXAMPLES)]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert re.search(SAYS[path.stem], run.stdout), run.stdout
+    return folder, json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(path: Path, ended: tuple[Path, dict[str, int]]):
+    if path.stem in ("awq_checkpoint", "transformers_model"):
+        pytest.importorskip("transformers")
+    folder, codes = ended
+    assert codes[path.name] == 0, (folder / f"{path.name}.err").read_text()
+    out = (folder / f"{path.name}.out").read_text()
+    assert re.search(SAYS[path.stem], out), out

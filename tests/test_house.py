@@ -26,9 +26,14 @@ STAGE = re.compile(r"(Call|Problem|Schedule|Plan|Sizes|Shape|Memory|KvFormat|Wei
 MOST_FIELDS, MOST_BOOLEANS = 12, 2
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 yield path, node
 
@@ -119,7 +124,7 @@ def in_circles(imports: dict[str, set[str]]) -> set[str]:
 
 @pytest.mark.parametrize(("with_types", "left"), [(False, set()), (True, CIRCLES_OF_TYPES)], ids=["running", "types"])
 def test_no_files_import_each_other_in_a_circle(with_types: bool, left: set[str]):
-    trees = {module_of(path): ast.parse(path.read_text()) for root in IMPORTING for path in root.rglob("*.py")}
+    trees = {module_of(path): tree_of(path) for root in IMPORTING for path in root.rglob("*.py")}
     imports = {module: imported_modules(tree, set(trees), with_types) - {module} for module, tree in trees.items()}
     assert sum(map(len, imports.values())) > 1000
     assert in_circles(imports) == left
@@ -139,10 +144,9 @@ MOST_CLASSES = {"Plan": 7, "Spec": 14, "Config": 18, "Kernel": 24}
 """Classes of the package's modules, integrations apart, whose names end so; one more Config is a protocol."""
 
 
-@functools.cache
 def library() -> list[tuple[Path, ast.Module]]:
     """Returns the package's sources, with their paths."""
-    return [(path, ast.parse(path.read_text())) for path in ROOTS[0].rglob("*.py")]
+    return [(path, tree_of(path)) for path in ROOTS[0].rglob("*.py")]
 
 
 @pytest.mark.parametrize("kind", MOST_CLASSES)

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", metavar="FILE")
     paths = parser.parse_args(arguments).paths
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each kernel: those that run beside it want the cores
     failures = 0
     with ProcessPoolExecutor(max(1, min(len(paths), len(os.sched_getaffinity(0))))) as pool:
         runs = {pool.submit(failure_of, path): path for path in paths}
