@@ -34,7 +34,6 @@ def steps(model: Any, forward: Any, mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "layers", "dynamic"),
     [
-        ("llama", 1, None),
         ("qwen3", 1, True),
         ("gemma 2", 2, None),  # every other layer has a window
     ],

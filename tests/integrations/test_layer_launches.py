@@ -20,7 +20,14 @@ from cute_kernels.gemm.normed import left_to_next
 from cute_kernels.integrations.transformers import blocks, deferral
 from cute_kernels.integrations.transformers.deferral import shaped, tensor_of
 from cute_kernels.integrations.transformers.norms import Projected, deferred_norm_of, terms_of, with_product
-from tests.integrations.test_deferred_norms import CHANGES, FUSED, Steps, assert_hidden_states, left
+from tests.integrations.test_deferred_norms import (
+    CHANGES,
+    CHANGES_IN_MODES,
+    FUSED,
+    Steps,
+    assert_hidden_states,
+    left,
+)
 from tests.integrations.test_fused_blocks import IDS, accelerated, ordered_llama, relative_error
 from tests.observed import calls_of
 
@@ -107,8 +114,7 @@ WHOLE_CHANGED = dict.fromkeys(CHANGES, 1) | {
 }
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "mode"), CHANGES_IN_MODES)
 def test_what_somebody_sees_or_changes_is_as_without(change, mode, kernels, monkeypatch):
     model = accelerated()
     with mode():
