@@ -223,4 +223,5 @@ def _features(impl: Foreign, q_len: int, max_seq_len: int, after_append: bool = 
         v_rotation=1 if restored is None else restored.v_rotation,
         v_factor=restored is not None and restored.v_factor is not None,
         paged=True,
+        head_major=impl.formats.cache_layout == "HND",
     )

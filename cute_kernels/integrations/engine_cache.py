@@ -13,15 +13,18 @@ from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS
 from cute_kernels.attention.extend_policies import cannot_read as cannot_extend
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import ALIASES, CHANNEL_BLOCKS, FORMATS, KvFormat
+from cute_kernels.names import CacheLayout
 from cute_kernels.runtime.plans import ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Formats:
-    """K's and V's formats. ``name``: the formats as calls take them."""
+    """K's and V's formats. ``name``: the formats as calls take them. cache_layout: the order of their pages'
+    dimensions."""
 
     k: KvFormat
     v: KvFormat
+    cache_layout: CacheLayout = "NHD"
 
     @property
     def name(self) -> Any:

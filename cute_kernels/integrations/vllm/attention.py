@@ -55,6 +55,7 @@ from cute_kernels.integrations.vllm.attention_pages import (
 from cute_kernels.integrations.vllm.plugin import is_replaced, note_served
 from cute_kernels.integrations.vllm.seams import layer_made, say_once
 from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.names import CacheLayout
 from cute_kernels.runtime.native import compiler_version
 
 
@@ -331,6 +332,7 @@ class _LayerCall:
         impl = self.impl
         return {
             "kv_format": impl.formats.name,
+            "cache_layout": impl.formats.cache_layout,
             "softmax_scale": impl.scale,
             "window_size": impl.sliding_window,
             "softcap": impl.soft_cap,
@@ -343,8 +345,7 @@ class _LayerCall:
         metadata = self.metadata
         requests, q_len = metadata.num_decodes, metadata.decode_len
         tokens = requests * q_len
-        q = query.unflatten(0, (requests, q_len))
-        out = output.unflatten(0, (requests, q_len))
+        q, out = (rows.unflatten(0, (requests, q_len)) for rows in (query, output))
         options = {**self.options, "block_table": metadata.block_table[:requests], "out": out}
         lengths = metadata.seq_lens[:requests]
         if not attention_kernels.reads_anothers_cache(self.impl):
@@ -354,39 +355,24 @@ class _LayerCall:
             decode_attention(rows_of(q), self.k_cache, self.v_cache, lengths, **options)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
-        slots = self.metadata.slot_mapping[tokens]
-        rows = {"kv_format": self.impl.formats.name, "transform": self.impl.transform}
+        slots, formats = self.metadata.slot_mapping[tokens], self.impl.formats
+        rows = {"kv_format": formats.name, "cache_layout": formats.cache_layout, "transform": self.impl.transform}
         append_kv(key, value, self.k_cache, self.v_cache, slot_mapping=slots, **rows, **self.scales)
 
     def extend(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         assert piece.seq_lens is not None
-        extend_attention(
-            rows_of(query),
-            self.k_cache,
-            self.v_cache,
-            piece.seq_lens,
-            cu_seqlens_q=piece.starts,
-            block_table=piece.block_table,
-            num_splits=1 if self.impl.invariant else None,
-            # Else it depends on how many queries there are, and graphs would hold memory for the longest contexts.
-            unpack=False if self.impl.invariant or piece.max_seq_len is None else None,
-            max_seq_len=piece.max_seq_len,
-            out=output,
-            **self.options,
-        )
+        invariant = self.impl.invariant
+        # Else it depends on how many queries there are, and graphs would hold memory for the longest contexts.
+        unpack = False if invariant or piece.max_seq_len is None else None
+        options = {**self.options, "cu_seqlens_q": piece.starts, "block_table": piece.block_table, "out": output}
+        options |= {"num_splits": 1 if invariant else None, "unpack": unpack, "max_seq_len": piece.max_seq_len}
+        extend_attention(rows_of(query), self.k_cache, self.v_cache, piece.seq_lens, **options)
 
     def parts(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         assert piece.seq_lens is not None
         shape = (-1, piece.q_len)
-        decode_attention(
-            rows_of(query.unflatten(0, shape)),
-            self.k_cache,
-            self.v_cache,
-            piece.seq_lens,
-            block_table=piece.block_table,
-            out=output.unflatten(0, shape),
-            **self.options,
-        )
+        options = {**self.options, "block_table": piece.block_table, "out": output.unflatten(0, shape)}
+        decode_attention(rows_of(query.unflatten(0, shape)), self.k_cache, self.v_cache, piece.seq_lens, **options)
 
     def gathered(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
         context = piece.context
@@ -395,11 +381,10 @@ class _LayerCall:
         names: tuple[Any, Any] = (formats.k.name, formats.v.name)
         transform = self.impl.transform
         wide = query.dtype if transform is None else torch.float32
+        rows = (gather(cache, context, formats.cache_layout) for cache in (self.k_cache, self.v_cache))
         k, v = (
-            dequantize_kv(gather(cache, context), kv_format=name, head_dim=head_size, dtype=wide, scale=scale)
-            for cache, name, scale in zip(
-                (self.k_cache, self.v_cache), names, (self.scales["k_scale"], self.scales["v_scale"]), strict=True
-            )
+            dequantize_kv(row, kv_format=name, head_dim=head_size, dtype=wide, scale=scale)
+            for row, name, scale in zip(rows, names, self.scales.values(), strict=True)
         )
         if transform is not None:  # FlashAttention is given what it was before
             k, v = (x.to(query.dtype) for x in (transform.original_keys(k), transform.restore(v)))
@@ -437,17 +422,14 @@ class _LayerCall:
         return output, lse.T
 
 
-WIDE = torch.complex128  # 16 bytes, whatever they mean
+WIDE = torch.complex128, torch.int64, torch.int32  # 16 bytes or fewer, whatever they mean; rows have whole words
 
 
-def gather(cache: torch.Tensor, context: Context) -> torch.Tensor:
-    """Gathers the rows [tokens, num_kv_heads, row] of a cache's tokens, 16 bytes at a time if a token's rows allow
-    it."""
-    _, _, heads, row = cache.shape
-    if heads * row * cache.element_size() % WIDE.itemsize:
-        return cache[context.pages, context.places]
-    wide = cache.flatten(2).view(WIDE)
-    return wide[context.pages, context.places].view(cache.dtype).unflatten(1, (heads, row))
+def gather(cache: torch.Tensor, context: Context, layout: CacheLayout) -> torch.Tensor:
+    """Gathers the rows [tokens, num_kv_heads, row] of a cache's tokens, as many bytes at a time as rows allow."""
+    wide = next(dtype for dtype in WIDE if cache.shape[3] * cache.element_size() % dtype.itemsize == 0)
+    tokens = cache if layout == "NHD" else cache.transpose(1, 2)
+    return tokens.view(wide)[context.pages, context.places].view(cache.dtype)
 
 
 # -- the seam ---------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def _chooses_anew(original: Callable[..., Any]) -> Any:
     def choose(*arguments: object, **named: object) -> Any:
         nonlocal of_engine, of
         engine, own = get_current_vllm_config_or_none(), (environment.wanted_kv_format(), kv_formats.of_layer())
-        now = *own, environment.switch(), layer_made().has_alibi
+        now = *own, environment.wanted_layout(), environment.switch(), layer_made().has_alibi
         if engine is not of_engine() or now != of:
             original.cache_clear()
             of_engine, of = (lambda: None) if engine is None else weakref.ref(engine), now

@@ -3,7 +3,8 @@
 Up to 0.26 a backend gives a cache's shape, and a layer's specification counts the bytes. A format that vLLM does not
 know is described as a head of as many bytes. From 0.30 on the backend fills in the specification itself
 (`customize_spec`), and caches come as views [pages, heads, tokens, content]. Here a page is one head whose tokens hold
-all heads' rows.
+all heads' rows, for vLLM. So each of its layouts keeps a page's bytes together, and orders layers and pages alone. The
+order of heads and tokens within a page is `kv_formats.laid_out`'s.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
 def reason_of_connector(config: Foreign) -> str | None:
     """Returns why an engine's KV connector cannot move pages; None if it can, or if there is none.
 
-    A page holds K's rows of all of its tokens and KV heads, then V's. Connectors that split pages by heads or tokens,
-    or transfer K and V apart, do not work. Nor do connectors that redistribute heads among GPUs.
+    A page holds K's rows of all of its tokens and KV heads, then V's; rows with headers lie head by head. Connectors
+    that split pages by heads or tokens, or transfer K and V apart, do not work. Nor do connectors that redistribute
+    heads among GPUs.
     """
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None:

@@ -24,7 +24,7 @@ from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
 from cute_kernels.integrations import attention_kernels, expert_kernels
 from cute_kernels.integrations.engine_cache import Formats
 from cute_kernels.integrations.ready import specs_beside_norm, whole_specs
-from cute_kernels.integrations.vllm import prepare
+from cute_kernels.integrations.vllm import kv_formats, prepare
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -85,7 +85,7 @@ class Caches:
 
     @property
     def formats(self) -> Formats:
-        return Formats(format_of(self.k), format_of(self.v))
+        return kv_formats.laid_out(Formats(format_of(self.k), format_of(self.v)))
 
 
 CACHES = (

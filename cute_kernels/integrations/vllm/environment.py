@@ -5,12 +5,15 @@ CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the on
                              (.json) of formats by layer
 CUTE_KERNELS_VLLM_CONSTANTS  a file of constants that `cute-kernels calibrate` has found for such a cache
 CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": float_linear's layers keep activations in 16 bits where vLLM rounds to FP8
+VLLM_KV_CACHE_LAYOUT         vLLM's own: whether tokens or heads come first, here within a page of K or V
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from cute_kernels.names import CacheLayout
 
 SWITCH = "CUTE_KERNELS_VLLM"
 KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
@@ -59,6 +62,13 @@ def is_loaded() -> bool:
 def wanted_kv_format() -> str | None:
     """Returns the cache format that the environment asks for; None for that of vLLM's own flag."""
     return os.environ.get(KV_FORMAT, "").strip() or None
+
+
+def wanted_layout() -> CacheLayout | None:
+    """Returns the order of a page that vLLM's variable asks for; None if it asks for none. Each of vLLM's names, such
+    as "LBNHC", has N for tokens and H for heads."""
+    text = os.environ.get("VLLM_KV_CACHE_LAYOUT")
+    return ("NHD" if "NH" in text else "HND") if text else None
 
 
 def check() -> None:

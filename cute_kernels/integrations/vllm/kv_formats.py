@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from cute_kernels.formats.kv import format_of, told_formats
+from cute_kernels.formats.kv import told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
 from cute_kernels.integrations.engine_cache import Formats, formats_named, row_bytes
 from cute_kernels.integrations.vllm import environment
@@ -43,9 +45,19 @@ def own_formats() -> tuple[Formats, ...]:
         return ()
     told = told_formats(text, environment.KV_FORMAT)
     if isinstance(told, str):
-        return (formats_named(told, environment.KV_FORMAT),)
-    found = tuple(formats_named(",".join(pair), f"{environment.KV_FORMAT}={text}") for pair in told.layers)
+        return (laid_out(formats_named(told, environment.KV_FORMAT)),)
+    found = tuple(laid_out(formats_named(",".join(pair), f"{environment.KV_FORMAT}={text}")) for pair in told.layers)
     return found if len(set(map(str, found))) > 1 else found[:1]
+
+
+def laid_out(formats: Formats) -> Formats:
+    """Returns formats with the order in which their pages hold heads and tokens.
+
+    Rows with headers lie head by head, unless vLLM's own variable says otherwise: then a CTA can read one head's tokens
+    as one run of bytes. Other rows are as fast in vLLM's order.
+    """
+    usual = "HND" if formats.k.has_header or formats.v.has_header else "NHD"
+    return replace(formats, cache_layout=environment.wanted_layout() or usual)
 
 
 def described() -> str | None:
@@ -74,8 +86,7 @@ def formats_for(kv_cache_dtype: str) -> Formats:
         ValueError: there are formats by layer, but none for this layer.
     """
     if kv_cache_dtype in BY_DTYPE:
-        form = format_of(BY_DTYPE[kv_cache_dtype])
-        return Formats(form, form)
+        return laid_out(formats_named(BY_DTYPE[kv_cache_dtype], kv_cache_dtype))
     formats = own_formats()
     assert formats  # other dtypes are not chosen without
     found = formats[0] if len(formats) == 1 else of_layer()
@@ -143,14 +154,15 @@ def transform_for(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> Cac
 
 
 def page_bytes(formats: Formats, head_size: int, block_size: int, num_kv_heads: int) -> int:
-    """Returns the bytes of a page: K's rows [block_size, num_kv_heads, row], then V's."""
+    """Returns the bytes of a page: all of K's rows, then all of V's."""
     return block_size * num_kv_heads * sum(row_bytes(formats, head_size))
 
 
 def views(
     kv_cache: torch.Tensor, formats: Formats, head_size: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format.
+    """Returns (K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format, or
+    [num_blocks, num_kv_heads, block_size, row] where formats say "HND".
 
     kv_cache: [num_blocks, page] or [num_blocks, 1, block_size, content], vLLM's pages of a layer; there may be gaps
         between pages.
@@ -159,8 +171,9 @@ def views(
     rows = row_bytes(formats, head_size)
     block_size = content.shape[1] // (num_kv_heads * sum(rows))
     parts = content.split([block_size * num_kv_heads * row for row in rows], dim=1)
+    inner = (num_kv_heads, block_size) if formats.cache_layout == "HND" else (block_size, num_kv_heads)
     k_cache, v_cache = (
-        part.view(form.cache_dtype).unflatten(1, (block_size, num_kv_heads, -1))
+        part.view(form.cache_dtype).unflatten(1, (*inner, -1))
         for part, form in zip(parts, (formats.k, formats.v), strict=True)
     )
     return k_cache, v_cache

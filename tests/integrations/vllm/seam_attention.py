@@ -100,8 +100,9 @@ def pages_have_the_bytes_that_vllm_counts() -> None:
                 assert cache.nbytes == 5 * spec.page_size_bytes, (kv_cache_dtype, head_size, cache.shape)
                 pages = 5 * 64 // tokens
                 views = kv_formats.views(cache, formats, head_size, 8)
+                inner = (8, tokens) if formats.cache_layout == "HND" else (tokens, 8)
                 for view, form in zip(views, (formats.k, formats.v), strict=True):
-                    assert view.shape == (pages, tokens, 8, form.row_elements(head_size)), (own, view.shape)
+                    assert view.shape == (pages, *inner, form.row_elements(head_size)), (own, view.shape)
                     assert view.dtype == form.cache_dtype
                     assert view.stride(0) * view.itemsize == cache.stride(0) * cache.itemsize
                 k, v = (view.view(torch.uint8) for view in views)
@@ -110,6 +111,84 @@ def pages_have_the_bytes_that_vllm_counts() -> None:
                 assert int(cache.view(torch.uint8).long().sum()) == k.numel() + 2 * v.numel()
     sizes = CuteKernelsAttentionBackend.get_supported_kernel_block_sizes
     assert sizes() == sizes(None)
+
+
+def rows_of_pages(raw: torch.Tensor, formats: Any, head_size: int, kv_heads: int, tokens: int) -> list[torch.Tensor]:
+    """K's and V's rows [pages, kv_heads, tokens, bytes] of pages of bytes, as the documentation says where they lie."""
+    parts, first = [], 0
+    for form in (formats.k, formats.v):
+        size = tokens * kv_heads * form.row_bytes(head_size)
+        part, first = raw[:, first : first + size], first + size
+        if formats.k.header_bytes or formats.v.header_bytes:  # head by head
+            parts.append(part.unflatten(1, (kv_heads, tokens, -1)))
+        else:
+            parts.append(part.unflatten(1, (tokens, kv_heads, -1)).transpose(1, 2))
+    assert first == raw.shape[1]
+    return parts
+
+
+@check
+def appended_rows_lie_head_by_head_if_they_have_headers() -> None:
+    """In all of vLLM's layouts, and in pages of fewer tokens than it counts; the reference reads them there."""
+    from cute_kernels import decode_attention, quantize_kv
+    from cute_kernels.integrations.vllm import attention
+
+    generator = torch.Generator().manual_seed(7)
+    k, v = (torch.randn(9, 8, 128, generator=generator).half() for _ in "kv")
+    q = torch.randn(1, 1, 16, 128, generator=generator).half()
+    scales = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.015))
+    for kv_cache_dtype, own, layout in (
+        ("fp8", "", "NHD"),
+        ("auto", "fp16", "NHD"),
+        ("int8_per_token_head", "", "HND"),
+        ("fp8_per_token_head", "", "HND"),
+        ("auto", "int4_g4", "HND"),
+        ("bfloat16", "int8_token_head,int4_g4", "HND"),
+        ("auto", "fp16,int4_g1", "HND"),
+    ):
+        impl = Layer(kv_cache_dtype, own, heads=16, kv_heads=8).make("cpu")
+        formats = impl.formats
+        assert formats.cache_layout == layout, (kv_cache_dtype, own)
+        for cache, tokens in engine_caches(layer_spec(kv_cache_dtype, own, 128), 3, kv_cache_dtype, own):
+            slots = torch.tensor([*range(2 * tokens - 4, 2 * tokens), *range(5)])  # pages 1 and 0, in this order
+            call = attention._LayerCall(impl, scales, cache, SimpleNamespace(slot_mapping=slots))  # pyright: ignore[reportArgumentType]
+            call.append(k, v, slice(0, 9))
+            raw = cache.view(torch.uint8).reshape(len(cache), -1)
+            rows = rows_of_pages(raw, formats, 128, 8, tokens)
+            for x, form, found, scale in zip((k, v), (formats.k, formats.v), rows, call.scales.values(), strict=True):
+                wanted = quantize_kv(x, kv_format=form.name, scale=scale) if form.is_coded else x
+                assert torch.equal(found[slots // tokens, :, slots % tokens], wanted.view(torch.uint8)), str(form)
+            table, lengths = torch.tensor([[0]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+            options = {"kv_format": formats.name, "block_table": table, **call.scales}
+            k_rows, v_rows = (
+                part.view(form.cache_dtype).contiguous()
+                for part, form in zip(rows, (formats.k, formats.v), strict=True)
+            )
+            heads_first = decode_attention(q, k_rows, v_rows, lengths, cache_layout="HND", **options)
+            by_backend = decode_attention(q, call.k_cache, call.v_cache, lengths, **call.options, block_table=table)
+            assert torch.equal(heads_first, by_backend) and bool(heads_first.any()), (kv_cache_dtype, own)
+
+
+@check
+def the_order_that_vllms_variable_asks_for_is_kept_within_pages() -> None:
+    from vllm import envs
+
+    from cute_kernels.integrations.vllm import attention_pages, environment, kv_formats
+
+    names = {"NHD": "NHD", "HND": "HND"}
+    if attention_pages.BACKENDS_PACK:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        order = {layout.name: layout.value.index(2) < layout.value.index(3) for layout in KVCacheLayout}
+        names |= {name: "HND" if heads_first else "NHD" for name, heads_first in order.items()}
+    for name, wanted in names.items():
+        with mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": name}):
+            assert name == envs.VLLM_KV_CACHE_LAYOUT and environment.wanted_layout() == wanted
+            for kv_cache_dtype, own in KV_DTYPES:
+                with mock.patch.dict(os.environ, {"CUTE_KERNELS_VLLM_KV_FORMAT": own}):
+                    formats = kv_formats.formats_for(kv_cache_dtype)
+                assert formats.cache_layout == wanted, (name, kv_cache_dtype, own)
+    assert environment.wanted_layout() is None
 
 
 @check

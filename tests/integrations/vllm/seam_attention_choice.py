@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels.names import KvFormatName
 from tests.integrations.vllm.checks import check
-from tests.integrations.vllm.seam_attention import engine_caches, layer_spec, reasons_against
+from tests.integrations.vllm.seam_attention import engine_caches, layer_spec, reasons_against, rows_of_pages
 from tests.integrations.vllm.steps import Layer
 
 
@@ -128,7 +128,7 @@ def kernels_that_are_looked_for_are_those_that_are_asked_for() -> None:
     from cute_kernels.integrations.vllm import attention, kv_formats
     from cute_kernels.integrations.vllm.attention_metadata import decodes_of
 
-    def looked_for(block: int | None, sliding: bool, **text: Any) -> tuple[Any, set[Any]]:
+    def looked_for(kv: str, block: int | None, sliding: bool, **text: Any) -> tuple[Any, set[Any]]:
         model = SimpleNamespace(
             get_num_attention_heads=lambda parallel: 32,
             get_num_kv_heads=lambda parallel: 8,
@@ -152,27 +152,29 @@ def kernels_that_are_looked_for_are_those_that_are_asked_for() -> None:
             mock.patch.object(attention_kernels.GPU, "num_sms", lambda device: 132),
         ):
             named = {"head_size": 128, "block_size": block, "has_sliding_window": sliding}
-            assert attention._missing_kernels(kv_formats.formats_for("fp8"), "fp8", named) == []
+            assert attention._missing_kernels(kv_formats.formats_for(kv), kv, named) == []
         return engine, found
 
-    def asked_for(engine: Any, page: int, window: int | None = None, shared: str | None = None) -> set[Any]:
-        impl = Layer("fp8", heads=32, kv_heads=8, window=window).make("cpu")
+    def asked_for(kv: str, engine: Any, page: int, window: int | None, shared: str | None) -> set[Any]:
+        impl = Layer(kv, heads=32, kv_heads=8, window=window).make("cpu")
         impl.kv_sharing_target_layer_name = shared
         return set(attention_kernels.specs_of(impl, decodes_of(engine, page), 132))
 
-    for block, sliding, text, page, window, shared in (
-        (None, False, {}, 64, None, None),
-        (None, True, {"sliding_window": 4096}, 64, 4096, None),
-        (None, True, {"sliding_window": 32768}, 64, 32768, None),
-        (128, False, {}, 128, None, None),
-        (48, False, {}, 16, None, None),
-        (None, False, {"hybrid": True}, 64, None, None),
-        (None, False, {"hybrid": True}, 128, None, None),
-        (None, False, {"num_kv_shared_layers": 2}, 64, None, "model.layers.0"),
+    for kv, block, sliding, text, page, window, shared in (
+        ("fp8", None, False, {}, 64, None, None),
+        ("int8_per_token_head", None, False, {}, 64, None, None),
+        ("fp8", None, True, {"sliding_window": 4096}, 64, 4096, None),
+        ("fp8", None, True, {"sliding_window": 32768}, 64, 32768, None),
+        ("fp8", 128, False, {}, 128, None, None),
+        ("fp8", 48, False, {}, 16, None, None),
+        ("fp8", None, False, {"hybrid": True}, 64, None, None),
+        ("fp8", None, False, {"hybrid": True}, 128, None, None),
+        ("fp8", None, False, {"num_kv_shared_layers": 2}, 64, None, "model.layers.0"),
     ):
-        engine, found = looked_for(block, sliding, **text)
-        missing = asked_for(engine, page, window, shared) - found
-        assert not missing, (block, sliding, text, [spec.symbol for spec in missing])
+        engine, found = looked_for(kv, block, sliding, **text)
+        missing = asked_for(kv, engine, page, window, shared) - found
+        assert not missing, (kv, block, sliding, text, [spec.symbol for spec in missing])
+        assert all(("head_major" in spec.symbol) == (kv != "fp8") for spec in found if "decode_" in spec.symbol), kv
 
 
 @check
@@ -198,7 +200,7 @@ def hybrids_have_pages_that_fit_or_are_refused_by_name() -> None:
 
 @check
 def connectors_that_move_whole_pages_are_served_and_others_are_refused_by_name() -> None:
-    from cute_kernels.integrations.vllm import attention_pages
+    from cute_kernels.integrations.vllm import attention_pages, kv_formats
     from cute_kernels.integrations.vllm.attention import CuteKernelsAttentionBackend
 
     def reason(name: str | None, ranks: int = 1) -> str:
@@ -218,6 +220,13 @@ def connectors_that_move_whole_pages_are_served_and_others_are_refused_by_name()
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         assert set(attention_pages.CONNECTORS) <= set(KVConnectorFactory._registry)
+        # What they ask vLLM for does not contradict the order within a page.
+        engine = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=None))
+        for name in attention_pages.CONNECTORS:
+            connector = KVConnectorFactory.get_connector_class_by_name(name)
+            asked = connector.get_required_kvcache_layout(engine) or "HND"
+            with mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": asked}):
+                assert kv_formats.formats_for("int8_per_token_head").cache_layout == "HND", asked
 
 
 @check
@@ -239,6 +248,10 @@ def a_page_that_a_connector_moves_by_its_bytes_is_the_page() -> None:
             pages = torch.empty(0, dtype=torch.uint8).set_(
                 cache.untyped_storage(), place, (5, spec.page_size_bytes), (cache.stride(0) * width, 1)
             )
+            rows = rows_of_pages(pages, formats, 128, 8, tokens)  # a block is K's rows, then V's
+            for view, own_rows in zip(kv_formats.views(cache, formats, 128, 8), rows, strict=True):
+                view = view if formats.cache_layout == "HND" else view.transpose(1, 2)
+                assert torch.equal(view.view(torch.uint8), own_rows), (kv_cache_dtype, own)
             before = [view.view(torch.uint8).clone() for view in kv_formats.views(cache, formats, 128, 8)]
             pages[3] = pages[1]
             for old, view in zip(before, kv_formats.views(cache, formats, 128, 8), strict=True):

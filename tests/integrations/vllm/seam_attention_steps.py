@@ -241,6 +241,13 @@ def steps_of_mixed_requests_give_attention_over_everything() -> None:
         given, expected = serve_steps(layer)
         error = float((given.double() - expected).abs().max())
         assert error < bound, (str(layer), error)
+    layer = Layer("auto", "int8_token_head,int4", caches={"extend": False}, **small)
+    found = []
+    for order in ("NHD", "HND"):
+        with mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": order}):
+            assert layer.make("cpu").formats.cache_layout == order
+            found.append(serve_steps(layer)[0])
+    assert torch.equal(*found)
     os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cute_kernels import append_and_decode
+from cute_kernels import append_and_decode, extend_attention
 from cute_kernels.formats.kv import format_of, register
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
@@ -25,6 +26,7 @@ from cute_kernels.integrations.vllm import engine_kernels, kv_formats, prepare
 from cute_kernels.kv_cache import CacheTransform
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig
+from cute_kernels.names import CacheLayout
 from cute_kernels.runtime import workers
 from cute_kernels.runtime.cache import using
 from cute_kernels.runtime.gpu import Gpu, standing_in
@@ -270,19 +272,56 @@ def test_kernels_of_a_served_scenario_can_be_listed_before_it_runs():
 
 
 @pytest.mark.usefixtures("h200")
-def test_transformed_steps_of_any_number_of_requests_run_kernels_that_are_listed():
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_transformed_steps_of_any_number_of_requests_run_kernels_that_are_listed(
+    monkeypatch: pytest.MonkeyPatch, layout: CacheLayout
+):
     """Whether append and attention are one launch depends on how many there are, too."""
-    kv_heads, rows, page = 8, 68, 64
-    transform = kv_formats.transform_for("int4_per_token_head", kv_heads, 128)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     impl = layer("int4_g1", "int4_g1")
-    impl.transform = transform
-    decodes = attention_kernels.Decodes(attention_kernels.batches_up_to(256), 1, 8192, page, torch.bfloat16)
+    impl.formats = kv_formats.formats_for("int4_per_token_head")
+    impl.transform = kv_formats.transform_for("int4_per_token_head", 8, 128)
+    check_steps(impl, layout, (1, 33, 256))
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("names", [("int4_g4", "int4_g4"), ("int8_token_head", "int4_g4")], ids=str)
+def test_steps_and_prompts_over_pages_of_headed_rows_run_kernels_that_the_wheel_has(names: tuple[str, str]):
+    impl = layer(*names)
+    impl.formats = engine_kernels.Caches(*names).formats
+    assert impl.formats.cache_layout == "HND"
+    check_steps(impl, "HND", (1, 7, 100), q_lens=(1, 2, 4))
+
+
+def check_steps(
+    impl: SimpleNamespace, layout: CacheLayout, batches: Iterable[int], q_lens: tuple[int, ...] = (1,)
+) -> None:
+    """Decode steps, and prompts that go on, load kernels that are listed beforehand."""
+    kv_heads, page = impl.num_kv_heads, 64
+    decodes = attention_kernels.Decodes(attention_kernels.batches_up_to(256), max(q_lens), 8192, page, torch.bfloat16)
     listed = attention_kernels.specs_of(impl, decodes, 132)
-    k_cache, v_cache = torch.zeros(2, 4, page, kv_heads, rows, dtype=torch.uint8)
-    for batch in (1, 33, 256):
-        q, new = (torch.zeros(batch, 1, heads, 128, dtype=torch.bfloat16) for heads in (32, kv_heads))
+    inner = (kv_heads, page) if layout == "HND" else (page, kv_heads)
+    k_cache, v_cache = (
+        torch.zeros(4, *inner, form.row_elements(128), dtype=form.cache_dtype)
+        for form in (impl.formats.k, impl.formats.v)
+    )
+    for batch, q_len in product(batches, q_lens):
+        q, new = (torch.zeros(batch, q_len, heads, 128, dtype=torch.bfloat16) for heads in (32, kv_heads))
         table, lengths = (torch.zeros(batch, 8192 // page, dtype=torch.int32), torch.ones(batch, dtype=torch.int32))
-        options = {"kv_format": "int4_g1", "block_table": table, "transform": transform}
+        options = {"kv_format": impl.formats.name, "block_table": table, "transform": impl.transform}
+        options["cache_layout"] = layout
+        starts = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32)
         with recording() as recorded:
             append_and_decode(q, new, new, k_cache, v_cache, lengths, **options)
-        assert recorded.loaded and all(spec in listed for spec, _ in recorded.loaded), batch
+            extend_attention(q.flatten(0, 1), k_cache, v_cache, lengths, cu_seqlens_q=starts, **options)
+        assert recorded.loaded, batch
+        assert all(spec in listed for spec, _ in recorded.loaded), (batch, q_len)
+
+
+@pytest.mark.usefixtures("h200")
+def test_the_wheel_has_one_order_of_pages_for_each_format():
+    for caches in engine_kernels.CACHES[: len(engine_kernels.KV_FORMATS)]:
+        listed = engine_kernels.attention_specs(engine_kernels.HEADS[0], caches, 0, (1, 64))
+        decodes = [spec.symbol for spec in listed if "decode_" in spec.symbol and not spec.symbol.startswith("append")]
+        headed = caches.formats.k.has_header or caches.formats.v.has_header
+        assert decodes and all(("head_major" in symbol) == headed for symbol in decodes), caches
