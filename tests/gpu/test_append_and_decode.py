@@ -54,6 +54,7 @@ def of_format(kv_format: str, place: str, q_len: int, layout: str = "NHD") -> Ca
     return Case(shape, q_len=q_len)
 
 
+K8V4 = ("int8_token_head", "int4_g4")
 GROUPED = Shape("int4_g4", rope=LLAMA, num_q_heads=16, num_kv_heads=8, page_size=16)
 HEADS_FIRST = GROUPED.with_(layout="HND", page_size=64)
 OTHERS = {
@@ -72,6 +73,8 @@ OTHERS = {
     "heads first, no RoPE, a window": Case(HEADS_FIRST.with_(rope=None), (300, 64, 2000), 1, {"window_size": 99}),
     "heads first, fixed splits": Case(HEADS_FIRST, (300, 1, 700), 1, {"num_splits": 5}),
     "heads first, many queries of a head": Case(HEADS_FIRST.with_(num_q_heads=16, num_kv_heads=1), (900, 33)),
+    "heads first, a pair": Case(HEADS_FIRST.with_(kv_format=K8V4)),
+    "3 new tokens, heads first": Case(HEADS_FIRST.with_(kv_format=K8V4), (300, 64, 2000), 3, {"window_size": 99}),
     "heads first, rows of 64": Case(HEADS_FIRST.with_(head_dim=64, rope=Rope(64)), (300, 1, 700)),
     "heads first, rows of 256": Case(HEADS_FIRST.with_(kv_format="bf16", head_dim=256, rope=Rope(64)), (300, 1, 700)),
     "heads of a CTA": Case(GROUPED.with_(num_q_heads=40, page_size=64), (300, 1, 700)),
@@ -97,6 +100,7 @@ FEW = {"one request": Case(GROUPED, (5000,)), "two requests": Case(GROUPED, (500
 """Attention by itself takes fewer heads a CTA for these (`candidates.FEW_REQUESTS`), so its last bits are others."""
 RAGGED = Case(HEADS_FIRST.with_(page_size=16), (6000, *range(1, 60), 2000))
 """Long parts are recentred as often as tiles have gone round the ring; attention alone may have asked for one more."""
+RAGGED_PAIR = replace(RAGGED, shape=HEADS_FIRST.with_(kv_format=K8V4))
 RACES = ("bf16", "int4_g1", "e4m3_tensor", "int8_token_head")
 RACE = {name: Case(Shape(name, rope=LLAMA, num_q_heads=8, num_kv_heads=1, page_size=64), (400,) * 16) for name in RACES}
 RACE |= {f"{name}, heads first": replace(case, shape=case.shape.with_(layout="HND")) for name, case in RACE.items()}
@@ -105,7 +109,7 @@ RACE |= {f"{name}, heads first": replace(case, shape=case.shape.with_(layout="HN
 def cases() -> list[Case]:
     found = [of_format(name, place, q_len) for name in ALL_FORMATS for place in PLACES for q_len in (1, 4)]
     found += [of_format(name, place, 1, "HND") for name in ALL_FORMATS for place in PLACES]
-    return [*found, *OTHERS.values(), *FEW.values(), *RACE.values(), RAGGED]
+    return [*found, *OTHERS.values(), *FEW.values(), *RACE.values(), RAGGED, RAGGED_PAIR]
 
 
 PLACES = ("table", "contiguous")
@@ -124,7 +128,7 @@ def specs():
 
 
 TOKENS_FIRST = ("one long request", "one token each", "ragged, some of them long", "fixed splits", "heads of a CTA")
-BOTH = {"ragged": RAGGED} | {name: OTHERS[name] for name in TOKENS_FIRST}
+BOTH = {"ragged": RAGGED, "ragged pair": RAGGED_PAIR} | {name: OTHERS[name] for name in TOKENS_FIRST}
 BOTH |= {name: case for name, case in OTHERS.items() if name.startswith(("heads first, ", "tokens first, "))}
 
 

@@ -29,6 +29,7 @@ FORMATS = (
     "int4_g4",
 )
 FORMATS += (("int8_token_head", "int4_g4"), ("bf16", "int8_token_head"))
+IN_HEADS = ("int4_g4", "int8_token_head", ("int8_token_head", "int4_g4"))
 
 
 def specs() -> list[KernelSpec]:
@@ -38,8 +39,7 @@ def specs() -> list[KernelSpec]:
     def work() -> None:
         wide_call("cpu").run()
         calls = [small_call("cpu"), wide_call("cpu"), *(decode_call(name, 64, 1, 8, blank=True) for name in FORMATS)]
-        in_heads = ("int4_g4", "int8_token_head")
-        calls += [decode_call(name, 64, 1, 8, blank=True, cache_layout="HND") for name in in_heads]
+        calls += [decode_call(name, 64, 1, 8, blank=True, cache_layout="HND") for name in IN_HEADS]
         for call in calls:
             blocks = blocks_for(LENGTHS, [1] * len(LENGTHS), call.q.shape[2] // 4, 64, 768)
             for num_splits in (None, 1):
@@ -138,12 +138,26 @@ def test_a_graph_follows_lists_that_change():
         assert torch.equal(out, call.run(**blocks))
 
 
-@pytest.mark.parametrize("kv_format", ["int4_g4", "int8_token_head"])
-def test_head_major_pages_are_read_alike(kv_format):
-    call = decode_call(kv_format, 64, 1, 8, cache_layout="HND", device="cuda")
-    given = {**call.options, **on("cuda", blocks_for(LENGTHS, [1] * len(LENGTHS), 8, 64, 768)), "kv_format": kv_format}
+@pytest.mark.parametrize("kv_format", IN_HEADS, ids=str)
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_head_major_pages_are_read_alike(kv_format, q_len):
+    call = decode_call(kv_format, 64, q_len, 8, cache_layout="HND", device="cuda")
+    blocks = on("cuda", blocks_for(LENGTHS, [q_len] * len(LENGTHS), 8, 64, 768))
+    given = {**call.options, **blocks, "kv_format": kv_format}
     want, _ = decode_attention_reference(*call.tensors, **given, compute_dtype=torch.float64)
-    out = decode_attention(*call.tensors, **given)
+    for num_splits in (None, 3):
+        out = decode_attention(*call.tensors, **given, num_splits=num_splits)
+        assert (out.double() - want).norm() <= cases.TOLERANCE[out.dtype] * want.norm()
+
+
+@pytest.mark.parametrize("kv_format", IN_HEADS, ids=str)
+def test_prompts_read_chosen_blocks_of_head_major_pages(kv_format):
+    call = extend_cases.make_call(
+        kv_format, Q_LENS, LENGTHS, page_size=64, max_seq_len=768, cache_layout="HND", device="cuda"
+    )
+    blocks = on("cuda", blocks_for(LENGTHS, Q_LENS, 2, 64, 768))
+    want, _ = extend_attention_reference(*call.tensors, **call.keywords, **blocks, compute_dtype=torch.float64)
+    out = extend_attention(*call.tensors, **call.keywords, **blocks)
     assert (out.double() - want).norm() <= cases.TOLERANCE[out.dtype] * want.norm()
 
 

@@ -73,12 +73,22 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "sinks": True,
     },
 }
+PAGES_BY_HEAD: dict[str, Any] = {"page_size": 64, "num_kv_heads": 8, "group": 4, "cache_layout": "HND"}
+BY_HEAD: dict[str, dict[str, Any]] = {
+    "8 heads, head-major": PAGES_BY_HEAD,
+    "8 heads, head-major, window of 333": {**PAGES_BY_HEAD, "page_size": 16, "window_size": 333},
+    "8 heads, head-major, 4 queries": {**PAGES_BY_HEAD, "q_len": 4},
+    "8 heads, head-major, 3 queries, window of 333": {**PAGES_BY_HEAD, "q_len": 3, "window_size": 333, "sinks": True},
+}
+"""As engines have pages of rows with headers. Where lengths differ, CTAs take ranges of all requests' tiles."""
+K8V4 = ("int8_token_head", "int4_g4")
 CASES = {
     f"{kv_format}, {name}": {"kv_format": kv_format, **options}
     for kv_formats, cases in (
         (("bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor"), STORAGE | QUERIES),
         (("bf16", "int4_g4"), SCORES),
         (("int4_g1",), TOGETHER),
+        (("int4_g4", "int8_token_head", K8V4), BY_HEAD),
         ((("int8_channel", "int4_g1"), ("bf16", "e4m3_token_head")), {"pages of 64": STORAGE["pages of 64"], "": {}}),
     )
     for kv_format in kv_formats
@@ -133,10 +143,15 @@ def test_any_lengths(case, lengths, seed):
     assert_close(call, out, lse, lse_slack=slack_of(case))
 
 
-def test_one_long_request_among_many_short_ones():
+@pytest.mark.parametrize(
+    ("kv_format", "options"),
+    [("int4_g1", {"page_size": 64}), (K8V4, {**PAGES_BY_HEAD, "num_kv_heads": 4})],
+    ids=["one head", "K8V4, head-major"],
+)
+def test_one_long_request_among_many_short_ones(kv_format, options):
     lengths = [100 + index % 900 for index in range(200)]
     lengths[123] = 50_000
-    call = make_call("int4_g1", lengths, page_size=64, device=CUDA)
+    call = make_call(kv_format, lengths, max_seq_len=50_000, device=CUDA, **options)
     out, lse = call.run(return_lse=True)
     for request in (0, 122, 123, 124, 199):
         part = slice(request, request + 1)

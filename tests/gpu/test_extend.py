@@ -95,6 +95,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tree, new tokens": ("int4_g4", {"tree": True, "new": True, "sinks": True}),
     "tree, head_dim 256": ("bf16", {"tree": True, "head_dim": 256, "group": 1}),
     "a pair": (("int8_token_head", "int4_g4"), {}),
+    "a pair, HND": (("int8_token_head", "int4_g4"), {"page_size": 64, "cache_layout": "HND", "window_size": 100}),
     **{f"{k}, {v}": ((k, v), {}) for k, v in MIXED},
     "K of 16 bits, pages of 16": (("bf16", "int8_token_head"), {"page_size": 16, "num_splits": 3}),
     "V of 16 bits, contiguous": (("e4m3_token_head", "bf16"), {"page_size": None, "group": 7}),
@@ -139,6 +140,8 @@ FP8: dict[str, dict[str, Any]] = {
 UNPACKED: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in cases.UNPACKED},
     "pages of 256, HND, codes": ("int4_g4", {"page_size": 256, "cache_layout": "HND"}),
+    "pages of 16, HND, bytes": ("int8_token_head", {"page_size": 16, "cache_layout": "HND", "window_size": 100}),
+    "a pair, HND": (("int8_token_head", "int4_g4"), {"cache_layout": "HND"}),
     "contiguous, codes": ("int8_token_head", {"page_size": None}),
     "7 heads a group": ("e4m3_token_head", {"group": 7}),
     "head_dim 64": ("e4m3_tensor", {"head_dim": 64}),
