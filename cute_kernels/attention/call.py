@@ -301,6 +301,7 @@ def make_call(
     batch, q_len, num_q_heads, head_dim = q.shape
     head_major = given["cache_layout"] == "HND"
     caches = check_caches((batch, num_q_heads), k_cache, v_cache, forms, head_major, block_table)
+    checks.check_heads(q_len, num_q_heads, caches.num_kv_heads)
     checks.check_row("k_cache", k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
     checks.check_readable("k_cache", forms[0], head_dim)

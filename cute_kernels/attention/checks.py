@@ -20,6 +20,7 @@ from cute_kernels.arguments import (
     shape_of,
     strides_of,
 )
+from cute_kernels.attention.decode_config import RECIPROCAL_BITS
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
@@ -117,6 +118,15 @@ def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     if v_cache.shape[:3] != k_cache.shape[:3]:
         wanted = f"that of k_cache, {shape_of(k_cache)}, in all but the last dimension"
         raise ValueError(f"v_cache: got shape {shape_of(v_cache)}, want {wanted}")
+
+
+def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless decode attention's kernel can number the queries of a KV head, the heads and the CTAs:
+    it divides by `RECIPROCAL_BITS`. The bound holds for all three, since a CTA has 8 rows of queries or more."""
+    most, most_heads = 1 << RECIPROCAL_BITS, 1 << 31 - RECIPROCAL_BITS
+    if q_len * num_q_heads**2 > most * num_kv_heads or num_kv_heads > most_heads:
+        wanted = f"q_len * num_q_heads**2 / num_kv_heads of at most {most}, and at most {most_heads} KV heads"
+        raise ValueError(f"q: got q_len {q_len}, {num_q_heads} query heads, {num_kv_heads} KV heads, want {wanted}")
 
 
 def check_row(name: str, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:

@@ -9,13 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.decode_config import DecodeConfig
+from cute_kernels.attention.decode_config import RECIPROCAL_BITS, DecodeConfig
 from cute_kernels.attention.loads.copies import Tiles
 from cute_kernels.attention.policies import BLOCK_QUERIES
 from cute_kernels.device.pipeline import Pipeline
 from cute_kernels.formats.scores.terms import QueryColumn
-
-RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from layouts.kv.tile import BLOCK_TOKENS, RowTile, plan_tiles
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 CTAS_SHIFT = 8  # from this bit on a launch's mode has log2 of the most CTAs that may combine a row
+# x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11; `checks.check_heads` refuses other heads.
+RECIPROCAL_BITS = 20
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 4 producer warps lend registers to 8 consumer warps
 PAIR_BYTES = 8  # a softmax maximum and sum

@@ -45,7 +45,6 @@ from cute_kernels.attention.assignment import Assigner, Range, Requests
 from cute_kernels.attention.barriers import await_ready, sync_merged
 from cute_kernels.attention.combine.merge import Merger
 from cute_kernels.attention.cta import (
-    RECIPROCAL_BITS,
     Cta,
     DecodeSizes,
     FeatureValues,
@@ -56,7 +55,7 @@ from cute_kernels.attention.cta import (
     Roles,
     Tail,
 )
-from cute_kernels.attention.decode_config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodeConfig
+from cute_kernels.attention.decode_config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, RECIPROCAL_BITS, DecodeConfig
 from cute_kernels.attention.loads.copies import TileCopier
 from cute_kernels.attention.loads.ring import RingFiller
 from cute_kernels.attention.mainloops.logits import Logits

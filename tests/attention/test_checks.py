@@ -10,7 +10,8 @@ import torch
 from cute_kernels import decode_attention
 from cute_kernels.attention import decode_attention_splits
 from cute_kernels.attention.call import make_call
-from cute_kernels.attention.checks import MAX_BATCH, MAX_SPLITS, MAX_TOKENS
+from cute_kernels.attention.checks import MAX_BATCH, MAX_Q_LEN, MAX_SPLITS, MAX_TOKENS, check_heads
+from cute_kernels.attention.decode_config import RECIPROCAL_BITS
 from cute_kernels.attention.device_values import check_device_values
 
 
@@ -303,6 +304,33 @@ def test_sizes_that_no_launch_can_index_are_refused():
             kv_format="int4_g4",
             block_table=table,
         )
+
+
+def divides(last: int, number: int) -> bool:
+    """Whether the kernel finds last // number: it multiplies int32 and shifts. ``last`` is the greatest it divides."""
+    product = last * -(-(1 << RECIPROCAL_BITS) // number)
+    return product < 1 << 31 and product >> RECIPROCAL_BITS == last // number
+
+
+def test_heads_that_decode_attention_cannot_number_are_refused():
+    """Rows of queries, heads and CTAs are divided by multiplying. Of all numbers below a multiple of n the last goes
+    wrong first, so the greatest that a call has decides. The bound also refuses some calls that would be right."""
+    assert not divides(16 * 266 - 1, 266) and all(divides(16 * group - 1, group) for group in range(1, 266))
+    with pytest.raises(ValueError, match=r"q: got q_len 16, 266 query heads, 1 KV heads, want q_len \*"):
+        check_heads(16, 266, 1)
+    with pytest.raises(ValueError, match="at most 2048 KV heads"):
+        check_heads(1, 2049, 2049)
+    check_heads(16, 256, 1)
+    check_heads(1, 2048, 2048)
+    for q_len in range(1, MAX_Q_LEN + 1):
+        for num_kv_heads in (1, 2, 3, 5, 8, 24, 64, 100, 128, 777, 1023, 2047, 2048):
+            most = int(((1 << RECIPROCAL_BITS) / (q_len * num_kv_heads)) ** 0.5)
+            for group in range(1, most + 1):
+                check_heads(q_len, num_kv_heads * group, num_kv_heads)
+                assert divides(q_len * group - 1, group) and divides(num_kv_heads * group - 1, group)
+                for rows in (8, 16, 32, 64):
+                    ctas = -(-q_len * group // rows)
+                    assert divides(num_kv_heads * ctas - 1, ctas), (q_len, num_kv_heads, group, rows)
 
 
 def test_lengths_from_zero_to_the_caches_tokens_are_right():

@@ -19,12 +19,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.barriers import sync_consumers
-from cute_kernels.attention.cta import RECIPROCAL_BITS
 from cute_kernels.attention.decode_config import (
     CTAS_SHIFT,
     KEEP_PARTIALS,
     MERGE_PAD,
     PAIR_BYTES,
+    RECIPROCAL_BITS,
     WRITE_LSE,
     DecodeConfig,
 )
@@ -38,9 +38,11 @@ from cute_kernels.device.loads import load_float, load_floats
 from cute_kernels.device.softmax import COLUMN_LANES, LOWEST, weights_of
 from cute_kernels.formats.scores.terms import load_shift
 
-COMBINE_BATCH = 4  # partial results of a vector that a thread loads at a time
-MOST_LOADED = 8  # partial results that a thread loads at a time, of several vectors
-MOST_VECTORS = 2  # of these
+COMBINE_BATCH = 4  # partial results of a vector that a thread loads at a time; no other number was measured
+# Partial results that a thread loads at a time, of several vectors, and the most vectors. Two vectors at a time halve
+# the combine (docs/design/history/decode_attention.md).
+MOST_LOADED = 8
+MOST_VECTORS = 2
 GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values, aligned to vectors
 
 
