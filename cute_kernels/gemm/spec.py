@@ -10,7 +10,9 @@ from cute_kernels.gemm.layer.config import LayerProductsConfig
 from cute_kernels.gemm.operands.fp8_config import RowsConfig
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.gemm.wgmma.mainloops import ResidentLimbs
+from cute_kernels.gemm.wgmma.results import Dsmem
+from cute_kernels.runtime.spec import KernelSpec, one_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,14 @@ class GemmSpec(KernelSpec):
     def kernel(self) -> CompiledAs:
         """The kernel that the configuration is compiled as."""
         return self.config.kernel()
+
+    def check(self) -> None:
+        """Raises ValueError as `KernelSpec.check` does, and for a reduction that `ResidentKernel` would ignore."""
+        super().check()
+        config = self.config
+        if isinstance(config, WgmmaConfig) and isinstance(config.mainloop, ResidentLimbs):
+            if reason := one_of(config.reduction.made_by, (Dsmem.made_by,), "a reduction of resident limbs"):
+                raise ValueError(f"config: {reason} ({config})")
 
     def policies(self) -> tuple[object, ...]:
         return (self.kernel.made_by, *code_of(self.config))

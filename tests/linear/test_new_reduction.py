@@ -17,10 +17,10 @@ from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.kernel import WgmmaKernel
 from cute_kernels.gemm.wgmma.launch import MainloopCost, TileSchedule
-from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma, ResidentLimbs
 from cute_kernels.gemm.wgmma.places import corner_of
-from cute_kernels.gemm.wgmma.results import Reduction, WholeK
-from cute_kernels.gemm.wgmma.schedule import CANDIDATES
+from cute_kernels.gemm.wgmma.results import Dsmem, Reduction, WholeK
+from cute_kernels.gemm.wgmma.schedule import CANDIDATES, shipped_configs
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, dense_scheduler
 from cute_kernels.runtime.sources import reached
 
@@ -81,6 +81,22 @@ def test_it_is_a_part_of_the_kernel_and_of_its_name():
 
 def test_other_mainloops_do_not_take_it():
     assert "MmaSync does not go with Alone" in str(replace(CONFIG, tile_m=16, mainloop=MmaSync()).can_implement())
+
+
+def test_resident_limbs_have_no_other_reduction_than_the_one_that_their_kernel_makes():
+    """The kernel would ignore it, and compute what the configuration does not say."""
+
+    @dataclass(frozen=True)
+    class Other(Dsmem):
+        mainloops: ClassVar[tuple[type, ...]] = (ResidentLimbs,)
+        made_by: ClassVar[str] = f"{__name__}:AloneReduction"
+
+    config = next(one for one in shipped_configs() if isinstance(one.mainloop, ResidentLimbs))
+    GemmSpec(config).check()
+    config = replace(config, reduction=Other(config.cluster, config.k_warpgroups))
+    assert config.can_implement() is None
+    with pytest.raises(ValueError, match="a reduction of resident limbs .*AloneReduction' is not one of .*:Cluster"):
+        GemmSpec(config).check()
 
 
 def test_it_is_chosen_where_it_is_the_fastest():

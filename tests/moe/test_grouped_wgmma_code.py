@@ -13,10 +13,11 @@ from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import layouts
 from cute_kernels.gemm.problem import GroupedProblem
+from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.limbs import MMA_K
-from cute_kernels.gemm.wgmma.mainloops import MmaSync
-from cute_kernels.gemm.wgmma.results import WorkspaceSplitK
+from cute_kernels.gemm.wgmma.mainloops import MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.results import RowCuts, SequentialSplitK, WorkspaceSplitK
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.doctor import ToolMissingError, find_tool
@@ -108,3 +109,16 @@ def test_what_a_grouped_product_has_no_kernel_for_is_refused(changes, message):
     config = next(config for config in ALL if not isinstance(config.mainloop, MmaSync) and not config.limbs)
     with pytest.raises(ValueError, match=message):
         ExpertSpec(replace(config, **changes)).compile("sm_90a")
+
+
+@pytest.mark.parametrize("changes", [{"multicast": 2}, {"reduction": RowCuts()}, {"reduction": SequentialSplitK()}])
+def test_tiles_that_the_table_of_experts_does_not_have_are_refused_before_they_are_compiled(changes):
+    """Dense products have kernels of them."""
+    config = replace(
+        next(one for one in ALL if type(one.mainloop) is RegisterWgmma and one.row_parts == 2), row_parts=1
+    )
+    config = replace(config, **changes, **({"row_parts": 2} if "reduction" in changes else {}), tile_m=64, n_tiles=1)
+    assert config.can_implement() is None
+    GemmSpec(config).check()
+    with pytest.raises(ValueError, match="config: got tiles that are cut or multicast, want whole ones of one CTA"):
+        ExpertSpec(config).check()

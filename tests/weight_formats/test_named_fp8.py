@@ -3,6 +3,7 @@ invariance, state dicts, saved models; on the CPU, whose reference rounds x as t
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cute_kernels.formats.weights import registered_formats, weight_format
 from cute_kernels.gemm import slice_inputs, slice_outputs
 from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
 from cute_kernels.gemm.operands.fp8 import fp8_rows
-from cute_kernels.gemm.operands.fp8_config import fp8_problem
+from cute_kernels.gemm.operands.fp8_config import check_activations, fp8_problem
 from tests.weight_formats.test_named import K, N, layer_of, numbers
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -41,6 +42,14 @@ def test_these_are_all_the_formats_whose_products_may_be_in_fp8():
     assert names == {form.codes_name for form in registered_formats() if fp8_problem(form) is None}
     decoders = {name: weight_format(name).e4m3_decoder() for name in (*W8A8, *W4A8)}
     assert {name for name, decoder in decoders.items() if decoder is not None and decoder.folds} == {*FOLDED}
+
+
+def test_zero_points_which_products_in_fp8_would_ignore_are_refused():
+    without: Any = weight_format("mxfp8")
+    kind: Any = type("WithZeros", (type(without),), {"has_zeros": True})
+    form = kind(**{field.name: getattr(without, field.name) for field in fields(without)})
+    with pytest.raises(ValueError, match="activations: got 'fp8' for weights in .*, want None .*, or no zero points"):
+        check_activations("fp8", None, form)
 
 
 @every_format

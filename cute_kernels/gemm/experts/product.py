@@ -104,9 +104,8 @@ def product_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedProduct:
     """Returns the product of sorted assignments on a CUDA device."""
-    return make_product(
-        layout_of(places, form, batch_invariant, activation), places, form.num_experts, form.device_index
-    )
+    layout = layout_of(places, form, batch_invariant, activation)
+    return make_product(layout, places, form.num_experts, form.device_index)
 
 
 def make_product(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> GroupedProduct:

@@ -39,6 +39,16 @@ class ExpertSpec(KernelSpec):
             return CompiledAs("cute_kernels.gemm.experts.wgmma.kernel:grouped_tiles_kernel", takes)
         return kernel
 
+    def check(self) -> None:
+        """Raises ValueError as `KernelSpec.check` does, and for tiles that the experts' table of tiles does not have:
+        they have all of K and all rows of x at once, and no CTA waits for a cluster before it multicasts."""
+        super().check()
+        config = self.config
+        if isinstance(config, WgmmaConfig):
+            cut = config.reduction.cuts_rows or config.reduction.sequential
+            if cut or config.multicast > 1:
+                raise ValueError(f"config: got tiles that are cut or multicast, want whole ones of one CTA ({config})")
+
     def policies(self) -> tuple[object, ...]:
         return (self.kernel.made_by, *code_of(self.config))
 
