@@ -25,25 +25,23 @@ from cute_kernels.runtime.operator import Plan
 def plan_of(call: AttentionCall) -> Plan | None:
     """Returns the plan of a decode call that runs with key rows; None for other calls.
 
-    Fixed splits are excluded, since they set the order in which decode's own kernel adds. Graph captures are excluded,
-    since a plan's own tensors must not lie in a graph's memory.
+    Fixed splits are excluded, since they set the order in which decode's own kernel adds. A plan that is made while a
+    graph is captured keeps no tensor, which would lie in the graph's memory: each of its launches makes one.
     """
-    if call.num_splits is not None or not call.k.form.is_coded:
-        return None
-    if call.head_dim != KEY_ROWS_HEAD_DIM or call.v.head_dim != KEY_ROWS_HEAD_DIM:
+    dims = {call.head_dim, call.v.head_dim}
+    if call.num_splits is not None or not call.k.form.is_coded or dims != {KEY_ROWS_HEAD_DIM}:
         return None
     checked = replace(call, q=call.q.flatten(0, 1), cu_seqlens_q=call.seq_lens, out=None)
     shape = call.batch, call.q_len, call.num_q_heads, call.num_kv_heads, GPU.num_sms(call.q.device)
     config = decodes_with_key_rows(key_rows_for(checked, choose(problem_of(checked))), *shape)
     if config is None or not lies_in_pieces(checked):
         return None
-    if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
     try:
         check_alignment(checked)
     except ValueError:
         return None
-    launches, ends = extend_launches(checked, config), _ends_of(call.batch, call.q_len, call.q.device)
+    launches, sizes = extend_launches(checked, config), (call.batch, call.q_len, call.q.device)
+    kept = None if call.q.is_cuda and torch.cuda.is_current_stream_capturing() else _ends_of(*sizes)
 
     def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches attention with the arguments and results of `DecodeLaunch.launch`."""
@@ -54,8 +52,8 @@ def plan_of(call: AttentionCall) -> Plan | None:
         # All of them: the kernel looks for its own.
         complete = NO_EXTEND_OPTIONS if options is None else {**NO_EXTEND_OPTIONS, **options}
         rows = q.flatten(0, 1)  # a copy where requests are not as far apart as all their queries
-        results = out.flatten(0, 1), lse, softmax_scale, complete
-        launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, *results))
+        ends = _new_ends(*sizes) if kept is None else kept
+        launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, out.flatten(0, 1), lse, softmax_scale, complete))
         return out, lse
 
     return Plan(call.q.device.index, launch, (config,))
@@ -64,6 +62,10 @@ def plan_of(call: AttentionCall) -> Plan | None:
 @per_gpu
 @lru_cache(maxsize=256)
 def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Returns where the queries of equal requests begin and end. The copy is waited for, as another stream may launch
-    next."""
-    return (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * q_len).to(device)
+    """Returns `_new_ends`, made once. The copy is waited for, as another stream may launch next."""
+    return _new_ends(batch, q_len, torch.device("cpu")).to(device)
+
+
+def _new_ends(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
+    """Returns where the queries of equal requests begin and end; for a GPU by a launch on the current stream."""
+    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=device)

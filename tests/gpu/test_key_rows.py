@@ -165,6 +165,27 @@ def test_a_plan_that_a_busy_stream_made_serves_another_one():
     assert all(torch.equal(out, want) for out in outs)
 
 
+def test_which_kernel_serves_decode_attention_does_not_depend_on_whether_its_first_call_was_captured():
+    call = variant("e4m3_tensor", [16] * 20, [37 * i + 16 for i in range(20)])
+    q = call.q.view(20, 16, *call.q.shape[1:])
+
+    def decode(out: torch.Tensor) -> torch.Tensor:
+        decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, out=out, **call.options)
+        return out
+
+    want = decode(torch.empty_like(q))
+    torch.cuda.synchronize()
+    attention_ops.launch.plans.clear()  # kernels stay
+    captured, graph = torch.full_like(q, torch.nan), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(captured)
+    eager = decode(torch.full_like(q, torch.nan))
+    graph.replay()
+    del graph
+    assert torch.equal(captured, want) and torch.equal(eager, want)
+    assert torch.equal(decode(torch.full_like(q, torch.nan)), want), "once the graph's memory is gone"
+
+
 @pytest.mark.parametrize("name", ["e4m3_tensor", "int8_token_head"])
 @pytest.mark.parametrize("q_len, batch", [(10, 20), (16, 20)])
 def test_decode_attention_s_calls_are_served_by_it(q_len, batch, name):
