@@ -5,9 +5,9 @@ import cutlass.cute as cute
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.device.cuda import WARP_THREADS
 
-# Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
+# Barrier 0, that of all threads (`sync_threads`), is not used: warps whose work is done or other would have to arrive.
 READY, CONSUMERS, PRODUCERS, MERGED = 1, 2, 3, 4
-ROWS_WRITTEN = 10
+ROWS_WRITTEN = 10  # any free number would do, 5 too; another one would compile all steps in one launch anew
 
 
 def announce_ready(config: DecodeConfig) -> None:

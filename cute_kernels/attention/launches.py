@@ -1,7 +1,7 @@
 """The launches of attention: what a plan keeps from call to call, and the arguments of each call.
 
-Decode attention is one launch. Extend attention has three algorithms: the cache is read as it lies; it is unpacked
-first, for many queries; or its keys are rows of MMAs, for few.
+Decode attention is one launch, except where its calls go to key rows (:mod:`.few_queries`). Extend attention has three
+algorithms: the cache is read as it lies; it is unpacked first, for many queries; or its keys are rows of MMAs, for few.
 """
 
 from __future__ import annotations
@@ -157,27 +157,14 @@ class ExtendLaunch:
         table = options["block_table"] if config.page_tokens else None
         mask = options["tree_mask"] if config.tree else None
         self.send(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            cu_seqlens=cu_seqlens_q,
-            seq_lens=lengths,
-            out=out,
-            lse=address_of(lse),
-            other_out=address_of(other[0]),
-            other_lse=address_of(other[1]),
-            counter=GPU.workspace(index, GPU.stream(index), COUNTER_WORDS),
-            prefix_only=prefix_only,
+            q=q, k_cache=k_cache, v_cache=v_cache, cu_seqlens=cu_seqlens_q, seq_lens=lengths, out=out,
+            lse=address_of(lse), other_out=address_of(other[0]), other_lse=address_of(other[1]),
+            counter=GPU.workspace(index, GPU.stream(index), COUNTER_WORDS), prefix_only=prefix_only,
             softmax_scale=self.softmax_scale if softmax_scale is None else softmax_scale,
-            block_table=address_of(table),
-            tree_mask=address_of(mask),
-            tree_words=0 if mask is None else mask.shape[1],
-            num_splits=splits,
-            partials=address_of(partials),
-            num_ctas=min(num_tiles, self.num_sms),
-            options=options,
+            block_table=address_of(table), tree_mask=address_of(mask), tree_words=0 if mask is None else mask.shape[1],
+            num_splits=splits, partials=address_of(partials), num_ctas=min(num_tiles, self.num_sms), options=options,
             **own,
-        )
+        )  # fmt: skip
         if splits > 1:
             assert self.combine is not None
             sinks = options["sinks"] if config.features.sinks else None
@@ -220,7 +207,7 @@ class UnpackedLaunch:
         return 2 * rows * self.config.head_dim * self.config.element_bytes
 
     def tokens(self, max_seq_len: int | None) -> int:
-        """Returns the most tokens that a request has."""
+        """Returns a bound of the requests' tokens: ``max_seq_len`` or the cache's, the smaller."""
         most = self.attention.max_seq_len
         return most if max_seq_len is None else min(most, max_seq_len)
 
@@ -240,18 +227,11 @@ class UnpackedLaunch:
             words = TILE_SCALE_BYTES // 4
             scales = GPU.empty(*blank((*shape[:2], room // config.tile_tokens, words), torch.float32))
         self.send(
-            k_cache=keys.k_cache,
-            v_cache=keys.v_cache,
-            k_rows=k_rows,
-            v_rows=v_rows,
-            cu_seqlens=keys.cu_seqlens_q,
-            seq_lens=keys.lengths,
-            tile_scales=address_of(scales),
+            k_cache=keys.k_cache, v_cache=keys.v_cache, k_rows=k_rows, v_rows=v_rows, cu_seqlens=keys.cu_seqlens_q,
+            seq_lens=keys.lengths, tile_scales=address_of(scales),
             block_table=address_of(keys.options["block_table"] if config.page_tokens else None),
-            total_q=keys.q.shape[0],
-            max_seq_len=self.tokens(max_seq_len),
-            prefix_only=keys.prefix_only,
-        )
+            total_q=keys.q.shape[0], max_seq_len=self.tokens(max_seq_len), prefix_only=keys.prefix_only,
+        )  # fmt: skip
         # All of it may be freed before it is read: its memory is reused in the stream's order.
         rows = keys._replace(k_cache=k_rows, v_cache=v_rows)
         attention.call(rows, max_pages=self.tokens(max_seq_len), tile_scales=address_of(scales))

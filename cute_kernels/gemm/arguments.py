@@ -1,4 +1,7 @@
-"""The arguments that kernels of linear layers are launched with; they are listed nowhere else.
+"""The arguments that kernels of linear layers are launched with.
+
+`cute_kernels.gemm.operands.fp8_config` has those of FP8 products and of the rows of x before them,
+`cute_kernels.gemm.layer.arguments` those of a layer's products in one launch; others are listed nowhere else.
 
 Dense products (`STREAM`, `TILES` and what begins with them) take x [m, k]; k and the distance of rows are multiples of
 8, and rows begin on 16 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of the

@@ -59,7 +59,7 @@ class Decode:
         return self.warps
 
     def reason(self) -> str | None:
-        """Returns why the fields do not go together, or None."""
+        """Returns why a field is refused, or None."""
         if self.fence not in FENCES:
             return f"fence is {self.fence!r}; want one of {FENCES}"
         if self.warps not in PRODUCER_WARPS:
@@ -87,7 +87,7 @@ class Crossover:
     full_arrivals: ClassVar[int] = warps
 
     def reason(self) -> str | None:
-        """Returns why the fields do not go together, or None."""
+        """Returns why a field is refused, or None."""
         return _prefetch_reason(self.prefetch) or _chunk_reason(self.chunk)
 
 
@@ -108,7 +108,7 @@ class SplitCrossover:
     full_arrivals: ClassVar[int] = warps
 
     def reason(self) -> str | None:
-        """Returns None: all fields go together."""
+        """Returns None: no field is refused."""
         return None
 
 
@@ -128,7 +128,7 @@ class Copies:
     full_arrivals: ClassVar[int] = warps * (WARP_THREADS + 1)
 
     def reason(self) -> str | None:
-        """Returns None: all fields go together."""
+        """Returns None: no field is refused."""
         return None
 
 
@@ -156,7 +156,7 @@ class TmaTiles:
     full_arrivals: ClassVar[int] = 1
 
     def reason(self) -> str | None:
-        """Returns why the fields do not go together, or None."""
+        """Returns why a field is refused, or None."""
         return None if self.prefetch in (0, 1) else f"prefetch is {self.prefetch}; TMA tiles want 0 or 1"
 
 
@@ -175,7 +175,7 @@ class WholeTiles:
     cooperative: ClassVar[bool] = False
 
     def reason(self) -> str | None:
-        """Returns why the choices do not go together, or None."""
+        """Returns why a choice is refused, or None."""
         if self.mainloop not in MAINLOOPS:
             return f"mainloop is {self.mainloop!r}; want one of {MAINLOOPS}"
         if self.mainloop == "stepped" and self.load.warps != PRODUCER_WARPS[0]:
@@ -197,7 +197,7 @@ class SplitTiles:
         return self.load.eager
 
     def reason(self) -> str | None:
-        """Returns why the choices do not go together, or None."""
+        """Returns why a choice is refused, or None."""
         return self.load.reason()
 
 
@@ -213,7 +213,7 @@ class CooperativeTiles:
     cooperative: ClassVar[bool] = True
 
     def reason(self) -> str | None:
-        """Returns why the choices do not go together, or None."""
+        """Returns why a choice is refused, or None."""
         return self.load.reason()
 
 

@@ -222,8 +222,8 @@ class UnpackKernel:
 
     @cute.jit
     def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
-        """Returns the greatest of the values that the CTA's warps hold. A warp that is already at the next tile
-        publishes at another address."""
+        """Returns the greatest of the values that the CTA's warps hold. No second barrier is needed: the next tile's
+        values have other addresses."""
         self.publish(top, tops + 4 * warp, lane)
         cute.arch.barrier()
         words = [word for i in range(0, UNPACK_WARPS, 4) for word in ptx.load_shared_vector(tops, 4 * i, 4)]

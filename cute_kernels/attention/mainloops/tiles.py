@@ -103,7 +103,9 @@ class Consumer:
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
         """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
-        # Warpgroup 0 goes first. Both have the same work tiles and blocks, so they alternate to the end.
+        # Warpgroup 0 goes first. Both have the same work tiles and blocks, so they alternate to the end. Then the last
+        # arrival of warpgroup 1 is pending, as this is one more than warpgroup 0 waits for. It may stay: nobody waits
+        # at that barrier any more, and named barriers end with their CTA.
         if group == 1:
             pass_turn(group)
         state, slot = memory.pipelines[KEYS].consumer_state(), memory.work.consumer_state()

@@ -256,7 +256,7 @@ def store_vectors(address: Int32, vectors):
 
 
 def _vector_offset(index: int) -> int:
-    """Returns the bytes from a lane's first vector of shared queries to another one."""
+    """Returns the offset in bytes of a lane's ``index``-th vector of shared queries."""
     return index * WARP_THREADS * QUERY_VECTOR_BYTES
 
 

@@ -20,7 +20,7 @@ class RowLoads:
     tile: RowTile
 
     def block_offset(self, block: int) -> int:
-        """Returns the bytes from a slice's first block of tokens to another."""
+        """Returns the offset in bytes of the ``block``-th block of tokens in a slice."""
         return WORD_BYTES * self.tile.token_offset(BLOCK_TOKENS * block)
 
     def _warp_offset(self, head: Int32, slice_index: Int32):

@@ -1,4 +1,5 @@
-"""The arguments that kernels of experts are launched with; they are listed nowhere else.
+"""The arguments that kernels of experts are launched with. `cute_kernels.gemm.operands.fp8_config.ROWS` has those of
+the kernel that makes limbs or codes of rows before them.
 
 Arguments that :mod:`cute_kernels.gemm.arguments` also has mean the same here; weights, scales and biases are those of
 all experts, one after the other. x is [.., k].

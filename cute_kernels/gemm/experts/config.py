@@ -11,7 +11,7 @@ from cute_kernels.runtime.spec import one_of
 
 COMBINE_THREADS = 128
 COMBINE_VECTOR = 4  # columns of a thread
-COMBINE_BATCH = 8  # rows that a thread asks for at a time
+COMBINE_BATCH = 8  # rows that a thread asks for at a time: all of a token's in most models (8 experts a token)
 OUT_DTYPES = ("bf16", "fp16", "fp32")
 
 

@@ -251,14 +251,15 @@ def gathering(places: int, form: ExpertsForm) -> InputRows:
     return rows_of((places, columns), columns, form.dtype, index=form.device_index)
 
 
-def sorting(form: ExpertsForm, id_bits: int, count: int, gathers: bool, scratch: Scratch) -> Callable[..., Any]:
-    """Returns the function that sorts assignments by expert. It also puts rows of x in that order if it ``gathers``.
+def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, scratch: Scratch) -> Callable[..., Any]:
+    """Returns the function that sorts assignments by expert. It also puts rows of x in that order if it
+    ``lays_out_rows``, for a product that does not gather them.
 
     It takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of each
     product, the address of the indices by which results are added up).
     """
     num_experts, sort = form.num_experts, routing_function(id_bits, form.device_index)
-    gather = gathering(count, form) if gathers else None
+    gather = gathering(count, form) if lays_out_rows else None
 
     def route(x: torch.Tensor, ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
         offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places

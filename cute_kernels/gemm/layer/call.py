@@ -162,8 +162,8 @@ def configs_for(most_k: int) -> list[LayerProductsConfig]:
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """Returns the best kernel for rows of up to ``most_k`` inputs that is compiled or may be compiled now; None if
-    there is none."""
+    """Returns (configuration, compiled kernel), the best for rows of up to ``most_k`` inputs that is compiled or may be
+    compiled now; None if there is none."""
     if not is_supported(device):
         return None
     arch, can_compile = arch_of(device), compiler_version() is not None

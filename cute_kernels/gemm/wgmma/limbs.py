@@ -39,7 +39,9 @@ MMA_K = 2 * STEP_K
 K_BLOCK_STEPS = LIMB_GROUP // STEP_K
 LIMB_BASE = 256
 CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of integers are 16 times codes less 8
-TOGETHER_TILE_M = 40  # rows of x up to which a thread has registers for the products of two tiles at a time
+# Rows of x up to which a thread has registers for the products of two tiles at a time: 40 each, for two limbs a row.
+# With the 40 accumulators of both tiles they are half of its registers, by arithmetic; more rows were not measured so.
+TOGETHER_TILE_M = 40
 
 Shift = Callable[[Any], Any]
 Zeros = tuple[list[Any], list[Any]]

@@ -73,7 +73,8 @@ def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
 
 
 def parts_with(config: WgmmaConfig, rows) -> Any:
-    """Counts the parts of a tile that have some of its ``rows``, at least 1; there may be more than the tile takes."""
+    """Returns how many row parts of a tile have rows, at most `row_parts`; at least 1 where tiles are cut along rows.
+    rows: from the tile's first on; there may be more than the tile takes."""
     if config.row_parts == 1:
         return Int32(1)
     bits = config.part_m.bit_length() - 1

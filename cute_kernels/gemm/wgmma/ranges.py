@@ -138,7 +138,7 @@ class RangeReduction(StoringReduction):
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
         """Adds the parts of a tile that preceding CTAs have published, from the nearest CTA back to the one where the
-        tile begins."""
+        tile begins. That is the nearest CTA itself, since no range is less than a tile: the loop runs once."""
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
             add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)

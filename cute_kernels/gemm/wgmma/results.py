@@ -30,7 +30,8 @@ K_WARPGROUPS = (1, 2, 3, 4)
 # Clocks to publish a work range's partials and load others; a factor of a k block's time, since CTAs of a launch read
 # as many parts of K at a time as there are CTAs.
 RANGE_CLOCKS, RANGE_SPREAD = 4600, 1.05
-MOST_SEQUENTIAL_M = 160  # rows of all tiles of a warpgroup whose accumulators a thread has twice
+# Rows of all tiles of a warpgroup whose accumulators a thread has twice: 2 x 80 of its 240 registers, by arithmetic.
+MOST_SEQUENTIAL_M = 160
 TMA_TILE_ALIGNMENT = 1024
 WGMMA_N_STEP = 8  # the fewest columns of an MMA; also the rows among which the 128-byte swizzle exchanges pieces
 
@@ -72,6 +73,9 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
 
 class Reduction(ABC):
     """The reduction policy: how parts of a tile are added up, how a launch is laid out, and how long it takes.
+
+    Its methods are those of split-K through the workspace, and of clusters and DSMEM where its attributes say so.
+    Reductions that do otherwise override them.
 
     Attributes:
         cluster: CTAs of a cluster that have equal parts of K of one tile.
@@ -236,8 +240,8 @@ class RangeSplitK(Reduction):
     the first tile began before the range, it adds the previous CTA's partials.
 
     A CTA waits only for the previous one, and only at its end, when it has published all parts that others need
-    (docs/design/forward_progress.md). Ranges of less than a tile are refused. Some of them would be the middle of a
-    tile, published only at their end. Others would wait for them, 4 us on an H200.
+    (docs/design/forward_progress.md). That holds because ranges of less than a tile are refused. Some of them would be
+    the middle of a tile, published only at their end. Others would wait for them, 4 us on an H200.
 
     Attributes:
         end: k blocks that take as long as storing a tile's results. A tile counts as that many k blocks more, among

@@ -370,7 +370,7 @@ CANDIDATES: list[Candidates] = [
     shaped_configs, dsmem_configs, apart_configs, wide_configs, range_configs, resident_configs,
 ]  # fmt: skip
 """The functions whose configurations the chooser considers. A reduction with a module of its own appends its function
-here."""
+here. Up to 8 rows `cute_kernels.gemm.choice.is_fitted` leaves only some of them."""
 
 
 def shipped_configs() -> list[WgmmaConfig]:

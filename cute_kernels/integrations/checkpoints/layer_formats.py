@@ -446,7 +446,7 @@ def _format_of(
 
 
 def is_stacked(entries: Mapping[str, Entry], name: str, form: LayerFormat) -> bool:
-    """Returns whether a layer, saved by this package or of gpt-oss, has the weights of all experts."""
+    """Returns whether a layer's weight holds all experts. Only this package's and gpt-oss's formats do."""
     return form in (OWN, GPT_OSS) and len(entries[join(name, form.mark)].shape) == 4
 
 

@@ -95,7 +95,7 @@ def load_model(
 
 
 def _round_saved(model: torch.nn.Module, asked: ModelActivations | None) -> None:
-    """Sets the activations of a model that was saved in quantised form, and reports its layers."""
+    """Sets how a saved model's layers round activations, as asked or as saved, and reports the layers."""
     done: list[ReportedLayer] = []
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantizedLinear, OfExperts)):

@@ -121,7 +121,7 @@ def _shown(cache: _SeenCache, mask: torch.Tensor | None, see: Callable[[Seen], N
 
 @contextmanager
 def attending(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
-    """Makes a model's attention ``attend`` within the context; it is called as transformers calls its own."""
+    """Replaces a model's attention by the function ``attend`` within the context. transformers calls it as its own."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     AttentionInterface.register(_WATCHED, attend)

@@ -56,7 +56,7 @@ class Entries:
 
     @cute.jit
     def prefetch_first(self, source, memory, first_row, lane):
-        """Prefetches the tokens of the first two blocks."""
+        """Prefetches the tokens of the first two blocks, if the configuration prefetches."""
         if const_expr(self.prefetch > 0):
             for i in cutlass.range_constexpr(2):
                 self.ask(source, memory, Int32(i), first_row, lane)

@@ -171,7 +171,7 @@ class PagedLocator(Locator):
 
     @cute.jit
     def lengths(self, source, request):
-        """Returns (tokens of a request, 0)."""
+        """Returns (tokens of a request, 0 for the extra tokens that paged caches lack)."""
         length = load_int(source.lengths + Int64(request) * 4)
         most = source.max_pages * source.pages.page_size.value
         return cutlass.max(cutlass.min(length, most), Int32(0)), Int32(0)

@@ -24,7 +24,10 @@ from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WA
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND
 from cute_kernels.gemm.wgmma.tiles import TileSizes
 
-TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, after those of the dense kernel
+# Number of the barrier of the warps that write the table, after those of the dense kernel. FP8's warpgroups alternate
+# by barriers 9 and 10: they begin after the sync_threads at the end of `ExpertTiles.begin`, when all warps have left
+# this one. `cluster_reduction.JOIN` is 9 as well; grouped tiles have no DSMEM reduction.
+TABLE_BARRIER = 9
 
 
 @dataclass(frozen=True)
