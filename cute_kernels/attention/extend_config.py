@@ -310,7 +310,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_rooms(self) -> tuple[int, int]:
-        """Bytes from a tile of K, and of V, to the next one."""
+        """Bytes of shared memory of a tile of K, and of a tile of V, with the rows of ones after each."""
         k, v = (size + self.ones_rows * ROW_BYTES for size in self.tile_bytes)
         return k, v
 

@@ -240,8 +240,8 @@ def _part_of(caches: dict[str, torch.Tensor], options: dict[str, Any], part: sli
 
 
 def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:
-    """Runs ``first``, and ``beside`` on a stream of its own that the current stream starts and waits for. Returns the
-    result of ``first``."""
+    """Runs ``first`` on the current stream and ``beside`` concurrently, on another stream. The current stream waits for
+    it. Returns the result of ``first``."""
     index = torch.cuda.current_device() if device.index is None else device.index
     side = _streams.get(index)
     if side is None:

@@ -128,7 +128,7 @@ def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _key_of(value: Any) -> Any:
-    """Returns the part of a tensor, of tensors by name, or of another value that decides a plan."""
+    """Returns the part of a value that decides a plan. The value is a tensor, tensors by name, or anything else."""
     if isinstance(value, torch.Tensor):
         return identity(value)
     return (*value, options_key(value)) if type(value) is dict else value

@@ -262,7 +262,7 @@ class _Walk:
 
 
 def _held(targets: Iterable[_Node | str]) -> Iterator[_Node | str]:
-    """Yields the targets, but for classes the definition that is `held`."""
+    """Yields the targets. In place of a class it yields the definition that counts where a value of it is held."""
     for target in targets:
         held = None if isinstance(target, str) else target.definition.held
         yield target if isinstance(target, str) or held is None else target._replace(definition=held)

@@ -318,7 +318,7 @@ class Merger:
         return results.workspace + work.partial_row(query_row, part) * (4 * self.config.partial_words)
 
     def partial_offset(self, work, part):
-        """Returns the bytes from part 0's partial result to another part's."""
+        """Returns the offset in bytes of a part's partial result from that of part 0."""
         shape = work.place.shape
         return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 

@@ -33,7 +33,7 @@ class SwizzledLoads:
         self.panel_loads = tile.row_chunks // LOAD_CHUNKS
 
     def block_offset(self, block: int) -> int:
-        """Returns the bytes from a slice's first block of tokens to another."""
+        """Returns the offset in bytes of the ``block``-th block of tokens in a slice."""
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:

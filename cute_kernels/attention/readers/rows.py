@@ -24,11 +24,11 @@ class RowLoads:
         return WORD_BYTES * self.tile.token_offset(BLOCK_TOKENS * block)
 
     def _warp_offset(self, head: Int32, slice_index: Int32):
-        """Returns the words from a tile's start to the warp's rows."""
+        """Returns the offset in words of the warp's rows in a tile."""
         return head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
 
     def _row_g(self, state: State):
-        """Returns the words from the block's first row to row g, whose score the lane holds."""
+        """Returns the offset in words of row g, whose score the lane holds, from the block's first row."""
         strides = self.tile.row_strides()
         return (state.g % 2) * strides[0] + (state.g // 2 % 2) * strides[1] + (state.g // 4) * strides[2]
 
@@ -181,7 +181,7 @@ class RowValueReader(RowLoads, ValueReader):
         return self._warp_offset(head, slice_index) + self._row_t(state) + self.tile.v_word(state.g)
 
     def _row_t(self, state: State):
-        """Returns the words from the block's first row to the even row of the pair that lane t reads."""
+        """Returns the offset in words, from the block's first row, of the even row of the pair that lane t reads."""
         strides = self.tile.row_strides()
         return (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
 

@@ -83,8 +83,8 @@ class StreamEpilogue:
 
     @cute.jit
     def store_partials(self, operands, memory, work, segment, index, part, held, tid):
-        """Publishes a CTA's part of a block for the CTAs that finish it. If ``held``, its own share stays in the
-        staging buffer."""
+        """Publishes a CTA's part of a block for the CTAs that finish the block. If ``held``, the CTA's own share stays
+        in the staging buffer."""
         first, end = self.share(work, segment)
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
         part_vectors = work.shape.m * self.row_vectors

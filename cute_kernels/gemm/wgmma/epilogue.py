@@ -71,7 +71,7 @@ class TileEpilogue:
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile of acc[first : first + tokens / 2].
+        """Stores the tile whose accumulators of a thread are acc[first : first + tokens / 2].
 
         ordinal: the tile's number among those that the warpgroup stores of its work tile, as in `prepare`.
         """

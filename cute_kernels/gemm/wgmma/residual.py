@@ -47,7 +47,7 @@ class ResidualChunks:
         return ordinal * len(self.config.chunks) + chunk
 
     def buffer(self, store, ordinal: int, chunk: int):
-        """Returns the shared memory of a chunk."""
+        """Returns the address of the shared memory into which the residual of a chunk is loaded."""
         return store.staging + self.number(ordinal, chunk) % BUFFERS * (self.config.chunk_m * ROW_BYTES)
 
     def is_early(self, ordinal: int, chunk: int) -> bool:

@@ -69,8 +69,7 @@ class _Read:
 
 
 class _ReadLayer(DynamicLayer):
-    """transformers' own cache layer, whose contents are read as ``read`` has them. Layers that share it read the
-    same."""
+    """transformers' own cache layer, whose contents are read as ``read`` returns them, also by layers that share it."""
 
     read: _Read | None = None
 

@@ -157,7 +157,8 @@ def calibrate(
         method, percentile: as `cute_kernels.kv_cache.Calibrator` takes them.
 
     Returns:
-        Each layer's (K's, V's), fp32 on the layer's device; None for a format that has none beside the cache.
+        Each layer's (scales of K, scales of V), fp32 on the layer's device; None for a format without scales beside the
+        cache.
 
     Raises:
         ValueError: there are no batches, a format is unknown, or the model offers no choice of attention.

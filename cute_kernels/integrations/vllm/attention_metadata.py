@@ -333,7 +333,7 @@ def most_queries(vllm_config: Foreign) -> int:
 
 
 def decodes_of(vllm_config: Foreign, page_size: int) -> Decodes:
-    """Returns the decode steps of an engine."""
+    """Returns the decode steps that an engine may run: their numbers of requests, queries and tokens."""
     return Decodes(
         batches=attention_kernels.batches_up_to(vllm_config.scheduler_config.max_num_seqs),
         q_len=min(most_queries(vllm_config), MAX_Q_LEN),

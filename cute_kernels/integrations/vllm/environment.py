@@ -31,7 +31,7 @@ BY_NAME = ("float_linear",)
 
 
 def switch() -> str:
-    """Returns the value of the switch."""
+    """Returns the environment variable `SWITCH`, "1" where it is unset."""
     return os.environ.get(SWITCH, "1").strip()
 
 
@@ -60,7 +60,7 @@ def is_loaded() -> bool:
 
 
 def wanted_kv_format() -> str | None:
-    """Returns the cache format that the environment asks for; None for that of vLLM's own flag."""
+    """Returns the cache format that the environment asks for; None where vLLM's own flag decides."""
     return os.environ.get(KV_FORMAT, "").strip() or None
 
 

@@ -158,7 +158,7 @@ def replace(interface: Interface) -> str:
 
 
 def _chooses_for_invariance(original: Callable[..., None]) -> Callable[..., None]:
-    """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too, where vLLM 0.33 asks none.
+    """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too. vLLM 0.33 gives them none there.
 
     vLLM dequantises these layers in every step, and still does so for layers that are not supported here.
     """

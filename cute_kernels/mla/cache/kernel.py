@@ -139,7 +139,7 @@ class WriteKernel:
             numbers.store_global_words(start, 4 * first, words[first : first + count])
 
     def store_scale(self, scales, exponent, lane) -> None:
-        """Stores the scale of the lane's tile; all lanes of a tile write the same."""
+        """Stores the scale of the lane's tile. All lanes of a tile store the same scale at the same address."""
         tile = lane // self.config.tile_lanes
         if self.config.form.split_pages:
             # The last four lanes' byte is the pad.

@@ -49,7 +49,7 @@ class FewHeadsKernel:
 
     @cute.jit
     def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
-        """Launches a CTA for every work tile, for both kinds of decode."""
+        """Launches a CTA for every work tile, of paged or of sparse decode."""
         head_blocks = (shape.num_heads + self.config.heads - 1) // self.config.heads
         self.kernel(ptx.address(q), source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),

@@ -75,7 +75,7 @@ class ByteRows:
         self.codes = codes
 
     def group_place(self, group):
-        """Returns the bytes from a tile to a warpgroup's rows."""
+        """Returns the offset in bytes of a warpgroup's rows in a tile."""
         return group * (GROUP_TOKENS * self.row_bytes)
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
@@ -90,7 +90,7 @@ class ByteRows:
     # -- keys -----------------------------------------------------------------------------------------------------
 
     def key_place(self, warp, lane):
-        """Returns the bytes from a warpgroup's rows to the address that a lane gives ldmatrix."""
+        """Returns the offset in bytes, from a warpgroup's rows, of the address that a lane gives ldmatrix."""
         matrix, row = lane // 8, lane % 8
         return (warp * WARP_TOKENS + row + 8 * (matrix % 2)) * self.row_bytes + (matrix // 2 ^ row) * CHUNK_BYTES
 
@@ -106,7 +106,7 @@ class ByteRows:
         return 0
 
     def key_header_place(self, group, warp, lane) -> Any:
-        """Returns the bytes from :meth:`header_start` to the headers of a lane's tokens; 0 without headers."""
+        """Returns the offset in bytes of the headers of a lane's tokens from :meth:`header_start`; 0 without any."""
         return 0
 
     def load_key_headers(self, address) -> list[Any]:
@@ -456,7 +456,7 @@ class PairedNibbleRows(HeadedNibbleRows):
         return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + warp * CHUNK_BYTES + lane // 8 * 4
 
     def load_values(self, address, odd, tokens: int) -> list[Any]:
-        """Loads the columns of two neighbouring lanes, of one token each."""
+        """Loads words with the columns of two neighbouring lanes, each word from one token's row."""
         return [
             ptx.load_shared(start, first * self.row_bytes)
             for first in range(0, tokens, 8)

@@ -122,7 +122,7 @@ class KeyRowsMemory:
         return self.tiles + self.tile_offset(operand, stage)
 
     def tile_offset(self, operand: int, stage):
-        """Returns the bytes from the first tile to a tile."""
+        """Returns the offset in bytes of a tile from the first one."""
         sizes = self.shape.tile_bytes
         return operand * self.config.pipeline.num_stages * sizes[0] + stage * sizes[operand]
 

@@ -275,8 +275,7 @@ class KeyRowsConsumer:
         return self.keys.key_words + self.keys.key_header_words
 
     def look_ahead(self, memory, place, codes, more, state, current) -> Ahead:
-        """Tests whether the next block has arrived. Asking only when its codes are wanted would add the latency of the
-        test."""
+        """Tests early whether the next block has arrived. A test when its codes are needed would add its latency."""
         missing = more & ~memory.tile_pipeline.has_filled(state)
         source = cutlass.select_(more, state.stage, current)
         return Ahead(codes, state, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
@@ -440,7 +439,8 @@ class KeyRowsConsumer:
 
     @cute.jit
     def share(self, memory, sums, place, s, lines, value_scales, ahead):
-        """Publishes the warp's probabilities to the warpgroup and adds them to its totals; may raise the reference."""
+        """Publishes the warp's probabilities to the warpgroup and adds them to its totals. Raises the softmax reference
+        if any are too large for fp16."""
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = place.probabilities + sums.probabilities[0]
         exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)

@@ -68,7 +68,7 @@ class EntryLimbs(Activations):
         return ROW_LIMB_BYTES * config.tile_m
 
     def k_block_scale_bytes(self, config: RangeConfig) -> int:
-        """Returns the bytes of the scales of those limbs."""
+        """Returns the bytes of the scales of the limbs of a k block."""
         return ROW_SCALE_BYTES * config.tile_m
 
     def k_block_bytes(self, config: RangeConfig) -> int:
@@ -76,7 +76,7 @@ class EntryLimbs(Activations):
         return self.k_block_limb_bytes(config) + self.k_block_scale_bytes(config)
 
     def room_k_blocks(self, config: RangeConfig) -> int:
-        """Returns how many k blocks' limbs there is room for."""
+        """Returns the number of k blocks whose limbs have room in shared memory."""
         return self.x_bytes // self.k_block_bytes(config)
 
     def problem(self, config: StreamConfig[Any]) -> str | None:

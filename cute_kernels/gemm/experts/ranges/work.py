@@ -77,7 +77,7 @@ class RangeOperands:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """A CTA's blocks of output features: ``count`` from the ``first`` on, numbered over all entries."""
+    """A CTA's blocks of output features: ``count`` blocks from number ``first`` on, of the blocks of all entries."""
 
     shape: RangeSizes
     first: Int32
