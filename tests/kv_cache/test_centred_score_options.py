@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.formats.scores import OptionTensor, ScoreOption, registry
+from cute_kernels.formats import scores
+from cute_kernels.formats.scores import OptionTensor, ScoreOption
 from cute_kernels.kv_cache import KVCache, Moments
 
 
@@ -24,7 +25,7 @@ class OwnCap(ScoreOption):
 
 @pytest.fixture
 def options(monkeypatch) -> dict[str, Any]:
-    monkeypatch.setitem(registry._registered, "own_cap", OwnCap())
+    monkeypatch.setitem(scores._registered, "own_cap", OwnCap())
     return {"score_options": {"own_bound": torch.full((8,), 4.0)}}
 
 
