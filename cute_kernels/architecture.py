@@ -1,4 +1,4 @@
-"""The limits of GPU architectures for a CTA: one object for each architecture, which a `KernelSpec` has.
+"""The limits of each GPU architecture for one CTA. `KernelSpec.limits` says which limits a kernel assumes.
 
 No GPU types here: configurations import it.
 """

@@ -43,7 +43,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 class _UnlessCapturing:
-    """A value that is True, except while a CUDA graph is captured, when values cannot be read."""
+    """A value that is True, except while a CUDA graph is captured: then no tensor's values can be read."""
 
     def __bool__(self) -> bool:
         return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
@@ -66,7 +66,8 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 Steps = list[tuple[int, int]]
-"""(stride in bytes, size) of each dimension of a tensor, then of the bytes of an element, the widest stride first."""
+"""(stride in bytes, size) of each dimension of a tensor, and (1, bytes) for an element, sorted by stride, the widest
+first."""
 
 
 def _steps_of(tensor: torch.Tensor) -> Steps:
@@ -77,8 +78,8 @@ def _steps_of(tensor: torch.Tensor) -> Steps:
 
 
 def _meet(offset: int, a: Steps, b: Steps) -> bool:
-    """Returns whether two tensors may share a byte: one with steps ``a`` that begins at 0, one with ``b`` at
-    ``offset``."""
+    """Returns whether two tensors may share a byte. The first has steps ``a`` and begins at byte 0, the second has
+    steps ``b`` and begins at byte ``offset``."""
     if offset >= _reach(a) or -offset >= _reach(b):
         return False
     if not a or not b or a[0][0] != b[0][0] or max(_reach(a[1:]), _reach(b[1:])) > a[0][0]:
@@ -94,9 +95,9 @@ def _reach(steps: Steps) -> int:
 def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object], in_place: Container[str] = ()) -> None:
     """Raises ValueError, naming both, if an output of a call may share memory with another tensor of the call.
 
-    in_place: names of tensors that the output may be itself, element for element.
+    in_place: names of tensors whose memory the output may have, element for element.
 
-    Repeated calls on a GPU, which have a plan, are not checked again.
+    A repeated call on a GPU, which has a plan, is checked again only if its family's launcher says so (``always``).
     """
     for other, tensor in others.items():
         if not isinstance(tensor, torch.Tensor) or not share_memory(written, tensor):
@@ -113,8 +114,8 @@ DEBUG: bool | _UnlessCapturing = os.environ.get("CUTE_KERNELS_DEBUG", "") not in
 
 @contextmanager
 def checking_values(checks: bool = True) -> Iterator[None]:
-    """Checks every call's values in this block, as `CUTE_KERNELS_DEBUG=1` does everywhere. checks: False checks no
-    call's."""
+    """Checks every call's values in this block, as `CUTE_KERNELS_DEBUG=1` does everywhere. checks: False turns these
+    checks off in the block."""
     global DEBUG
     before, DEBUG = DEBUG, checks and _UnlessCapturing()
     try:
@@ -207,7 +208,7 @@ def check_optional_count(name: str, value: object, most: int | None = None) -> N
 def check_number(name: str, value: object, least: int | None = None) -> None:
     """Raises TypeError or ValueError unless ``value`` is a finite number of at least ``least``.
 
-    It only compares: where `torch.compile` traces a number for all values at once, it makes guards of comparisons.
+    It only compares ``value``, so `torch.compile` can trace it as a symbolic number: each comparison becomes a guard.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want a number")
@@ -359,8 +360,8 @@ TOKENS_OF_TABLE = "the tokens of a row of block_table"
 
 
 def checked_lengths(seq_lens: torch.Tensor, most: int, room: str) -> torch.Tensor:
-    """Returns lengths as int64 on the host. Raises ValueError, naming the request, for one that is not 0 to ``most``;
-    room: what that is. Waits for the tensor's GPU."""
+    """Returns lengths as int64 on the host. Raises ValueError, naming the request, for a length outside 0 to ``most``.
+    room: what ``most`` is, for the message. Waits for the tensor's GPU."""
     lengths = seq_lens.to(torch.int64).cpu()
     wrong = torch.nonzero((lengths < 0) | (lengths > most))
     if wrong.numel():
@@ -370,8 +371,8 @@ def checked_lengths(seq_lens: torch.Tensor, most: int, room: str) -> torch.Tenso
 
 
 def check_pages(table: torch.Tensor, used: torch.Tensor, page_size: int, num_pages: int) -> None:
-    """Raises ValueError, naming request and position, for an entry of a block table on the host that is ``used`` (bool
-    of its shape) and no page of the cache."""
+    """Raises ValueError, naming request and position, if a used entry of a block table is no page of the cache. table
+    and used are on the host; used: bool, of the table's shape."""
     wrong = torch.nonzero(used & ((table < 0) | (table >= num_pages)))
     if wrong.numel():
         request, entry = wrong[0].tolist()

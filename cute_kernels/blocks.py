@@ -1,7 +1,7 @@
 """The block size of code that works through large tensors in blocks; a caller may lower it.
 
-References, importers and calibration process one block after the other, each of about as many elements as a constant of
-theirs. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all blocks smaller.
+References, importers and calibration process one block after the other. Each has a constant: its usual number of
+elements in a block. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all blocks smaller.
 """
 
 from __future__ import annotations

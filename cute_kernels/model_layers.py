@@ -33,7 +33,7 @@ class Survey:
 
 
 def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
-    """Decides for every module of a model with weights of its own whether it is swapped."""
+    """Decides for every module that has weights of its own whether it is swapped."""
     routers, readers = routers_of(model), layers_read_by_code(model)
     places: dict[nn.Module, list[str]] = {}
     left: dict[nn.Module, ReportedLayer] = {}
@@ -166,7 +166,8 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
 
 
 def routers_of(model: nn.Module) -> set[nn.Module]:
-    """Returns the routers: modules in a gate or router beside experts whose weight has a row for each expert."""
+    """Returns the routers. A router is a module whose weight has one row for each expert, inside a child with "gate" or
+    "router" in its name. The child's parent also has the experts."""
     found: set[nn.Module] = set()
     for parent in model.modules():
         children = dict(parent.named_children())

@@ -32,8 +32,8 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class _Reading:
-    """One place in the code that reads the weight of the layer at ``path``: from self if ``of_self``, else the end of a
-    layer's name.
+    """One place in the code that reads a layer's weight. path: the layer's name, relative to self if ``of_self``, else
+    the last parts of the name.
 
     guards: (test, wanted result) of each `if` around it.
     """

@@ -1,4 +1,4 @@
 """Offline layouts and byte formats for low-precision kernels: generated, proved and drawn without a GPU."""
 
 OWNER = "cute-kernels"
-"""Whose package this is; PyPI has another project's of the same name."""
+"""The project that owns this package. PyPI has an unrelated package of the same name."""

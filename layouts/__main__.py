@@ -43,7 +43,7 @@ def _by_kind(selected: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def list_entries(known: dict[str, Entry]) -> int:
-    """Print every entry; returns the exit status."""
+    """Prints every entry and returns the exit status."""
     width = max(len(name) for name in known)
     for kind, members in _by_kind(list(known.values())).items():
         print(f"{kind} ({len(members)})")
@@ -53,7 +53,8 @@ def list_entries(known: dict[str, Entry]) -> int:
 
 
 def verify_entries(selected: Sequence[Entry]) -> int:
-    """Prove and print every claim; returns 1 when one does not hold."""
+    """Proves and prints every claim of the selected entries. Returns the exit status: 1 if a claim does not hold, else
+    0."""
     start, claims, failures = time.perf_counter(), 0, 0
     for kind, members in _by_kind(selected).items():
         print(kind)
@@ -89,7 +90,7 @@ def _figure(name: str, known: dict[str, Entry]) -> Figure:
 
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (2 for a wrong name or file)."""
+    """Runs one command and returns the exit status (2 for a wrong name or file)."""
     options = _parser().parse_args(arguments)
     known = entries()
     try:

@@ -61,17 +61,18 @@ __all__ = [
 
 
 GeneralLayout: TypeAlias = Layout | ComposedLayout
-"""A layout, or a swizzle after one."""
+"""A layout, or a layout followed by a swizzle."""
 
 
 def swizzled(bits: int, base: int, shift: int, layout: Layout) -> Any:
-    """Applies ``Swizzle<bits, base, shift>`` after ``layout``: XOR offset bits [base+shift, +bits) into bits [base,
-    +bits)."""
+    """Returns ``layout`` followed by ``Swizzle<bits, base, shift>``: ``bits`` bits of the offset, from bit base + shift
+    on, are XORed into as many bits from bit base on."""
     return compose(Swizzle(bits, base, shift), layout)
 
 
 def as_modes(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Returns (extent, stride) of the flattened and coalesced layout, fastest first; ``()`` for a layout of size 1.
+    """Returns (extent, stride) of each mode of the flattened and coalesced layout, fastest first; ``()`` for a layout
+    of size 1.
 
     This form is canonical: two layouts agree as functions of the flat coordinate exactly when size and modes agree.
     """
@@ -101,7 +102,7 @@ def offsets(layout: GeneralLayout) -> np.ndarray:
 
 
 def apply_swizzle(swizzle: Swizzle, values: np.ndarray) -> np.ndarray:
-    """The swizzle of an array of offsets."""
+    """Returns the swizzled values of an array of offsets."""
     mask = ((1 << swizzle.bits) - 1) << (swizzle.base + max(0, swizzle.shift))
     moved = (values & mask) >> swizzle.shift if swizzle.shift >= 0 else (values & mask) << -swizzle.shift
     return values ^ moved

@@ -40,7 +40,7 @@ Addresses = Sequence[int | None] | Callable[[int], int | None]
 
 @dataclass(frozen=True)
 class Phase:
-    """Lanes served together, and the words they ask of each bank.
+    """The lanes whose words are read or written in one phase, and the words that they ask of each bank.
 
     Args:
         lanes: active lanes of the phase.
@@ -58,13 +58,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class BankReport:
-    """One warp access, taken apart.
+    """The phases of one warp access, from which its cost follows.
 
     Args:
         kind: one of `KINDS`.
         width: bytes per address.
         addresses: byte address per lane, None for an inactive lane.
-        phases: in order; phases without active lanes are left out.
+        phases: the access's phases in order, except those without active lanes.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class BankReport:
         return tuple(len(phase.words) for phase in self.phases)
 
     def describe(self) -> str:
-        """One line per phase: lanes, banks in parallel, wavefronts."""
+        """Describes the access as text: its cost, then a line for each phase with its lanes, banks and wavefronts."""
         head = f"{self.kind} {self.width} B: {self.wavefronts} wavefronts, {self.conflicts} conflicts"
         lines = [
             f"  lanes {phase.lanes[0]}-{phase.lanes[-1]}: {len(phase.words)} of {NUM_BANKS} banks, "
@@ -105,7 +105,7 @@ class BankReport:
 
 
 def wavefronts(addresses: Addresses, width: int = 4, kind: str = "ld") -> int:
-    """Wavefronts of one warp access.
+    """Returns the number of wavefronts of one warp access.
 
     Args:
         addresses: byte address per lane (None: inactive), or a function of the lane. For ldmatrix and stmatrix the 8,
@@ -120,7 +120,8 @@ def wavefronts(addresses: Addresses, width: int = 4, kind: str = "ld") -> int:
 
 
 def report(addresses: Addresses, width: int = 4, kind: str = "ld") -> BankReport:
-    """Returns the phases that `wavefronts` counts; same arguments and errors."""
+    """Returns the phases of one warp access, by which `wavefronts` counts; arguments and errors are those of
+    `wavefronts`."""
     lanes = _checked(addresses, width, kind)
     phases = []
     for group in _phase_lanes(lanes, width, kind):
@@ -131,7 +132,8 @@ def report(addresses: Addresses, width: int = 4, kind: str = "ld") -> BankReport
 
 
 def joins_phases(addresses: Sequence[int | None]) -> bool:
-    """Whether all active lanes pair up, by ``lane ^ 1`` or by ``lane ^ 2``, on equal addresses."""
+    """Returns whether every active lane n has the address of lane ``n ^ 1``, or every one that of lane ``n ^ 2``. Lanes
+    whose partner is inactive do not count."""
 
     def paired(mask: int) -> bool:
         for lane, address in enumerate(addresses):

@@ -44,19 +44,19 @@ class BitMap:
 
     @staticmethod
     def identity(bits: int) -> BitMap:
-        """The map that changes nothing."""
+        """Returns the map that changes nothing."""
         return BitMap(tuple(1 << i for i in range(bits)), bits)
 
     @staticmethod
     def permutation(source: Sequence[int]) -> BitMap:
-        """The map whose output bit ``source[i]`` is input bit i."""
+        """Returns the map whose output bit ``source[i]`` is input bit i."""
         if sorted(source) != list(range(len(source))):
             raise ValueError(f"source is {list(source)}; want a permutation of 0..{len(source) - 1}")
         return BitMap(tuple(1 << bit for bit in source), len(source))
 
     @staticmethod
     def from_swizzle(swizzle: Swizzle, bits: int) -> BitMap:
-        """A swizzle on ``bits``-bit offsets.
+        """Returns the map of a swizzle on ``bits``-bit offsets.
 
         Raises:
             ValueError: the swizzle touches bits at or above ``bits``.
@@ -70,7 +70,7 @@ class BitMap:
 
     @staticmethod
     def from_layout(layout: GeneralLayout, out_bits: int | None = None) -> BitMap:
-        """A CuTe layout, swizzled or not, as a function of the flat coordinate.
+        """Returns the map of a CuTe layout, swizzled or not, from flat coordinates to offsets.
 
         Raises:
             ValueError: an extent is not a power of two; two strides share or carry into a bit; or the offset of a
@@ -99,7 +99,7 @@ class BitMap:
 
     @staticmethod
     def from_function(function: Callable[[int], int], in_bits: int, out_bits: int) -> BitMap:
-        """The map of a function, checked on every one of its ``2**in_bits`` inputs.
+        """Returns the map that equals a function, checked on every one of its ``2**in_bits`` inputs.
 
         Raises:
             ValueError: the function is not linear over F2.
@@ -111,17 +111,17 @@ class BitMap:
         return found
 
     def widened(self, out_bits: int) -> BitMap:
-        """The same map into a wider codomain."""
+        """Returns the same map with ``out_bits`` output bits, of which the added high ones are 0."""
         return BitMap(self.columns, out_bits)
 
     def __call__(self, index: int) -> int:
-        """Image of one index."""
+        """Returns the image of one index."""
         if not 0 <= index < 1 << self.in_bits:
             raise ValueError(f"index is {index}; want 0 <= index < {1 << self.in_bits}")
         return reduce(xor, (column for i, column in enumerate(self.columns) if index >> i & 1), 0)
 
     def apply(self, indices: np.ndarray) -> np.ndarray:
-        """Images of an integer array, int64."""
+        """Returns the images of an array of indices, int64."""
         values = np.asarray(indices, dtype=np.int64)
         if values.size and (values.min() < 0 or values.max() >> self.in_bits):
             raise ValueError(f"indices span [{values.min()}, {values.max()}]; want [0, {1 << self.in_bits})")
@@ -131,25 +131,25 @@ class BitMap:
         return found
 
     def table(self) -> np.ndarray:
-        """Images of all indices in order, int64 [2**in_bits]."""
+        """Returns the images of all indices in order, int64 [2**in_bits]."""
         found = np.zeros(1, dtype=np.int64)
         for column in self.columns:
             found = np.concatenate((found, found ^ column))
         return found
 
     def matrix(self) -> np.ndarray:
-        """The 0/1 matrix, uint8 [out_bits, in_bits], row and column 0 the lowest bit."""
+        """Returns the 0/1 matrix, uint8 [out_bits, in_bits]; row 0 and column 0 are the lowest bits."""
         rows = np.arange(self.out_bits)[:, None]
         return (np.array(self.columns, dtype=np.int64)[None, :] >> rows & 1).astype(np.uint8)
 
     def __matmul__(self, inner: BitMap) -> BitMap:
-        """``self`` after ``inner``."""
+        """Returns the composition of two maps: first ``inner``, then this one."""
         if inner.out_bits != self.in_bits:
             raise ValueError(f"inner map has {inner.out_bits} output bits; want {self.in_bits}")
         return BitMap(tuple(self(column) for column in inner.columns), self.out_bits)
 
     def stacked(self, high: BitMap) -> BitMap:
-        """Block diagonal map: self on the low bits, ``high`` on the bits above them."""
+        """Returns the block diagonal map: this map on the low bits, ``high`` on the bits above them."""
         shifted = tuple(column << self.out_bits for column in high.columns)
         return BitMap(self.columns + shifted, self.out_bits + high.out_bits)
 
@@ -174,7 +174,7 @@ class BitMap:
         return self.is_bijective and all(column.bit_count() == 1 for column in self.columns)
 
     def inverse(self) -> BitMap:
-        """The inverse map.
+        """Returns the inverse map.
 
         Raises:
             ValueError: the map is not bijective.
@@ -195,7 +195,7 @@ class BitMap:
         return BitMap(tuple(combos), self.in_bits)
 
     def kernel(self) -> tuple[int, ...]:
-        """A basis of the indices that map to 0: what broadcasts or collides."""
+        """Returns a basis of the indices that map to 0. XOR with one of them leaves the image of any index as it is."""
         found, basis = [], {}
         for i, column in enumerate(self.columns):
             combo = 1 << i
@@ -211,7 +211,7 @@ class BitMap:
         return tuple(found)
 
     def to_layout(self) -> Layout:
-        """The CuTe layout of a map without XOR (each column has at most one bit set).
+        """Returns the CuTe layout of a map without XOR (each column has at most one bit set).
 
         Raises:
             ValueError: the map XORs bits, so no affine layout equals it.
@@ -223,7 +223,7 @@ class BitMap:
         return Layout((2,) * self.in_bits, self.columns)
 
     def describe(self) -> str:
-        """One line per output bit: the input bits whose XOR it is."""
+        """Describes the map as text: for each output bit a line with the input bits whose XOR it is."""
         lines = [f"{self.in_bits} -> {self.out_bits} bits, rank {self.rank}"]
         for bit in range(self.out_bits):
             terms = [f"i{i}" for i, column in enumerate(self.columns) if column >> bit & 1]
@@ -242,7 +242,7 @@ def _echelon(columns: Sequence[int]) -> list[int]:
 
 
 def bits_of(extent: int) -> int:
-    """log2 of a power of two.
+    """Returns log2 of a power of two.
 
     Raises:
         ValueError: extent is not a power of two.
@@ -253,5 +253,5 @@ def bits_of(extent: int) -> int:
 
 
 def domain_bits(layout: GeneralLayout) -> int:
-    """log2 of the size of a layout with power-of-two size."""
+    """Returns log2 of a layout's size, which must be a power of two."""
     return bits_of(size(layout))

@@ -35,7 +35,7 @@ Words = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Conversion:
-    """One register of ``32 / bits`` codes to as many 16-bit floats.
+    """The conversion of a 32-bit register of ``32 / bits`` codes to as many 16-bit floats.
 
     Args:
         name: unique identifier.
@@ -44,9 +44,10 @@ class Conversion:
         lane_bits: width of a lane after extraction (32 where arithmetic runs in fp32).
         extract: register -> words of lanes; bit moves and constants only.
         finish: those words -> words of two 16-bit results; arithmetic on each lane alone.
-        value: code -> the number it stands for; NaN where the code has none that the sequence keeps.
-        note: what to know.
-        lane_exponents: lane n comes out as value * 2**lane_exponents[n], for factors taken in elsewhere; default none.
+        value: code -> the number that it stands for; NaN for codes whose number the sequence does not preserve.
+        note: a remark for readers.
+        lane_exponents: the conversion returns value * 2**lane_exponents[n] in lane n; whoever uses the results has to
+            undo this factor. Default: no factors.
     """
 
     name: str
@@ -65,26 +66,28 @@ class Conversion:
         return 32 // self.bits
 
     def run(self, registers: np.ndarray, machine: Machine | None = None) -> np.ndarray:
-        """Result lanes in order, uint16 [..., count], of uint32 registers [...]."""
+        """Converts registers, uint32 [...]. Returns the result lanes in order, uint16 [..., count]."""
         machine = machine or Machine()
         registers = np.asarray(registers, dtype=np.uint32)
         words = self.finish(machine, self.extract(machine, registers))
         return np.stack([half for word in words for half in lanes(word)], axis=-1)
 
     def values(self, registers: np.ndarray) -> np.ndarray:
-        """The numbers that registers [...] stand for, in order, float64 [..., count]: lanes without their factors."""
+        """Returns the numbers that registers [...] stand for, in order, float64 [..., count]. The factors of
+        `lane_exponents` are undone."""
         lanes_found = self.target.decode(self.run(registers))
         with np.errstate(invalid="ignore"):
             return np.ldexp(lanes_found, [-exponent for exponent in self.lane_exponents or (0,)])
 
     def instructions(self) -> Counter[str]:
-        """Instructions per register."""
+        """Returns the number of instructions per register, by mnemonic."""
         machine = Machine()
         self.run(np.zeros(1, dtype=np.uint32), machine)
         return machine.counts
 
     def extraction(self) -> tuple[BitMap, np.ndarray]:
-        """Matrix over F2 and constant of the extraction: output bit j of lane n is bit ``n * lane_bits + j``."""
+        """Returns (matrix over F2, constant words) of the extraction. Bit ``n * lane_bits + j`` of its output is bit j
+        of lane n."""
         units = np.concatenate(([0], 1 << np.arange(32, dtype=np.uint64))).astype(np.uint32)
         words = self.extract(Machine(), units)
         constant = np.array([word[0] for word in words])
@@ -92,7 +95,7 @@ class Conversion:
         return BitMap(tuple(columns), 32 * len(words)), constant
 
     def lane_of_field(self) -> tuple[int, ...]:
-        """Lane that each field of the register, lowest first, comes out in.
+        """Returns the result lane of each field of the register, the lowest field first.
 
         Raises:
             ValueError: a field reaches no lane or several.
@@ -110,11 +113,11 @@ class Conversion:
         return tuple(found)
 
     def stored_order(self) -> tuple[int, ...]:
-        """Element to store in each field, lowest first, for the results to come out in order."""
+        """Returns the element to store in each field, the lowest field first, so that the results come out in order."""
         return self.lane_of_field()
 
     def register_layout(self) -> Layout:
-        """`stored_order` as a layout from field to element."""
+        """Returns `stored_order` as a layout from field to element."""
         columns = [self.stored_order()[1 << i] for i in range(self.count.bit_length() - 1)]
         layout = BitMap(tuple(columns), self.count.bit_length() - 1).to_layout()
         if tuple(layout(i) for i in range(self.count)) != self.stored_order():
@@ -122,17 +125,18 @@ class Conversion:
         return layout
 
     def describe(self) -> str:
-        """Name, instruction count and stored order."""
+        """Describes the conversion in a line: name, instruction counts and stored order."""
         counts = ", ".join(f"{n} {op}" for op, n in sorted(self.instructions().items()))
         order = ",".join(map(str, self.stored_order()))
         return f"{self.name}: {counts} per {self.count} codes; stored order {order}. {self.note}".rstrip()
 
     def verify(self) -> tuple[Proof, ...]:
-        """Prove order and value; raises `ProofError` where they do not hold."""
+        """Proves the order and the values of results; raises `ProofError` where they do not hold."""
         return (self._verify_affine(), self._verify_independence(), self._verify_values())
 
     def _verify_affine(self) -> Proof:
-        """Coefficients of degree 2 and 3 of the algebraic normal form: XOR of f over all subsets of a few unit bits.
+        """Proves that all coefficients of degree 2 and 3 of the extraction's algebraic normal form are 0. A coefficient
+        is the XOR of the extraction over all subsets of two or three input bits.
 
         Each sequence joins at most two words that vary, so its degree is at most 2 and the test is complete.
         """
@@ -234,7 +238,9 @@ def _bytes_to_subnormals(machine: Machine, x: np.ndarray) -> Words:
 
 
 def _less_half(factors: tuple[int, ...], minus_half: int, form: FloatFormat) -> Callable[[Machine, Words], Words]:
-    """Half the range of codes comes off subnormal numbers, exactly, by one multiply-add; factors: of words in turn."""
+    """Returns the arithmetic that scales subnormal numbers and subtracts half the range of codes, exactly, by one
+    multiply-add. factors: word i is scaled by number i modulo their count. minus_half: the addend. Both are 16-bit
+    patterns."""
 
     def finish(machine: Machine, words: Words) -> Words:
         return [machine.fma2(word, factors[i % len(factors)], minus_half, form) for i, word in enumerate(words)]
@@ -246,7 +252,7 @@ def _less_half(factors: tuple[int, ...], minus_half: int, form: FloatFormat) -> 
 
 
 def _e2m1_to_bf16(machine: Machine, x: np.ndarray) -> Words:
-    """Sign to bit 15, exponent and mantissa to bits 8-6."""
+    """Moves the sign of each code to bit 15 of a bf16, its exponent and mantissa to bits 8 to 6."""
     signs, rest = splat(0x8000), splat(0x01C0)
     words = []
     for pair in (*(machine.shl(x, place) for place in (12, 8, 4)), x):
@@ -262,7 +268,8 @@ def _times_two_to_126(machine: Machine, words: Words) -> Words:
 
 
 def _e4m3_to_bf16(machine: Machine, x: np.ndarray) -> Words:
-    """Sign to bit 15, exponent and mantissa to bits 10-4, of bytes (0, 2) and (1, 3)."""
+    """Moves the sign of each code to bit 15 of a bf16, its exponent and mantissa to bits 10 to 4. The words have bytes
+    (0, 2) and (1, 3)."""
     high = machine.shl(x, 8)
     pairs = [(high, machine.shl(x, 4)), (x, machine.shr(x, 4))]
     signs, rest = splat(0x8000), splat(0x07F0)
@@ -285,23 +292,23 @@ def _unchanged(_: Machine, words: Words) -> Words:
 
 
 def biased_value(bits: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Unsigned codes that stand for ``code - 2**(bits - 1)``."""
+    """Returns the function from unsigned codes to the numbers that they stand for, ``code - 2**(bits - 1)``."""
     return lambda code: code.astype(np.float64) - (1 << (bits - 1))
 
 
 def signed_value(bits: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Two's complement codes."""
+    """Returns the function from two's complement codes of ``bits`` bits to their numbers."""
     return lambda code: ((code.astype(np.int64) ^ (1 << (bits - 1))) - (1 << (bits - 1))).astype(np.float64)
 
 
 def e2m1_value(code: np.ndarray) -> np.ndarray:
-    """FP4 E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign."""
+    """Returns the numbers of FP4 E2M1 codes: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign."""
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[code & 7]
     return np.where(code & 8, -numbers, numbers)
 
 
 def e4m3_value(code: np.ndarray) -> np.ndarray:
-    """FP8 E4M3 (finite, NaN at 0x7F and 0xFF)."""
+    """Returns the numbers of FP8 E4M3 codes; 0x7F and 0xFF are NaN, and there is no infinity."""
     code = code.astype(np.int64)
     exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float64)
     magnitude = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
@@ -310,7 +317,7 @@ def e4m3_value(code: np.ndarray) -> np.ndarray:
 
 
 def e5m2_value(code: np.ndarray) -> np.ndarray:
-    """FP8 E5M2: the high byte of an fp16."""
+    """Returns the numbers of FP8 E5M2 codes, each of which is the high byte of an fp16."""
     return (code.astype(np.uint16) << 8).view(np.float16).astype(np.float64)
 
 

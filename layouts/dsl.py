@@ -12,7 +12,7 @@ from layouts.algebra import ComposedLayout, Layout, Swizzle, parse
 
 
 def from_dsl(layout: object) -> Layout | ComposedLayout:
-    """A static CuTe DSL layout or composed layout as a `Layout` or `ComposedLayout`.
+    """Returns a static CuTe DSL layout or composed layout as a `Layout` or `ComposedLayout`.
 
     Raises:
         ValueError: the layout has dynamic extents or strides.
@@ -24,7 +24,8 @@ def from_dsl(layout: object) -> Layout | ComposedLayout:
 
 
 def to_dsl(layout: object) -> Any:
-    """The CuTe DSL object of a `Layout`, `Swizzle` or swizzled `ComposedLayout`; call inside a `cute.jit` function."""
+    """Returns the CuTe DSL object of a `Layout`, `Swizzle` or swizzled `ComposedLayout`; call it inside a `cute.jit`
+    function."""
     from cutlass import cute
 
     if isinstance(layout, Swizzle):

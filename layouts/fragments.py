@@ -32,7 +32,7 @@ class Fragment:
         axes: names of those extents.
         layout: (thread, value) -> tile index.
         element_bits: width of an element.
-        note: what to know.
+        note: a remark for readers.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Fragment:
         return size(self.modes()[1])
 
     def modes(self) -> tuple[Layout, Layout]:
-        """The layout's thread mode and value mode."""
+        """Returns (thread mode, value mode) of the layout."""
         shape, stride = self.layout.shape, self.layout.stride
         assert isinstance(shape, tuple) and isinstance(stride, tuple)
         return Layout(shape[0], stride[0]), Layout(shape[1], stride[1])
 
     def coordinates(self) -> np.ndarray:
-        """Tile coordinates, int64 [num_threads, num_values, 2], in the order of ``axes``."""
+        """Returns the tile coordinates of all values, int64 [num_threads, num_values, 2], in the order of ``axes``."""
         flat = offsets(self.layout).reshape(self.num_values, self.num_threads).T
         return np.stack((flat % self.tile[0], flat // self.tile[0]), axis=-1)
 
@@ -72,7 +72,7 @@ class Fragment:
         return found
 
     def bit_map(self) -> BitMap:
-        """Index map as a matrix over F2, thread bits first.
+        """Returns the index map as a matrix over F2, thread bits first.
 
         Raises:
             ValueError: an extent is not a power of two.
@@ -80,7 +80,7 @@ class Fragment:
         return BitMap.from_layout(self.layout, (math.prod(self.tile) - 1).bit_length())
 
     def describe(self) -> str:
-        """Name, shape and layout in CuTe notation."""
+        """Describes the fragment as text: name, shape, and layout in CuTe notation."""
         tile = " x ".join(f"{axis}={extent}" for axis, extent in zip(self.axes, self.tile, strict=True))
         return (
             f"{self.name}: {tile}, {self.num_threads} threads x {self.num_values} {self.element_bits}-bit values\n"
@@ -88,7 +88,7 @@ class Fragment:
         )
 
     def verify(self) -> tuple[Proof, ...]:
-        """The fragment deals out every element of its tile exactly once; raises `ProofError` otherwise."""
+        """Proves that threads and values hold every element of the tile exactly once; raises `ProofError` otherwise."""
         count = math.prod(self.tile)
         holds = sorted(offsets(self.layout).tolist()) == list(range(count))
         claim = "threads and values cover the tile, each element once"
@@ -99,7 +99,7 @@ class Fragment:
 
 
 QUAD_PAIR_LANES = Layout((4, 2), (1, 16))
-"""Volta: thread of a quad pair -> lane, for the first of the four quad pairs of a warp."""
+"""The layout from a thread of a Volta quad pair to its lane, for the first of the four quad pairs of a warp."""
 
 
 def _mma(
@@ -151,7 +151,7 @@ _WMMA_FRAGMENTS = [
 
 
 def wgmma_a(element_bits: int) -> Fragment:
-    """A operand of wgmma from registers: m64k16 (16-bit elements) or m64k32 (8-bit), 128 threads."""
+    """Returns the A operand of wgmma from registers: m64k16 (16-bit elements) or m64k32 (8-bit), 128 threads."""
     if element_bits not in (8, 16):
         raise ValueError(f"element_bits is {element_bits}; want 8 or 16")
     pair, k = 32 // element_bits, 256 // element_bits
@@ -161,7 +161,7 @@ def wgmma_a(element_bits: int) -> Fragment:
 
 
 def wgmma_accumulator(n: int) -> Fragment:
-    """Accumulator of wgmma m64n<n>, 128 threads, fp32 or int32.
+    """Returns the accumulator of wgmma m64n<n>, 128 threads, fp32 or int32.
 
     Raises:
         ValueError: n is no multiple of 8 from 8 to 256.
@@ -173,7 +173,8 @@ def wgmma_accumulator(n: int) -> Fragment:
 
 
 def ldmatrix(num_matrices: int, transpose: bool = False) -> Fragment:
-    """ldmatrix .x1, .x2 or .x4, with or without .trans: 32 threads, 16-bit elements; stmatrix is its inverse.
+    """Returns the fragment of ldmatrix .x1, .x2 or .x4, with or without .trans: 32 threads, 16-bit elements. stmatrix
+    is the inverse.
 
     Raises:
         ValueError: num_matrices is not 1, 2 or 4.

@@ -28,7 +28,7 @@ class FloatFormat:
     min_exponent: int
 
     def decode(self, bits: npt.ArrayLike) -> np.ndarray:
-        """uint16 patterns as float64."""
+        """Converts uint16 patterns to float64."""
         halves = np.asarray(bits, dtype=np.uint16)
         if self.name == "f16":
             return halves.view(np.float16).astype(np.float64)
@@ -36,7 +36,7 @@ class FloatFormat:
             return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
     def encode(self, values: npt.ArrayLike) -> np.ndarray:
-        """float64 to the nearest pattern (ties to even, one rounding), uint16."""
+        """Rounds float64 numbers once to the nearest patterns, uint16; ties go to even."""
         values = np.asarray(values, dtype=np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
             _, exponent = np.frexp(values)
@@ -53,18 +53,18 @@ BF16 = FloatFormat("bf16", 8, -126)
 
 
 def lanes(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Low and high 16 bits of each word."""
+    """Returns (the low 16 bits, the high 16 bits) of each word."""
     words = np.asarray(words, dtype=np.uint32)
     return (words & 0xFFFF).astype(np.uint16), (words >> 16).astype(np.uint16)
 
 
 def join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Words of 16-bit halves."""
+    """Joins 16-bit halves into words."""
     return low.astype(np.uint32) | high.astype(np.uint32) << 16
 
 
 def splat(pattern: int) -> int:
-    """A 16-bit constant in both halves of a word."""
+    """Returns a word with a 16-bit constant in both halves."""
     return pattern | pattern << 16
 
 
@@ -79,7 +79,8 @@ class Machine:
     counts: Counter[str] = field(default_factory=Counter)
 
     def prmt(self, a: np.ndarray, b: np.ndarray | int, selector: int) -> np.ndarray:
-        """Result byte i is byte ``selector nibble i`` of the 8 bytes (a low, b high); nibbles below 8 only."""
+        """Returns words whose byte i is one of the 8 bytes of a (0 to 3) and b (4 to 7): the byte whose number is
+        nibble i of ``selector``. Nibbles must be below 8."""
         self.counts["prmt"] += 1
         source = np.asarray(a, dtype=np.uint64) | np.asarray(b, dtype=np.uint64) << np.uint64(32)
         out = np.zeros(np.shape(a), dtype=np.uint32)
@@ -91,7 +92,7 @@ class Machine:
         return out
 
     def lop3(self, a: np.ndarray, b: np.ndarray | int, c: np.ndarray | int, table: int) -> np.ndarray:
-        """Any bitwise function of three words; ``table`` is that function of 0xF0, 0xCC, 0xAA."""
+        """Returns a bitwise function of three words. table: the function's value for the bytes 0xF0, 0xCC and 0xAA."""
         self.counts["lop3"] += 1
         words = [np.asarray(word, dtype=np.uint32) for word in (a, b, c)]
         out = np.zeros(np.shape(a), dtype=np.uint32)
@@ -104,33 +105,33 @@ class Machine:
         return out
 
     def shr(self, a: np.ndarray, count: int) -> np.ndarray:
-        """Logical shift right."""
+        """Shifts words right by ``count`` bits, filling with zeros."""
         self.counts["shift"] += 1
         return np.asarray(a, dtype=np.uint32) >> np.uint32(count)
 
     def shl(self, a: np.ndarray, count: int) -> np.ndarray:
-        """Shift left."""
+        """Shifts words left by ``count`` bits."""
         self.counts["shift"] += 1
         return np.asarray(a, dtype=np.uint32) << np.uint32(count)
 
     def sub2(self, a: np.ndarray, b: int, form: FloatFormat) -> np.ndarray:
-        """Packed subtraction of a 16-bit constant pattern in both halves."""
+        """Subtracts a 16-bit constant pattern from both halves of each word."""
         self.counts[f"sub.{form.name}x2"] += 1
         return self._packed(a, lambda x: exact_sum(x, -form.decode(np.uint16(b))), form)
 
     def mul2(self, a: np.ndarray, b: int, form: FloatFormat) -> np.ndarray:
-        """Packed multiplication by a 16-bit constant pattern in both halves."""
+        """Multiplies both halves of each word by a 16-bit constant pattern."""
         self.counts[f"mul.{form.name}x2"] += 1
         return self._packed(a, lambda x: x * form.decode(np.uint16(b)), form)
 
     def fma2(self, a: np.ndarray, b: int, c: int, form: FloatFormat) -> np.ndarray:
-        """Packed ``a * b + c`` with 16-bit constant patterns b and c in both halves, rounded once."""
+        """Computes ``a * b + c`` for both halves of each word, rounded once. b, c: 16-bit constant patterns."""
         self.counts[f"fma.{form.name}x2"] += 1
         factor, addend = form.decode(np.uint16(b)), form.decode(np.uint16(c))
         return self._packed(a, lambda x: exact_sum(x * factor, addend), form)
 
     def sub_f32(self, a: np.ndarray, b: float) -> np.ndarray:
-        """Single-precision subtraction of a constant from a word seen as fp32."""
+        """Subtracts a constant from words that are read as fp32."""
         self.counts["sub.f32"] += 1
         with np.errstate(invalid="ignore"):
             return (np.asarray(a, dtype=np.uint32).view(np.float32) - np.float32(b)).view(np.uint32)
@@ -142,7 +143,7 @@ class Machine:
 
 
 def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """``a + b`` in float64.
+    """Returns ``a + b`` in float64.
 
     Raises:
         ArithmeticError: the sum is not exact in float64, so that rounding it again could differ from the hardware.

@@ -6,7 +6,8 @@ import torch
 
 
 def quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Returns values / divisor, rounded once: of a divisor that is no tensor CUDA takes the rounded reciprocal."""
+    """Returns values / divisor, rounded once. The divisor becomes a tensor first, as CUDA multiplies by the rounded
+    reciprocal of a plain number instead of dividing."""
     return values / values.new_full((), divisor)
 
 

@@ -18,7 +18,7 @@ class Access:
 
     Args:
         name: unique identifier.
-        note: what the access is, in a phrase.
+        note: a phrase that describes the access.
         width: bytes per lane.
         kind: as in `layouts.banks.KINDS`.
         addresses: byte address per lane, None for an inactive lane.
@@ -31,7 +31,7 @@ class Access:
     addresses: tuple[int | None, ...]
 
     def report(self) -> BankReport:
-        """The bank conflicts of this access by the bank model."""
+        """Returns the bank conflicts of this access, by the bank model."""
         return report(self.addresses, self.width, self.kind)
 
 
@@ -40,7 +40,8 @@ def _words(address: Callable[[int], int]) -> tuple[int, ...]:
 
 
 def _gqa_int4_accesses() -> list[Access]:
-    """Shared-memory accesses of the grouped-query INT4 kernel before and after its optimisations 9 and 10.
+    """Returns shared-memory accesses of the published grouped-query INT4 kernel before and after its optimisations 9
+    and 10.
 
     Tiles are m8n32k16: P is 8 heads x 16 tokens in fp32, K is 32 tokens x 16 and V is 16 tokens x 32, both bf16. Rows
     of K and V are 16 and 32 numbers, padded by 2 in optimisation 10, hence 8, 9, 16 and 17 words. Each entry is one
@@ -81,7 +82,8 @@ def _halves(element: Callable[[int], int]) -> tuple[int, ...]:
 
 
 def _int4_row_accesses() -> list[Access]:
-    """Reads of INT4 rows (head_dim 128) as they lie after a bulk copy: 68 bytes at 1 group, 80 bytes at 4 groups."""
+    """Returns reads of INT4 rows (head_dim 128) as they lie after a bulk copy: 68 bytes with 1 group, 80 bytes with 4
+    groups."""
     return [
         Access("int4_g1_row_per_lane", "lane = token, one word of codes", 4, "ld", _words(lambda t: 17 * t + 1)),
         Access("int4_g1_header", "lane = token, scale and shift", 4, "ld", _words(lambda t: 17 * t)),
@@ -94,7 +96,7 @@ def _int4_row_accesses() -> list[Access]:
 
 
 def _probes() -> list[Access]:
-    """Accesses that tell the phase rules apart."""
+    """Returns accesses whose wavefronts show which phase rules the hardware follows."""
     vector: list[tuple[str, str, int, Callable[[int], int]]] = [
         ("linear_4", "consecutive words", 4, lambda t: t),
         ("stride_2", "every second word", 4, lambda t: 2 * t),

@@ -40,7 +40,7 @@ class Proof:
 
 
 def prove(holds: bool, claim: str, method: str, cases: int) -> Proof:
-    """Return the `Proof` of a claim, or raise `ProofError` naming it when it does not hold."""
+    """Returns the `Proof` of a claim; raises `ProofError`, naming the claim, if it does not hold."""
     if not holds:
         raise ProofError(f"not so: {claim}")
     return Proof(claim, method, int(cases))

@@ -43,7 +43,7 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """All entries by name, grouped by kind."""
+    """Returns all entries by name, grouped by kind."""
     found = [
         *_swizzles(),
         *_transforms(),
@@ -130,7 +130,8 @@ def _transforms() -> Iterator[Entry]:
 
 
 def _row_permutation_proofs(bits: int, arch: int, activation_bits: int) -> tuple[Callable[[], Proof], ...]:
-    """Where ldmatrix feeds mma.sync S1 is proved to be right, on Volta to be needless; wgmma is another matter."""
+    """Returns the proofs about step S1: that it is right where ldmatrix feeds mma.sync, or that Volta does not need it.
+    For other architectures there are none."""
     recipe = fastertransformer.ARCHITECTURES[arch]
     if recipe == "interleaved":
         return (partial(operand.prove_row_permutation, bits, activation_bits),)

@@ -30,8 +30,9 @@ ELEMENT_BITS = (4, 8)
 class Transform:
     """A bijection of packed arrays: ``out[i] = in[source(i)] ^ flip`` over element indices i.
 
-    Arrays hold elements of ``bits`` bits in row-major order; Two 4-bit elements share a byte, the even one in the low
-    nibble. So the last extent of a packed array is half that of its shape. Leading dimensions (experts) are batches.
+    Arrays hold elements of ``bits`` bits in row-major order. Two 4-bit elements share a byte, the even one in the low
+    nibble, so the last extent of their packed array is half that of its shape. Leading dimensions (experts) are
+    batches.
 
     Equality compares what a transform does (modes, bits, flip and shapes), not its name.
 
@@ -75,7 +76,7 @@ class Transform:
         out_shape: tuple[int, ...] | None = None,
         flip: int = 0,
     ) -> Transform:
-        """The transform with ``out[i] = in[source(i)] ^ flip``.
+        """Returns the transform with ``out[i] = in[source(i)] ^ flip``.
 
         Raises:
             ValueError: the layout is not a bijection of the elements.
@@ -84,7 +85,7 @@ class Transform:
 
     @staticmethod
     def identity(bits: int, shape: tuple[int, ...]) -> Transform:
-        """The transform that changes nothing."""
+        """Returns the transform that changes nothing."""
         return Transform.from_layout("identity", Layout(math.prod(shape), 1), bits, shape)
 
     @property
@@ -102,11 +103,12 @@ class Transform:
         return wordshuffle.make_plan(self.modes, self.bits)
 
     def storage_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Extents in bytes of an array of ``shape`` elements."""
+        """Returns the extents, in bytes, of a packed array of ``shape`` elements."""
         return (*shape[:-1], shape[-1] * self.bits // 8)
 
     def __call__(self, x: Array) -> Array:
-        """Apply to a packed array [..., *storage_shape(in_shape)] of int8 or uint8, NumPy or torch, CPU or GPU.
+        """Applies the transform to a packed array [..., *storage_shape(in_shape)] of int8 or uint8, NumPy or torch, CPU
+        or GPU.
 
         Returns:
             A new array [..., *storage_shape(out_shape)] of the same kind and dtype.
@@ -136,12 +138,12 @@ class Transform:
             raise ValueError(f"{self.name} got shape {tuple(x.shape)}; want {wanted}{packed}")
 
     def inverse(self) -> Transform:
-        """The transform that undoes this one."""
+        """Returns the transform that undoes this one."""
         source = right_inverse(self.source)
         return Transform.from_layout(f"{self.name}^-1", source, self.bits, self.out_shape, self.in_shape, self.flip)
 
     def then(self, after: Transform) -> Transform:
-        """This transform, then ``after``.
+        """Returns this transform followed by ``after``.
 
         Raises:
             ValueError: ``after`` takes another shape or element width.
@@ -154,17 +156,17 @@ class Transform:
         return Transform.from_layout(name, source, self.bits, self.in_shape, after.out_shape, self.flip ^ after.flip)
 
     def reshaped(self, in_shape: tuple[int, ...] | None = None, out_shape: tuple[int, ...] | None = None) -> Transform:
-        """The same bytes under other extents."""
+        """Returns the same reordering of elements between arrays of other extents."""
         return Transform(
             self.name, self.bits, in_shape or self.in_shape, out_shape or self.out_shape, self.modes, self.flip
         )
 
     def renamed(self, name: str) -> Transform:
-        """The same transform under another name."""
+        """Returns the same transform under another name."""
         return Transform(name, self.bits, self.in_shape, self.out_shape, self.modes, self.flip)
 
     def bit_map(self) -> BitMap:
-        """The index map as a matrix over F2.
+        """Returns the map from destination to source index as a matrix over F2.
 
         Raises:
             ValueError: the size is not a power of two.
@@ -172,7 +174,7 @@ class Transform:
         return BitMap.from_layout(self.source)
 
     def describe(self) -> str:
-        """Name, shapes, layout in CuTe notation and the flip."""
+        """Describes the transform as text: name, shapes, layout in CuTe notation and the flip."""
         flip = f", every element ^ {self.flip:#x}" if self.flip else ""
         return (
             f"{self.name}: {self.bits}-bit {list(self.in_shape)} -> {list(self.out_shape)}\n"
@@ -180,7 +182,7 @@ class Transform:
         )
 
     def verify(self) -> tuple[Proof, ...]:
-        """Check the transform against its layout; raises `ProofError` where something does not hold.
+        """Proves that the transform does what its layout says; raises `ProofError` where it does not.
 
         The bytes are compared with a gather through all offsets of the layout, so use a modest shape.
         """
@@ -222,7 +224,8 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack(elements: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packed uint8 [..., n * bits / 8] of elements [..., n], one per byte; 4-bit ones use the low nibble of each."""
+    """Packs elements [..., n], one per byte, into uint8 [..., n * bits / 8]. A 4-bit element is the low nibble of its
+    byte."""
     data = elements.contiguous().view(torch.uint8)
     if bits == 8:
         return data.clone()

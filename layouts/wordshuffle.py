@@ -42,8 +42,8 @@ class ShufflePlan:
         element_bits: width of an element.
         shape: source words, slowest digit first.
         order: axes of ``shape`` in the order of the destination, slowest first.
-        exchanges: (axis of the destination, digit inside the word) pairs to trade.
-        swaps: pairs of digits inside the word to trade, in order.
+        exchanges: pairs (axis of the destination, digit inside the word) to exchange.
+        swaps: pairs of digits inside the word to exchange, in order.
     """
 
     word_bits: int
@@ -55,7 +55,7 @@ class ShufflePlan:
 
 
 def make_plan(modes: Modes, element_bits: int) -> ShufflePlan:
-    """The plan with the widest words for ``destination index -> source index`` modes, fastest first.
+    """Returns the plan with the widest words for ``destination index -> source index`` modes, fastest first.
 
     Raises:
         ValueError: not even single bytes can be moved (an odd extent splits a byte of two elements).
@@ -69,7 +69,8 @@ def make_plan(modes: Modes, element_bits: int) -> ShufflePlan:
 
 
 def _split(modes: Modes, per_word: int) -> list[Digit] | None:
-    """Digits such that those inside a source or destination word are binary, or None if there are no such digits."""
+    """Returns the modes as digits, fastest first, cut so that digits inside a source or destination word are binary.
+    Returns None if that is impossible."""
     digits: list[Digit] = []
     position = 1
     pending = [Digit(extent, stride) for extent, stride in reversed(modes)]
@@ -123,7 +124,7 @@ def _plan(digits: list[Digit], word_bits: int, element_bits: int) -> ShufflePlan
 
 
 def sorted_inside(digits: Sequence[Digit], per_word: int) -> list[Digit]:
-    """Digits inside a source word, fastest first."""
+    """Returns the digits that address inside a source word, fastest first."""
     return sorted((d for d in digits if d.stride < per_word), key=lambda d: d.stride)
 
 
@@ -137,7 +138,7 @@ def _transpositions(have: list[Digit], want: list[Digit]) -> Iterator[tuple[int,
 
 
 def execute(plan: ShufflePlan, data: torch.Tensor, size: int, flip: int = 0) -> torch.Tensor:
-    """Reorder a flat contiguous byte tensor that holds a whole number of arrays of ``size`` elements.
+    """Reorders a flat contiguous byte tensor that holds a whole number of arrays of ``size`` elements.
 
     Args:
         plan: from `make_plan`.
@@ -179,7 +180,7 @@ def execute(plan: ShufflePlan, data: torch.Tensor, size: int, flip: int = 0) -> 
 def _stage(source: torch.Tensor) -> torch.Tensor | None:
     """Copies ``source``, on a CPU, into a buffer that keeps its whole cache lines together; None if there is no need.
 
-    Read in the order of the target, a transposed source costs one cache miss per word.
+    Without this copy, a transposed source that is read in the order of the target costs one cache miss per word.
     """
     run = _source_run(source)
     if source.device.type != "cpu" or not run or run[-1] == source.ndim - 1:
@@ -190,7 +191,7 @@ def _stage(source: torch.Tensor) -> torch.Tensor | None:
 
 
 def _source_run(source: torch.Tensor) -> list[int]:
-    """Axes that make up a cache line of contiguous source words, slowest first."""
+    """Returns the axes that make up a cache line of contiguous source words, slowest first."""
     run: list[int] = []
     words = 1
     for axis in sorted(range(source.ndim), key=source.stride):
@@ -206,7 +207,8 @@ def _source_run(source: torch.Tensor) -> list[int]:
 
 
 def _chunks(source: torch.Tensor, whole: set[int]) -> Iterator[tuple[slice, ...]]:
-    """Index tuples of parts that fit a CPU cache and read whole cache lines; one part of everything on a GPU.
+    """Yields index tuples of parts that fit a CPU cache and read whole cache lines; on a GPU one part that is
+    everything.
 
     Args:
         source: words in the order of the destination.
@@ -231,7 +233,8 @@ def _chunks(source: torch.Tensor, whole: set[int]) -> Iterator[tuple[slice, ...]
 
 
 def _lane_mask(plan: ShufflePlan, places: list[int], element: int | None = None) -> int:
-    """``element`` (default: all ones) at the given places of a word, as a signed integer of the word's width."""
+    """Returns a word with ``element`` (default: all ones) at the given places, as a signed integer of the word's
+    width."""
     ones = (1 << plan.element_bits) - 1 if element is None else element
     mask = sum(ones << place * plan.element_bits for place in places)
     signed = plan.word_bits > 8 and mask >> (plan.word_bits - 1)
@@ -239,7 +242,7 @@ def _lane_mask(plan: ShufflePlan, places: list[int], element: int | None = None)
 
 
 def _exchange(words: torch.Tensor, axis: int, place: int, plan: ShufflePlan) -> None:
-    """Trade the binary digit of ``axis`` with digit ``place`` inside the word, in place."""
+    """Exchanges the binary digit of ``axis`` with digit ``place`` inside the word; changes ``words``."""
     per_word = plan.word_bits // plan.element_bits
     shift = (1 << place) * plan.element_bits
     low_places = [i for i in range(per_word) if not i >> place & 1]
@@ -258,7 +261,8 @@ def _exchange(words: torch.Tensor, axis: int, place: int, plan: ShufflePlan) -> 
 
 
 def _word_pairs(words: torch.Tensor, axis: int) -> torch.Tensor | None:
-    """The two words of ``axis`` as one 64-bit number, low word first, where they are neighbours in memory."""
+    """Returns the two words along ``axis`` as one 64-bit number, the low word first; None unless they are neighbours in
+    memory."""
     others = [words.stride(i) for i in range(words.ndim) if i != axis and words.shape[i] > 1]
     odd = any(stride % 2 for stride in others) or words.storage_offset() % 2
     if words.dtype != torch.int32 or words.stride(axis) != 1 or odd:
@@ -268,7 +272,7 @@ def _word_pairs(words: torch.Tensor, axis: int) -> torch.Tensor | None:
 
 
 def _swap(words: torch.Tensor, low: int, high: int, plan: ShufflePlan) -> None:
-    """Trade digits ``low`` and ``high`` inside the word, in place."""
+    """Exchanges digits ``low`` and ``high`` inside the word; changes ``words``."""
     per_word = plan.word_bits // plan.element_bits
     shift = ((1 << high) - (1 << low)) * plan.element_bits
     places = [i for i in range(per_word) if i >> low & 1 and not i >> high & 1]
@@ -276,7 +280,7 @@ def _swap(words: torch.Tensor, low: int, high: int, plan: ShufflePlan) -> None:
 
 
 def _delta_swap(words: torch.Tensor, shift: int, mask: int) -> None:
-    """Trade the bits of ``mask`` with those ``shift`` above, in place."""
+    """Exchanges the bits of ``mask`` with the bits ``shift`` places above them; changes ``words``."""
     moved = words >> shift
     moved ^= words
     moved &= mask

@@ -44,7 +44,7 @@ class Quantize(NamedTuple):
     half: CacheTransform | None = None
 
     def numbers(self) -> torch.Tensor:
-        """Returns the numbers that are quantised."""
+        """Returns the numbers to quantise: x after its part of the transform, if there is one."""
         if self.half is None:
             return self.x
         check_half(self.half, self.x)

@@ -55,7 +55,8 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
 
 
 def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tuple[tuple[KvFormat, KvFormat], ...]:
-    """Returns `formats_for` each layer. Raises ValueError if only some layers have keys in blocks."""
+    """Returns (K's format, V's format) of each layer, as `formats_for` does for one. Raises ValueError if only some
+    layers have keys in blocks."""
     check_layers(kv_format, num_layers)
     found = tuple(formats_for(formats_of_layer(kv_format, layer), dtype) for layer in range(num_layers))
     in_blocks = next((keys for keys, _ in found if keys.in_blocks), None)
@@ -65,7 +66,8 @@ def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tu
 
 
 def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
-    """Raises ValueError unless ``max_seqs`` is given exactly for keys in blocks, and attention can read such keys."""
+    """Raises ValueError unless ``max_seqs`` is given for keys in blocks, which attention must be able to read, and None
+    for other keys."""
     if (max_seqs is None) == keys.in_blocks:
         want = "the number of sequences that there may be at a time" if keys.in_blocks else "None"
         raise ValueError(f"max_seqs: got {max_seqs!r}, want {want} for {keys.name} keys")

@@ -140,8 +140,8 @@ class FillKernel:
 
     @cute.jit
     def keep(self, new, tail, token_bytes, start, length, base):
-        """Writes new rows into the ring: those of the newest block that shares a half of the ring with the block at
-        ``base``."""
+        """Writes new rows into the half of the ring that the block at ``base`` uses. Blocks use both halves
+        alternately; the rows are those of the newest block that uses this half."""
         last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         last = last - (last - base) % TAIL_TOKENS
         position = cutlass.max(last, start)

@@ -56,8 +56,8 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 
 def other_rotation(width: int, head_dim: int) -> str | None:
-    """Returns the rotation to use if Hadamard blocks of ``width`` are impossible in rows of ``head_dim`` columns, None
-    if they are possible. Lanes must own powers of two of columns."""
+    """Returns, as text for a message, the possible rotations if Hadamard blocks of ``width`` are impossible in rows of
+    ``head_dim`` columns; else None. Each lane must own a power of two of columns."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and (head_dim & (head_dim - 1) or head_dim > 256):
@@ -85,7 +85,7 @@ class RowTransform:
 
     @property
     def num_parts(self) -> int:
-        """The greatest number of arrays of constants that are applied to a row of K, q or V."""
+        """The greatest number of arrays of constants that a row needs, among rows of K, q and V."""
         return max(max(self.center, self.shift) + self.factor, int(self.v_factor))
 
     @property
@@ -169,8 +169,8 @@ class AppendConfig:
         k, v: formats and sizes of the rows that are written.
         dtype: "bf16" or "fp16", of q, k and v.
         prologue: the steps before the transform.
-        lane_columns: columns that a lane owns of a row of whole RoPE pairs, if the number of lanes is then a power of
-            two.
+        lane_columns: columns of a row that a lane should own if it owns whole RoPE pairs (``runs`` is 2), as in
+            `team_lanes`. Otherwise that number is `LANE_ELEMENTS`.
         leads: whether attention over the same caches is launched as this kernel's programmatic dependent. Then the
             kernel lets attention start early, and leaves the SMs' shared memory to it.
         decode: whether every token is its request's only new one, at the last position. The kernel then has no code for
@@ -350,8 +350,8 @@ def _choose(condition, chosen, other):
 def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
     """Returns (q heads, KV heads) that a team takes of its token: the fewest for which one wave of CTAs suffices.
 
-    A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads, or ``ratio`` times fewer KV heads, since rows of K and V are
-    more work.
+    A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads, or ``ratio`` times fewer KV heads (at least 1), since rows of
+    K and V are more work.
 
     So few tokens are spread over the whole GPU; with many tokens, more heads share the work of making a token's angles.
 

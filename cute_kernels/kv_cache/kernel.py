@@ -90,7 +90,7 @@ class AppendKernel:
         )
 
     def _shares(self, inputs: Inputs, wave):
-        """Returns how the work is distributed among CTAs, and the grid."""
+        """Returns (how the work is distributed among CTAs, the grid)."""
         config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         q_rows, kv_rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave, Q_ROWS_PER_KV_ROW, cutlass.select_)
@@ -313,7 +313,7 @@ class AppendKernel:
 
     @cute.jit
     def process_q(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
-        """Processes the team's q heads.
+        """Applies bias, norm, RoPE and transform to the team's q heads, and stores them.
 
         The loop is unrolled, except for decode and for transformed rows. In decode, fetching the copies of the code
         would take longer than the few rows do. With a transform, the code is long.
@@ -361,7 +361,7 @@ class AppendKernel:
 
     @cute.jit
     def process_k(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
-        """Processes the team's k heads."""
+        """Applies bias, norm, RoPE and transform to the team's k heads, and writes them to the cache."""
         target = (self.k_row, extras.k_scale, extras.k_bias, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
@@ -375,7 +375,7 @@ class AppendKernel:
 
     @cute.jit
     def process_v(self, raw, asked, constants, source, heads, extras, targets, place):
-        """Processes the team's v heads."""
+        """Applies bias and transform to the team's v heads, and writes them to the cache."""
         target = (self.v_row, extras.v_scale, extras.v_bias, targets.v_cache, targets.v_strides)
 
         def prepare(values, head):
@@ -389,7 +389,7 @@ class AppendKernel:
 
     @cute.jit
     def process_rows(self, raw, asked, source, elements, heads, target, place, prepare):
-        """Processes the team's heads of K or of V. ``prepare`` applies the steps before quantisation to a row's
+        """Writes the team's heads of K or of V to the cache. prepare: applies the steps before quantisation to a row's
         values."""
         cache_row, scale, bias, cache, strides = target
         ahead = ROWS_IN_FLIGHT

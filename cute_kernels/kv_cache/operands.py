@@ -119,7 +119,8 @@ class Shares:
 
     Attributes:
         q_rows, kv_rows: q heads, or KV heads, that a team takes.
-        kv_chunks: teams' shares of K's heads, and as many of V's. Chunks are numbered K's first, then V's, then q's.
+        kv_chunks: the number of chunks of K's heads, and of V's; a team takes one chunk. Chunks are numbered: first
+            K's, then V's, then q's.
         by_kind: whether the grid has tokens along x and chunks along y, so that a wave's CTAs are in order of chunks.
         few: whether so few CTAs are launched that attention, if it follows, may start at once.
     """

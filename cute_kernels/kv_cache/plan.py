@@ -53,7 +53,7 @@ class AppendPlan:
             alignment and device of every tensor that it is given with what it was compiled for. It launches on torch's
             current stream of the tensors' device.
         phase_steps: the turns per position of the angles, kept alive because ``send`` holds its address.
-        new_q_out: makes the tensor for the rotated q if the caller gives none; None without q.
+        new_q_out: arguments of `GPU.empty` that allocate the rotated q if the caller gives no tensor; None without q.
         k_view, v_view: the dtype as which the function takes a cache; None for the cache's own.
         head_major: whether the caches are "HND".
         seq_lens, block_table: placeholders for calls without lengths or block table.
@@ -159,7 +159,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
 def _sender(call: AppendCall, config: AppendConfig, **fixed: int | float) -> Callable[..., Any]:
     """Returns the compiled kernel, bound to the arguments that follow from the plan alone.
 
-    Calls of one plan lack the same extras, so the plan knows those that are 0.
+    Calls of one plan lack the same extras, so the plan binds these to 0.
     """
     transformed = config.transform is not None
     declared, function = append_arguments(transformed), load(AppendSpec(config), arch_of(call.k.device.index))

@@ -40,7 +40,8 @@ class Rotator:
         self.num_angles = 0 if style == "none" else self.count // (2 if self.interleaved or self.halves else 1)
 
     def make_angles(self, cos, sin, steps, position: Int32, factor: Float32, lane: Int32) -> None:
-        """Returns the cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.
+        """Fills ``cos`` and ``sin`` with the cosines and sines of the lane's columns (of its pairs if interleaved),
+        times ``factor``.
 
         steps: the result of `load_steps`.
 

@@ -58,7 +58,8 @@ class RowExtras:
 
     @cute.jit
     def ask(self, asked: Asked, extras, heads, is_q, is_v, lane):
-        """Starts loading the biases of a team's first rows and the norm weights, in decode."""
+        """Starts loading the biases of a team's first rows and the norm weights in decode; otherwise it does
+        nothing."""
         if const_expr(self.asks_bias):
             base = cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
             most = cutlass.select_(is_q, Int32(Q_ROWS_IN_FLIGHT), Int32(ROWS_IN_FLIGHT))

@@ -59,8 +59,8 @@ class RowTransformer:
             self.ask_k(constants, given, head, lane)
 
     def addresses(self, given):
-        """Returns three lists of addresses: the constants of K, of q and of V, each in the order in which rows meet
-        them."""
+        """Returns three lists of addresses: the constants of K, of q and of V, each in the order in which they are
+        applied to rows."""
         parts = self.parts
         of_k = [given.k_center] * parts.center + [given.k_factor] * parts.factor
         of_q = [given.k_center] * parts.shift + [given.q_factor] * parts.factor

@@ -257,7 +257,7 @@ class ScaledRow(CodedRow):
 
     @property
     def num_steps(self) -> int:
-        """Number of divisors of the lane's values; 0 if there is none, or one for every column."""
+        """Number of divisors of the lane's values; 0 if there is no divisor, or if every column has its own."""
         return self.sets if self.has_header or self.given_scale in ("tensor", "head") else 0
 
     def pack(self, ratios: list[Float32]) -> list[Uint32]:
@@ -298,7 +298,8 @@ class ScaledRow(CodedRow):
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Returns whether `quotient_of` could be inexact or saturate for some value, NaN included. This is rare."""
+        """Returns whether `quotient_of` could be inexact or saturate for some value, or a value is NaN. This is
+        rare."""
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
         if not self.has_header:
             plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(self.code_max)))

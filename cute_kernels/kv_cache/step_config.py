@@ -94,9 +94,9 @@ def serving_config(
 
 
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
-    """Returns the configuration of one launch for the work of both, or None if it cannot be compiled.
+    """Returns the configuration of one launch that appends and attends, or None if it cannot be compiled.
 
-    Rows equal those of `append_kv` bit for bit, since as many lanes sum up a norm.
+    Rows equal those of `append_kv` bit for bit, since the same number of lanes sums up a norm.
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:

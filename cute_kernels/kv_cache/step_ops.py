@@ -70,8 +70,8 @@ class StepPlan:
         q_shape: the shape of attention's queries.
         token_shapes: the shapes of the append's q, k and v.
         cu_seqlens: the bounds of the requests' new tokens; None if each request has one.
-        has_extras: whether the append gets arguments that most lack.
-        q_shift: the tensor for the queries' shifts; None if they are not needed.
+        has_extras: whether the append gets arguments that most appends lack (`AppendCall.extras`).
+        q_shift: arguments of `GPU.empty` that allocate the queries' shifts; None if these are not needed.
         restores: whether attention undoes V's transform in its output.
     """
 

@@ -116,8 +116,8 @@ def lie_well(q: torch.Tensor) -> bool:
 
 
 def chosen(append: AppendCall, attention: AttentionCall) -> tuple[StepConfig, AttentionProblem, DecodeSchedule] | None:
-    """Returns the kernel for a step with one token a request, and attention's problem and schedule; None if the step
-    needs two launches."""
+    """Returns (configuration of the kernel, attention's problem, its schedule) for a step with one token a request;
+    None if the step needs two launches."""
     assert append.q is not None
     more = (append.cu_seqlens, append.slot_mapping, append.q_shift)
     if any(given is not None for given in more) or not lie_well(append.q):

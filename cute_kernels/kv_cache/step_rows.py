@@ -279,7 +279,7 @@ class NewRows:
 
     def fetch_row(self, fresh, cta, work, elements, base, team, lane) -> None:
         """Starts loading a team's row of K or V with its bias and constants: the row of the CTA's KV head ``base`` +
-        team; past the last head, that head's."""
+        team, or of the last head past it."""
         new, of_k, head = cta.new[0], elements is self.k_elements, self.head_of(work, base, team)
         source, stride = (new.k, new.k_stride) if of_k else (new.v, new.v_stride)
         source = source + Int64(work.request) * stride + Int64(head * elements.row_bytes)

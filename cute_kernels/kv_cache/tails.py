@@ -64,7 +64,7 @@ class KeyTails:
         self._slots[seq_id], self._first[seq_id] = self._free.pop(), 0
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
-        """Copies a sequence's ring to a new one."""
+        """Gives a new sequence a slot, and copies another sequence's ring to it."""
         self.add(new_id)
         self._first[new_id] = self._first[seq_id]
         self.rows[:, self._slots[new_id]].copy_(self.rows[:, self._slots[seq_id]])
@@ -90,7 +90,7 @@ class KeyTails:
             )
 
     def truncated(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Notes that a sequence has been cut back."""
+        """Notes that a sequence has been cut back to ``num_tokens`` tokens."""
         if num_tokens % BLOCK_TOKENS == 0:
             self._first[seq_id] = min(self._first[seq_id], num_tokens)
 

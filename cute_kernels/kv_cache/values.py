@@ -11,8 +11,8 @@ from cute_kernels.kv_cache.reference import places, requests_of
 
 
 def check_append_values(call: AppendCall, may_be_shorter: bool = False) -> None:
-    """Raises ValueError if two tokens would share a place, or a token would have none. The message names request and
-    position, or the token.
+    """Raises ValueError if two tokens would be written to one place, or a token has no place in the cache. The message
+    names request and position, or the token.
 
     Tokens with slot -1 and tokens after the last request have no place on purpose; they are no error.
 

@@ -232,7 +232,7 @@ def _index_of(problem: DenseProblem | SparseProblem) -> int:
 
 
 def _wanted_out(problem: DenseProblem | SparseProblem) -> tuple[Any, ...]:
-    """Returns what `identity` returns for an ``out`` that the checks take on a GPU."""
+    """Returns what `identity` returns for an ``out`` on a GPU that passes the checks."""
     return problem.out_shape, True, problem.q_dtype, _index_of(problem), 0
 
 

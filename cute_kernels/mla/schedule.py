@@ -115,8 +115,8 @@ class Workload:
 
     @property
     def has_stream_k(self) -> bool:
-        """Whether stream-K supports these rows. Every team needs a row, else a team would wait for the one before.
-        There must be few requests, as every warp adds up their lengths."""
+        """Whether stream-K supports these rows. There must be a row for every team, else a team would wait for the team
+        before it. There must be few requests, as every warp adds up their lengths."""
         return 0 < self.teams <= self.num_rows <= MAX_STREAM_K_REQUESTS
 
 
@@ -140,8 +140,8 @@ def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def possible_parts(shape: Workload, rate: Rate) -> list[int]:
-    """Returns the numbers of parts that rows may be cut into, STREAM_K included. Every part of the longest row has a
-    block."""
+    """Returns the numbers of parts that rows may be cut into, STREAM_K included. Every part of the longest row has at
+    least one block."""
     if rate.cluster > 1:
         return [rate.cluster]
     most = min(MAX_PARTS, shape.num_blocks)
@@ -154,8 +154,8 @@ def possible_parts(shape: Workload, rate: Rate) -> list[int]:
 
 
 def choose_parts(shape: Workload, rate: Rate = WIDE) -> int:
-    """Returns the cheapest number of parts, or STREAM_K; the least of several. For clusters it is the cluster's
-    size."""
+    """Returns the number of parts, or STREAM_K, that costs least; of equally cheap numbers the smallest. For clusters
+    it is the cluster's size."""
     return min(possible_parts(shape, rate), key=lambda n: (cost_us(shape, n, rate), n))
 
 
@@ -170,7 +170,8 @@ def fits_cooperative(shape: Workload, num_parts: int) -> bool:
 
 
 def count_ctas(shape: Workload, num_parts: int) -> int:
-    """Returns the number of CTAs of the kernel for 64 heads: one for every work tile, or all teams' under stream-K.
+    """Returns the number of CTAs of the kernel for 64 heads: one for every work tile, or those of all teams under
+    stream-K.
 
     Raises ValueError if stream-K does not fit.
     """
@@ -228,6 +229,6 @@ def _wide_config(tokens: str, form: str, head_dim: int, shape: Workload, num_par
 
 
 def _has_room(shape: Workload, rate: Rate) -> bool:
-    """Returns whether the clusters of a launch find SMs at once, and every CTA has a block."""
+    """Returns whether all clusters of a launch run at the same time, and every CTA has a block."""
     wanted = shape.num_ctas(rate.heads) * rate.cluster
     return wanted <= CLUSTER_SMS * shape.num_sms and shape.num_blocks >= rate.cluster

@@ -65,8 +65,9 @@ class StreamK:
         """Returns (first row, unit of that row, number of units) of a team's work range; all lanes of a warp call it
         together.
 
-        A lane adds up the units of its share of the requests. Then it looks whether the work range begins in one of
-        them. Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
+        A lane adds up the units of its share of the requests. Then it tests whether the work range begins in one of
+        these requests. Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to
+        run.
         """
         per_lane = (self.requests + (WARP_THREADS - 1)) // WARP_THREADS
         own, longest = Int32(0), Int32(0)

@@ -1,4 +1,4 @@
-"""The work tiles that a CTA computes one after the other, and the blocks of tokens of each.
+"""The work tiles that a CTA computes one after the other, and the blocks of tokens of each work tile.
 
 A CTA computes several work tiles, so that its pipeline never runs dry. Producers load the blocks of the next work tile
 right after those of this one. They find blocks by a cursor of their own.
@@ -90,7 +90,8 @@ class WorkTiles:
         )  # fmt: skip
 
     def next_tile(self, row, left) -> WorkTile:
-        """Returns the next work tile under stream-K: a row from its first block on. It has only what a cursor needs."""
+        """Returns the next work tile under stream-K: a row from its first block on. It has only the fields that a
+        cursor needs."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
         left = left - cutlass.min(left, units_of(num_blocks))
@@ -181,7 +182,7 @@ class Cursor:
 
     @cute.jit
     def advance(self):
-        """Goes on to the next block. After the last block ``block`` is not below the work tile's end."""
+        """Goes on to the next block of the CTA. When none is left, ``block`` is not below the work tile's end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
         if const_expr(self.work_tiles.has_stream_k):

@@ -45,7 +45,7 @@ class NormConfig:
 
     @property
     def columns(self) -> int:
-        """Columns of the longest row that the kernel takes."""
+        """Columns of the longest row that the kernel supports."""
         return self.threads * self.vectors * VECTOR
 
     @property

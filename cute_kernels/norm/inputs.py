@@ -44,7 +44,8 @@ class LayerInputs:
         return self.room_offset + (2 * self.config.columns if self.config.ordered else 0)
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
-        """Starts loading order (eight words) and factors (four words) for each vector at ``places``."""
+        """Starts loading order (eight words) and factors (four words) for each vector at ``places``. Returns (orders,
+        factors), one list of words for each vector; a part that the configuration lacks is empty."""
         # Not as constant memory: ptxas moves such loads after the wait.
         orders = [self.load(order + Int64(place) * 4, (0, 16)) for place in places] if self.config.ordered else []
         return orders, [self.load(factors + Int64(place) * 2, (0,)) for place in places] if self.config.scaled else []

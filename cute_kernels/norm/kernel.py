@@ -111,7 +111,8 @@ class NormKernel:
         return self.inputs.ask(order, factors, places)
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
-        """Returns the results as packed words: values times scale and weight, plus the bias if there is one."""
+        """Returns the results as packed words: value * scale * (weight + weight_offset), plus the bias if there is
+        one."""
         results = []
         for v, vector in enumerate(vectors):
             normed = [value * scale * (w + weight_offset) for value, w in zip(vector, weights[v], strict=True)]

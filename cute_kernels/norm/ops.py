@@ -61,7 +61,7 @@ class NormPlan:
 
     Attributes:
         send: the compiled kernel, which takes its tensors by name; None if there is no row.
-        new: makes a tensor for a result if the caller gives none.
+        new: arguments of `GPU.empty` that allocate a result if the caller gives no tensor.
         flat: [rows, n], the shape in which the kernel takes its output.
     """
 
@@ -104,8 +104,8 @@ def _checked(call: NormCall) -> NormCall:
 
 
 def _may_meet(call: NormCall) -> bool:
-    """Returns whether a given output shares its storage with another tensor. The key of the plan cannot say whether
-    they overlap.
+    """Returns whether a given output shares its storage with another tensor of the call. Then each call is checked,
+    since a plan's key cannot say whether they overlap.
 
     An output that replaces a whole x or residual does not count.
     """
@@ -167,7 +167,7 @@ def _call_of(x, weight, bias, residual, kind, eps, weight_offset, order=None, in
 
 
 def _both(results: Results) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns results as the two tensors that the operator must return; an empty tensor stands for no sum."""
+    """Returns (y, sum), the two tensors that the operator must return; the sum is empty without a residual."""
     y, total = results
     return y, y.new_empty(0) if total is None else total
 

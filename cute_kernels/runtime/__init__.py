@@ -3,7 +3,7 @@
 load(spec, arch)          the callable of one kernel: memory, bundle, disk, or compiled now
 load_many(specs, arch)    many, compiled in parallel processes
 load_bundle(directory)    kernels built elsewhere, without the compiler
-arch_of(device_index)     what a GPU is compiled for
+arch_of(device_index)     the architecture that kernels for a GPU are compiled for
 """
 
 from cute_kernels.runtime.aot import Bundle, BundleError

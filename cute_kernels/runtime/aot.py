@@ -124,8 +124,8 @@ class Bundle:
     def holds(self, spec: KernelSpec, arch: str) -> bool:
         """Returns whether the bundle contains `spec` for `arch`, built from the sources that are installed here.
 
-        If all files are those that it was built from, none is parsed. Warns once if the bundle's kernel was built from
-        other sources. Such a kernel is compiled anew.
+        If no source file has changed since the build, none is parsed. Warns once if the bundle's kernel was built from
+        other sources; the caller then compiles the kernel anew.
         """
         kernel = self.manifest["kernels"].get(spec.symbol)
         wanted = (spec.family, json.loads(spec.identity_json()))
@@ -150,7 +150,8 @@ class Bundle:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns a file's digest. It reads pieces that caches hold: a bundle has hundreds of megabytes."""
+    """Returns the SHA-256 digest of a file, in hex. It reads the file in pieces that fit a CPU cache, as a bundle may
+    have hundreds of megabytes."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(1 << 18):

@@ -19,8 +19,8 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import source_digest
 
 ERRORS = Path(__file__).with_name("errors_of_older_runtimes.c")
-"""A C file that is linked into bundles if there is a C compiler. Bundles without it need a runtime library of 4.8 or
-later."""
+"""A C file that is linked into bundles if there is a C compiler. Bundles without this file need the DSL's runtime
+library of version 4.8 or later."""
 
 
 def build(
@@ -34,8 +34,9 @@ def build(
 ) -> dict[str, Any]:
     """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`; a bundle in it is replaced.
 
-    Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with
-    one symbol, native.LinkerMissingError, workers.CompileError, OSError if out_dir cannot be written.
+    Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with one
+    symbol, native.LinkerMissingError without a linker, workers.CompileError if a kernel does not compile, and OSError
+    if out_dir cannot be written.
     """
     specs = list(dict.fromkeys(specs))
     _check_symbols(specs)

@@ -24,8 +24,8 @@ from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory,
 
 
 class Progress(NamedTuple):
-    """A report that one kernel is ready: `done` of `total`, its origin ("memory", "bundle", "disk", "compiled"),
-    seconds."""
+    """A report that a kernel is ready, as number `done` of `total`. source: where it came from ("memory", "bundle",
+    "disk" or "compiled"). seconds: how long loading or compiling took."""
 
     done: int
     total: int
@@ -62,7 +62,7 @@ class KernelCache:
         return self.load_from(spec, arch)[0]
 
     def load_from(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
-        """Loads as `load` does. Returns the function and its origin: "memory", "bundle", "disk" or "compiled"."""
+        """Loads as `load` does. Returns (the function, its origin: "memory", "bundle", "disk" or "compiled")."""
         function = self._functions.get((spec, arch))
         if function is not None:
             return function, "memory"
@@ -194,7 +194,8 @@ class KernelCache:
         return self._compile_once(spec, arch, key)
 
     def _compile_once(self, spec: KernelSpec, arch: str, key: Key) -> tuple[Artifact, Entry | None, str]:
-        """Compiles under the entry's lock: one of several processes compiles, the others wait and read its entry."""
+        """Compiles a kernel under its entry's lock: one of several processes compiles it, the others wait and read the
+        entry. Returns as `_entry` does."""
         with self.store.lock(key):
             entry = self.store.read(key)
             if entry is not None:
@@ -261,7 +262,8 @@ def default_cache() -> KernelCache:
 
 @contextmanager
 def using(cache: KernelCache) -> Iterator[KernelCache]:
-    """Makes the whole process load kernels from ``cache`` in this block. Plans made before keep their functions."""
+    """Makes the whole process load kernels from ``cache`` in this block. Plans that were made before the block keep
+    their functions."""
     _used.append(cache)
     try:
         yield cache

@@ -86,8 +86,8 @@ def nothing_collected() -> Iterator[None]:
 def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, _T]:
     """Captures the launches of a function on a device as a CUDA graph. Returns (the graph, the function's result).
 
-    Raises the function's error, or CUDA's. After an error torch is in its earlier state. By itself it would stay on the
-    captured stream, draw no more random numbers on this device, and keep memory.
+    Raises the function's error, or CUDA's. After an error this function restores torch's earlier state. Otherwise torch
+    would stay on the captured stream, draw no more random numbers on this device, and keep memory.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
     cause: BaseException | None = None
@@ -113,8 +113,8 @@ def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cu
 
 
 def _let_random_numbers_be_drawn(device: torch.device) -> None:
-    """Lets torch's generator draw again after a failed capture, by an empty capture. Until one ends, the generator
-    takes the failed one for running."""
+    """Lets torch's generator draw random numbers again after a failed capture. It makes an empty capture, as the
+    generator counts the failed capture as running until another capture ends."""
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)
 

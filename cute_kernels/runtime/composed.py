@@ -1,4 +1,4 @@
-"""Changes fields of configurations that are made of policies, whichever policy has a field."""
+"""Changes fields of a configuration, or of the policies that it is made of, by the fields' names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ConfigT = TypeVar("ConfigT")
 def changed(config: ConfigT, **fields: object) -> ConfigT:
     """Returns the configuration with other values for fields of its own or of its policies.
 
-    A policy's field goes by its name. If several policies have the field, it goes by the policy's name, "_" and its own
-    name. With policies ``k`` and ``v`` that both have a ``format``, the first one's is ``k_format``.
+    A field of a policy is named as in the policy. If several policies have the field, its name is the policy's name,
+    "_" and the field's own. With policies ``k`` and ``v`` that both have a ``format``, the first one's is ``k_format``.
 
     Raises:
         TypeError: no policy has a field, or several have it; the message names them.

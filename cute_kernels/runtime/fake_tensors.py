@@ -8,7 +8,7 @@ from typing import Any
 
 
 def element_type(name: str) -> Any:
-    """Returns the type of a tensor's elements; codes come as bytes."""
+    """Returns the DSL's type of elements called ``name``; E4M3 codes are passed as bytes."""
     import cutlass
 
     types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "e4m3": cutlass.Uint8}
@@ -16,8 +16,8 @@ def element_type(name: str) -> Any:
 
 
 def dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: Any = None) -> Any:
-    """Returns a fake tensor without gaps, with strides of 32 bits. It is aligned to 16 bytes, or to 4 for 32-bit
-    elements."""
+    """Returns a fake tensor without gaps, with strides of 32 bits. align: its alignment in bytes; default 16, or 4 for
+    32-bit elements."""
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     align = align or (4 if dtype.width == 32 else 16)
@@ -26,8 +26,8 @@ def dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: 
 
 
 def strided(dtype: Any, shape: tuple[Any, ...], units: Sequence[int], align: int, memory: Any = None) -> Any:
-    """Returns a fake tensor whose first dimensions have any strides that are multiples of ``units`` bytes; others
-    follow from the shape."""
+    """Returns a fake tensor with free strides in its first dimensions, each a multiple of the dimension's number of
+    bytes in ``units``. The strides of the other dimensions follow from the shape."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 

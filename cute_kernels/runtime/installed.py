@@ -24,8 +24,8 @@ def installed() -> dict[str, Path]:
 
 
 def open_installed() -> list[Bundle]:
-    """Opens the installed bundles that fit this installation. For each other one it warns why it does not fit, and what
-    to do."""
+    """Opens the installed bundles that fit this installation. For each other bundle, warns why it does not fit, and
+    what to do."""
     bundles = []
     for name, folder in installed().items():
         try:

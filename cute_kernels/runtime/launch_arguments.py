@@ -100,10 +100,10 @@ class LaunchArguments:
         made: Mapping[str, Callable[[], object]] | None = None,
         ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        """Makes the function that a plan calls. It calls ``function`` with all arguments in order.
+        """Makes the function that a plan calls, which calls ``function`` with all arguments in order.
 
-        It takes by name the arguments that are not in fixed, tensors, values or made, and the sources of looked-up
-        arguments.
+        The made function takes by name the arguments that are not in fixed, tensors, values or made, and the arguments
+        that the places in tensors and values begin with.
 
         Args:
             fixed: values by name.

@@ -59,7 +59,7 @@ class Plan(Generic[P, ResultT]):
 
     Attributes:
         device_index, launch: as in `PlanLike`.
-        products: what the plan launches, for tools that ask which kernels serve a call.
+        products: the products that the plan launches, for tools that ask which kernels a call uses.
     """
 
     device_index: int
@@ -101,7 +101,7 @@ def launcher(
         key: maps a call, one value with all arguments, to the key of its plan. It may raise one of `REFUSALS` for an
             argument of a wrong kind, such as a tensor without strides. Then the checks raise an error that names the
             argument. If they find no fault, the first error is raised.
-        check: checks a call, and returns what its plan is made of. Checks that wait for the device run only with
+        check: checks a call, and returns the argument of ``make``. Checks that wait for the device run only with
             `cute_kernels.arguments.DEBUG`. Raises TypeError or ValueError.
         make: makes a checked call's plan; None for a call that needs no kernel.
         empty: makes the result of a checked call that needs no kernel.
@@ -163,8 +163,8 @@ def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def written(out: Tensor, result: Tensor, ends: Tensor | None) -> Tensor:
-    """Writes a result into ``out``; does not wait. ends: the last one ends the rows that are written, whereas rows that
-    pad ``out`` stay as they are; None: there are no such rows."""
+    """Writes ``result`` into ``out`` and returns ``out``; does not wait for the device. ends: bounds of requests or
+    experts. Rows from ends[-1] on are padding and keep their values in ``out``. None: all rows are written."""
     if ends is None:
         return out.copy_(result)
     own = torch.arange(len(out), device=out.device) < ends[-1]
@@ -194,8 +194,8 @@ class Operator:
         torch.library.register_fake(f"cute_kernels::{self.name}", self.together(meta), lib=_library)
 
     def together(self, meta: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        """The function after a check that tensors are on one device: where one is on "meta", torch calls nothing but
-        the fake function, and what it makes on other devices is memory as it was found."""
+        """Returns ``meta``, preceded by a check that all tensors are on one device. If one of them is on "meta", torch
+        calls only the fake function, whose results on other devices are uninitialised memory."""
 
         def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
             named = dict(zip((one.name for one in self.arguments), args, strict=False)) | kwargs
@@ -225,10 +225,10 @@ def is_direct(first: object, second: object, others: Iterable[object] = ()) -> b
 def route(
     *, cuda: Callable[P, ResultT], cpu: Callable[P, ResultT], operator: Callable[P, ResultT], **tensors: object
 ) -> Callable[P, ResultT]:
-    """Returns the one of three functions that serves a call with these tensors; all three take the same arguments. The
-    first tensor decides the device.
+    """Returns the one of three functions that computes a call with these tensors; all three take the same arguments.
+    The first tensor decides the device.
 
-    The operator serves calls that are being traced, and tensors that are not plain. Raises TypeError for an argument
+    The operator computes calls that are being traced, and tensors that are not plain. Raises TypeError for an argument
     that is no tensor, ValueError if the first tensor is neither on a CPU nor on a GPU and another one is elsewhere.
     """
     if needs_dispatch(**tensors):

@@ -1,4 +1,4 @@
-"""Keeps plans for later calls like the first, and makes the keys that tell calls apart."""
+"""Keeps plans for later calls with the same key, and makes the parts of keys that describe tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ PlanT = TypeVar("PlanT")
 
 
 def identity(tensor: Any) -> tuple[Hashable, ...]:
-    """Returns the properties of a tensor that a plan relies on if the compiled function takes the tensor's address.
+    """Returns the properties of a tensor that a plan's key needs if the compiled function takes only the tensor's
+    address.
 
-    True stands for the strides of a contiguous tensor: it takes less time. Strides of dimensions of size 1 say nothing.
+    For a contiguous tensor True stands for the strides, which takes less time. Strides of dimensions of size 1 say
+    nothing.
     """
     layout = tensor.is_contiguous() or tensor.stride()
     return tensor.shape, layout, tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT

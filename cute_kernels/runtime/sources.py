@@ -77,7 +77,8 @@ def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
     """Returns two digests that decide `reached`, found without its search: of all files that the search may read, and
     of the names where it begins.
 
-    reads: 0 for the files as they were before this process searched them first, `definitions.reads` for those of now.
+    reads: 0 for the digest that this process computed first, before its first search; `definitions.reads()` for a
+    digest of the files as they are now.
     """
     begins = [*(Root(kind.__module__, kind.__qualname__) for kind in _owners(spec)), *_values(spec)]
     files = [_state(package, reads) for package in sorted(_packages(root.module for root in begins))]
@@ -91,13 +92,14 @@ def is_settled(spec: KernelSpec) -> bool:
 
 
 def digest_of(*what: object) -> str:
-    """Returns a digest of values that are told by their `repr`."""
+    """Returns a digest of the `repr` of values."""
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
 
 @functools.cache
 def _state(package: str, reads: int) -> str:
-    """Returns the digest of a package's files. It reads them anew for another number of ``reads``."""
+    """Returns the digest of a package's files. The result is cached for each value of ``reads``; a new value reads the
+    files again."""
     return state_of(definitions.folders_of(package))
 
 
@@ -112,7 +114,8 @@ def _packages(modules: Iterable[str]) -> frozenset[str]:
 
 
 def _roots(spec: KernelSpec) -> Iterator[Root]:
-    """Yields the spec's members besides `KernelSpec`'s, each in the class that defines it, then its values'."""
+    """Yields the roots of a spec: the members that its classes define besides `KernelSpec`, then the roots of
+    `_values`."""
     owners = _owners(spec)
     members = {kind: definitions.members(_file_of(kind), kind.__qualname__) for kind in owners}
     known = vars(KernelSpec).keys() - {"compile"}
@@ -125,7 +128,7 @@ def _roots(spec: KernelSpec) -> Iterator[Root]:
 
 
 def _values(spec: KernelSpec) -> Iterator[Root]:
-    """Yields the types in a spec's configuration, and its policies."""
+    """Yields the roots of the types in a spec's configuration, then those of its policies."""
     packages = _packages(kind.__module__ for kind in _owners(spec))
     yield from _roots_of(spec.config, packages)
     for policy in spec.policies():
@@ -148,7 +151,8 @@ def _is_others(value: object) -> bool:
 
 
 def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> Iterator[Root]:
-    """Yields the types of a value and of its fields, if they or a base are defined in ``packages``.
+    """Yields a root for the type of a value and of each of its fields, if the type or one of its bases is defined in
+    ``packages``.
 
     name: the name of a policy's value, None in a configuration. Plain values of policies are hashed as "name=value".
     """
@@ -184,8 +188,8 @@ def _reached(roots: tuple[Root, ...]) -> Reached:
 
 
 class _Walk:
-    """The search. It follows links in an order that only the definitions decide, and hashes each definition with the
-    numbers of its links."""
+    """The search for definitions. It follows links in an order that only the definitions decide, and hashes each
+    definition with the numbers of the definitions that it links to."""
 
     def __init__(self, packages: frozenset[str]) -> None:
         self.packages = packages

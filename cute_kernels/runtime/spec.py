@@ -39,7 +39,8 @@ def check_config(config: Config) -> None:
 
 
 def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
-    """Returns why ``value`` is refused, if it is none of those wanted; else None."""
+    """Returns why ``value`` is refused if it is not among ``wanted``, else None. name: of the field, for the
+    message."""
     return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
 
 
@@ -162,7 +163,7 @@ def _plain(value: object) -> Any:
 
 @functools.cache
 def unclear_fields(config: type) -> tuple[str, ...]:
-    """Returns the names of a dataclass's fields whose values do not tell their class by their own fields."""
+    """Returns the names of a dataclass's fields whose values' class does not follow from the values' own fields."""
     hints = typing.get_type_hints(config)
     return tuple(field.name for field in dataclasses.fields(config) if _is_unclear(hints[field.name]))
 

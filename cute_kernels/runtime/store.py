@@ -155,7 +155,7 @@ class DiskStore:
 
     @functools.cached_property
     def refusal(self) -> str | None:
-        """Why the directory is not used, or None. A missing directory is made; OSError if it cannot be."""
+        """Why the directory is not used, or None. A missing directory is made; raises OSError if that fails."""
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return distrust(self.root)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def distrust(path: Path) -> str | None:
-    """Returns why nothing may be loaded from a file or directory, for people; None if it may. OSError if it does not
-    exist.
+    """Returns why nothing may be loaded from a file or directory, for people; None if it may. Raises OSError if the
+    path does not exist.
 
     A trusted file belongs to the process's user, to root, or to the owner of this package. Only the owner, the user's
     own group and root's group may write to it. The same holds for all directories above it, except those with the

@@ -27,8 +27,8 @@ _WRONG = KeyError, TypeError, ValueError, AttributeError, ImportError
 
 
 def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
-    """Writes a list of kernels, or adds them to an existing list for the same architecture, whose kernels of other
-    versions it leaves out. Raises OSError."""
+    """Writes a list of kernels to a file. If the file has a list for the same architecture, its kernels are kept,
+    except those that this version does not have. Raises OSError."""
     kernels = {json.dumps(record_of(spec), sort_keys=True) for spec in specs}
     try:
         content = json.loads(path.read_text())
@@ -44,7 +44,7 @@ def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
 
 
 def read(path: Path, arch: str) -> list[KernelSpec]:
-    """Reads the kernels of a list. Raises OSError, or ValueError with what is wrong in the list."""
+    """Returns the kernels of a list. Raises OSError, or ValueError that says what is wrong in the list."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:

@@ -55,15 +55,16 @@ def python_command(code: str, path: Sequence[str]) -> list[str]:
 
 
 def default_jobs() -> int:
-    """Returns the number of workers that fit this process's cores and the memory that is free now or that those have
-    which wait."""
+    """Returns how many workers fit: at most one for each core of this process and for each `WORKER_BYTES` of memory.
+    Memory counts if it is free now, or held by workers that wait."""
     cores = len(os.sched_getaffinity(0))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, free // WORKER_BYTES + len(_waiting)))
 
 
 def keep(seconds: float) -> None:
-    """Makes this process keep workers that are done, as many as fit, until none was used for ``seconds``.
+    """Makes this process keep workers that are done for later calls, as many as `default_jobs` returns. They end once
+    none was used for ``seconds``. Only the first call has an effect.
 
     A worker keeps the sources that it was started with, so sources must not change meanwhile.
     """
@@ -221,7 +222,7 @@ class _Waiting:
     """The workers that wait for the next call; the one that has waited longest comes first. Thread-safe.
 
     Attributes:
-        most: how many workers may wait. seconds: for how long they wait after the last one came; None for ever.
+        most: how many workers may wait. seconds: how long all of them wait after the last `put`; None for ever.
     """
 
     def __init__(self, most: int, seconds: float | None = None) -> None:
@@ -234,7 +235,8 @@ class _Waiting:
         return len(self._workers)
 
     def take(self, start: _Start) -> _Worker | None:
-        """Takes a worker that was started with the same conditions, if one waits and is alive; else returns None."""
+        """Takes out and returns a worker that was started under the conditions ``start``, if one waits and is alive;
+        else returns None."""
         with self._lock:
             alike = [worker for worker in self._workers if worker.start == start]
             living = [worker for worker in alike if worker.alive]

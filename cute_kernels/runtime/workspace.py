@@ -1,8 +1,9 @@
 """Scratch memory of split kernels: a grow-only buffer per device and stream, every word EMPTY between launches.
 
-Kernels on one stream run one after the other, so they may share; they leave the words that they used EMPTY again. A
-captured graph may be replayed on any stream at any time. So its launches on a stream share a buffer of their own. It is
-a piece of a slab that was filled before, or memory from the graph's own pool, which the graph fills in each replay.
+Kernels on one stream run one after the other, so they may share a buffer; they leave the words that they used EMPTY
+again. A captured graph may be replayed on any stream at any time. So its launches on a stream share a buffer of their
+own. It is a piece of a slab that was filled before, or memory from the graph's own pool, which the graph fills in each
+replay.
 
 Buffers live for these times:
 
@@ -246,7 +247,8 @@ POOL = WorkspacePool()
 
 
 class UnsettledError(RuntimeError):
-    """A capture needs memory that was filled before, and there is none; it cannot wait for any."""
+    """A capture needs memory that was filled before it began, and there is none: a capture cannot wait until memory is
+    filled."""
 
 
 def settled(memory: Memory) -> Callable[[int, int], torch.Tensor]:

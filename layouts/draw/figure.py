@@ -1,4 +1,4 @@
-"""What a picture is made of, without saying how it is rendered, and the colours that tell its cells apart."""
+"""The parts of a picture as data, independent of how it is rendered, and the colours that tell its cells apart."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Figure:
 
 
 def hue(index: int, count: int, lightness: float = 0.85) -> str:
-    """A light colour for one of ``count`` kinds, far from those of its neighbours."""
+    """Returns a light colour for kind ``index`` of ``count`` kinds, far from the colours of neighbouring kinds."""
     # Steps of the golden ratio keep any run of indices apart; small counts are spaced evenly.
     position = index / count if count <= 8 else index * 0.618033988749895 % 1.0
     shade = lightness - 0.06 * (index % 3 if count > 8 else 0)
@@ -86,7 +86,7 @@ def hue(index: int, count: int, lightness: float = 0.85) -> str:
 
 
 def heat(value: int, top: int) -> str:
-    """White for 0, then yellow to red as value rises to top."""
+    """Returns near-white for 0, light green for 1, then yellow to red as ``value`` rises to ``top``."""
     if value <= 0:
         return "#f7f7f7"
     if value == 1:

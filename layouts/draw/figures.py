@@ -21,7 +21,8 @@ WRAP = 16  # cells of five characters then fit a column of text
 
 
 def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: int = 2) -> Figure:
-    """Offsets of a rank-2 layout (or a flat one, as a single row), coloured by the bank that each falls in.
+    """Draws the offsets of a rank-2 layout (or of a flat one, as a single row), coloured by the bank that each falls
+    in.
 
     Args:
         layout: affine or swizzled.
@@ -47,7 +48,7 @@ def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: in
 
 
 def fragment_map(fragment: Fragment) -> Figure:
-    """Returns which thread and value hold each element of the tile; one colour per thread."""
+    """Draws which thread and value hold each element of the tile; one colour per thread."""
     owners = fragment.owners()
     as_matrix = fragment.axes[0] in ("n", "column")
     cells = []
@@ -75,7 +76,7 @@ def fragment_map(fragment: Fragment) -> Figure:
 
 
 def bank_map(access: Access) -> Figure:
-    """Returns which lane reaches which word and bank, and how many words each bank has to serve."""
+    """Draws which lane reaches which word and bank, and how many distinct words each bank has to deliver."""
     found = access.report()
     caption = f"{access.note}: {access.kind}, {access.width} bytes per address, {found.wavefronts} wavefronts, "
     caption += f"{found.conflicts} conflicts"
@@ -127,12 +128,13 @@ def _load_panel(found: BankReport) -> Panel:
 
 
 def permutation(transform: Transform, line: int | None = None, lines: int | None = None) -> Figure:
-    """Source elements before and after; colour: source row, so that what moves together stays visible.
+    """Draws the source elements before and after a transform. Elements of one source row have one colour.
 
     Args:
         transform: of a modest size; every element becomes a cell.
         line: elements per line of the result; by default its last extent, at most `WRAP`.
-        lines: show only the first lines of the result, and leave what lies elsewhere white (or out) in the source.
+        lines: how many lines of the result are drawn, from the first on; default all. In the source, elements that are
+            not drawn in the result are white, and lines after the last drawn element are left out.
     """
     rows, columns = (1, *transform.in_shape)[-2:]
     widths = min(columns, WRAP), line or min(transform.out_shape[-1], WRAP)
@@ -165,7 +167,7 @@ def permutation(transform: Transform, line: int | None = None, lines: int | None
 
 
 def register_bits(conversion: Conversion) -> Figure:
-    """One register through a conversion: the stored elements, and where every bit of them lands."""
+    """Draws one register through a conversion: the stored elements, and where every bit of them lands."""
     order = conversion.stored_order()
     count, bits = conversion.count, conversion.bits
     fields = []
@@ -243,7 +245,7 @@ def scale_map(tile: WeightTile) -> Figure:
 
 
 def byte_map(fmt: KvRow, width: int = 16) -> Figure:
-    """The bytes of a row, coloured by field."""
+    """Draws the bytes of a row, coloured by field."""
     cells = []
     for number, field in enumerate(fmt.fields):
         for byte in range(field.offset, field.end):

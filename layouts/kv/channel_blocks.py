@@ -31,8 +31,8 @@ LIMIT = FP16_MAX / 16
 UNIT_COLUMNS = 32  # of a row, whose scales lie together
 RUN_COLUMNS = 8  # that one word of codes holds
 TAIL_TOKENS = 2 * BLOCK_TOKENS
-"""Rows of 16 bits kept of each sequence, its newest ones, at position % 64: those of the block that is not full, and
-those of the block before it, so that up to 32 tokens can be taken back."""
+"""How many of a sequence's newest rows are kept in 16 bits; position p is in row p % 64. They are the rows of the block
+that is not full and of the block before it, so up to 32 tokens can be removed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ChannelBlocks(KvRow):
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """A share of the block's scales and shifts, then the row's codes."""
+        """The row's share of its block's scales and shifts, then the row's codes."""
         header = 4 * self.header_words
         return (
             Field("parameters", "fp16", 0, header, "of the block: its rows' words are [scale or shift, unit, run, r]"),
@@ -99,7 +99,7 @@ class ChannelBlocks(KvRow):
         return finite(x, LIMIT).half()
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., tokens, head_dim], whole blocks, to uint8 rows [..., tokens, row_bytes]."""
+        """Converts floating [..., tokens, head_dim] of whole blocks to uint8 rows [..., tokens, row_bytes]."""
         self.check_no_scale(scale)
         self.check_input(x)
         blocks = self._blocks(self.waiting(x).float(), "x").transpose(-1, -2)  # [..., block, column, token]
@@ -148,7 +148,7 @@ class ChannelBlocks(KvRow):
         return torch.stack((data & 0xF, data >> 4), -1).flatten(-2), scale, shift
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The bound that the class states, per element, float64 [..., tokens, head_dim]."""
+        """Returns the bound that the class states, per element, float64 [..., tokens, head_dim]."""
         self.check_no_scale(scale)
         blocks = self._blocks(x.double(), "x")
         low, high = torch.aminmax(blocks, dim=-2, keepdim=True)
@@ -157,7 +157,7 @@ class ChannelBlocks(KvRow):
         return (extent / 30 + 2**-11 * rounding + 2**-20).flatten(-3, -2)
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raise unless x is a floating tensor [..., tokens, head_dim]."""
+        """Raises unless x is a floating tensor [..., tokens, head_dim]."""
         super().check_input(x)
         if x.ndim < 2:
             raise ValueError(f"x has shape {tuple(x.shape)}; want [..., tokens, {self.head_dim}]")

@@ -1,4 +1,4 @@
-"""What every KV-cache row is as bytes: the base class of rows, and the byte map that describes one."""
+"""The base class of KV-cache row formats, and `Field`, by which a format describes its bytes."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ class KvRow(abc.ABC):
 
 
 def check_leading(**parts: torch.Tensor) -> None:
-    """Raise unless all parts have the same dimensions before the last."""
+    """Raises unless all parts have the same dimensions before the last."""
     if len({part.shape[:-1] for part in parts.values()}) > 1:
         shapes = [tuple(part.shape) for part in parts.values()]
         raise ValueError(f"{', '.join(parts)} have shapes {shapes}; want equal leading dimensions")
 
 
 def check_positive_int(name: str, value: int) -> None:
-    """Raise unless value is an int above 0."""
+    """Raises unless value is an int above 0."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; want an int")
     if value < 1:
@@ -160,7 +160,7 @@ def check_positive_int(name: str, value: int) -> None:
 
 
 def check_part(part: torch.Tensor, name: str, dtype: torch.dtype, width: int) -> None:
-    """Raise unless ``part`` is a tensor of ``dtype`` whose last dimension is ``width``."""
+    """Raises unless ``part`` is a tensor of ``dtype`` whose last dimension is ``width``."""
     if not isinstance(part, torch.Tensor):
         raise TypeError(f"{name} is {type(part).__name__}; want a torch tensor of {dtype}")
     if part.dtype != dtype:
@@ -170,18 +170,19 @@ def check_part(part: torch.Tensor, name: str, dtype: torch.dtype, width: int) ->
 
 
 def check_range(codes: torch.Tensor, low: int, high: int) -> None:
-    """Raise if a CPU tensor of codes leaves [low, high]; a CUDA tensor is not read, since that would synchronise."""
+    """Raises if a CPU tensor has codes outside [low, high]; a CUDA tensor is not read, since that would synchronise."""
     if codes.device.type == "cpu" and codes.numel() and (codes.min() < low or codes.max() > high):
         raise ValueError(f"codes span [{int(codes.min())}, {int(codes.max())}]; want [{low}, {high}]")
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The memory of the last dimension of x as uint8 (little endian, as the GPU's)."""
+    """Returns the bytes of the last dimension of x as uint8 (little endian, as on the GPU)."""
     return reinterpret(x, torch.uint8)
 
 
 def reinterpret(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of the last dimension of x as another dtype; copies where strides or alignment do not allow a view."""
+    """Returns the bytes of the last dimension of x as another dtype; copies x where strides or alignment do not allow a
+    view."""
     aligned = x.storage_offset() * x.element_size() % dtype.itemsize == 0
     if not x.is_contiguous() or x.stride(-1) != 1 or not aligned:
         x = x.new_empty(x.shape).copy_(x)
@@ -199,7 +200,8 @@ def finite(x: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def adversarial_rows(head_dim: int) -> torch.Tensor:
-    """float32 rows that break careless quantisers: constants, outliers, tiny and large ranges, signed zeros, ties."""
+    """Returns float32 rows that break careless quantisers: constants, outliers, tiny and large ranges, signed zeros,
+    ties."""
     gaussian = torch.randn(64, head_dim, generator=_generator())
     ramp = torch.linspace(-1, 1, head_dim)
     outlier = ramp.clone()

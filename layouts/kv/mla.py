@@ -28,7 +28,7 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 
 def power_of_two_scale(absmax: torch.Tensor) -> torch.Tensor:
-    """``2 ** ceil(log2(max(absmax / 448, 1e-4)))``, fp32, exact: as FlashMLA's quantiser chooses it.
+    """Returns ``2 ** ceil(log2(max(absmax / 448, 1e-4)))``, fp32, exact: the scale that FlashMLA's quantiser chooses.
 
     Kernels round the scale to bf16, which only leaves powers of two unchanged.
     """
@@ -40,7 +40,8 @@ def power_of_two_scale(absmax: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _MlaToken(KvRow):
-    """What both token formats share: latent tiles in E4M3 with power-of-two scales, then RoPE columns in bf16."""
+    """The common part of both FP8 token formats: latent tiles in E4M3 with power-of-two scales, then RoPE columns in
+    bf16."""
 
     head_dim: int
     latent_dim: int
@@ -52,7 +53,8 @@ class _MlaToken(KvRow):
         return self.latent_dim // self.tile_size
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., head_dim] (latent columns, then RoPE) to uint8 [..., row_bytes]; errors as `check_input`."""
+        """Converts floating [..., head_dim] (latent columns, then RoPE) to uint8 [..., row_bytes]; errors as
+        `check_input`."""
         self.check_no_scale(scale)
         self.check_input(x)
         clean = finite(x, BF16_MAX)
@@ -74,7 +76,8 @@ class _MlaToken(KvRow):
         return torch.cat((tiles.flatten(-2), rope.to(work)), dim=-1).to(dtype)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Latent ``max(|x| / 16, scale / 1024)``, RoPE ``|x| / 256``; per element, float64."""
+        """Returns the bound per element, float64. Latent columns: ``max(|x| / 16, scale / 1024)``. RoPE columns: ``|x|
+        / 256 + 2**-134``."""
         self.check_no_scale(scale)
         self.check_input(x)
         size = working_precision(x).abs().double()
@@ -259,7 +262,7 @@ class MlaDense(KvRow):
 
     @property
     def limit(self) -> float:
-        """Where numbers saturate."""
+        """The magnitude at which numbers saturate."""
         return _DENSE_DTYPES[self.dtype][1]
 
     @property

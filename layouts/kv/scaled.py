@@ -23,7 +23,8 @@ from layouts.proofs import Proof, prove
 
 SCALE_BYTES = 4
 DIVISION_SLACK = 2**-15
-"""x / scale rounds in fp32 before it is rounded to a code: up to 127 * 2**-24 of a step."""
+"""The relative part of error bounds for the rounding of x / scale to fp32 before it is rounded to a code. That rounding
+errs by up to 127 * 2**-24 of a step."""
 FP32_MAX = torch.finfo(torch.float32).max
 
 GRANULARITIES: dict[str, str] = {
@@ -34,14 +35,15 @@ GRANULARITIES: dict[str, str] = {
     "token_head": "in the row",
     "group": "in the row, one per group of columns",
 }
-"""Granularity -> where the fp32 scale lives. Scales of the last two lie in front of the codes of each row."""
+"""The place of the fp32 scales, by granularity. Scales of the last two granularities lie in front of the codes of each
+row."""
 
 IN_ROW = ("token_head", "group")
 
 
 @dataclass(frozen=True)
 class ScaledRow(KvRow):
-    """Common part of `Int8` and `Fp8E4M3`: ``head_dim`` one-byte codes, x = code * scale.
+    """The common part of `Int8` and `Fp8E4M3`: ``head_dim`` one-byte codes, x = code * scale.
 
     Granularities ``token_head`` and ``group`` keep their fp32 scales in the row, 4 bytes per group in front of the
     codes. The others share a scale between rows: it is an argument of `quantize` and `dequantize`, given (calibrated
@@ -99,7 +101,7 @@ class ScaledRow(KvRow):
         return (Field("scales", "fp32", 0, scales, "absmax / code_max of each group"), codes) if scales else (codes,)
 
     def compute_scale(self, x: torch.Tensor) -> torch.Tensor:
-        """absmax / code_max at this granularity, fp32, broadcastable to x (``group``: [..., num_groups]).
+        """Returns absmax / code_max at this granularity, fp32, broadcastable to x (``group``: [..., num_groups]).
 
         Raises:
             TypeError: x is not floating.
@@ -121,11 +123,12 @@ class ScaledRow(KvRow):
         return quotient(top, self.code_max).float()
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 rows [..., row_bytes].
+        """Converts floating [..., head_dim] to uint8 rows [..., row_bytes].
 
         Args:
             x: to quantise.
-            scale: as from `compute_scale`; needed where the scale lies outside the row, else computed if not given.
+            scale: as from `compute_scale`. It is required if it lies outside the row; otherwise it is computed if not
+                given.
 
         Raises:
             TypeError: x is not floating, or scale is not fp32.
@@ -184,7 +187,7 @@ class ScaledRow(KvRow):
         return (codes, reinterpret(rows[..., :start], torch.float32)) if start else (codes,)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
         if scale is None:
             scale = self.compute_scale(x)
         step = self._spread(scale, x.shape)[0].double()
@@ -192,7 +195,7 @@ class ScaledRow(KvRow):
         return self._rounding_bound(x.double(), step) * (1 + DIVISION_SLACK) + saturation + 2**-140
 
     def _spread(self, scale: torch.Tensor | None, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale broadcast to the elements of a row, and as given."""
+        """Returns (the scale broadcast to the elements of a row, the scale as given)."""
         if scale is None:
             raise ValueError(
                 f"{self.name} keeps its scale outside the row; want scale ({GRANULARITIES[self.granularity]})"
@@ -233,7 +236,7 @@ class ScaledRow(KvRow):
 class Int8(ScaledRow):
     """INT8 rows: ``q = clamp(round(x / scale), -127, 127)``, ties to even, so that the range is symmetric.
 
-    Error: ``|x - x'| <= scale / 2``, plus what saturates where a given scale is below absmax / 127.
+    Error: ``|x - x'| <= scale / 2``, plus the part of |x| that saturates if a given scale is below absmax / 127.
     """
 
     code_name: ClassVar[str] = "int8"
@@ -252,7 +255,7 @@ class Fp8E4M3(ScaledRow):
     """FP8 E4M3 rows: x / scale rounded to nearest even, saturating at 448; no infinity, NaN never stored.
 
     Error: ``|x - x'| <= max(|x| / 16, scale / 1024)`` (half a step of 4 significant bits; half the subnormal step
-    2**-9), plus what saturates where a given scale is below absmax / 448.
+    2**-9), plus the part of |x| that saturates if a given scale is below absmax / 448.
     """
 
     code_name: ClassVar[str] = "e4m3"

@@ -82,24 +82,26 @@ class SwizzledTile:
 
     @property
     def num_copies(self) -> int:
-        """A tensor-map copy per head."""
+        """The number of TMA copies: one for each head."""
         return self.num_heads
 
     # -- where chunks lie -----------------------------------------------------------------------------------------
 
     def swizzle(self, token):
-        """The number that is XORed with the chunk numbers of a token's row."""
+        """Returns the number that is XORed with the chunk numbers of a token's row."""
         return token % MATRIX if self.row_bytes == PANEL_BYTES else token // 2 % 4
 
     def chunk_address(self, token: int, chunk: int) -> int:
-        """Byte of the 16-byte chunk ``chunk`` of a token, from the start of its head."""
+        """Returns the offset in bytes of 16-byte chunk ``chunk`` of a token, from the start of its head."""
         panel, place = divmod(chunk, self.row_chunks)
         return panel * self.panel_bytes + token * self.row_bytes + (place ^ self.swizzle(token)) * CHUNK_BYTES
 
     def load_offset(self, pair: int, load: int) -> int:
-        """Bytes from the first ldmatrix.x4 of a block to that of another 16 tokens and other chunks of a panel's place.
+        """Returns the bytes from a block's first ldmatrix.x4 to its ldmatrix.x4 of the ``pair``-th 16 tokens and the
+        ``load``-th pair of chunks.
 
-        It excludes the chunk's offset inside a panel, which the swizzle makes more than a sum.
+        It counts rows and whole panels. The chunk's offset inside a panel is not part of it, as the swizzle makes that
+        an XOR.
         """
         token = pair << self.token_bits[4]
         return token * self.row_bytes + load * LOAD_CHUNKS // self.row_chunks * self.panel_bytes
@@ -112,14 +114,16 @@ class SwizzledTile:
         return block_token(self.token_bits, lane % MATRIX, lane // MATRIX % 2), lane // 16
 
     def v_row(self, lane):
-        """The same for V, read transposed: tokens are the contraction, columns the rows of A."""
+        """Returns (token, chunk) of a 16-token tile that a lane addresses for transposed ldmatrix of V: tokens are the
+        contraction, columns the rows of A."""
         return block_token(self.token_bits, lane % MATRIX, lane // 16), lane // MATRIX % 2
 
     # -- the choice of a token order (:func:`layouts.kv.tile.plan_tiles`) -----------------------------------------
 
     @property
     def orders(self) -> tuple[TokenBits, ...]:
-        """The rows of a matrix must be eight tokens in a row, in any order, or they share bank groups."""
+        """The possible token orders. The rows of an 8 x 8 matrix must be eight successive tokens, in any order;
+        otherwise they share bank groups."""
         return tuple((*bits, 3, 4) for bits in permutations(range(3)))
 
     @property

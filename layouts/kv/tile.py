@@ -65,17 +65,17 @@ ValueTile = TypeVar("ValueTile", bound=Tile)
 
 
 def run_codes(code_bits: int) -> int:
-    """Codes of the fewest whole words that hold whole codes."""
+    """Returns the number of codes in a run: the fewest codes that fill whole words."""
     return math.lcm(WORD_BITS, code_bits) // code_bits
 
 
 def run_words(code_bits: int) -> int:
-    """Words of `run_codes` codes."""
+    """Returns the number of words that `run_codes` codes fill."""
     return math.lcm(WORD_BITS, code_bits) // WORD_BITS
 
 
 def block_token(token_bits: TokenBits, g, j):
-    """The token (0..31 within its block) in row g of row half j; g and j may be run-time integers."""
+    """Returns the token (0..31 within its block) in row g of row half j; g and j may be run-time integers."""
     if token_bits[:3] == NATURAL_ORDER[:3]:
         row = g
     else:
@@ -118,16 +118,16 @@ class RowTile:
 
     @property
     def run_codes(self) -> int:
-        """Codes of the fewest whole words that hold whole codes: what a lane decodes at once."""
+        """Codes of a run: the fewest codes that fill whole words. A lane decodes a run at once."""
         return run_codes(self.code_bits)
 
     @property
     def run_words(self) -> int:
-        """Words of ``run_codes`` codes."""
+        """Words of a run, which its codes fill."""
         return run_words(self.code_bits)
 
     def words_of(self, columns: int) -> int:
-        """Words of so many codes, which fill them."""
+        """Returns the number of words that the codes of ``columns`` columns fill."""
         return columns // self.run_codes * self.run_words
 
     @property
@@ -158,7 +158,8 @@ class RowTile:
 
     @property
     def k_unit(self) -> int:
-        """Columns of one step through K: the runs of four lanes, or what of them divides a group."""
+        """Columns of one step through K: a run for each of four lanes, or the largest half, quarter ... of them that
+        divides a group."""
         return self._unit(MMA_LANES)
 
     @property
@@ -167,9 +168,10 @@ class RowTile:
         return self._unit(MMA_ROWS)
 
     def _unit(self, lanes: int) -> int:
-        """The largest of ``lanes`` runs, half of them, ... 8 columns that divides a group: one header serves it all.
+        """Returns the columns of a unit: the largest of ``lanes`` runs, half of them, a quarter ... that divides a
+        group, so that one header holds for the unit.
 
-        Lanes may share a run where that is a word; of longer runs each takes one of its own.
+        Lanes may share a run of one word, down to units of 8 columns. If runs are longer, each lane needs its own.
         """
         least = MMA_ROWS if self.run_words == 1 else lanes * self.run_codes
         unit = lanes * self.run_codes
@@ -198,17 +200,18 @@ class RowTile:
         return self.words_of(self.v_unit)
 
     def k_word(self, t):
-        """First word of a unit that lane t reads; lanes share one where a unit is narrower than four lanes' words."""
+        """Returns the first word of a unit that lane t reads; lanes share a word if a unit is narrower than four lanes'
+        words."""
         word = t * self.k_unit // (MMA_LANES * self.run_codes)
         return word if self.run_words == 1 else self.run_words * word
 
     def v_word(self, g):
-        """First word of a unit that lane g reads."""
+        """Returns the first word of a unit that lane g reads."""
         word = g * self.v_unit // (MMA_ROWS * self.run_codes)
         return word if self.run_words == 1 else self.run_words * word
 
     def v_column(self, unit: int, g, code: int):
-        """Column of head_dim of the ``code``-th output row that lane g holds in a unit."""
+        """Returns the column of head_dim of the ``code``-th output row that lane g holds in a unit."""
         return self.v_unit * unit + self.v_unit // MMA_ROWS * g + code
 
     # -- where they lie -------------------------------------------------------------------------------------------
@@ -232,27 +235,29 @@ class RowTile:
         return self.num_words * WORD_BYTES
 
     def token_offset(self, token):
-        """First word of a token's rows."""
+        """Returns the first word of a token's rows."""
         return token // self.copy_tokens * self.copy_pitch_words + token % self.copy_tokens * self.token_words
 
     def row_strides(self) -> tuple[int, ...]:
-        """Words that each bit of (g, j) adds to a row's address: the layout ((2,2,2),(2,2)) of a block's rows."""
+        """Returns the words that each bit of (g, j) adds to a row's address: the strides of the layout with shape
+        ((2,2,2),(2,2)) of a block's rows."""
         pitch, words, tokens = self.copy_pitch_words, self.token_words, self.copy_tokens
         return tuple((1 << bit) // tokens * pitch + (1 << bit) % tokens * words for bit in self.token_bits)
 
     def block_token(self, g: int, j: int) -> int:
-        """The token (0..31 within its block) in row g of row half j."""
+        """Returns the token (0..31 within its block) in row g of row half j."""
         return block_token(self.token_bits, g, j)
 
     # -- accesses, as the word that each lane of a warp reads -----------------------------------------------------
 
     def k_words(self, j: int, unit: int) -> list[int]:
-        """First word read by each lane for row half j and one unit of columns of K."""
+        """Returns the first word that each lane reads for row half j and one unit of columns of K."""
         first = self.header_words + self.k_unit_words * unit
         return [self.token_offset(self.block_token(lane // 4, j)) + first + self.k_word(lane % 4) for lane in range(32)]
 
     def v_words(self, j: int, parity: int, unit: int) -> list[int]:
-        """First word read by each lane for token row 2t + parity of row half j and one unit of columns of V."""
+        """Returns the first word that each lane reads for token row 2t + parity of row half j and one unit of columns
+        of V."""
         first = self.header_words + self.v_unit_words * unit
         return [
             self.token_offset(self.block_token(2 * (lane % 4) + parity, j)) + first + self.v_word(lane // 4)
@@ -260,14 +265,15 @@ class RowTile:
         ]
 
     def header_reads(self, j: int) -> list[int]:
-        """First header word read by each lane for row half j (the same words for the four lanes of a row)."""
+        """Returns the first header word that each lane reads for row half j; the four lanes of a row read the same
+        words."""
         return [self.token_offset(self.block_token(lane // 4, j)) for lane in range(32)]
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
     @property
     def orders(self) -> tuple[TokenBits, ...]:
-        """Any: a lane finds each of its rows by address."""
+        """The possible token orders: all, since a lane finds each of its rows by address."""
         return ORDERS
 
     @property
@@ -282,7 +288,7 @@ class RowTile:
 
     @property
     def fewest_wavefronts(self) -> int:
-        """``wavefronts`` without bank conflicts."""
+        """The value that ``wavefronts`` would have without bank conflicts."""
         reads = _reads(self.head_dim, self.code_bits, self.num_groups, self.operand)
         return reads.code_loads + reads.header_loads
 
@@ -295,8 +301,8 @@ class RowTile:
 
 @dataclass(frozen=True)
 class _Reads:
-    """A block's loads of a row's header and codes, which depend on neither order nor copies. They are the number of
-    loads, the width of a header's, and the first words of a unit that lanes take."""
+    """The loads of a block's headers and codes, which depend on neither token order nor copies: their numbers, the
+    words of a header load, and the first word of a unit that each lane reads."""
 
     header_loads: int
     header_vector: int
@@ -306,7 +312,7 @@ class _Reads:
 
 @lru_cache(maxsize=256)
 def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Reads:
-    """Returns how lanes read a tile of such rows. It is cached, as plans ask for it thousands of times."""
+    """Returns how lanes read a tile of such rows. The result is cached, as `plan_tiles` needs it thousands of times."""
     tile = RowTile(head_dim, code_bits, num_groups, 1, BLOCK_TOKENS, operand)
     header_loads = 4 * tile.header_words // tile.header_vector
     if operand == "k":
@@ -317,10 +323,10 @@ def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Rea
 
 
 def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:
-    """Chooses one token order for both tiles, and their copies, so that a block's loads are cheapest.
+    """Returns both tiles with the token order, the same for both, and the copies that make a block's loads cheapest.
 
-    Fewest wavefronts first, then fewest copies, then least memory. Raises ValueError if a tile has rows that lanes
-    cannot read.
+    The best choice has the fewest wavefronts, then the fewest copies, then the least memory. Raises ValueError if a
+    tile has rows that lanes cannot read.
     """
     return cast("tuple[KeyTile, ValueTile]", _plan_tiles(keys, values))
 
@@ -344,7 +350,7 @@ def _plan_tiles(keys: Tile, values: Tile) -> tuple[Tile, Tile]:
 
 
 def _in_order(tile: TileT, order: TokenBits) -> TileT:
-    """The tile with this token order, and of raw rows the best copies for it."""
+    """Returns the tile with this token order. A `RowTile` also gets the best copies for the order."""
     if not isinstance(tile, RowTile):
         return cast("TileT", replace(cast("Any", tile), token_bits=order))
     best: tuple[int, RowTile] | None = None
@@ -360,7 +366,7 @@ def _in_order(tile: TileT, order: TokenBits) -> TileT:
 
 
 def _most_words_per_bank(words: set[int]) -> int:
-    """Wavefronts of a warp load: the most different words that fall into one bank."""
+    """Returns the wavefronts of a warp load: the greatest number of different words that fall into one bank."""
     counts = [0] * NUM_BANKS
     for word in words:
         counts[word % NUM_BANKS] += 1

@@ -110,7 +110,7 @@ def interleave_columns_transform(k: int, n: int, bits: int, activation_bits: int
     """Returns step S3, which interleaves the transposed matrix [n, k] to [n / columns, k * columns].
 
     Raises:
-        ValueError: k is no multiple of the tile (64 rows; 128 for FP8 activations), or n of the columns.
+        ValueError: k is no multiple of the tile (64 rows; 128 for FP8 activations), or n is no multiple of the columns.
     """
     _check_widths(bits, activation_bits)
     rows, columns = LINE_BITS // activation_bits, activation_bits // bits
@@ -136,7 +136,7 @@ def bias_transform(shape: tuple[int, ...], bits: int) -> Transform:
 def steps(
     k: int, n: int, bits: int, arch: int, activation_bits: int = 16, *, experts: bool = False
 ) -> tuple[Transform, ...]:
-    """Returns the steps of `preprocess` in order; arguments and errors as there.
+    """Returns the steps of `preprocess` in order; its other arguments and its errors are those of `preprocess`.
 
     Args:
         experts: whether the weight is a stack of experts (3-D), which from sm90 on uses the sm80 layout.
@@ -187,7 +187,8 @@ def permute_rows(q: torch.Tensor, bits: int, activation_bits: int = 16) -> torch
 
 
 def transpose(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the weight after step S2: [.., K, N] of int8 becomes [.., N, K], [.., K, N/2] of int4 [.., N, K/2].
+    """Returns the weight after step S2: [.., K, N] of int8 becomes [.., N, K], and [.., K, N/2] of int4 becomes [.., N,
+    K/2].
 
     Errors are those of `permute_rows`.
     """

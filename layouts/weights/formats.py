@@ -30,8 +30,8 @@ class WeightTile:
         bits: of a code.
         conversion: in `layouts.decode.CONVERSIONS`, what makes numbers of codes.
         group_size: inputs that share a scale.
-        scale_bytes: of a stored scale.
-        second_bytes: of a scale of the second level, for each feature.
+        scale_bytes: bytes of a stored scale.
+        second_bytes: bytes of a feature's scale of the second level; 0 without one.
     """
 
     name: str
@@ -57,16 +57,17 @@ class WeightTile:
         return self.rows * hopper.TILE_N * self.scale_bytes
 
     def scale_place(self, feature: int, group: int) -> int:
-        """Bytes from a tile's scales to that of a feature and a group, or of a part of the second level after it."""
+        """Returns the offset in bytes, among a tile's scales, of the scale of a feature and a group. Groups from
+        `groups` on stand for the parts of the second level's scales."""
         return (group * hopper.TILE_N + feature) * self.scale_bytes
 
     def features_of(self, warp: int, lane: int) -> tuple[int, int]:
-        """The two features of a thread, in a tile."""
+        """Returns the two features, numbered in the tile, of a thread."""
         first = 16 * warp + lane // 4
         return first, first + 8
 
     def load(self, warp: int = 0, half: int = 0, group: int = 0) -> Access:
-        """A warp's load of the scales of its first or second features."""
+        """Returns a warp's load of the scales of its lanes' first (``half`` 0) or second features."""
         places = [self.scale_place(self.features_of(warp, lane)[half], group) for lane in range(LANES)]
         note = f"scales of a warp's {('first', 'second')[half]} features in a group"
         return Access(f"{self.name}_scales", note, self.scale_bytes, "ld", tuple(places))
@@ -80,7 +81,8 @@ class WeightTile:
     # -- proofs --------------------------------------------------------------------------------------------------------
 
     def verify(self) -> tuple[Proof, ...]:
-        """Prove where codes and scales lie, and what loads cost; raises `ProofError` where that does not hold."""
+        """Proves where codes and scales lie, and what their loads cost; raises `ProofError` where a claim does not
+        hold."""
         return (
             hopper.prove_thread_load(self.bits, self.conversion),
             self._prove_order(),
@@ -135,4 +137,4 @@ WEIGHT_TILES: tuple[WeightTile, ...] = (
     WeightTile("e4m3_g128e8m0", 8, "e4m3_bf16", 128, 1),
     WeightTile("e4m3_g32e8m0", 8, "e4m3_bf16", 32, 1),
 )
-"""One of each kind of weight format that has groups; a row's own scales are [N] as they are."""
+"""One tile of each kind of weight format with groups. Scales of whole rows are stored as [N], without tiles."""

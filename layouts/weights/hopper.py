@@ -33,20 +33,21 @@ DEFAULT_CONVERSION = {4: "u4_bf16", 8: "u8_bf16"}
 
 
 def steps_per_load(bits: int) -> int:
-    """Consecutive k16 steps whose A fragments one 16-byte load holds: 4 for 4-bit codes, 2 for 8-bit."""
+    """Returns the number of consecutive k16 steps whose A fragments one 16-byte load holds: 4 for 4-bit codes, 2 for
+    8-bit."""
     _check_bits(bits)
     return 8 * LOAD_BYTES // (bits * wgmma_a(16).num_values)
 
 
 @lru_cache(maxsize=16)  # every launch asks for it, and composing the fragment takes tens of microseconds
 def tile_k(bits: int) -> int:
-    """Inputs per tile: 64 for 4-bit codes, 32 for 8-bit."""
+    """Returns the inputs per tile: 64 for 4-bit codes, 32 for 8-bit."""
     return STEP_K * steps_per_load(bits)
 
 
 @lru_cache(maxsize=256)
 def transform(n: int, k: int, bits: int, conversion: str | None = None) -> Transform:
-    """The transform from row-major codes [n, k] to the blob [n / 64, k / tile_k, elements of a tile].
+    """Returns the transform from row-major codes [n, k] to the blob [n / 64, k / tile_k, elements of a tile].
 
     Args:
         n: output features, a multiple of 64.
@@ -78,7 +79,7 @@ def transform(n: int, k: int, bits: int, conversion: str | None = None) -> Trans
 
 
 def pack(q: torch.Tensor, bits: int, conversion: str | None = None) -> torch.Tensor:
-    """Codes to the blob.
+    """Packs codes into the blob.
 
     Args:
         q: int8 or uint8 [N, K], or 4-bit codes packed along K, [N, K/2], even k in the low nibble.
@@ -102,7 +103,7 @@ def pack(q: torch.Tensor, bits: int, conversion: str | None = None) -> torch.Ten
 
 
 def restore(blob: torch.Tensor, bits: int, conversion: str | None = None) -> torch.Tensor:
-    """The codes that `pack` was given, [N, K] or [N, K/2].
+    """Returns the codes that `pack` was given, [N, K] or [N, K/2].
 
     Raises:
         ValueError: the blob is not [N / 64, K / tile_k, 2048].
@@ -113,7 +114,8 @@ def restore(blob: torch.Tensor, bits: int, conversion: str | None = None) -> tor
 
 
 def shard_n(blob: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """A view of the output features of one rank (column-parallel): equals packing those rows alone.
+    """Returns a view of the blob with the output features of one rank (column-parallel). It equals the blob of those
+    rows alone.
 
     Raises:
         ValueError: the blob's N tiles do not split evenly, or rank is out of range.
@@ -122,12 +124,13 @@ def shard_n(blob: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 def shard_k(blob: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """A view of the inputs of one rank (row-parallel): equals packing those columns alone; errors as `shard_n`."""
+    """Returns a view of the blob with the inputs of one rank (row-parallel). It equals the blob of those columns alone.
+    Errors are those of `shard_n`."""
     return _shard(blob, 1, "K", rank, world_size)
 
 
 def prove_thread_load(bits: int, conversion: str | None = None) -> Proof:
-    """A thread's 16 bytes, after the conversion, are its A fragments of consecutive k steps.
+    """Proves that a thread's 16 bytes, after the conversion, are its A fragments of consecutive k steps.
 
     Raises:
         ProofError: they are not.
@@ -150,7 +153,8 @@ def prove_thread_load(bits: int, conversion: str | None = None) -> Proof:
 
 
 def _register_order(bits: int, conversion: str) -> Layout:
-    """Position in the 4-bit (8-bit) codes of one step -> value of the fragment."""
+    """Returns the layout from the position of a code, among a thread's stored codes of one step, to the value of the
+    fragment."""
     order = as_modes(CONVERSIONS[conversion].register_layout())
     registers = wgmma_a(16).num_values * bits // 32
     return from_modes((*order, (registers, 32 // bits)))

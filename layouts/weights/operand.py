@@ -1,4 +1,4 @@
-"""What the row permutation S1 is for: proofs that ldmatrix deals out fragments of narrow weights.
+"""Proofs that ldmatrix delivers the fragments of narrow weights whose rows step S1 has permuted.
 
 ldmatrix moves 16-bit elements: thread t gets the 32 bits at columns ``2 * (t % 4)`` of row ``t // 4``. Narrow weights
 put 4 or 8 consecutive rows of K into those 32 bits, while the MMA wants pairs of rows 8 apart. Permuting rows offline
@@ -18,7 +18,8 @@ _MMA_COLUMNS = 8
 
 
 def delivered(bits: int, rows: Layout) -> BitMap:
-    """Returns (thread, value) -> n + 8 * k that ldmatrix delivers from column-major weights whose rows were permuted.
+    """Returns the map from (thread, value) to n + 8 * k: the element that ldmatrix delivers to that value, from
+    column-major weights whose rows were permuted.
 
     Args:
         bits: element width, 4 or 8.
@@ -37,7 +38,8 @@ def delivered(bits: int, rows: Layout) -> BitMap:
 
 
 def wanted(fragment: Fragment, k: int) -> BitMap:
-    """Returns (thread, value) -> n + 8 * k that consecutive MMA steps along K take, over ``k`` rows."""
+    """Returns the map from (thread, value) to n + 8 * k: the element that consecutive MMA steps along K, over ``k``
+    rows, read from that value."""
     one = fragment.bit_map()
     steps = k // fragment.tile[1]
     further = tuple(1 << one.out_bits + i for i in range(bits_of(steps)))
@@ -45,7 +47,7 @@ def wanted(fragment: Fragment, k: int) -> BitMap:
 
 
 def prove_row_permutation(bits: int, activation_bits: int = 16) -> Proof:
-    """S1, then ldmatrix, gives each thread exactly its B fragments of the following MMA steps.
+    """Proves that S1 followed by ldmatrix gives each thread exactly its B fragments of the following MMA steps.
 
     Raises:
         ProofError: it does not.

@@ -67,8 +67,8 @@ def grouped_linear(
         bias: [E, N] in x's dtype.
         activation: as in `cute_kernels.quantized_linear`.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
-        batch_invariant: True: the last bits of a result do not depend on the other places. On CUDA this costs time
-            where there are few.
+        batch_invariant: True: the last bits of a result do not depend on the other places. On CUDA this costs time if
+            there are few places.
         out: contiguous, written and returned; not x's memory.
         activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x to E4M3.
 
@@ -117,13 +117,14 @@ def fused_moe(
         topk_weights: floating [T, topk], used as fp32.
         topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: such experts are on other
             ranks.
-        activation: "swiglu": silu(gate) * up, or another gated one, such as `ClampedSwiglu`, gpt-oss's. Without a gate
-            "relu2", Nemotron-H's, or another one of one operand.
-        gate_up_bias, down_bias: [E, rows of gate_up], in their order, and [E, N], in x's dtype; added in fp32.
+        activation: "swiglu": silu(gate) * up, or another gated activation, such as gpt-oss's `ClampedSwiglu`. For
+            experts without a gate: "relu2" (Nemotron-H), or another activation of one operand.
+        gate_up_bias, down_bias: in x's dtype, added in fp32: [E, 2 I] ([E, I] without a gate) in the order of gate_up's
+            rows, and [E, N].
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: True: the last bits of a token's result do not depend on the other tokens or their experts. On
             CUDA this costs time for few tokens.
-        out: contiguous [T, N], written and returned; may be x, but lie over no other argument.
+        out: contiguous [T, N], written and returned; may be x, but must not overlap another argument.
         activations: as in `cute_kernels.quantized_linear`: "fp8" rounds rows of x and the hidden activations to E4M3.
 
     Returns:

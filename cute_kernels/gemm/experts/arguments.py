@@ -1,8 +1,8 @@
 """The arguments that kernels of experts are launched with. `cute_kernels.gemm.operands.fp8_config.ROWS` has those of
 the kernel that makes limbs or codes of rows before them.
 
-Arguments that :mod:`cute_kernels.gemm.arguments` also has mean the same here; weights, scales and biases are those of
-all experts, one after the other. x is [.., k].
+Arguments that :mod:`cute_kernels.gemm.arguments` lists, too, have the meaning that they have there; weights, scales and
+biases are those of all experts, one after the other. x is [.., k].
 
     offsets, rows      int32 [num_experts + 1], the first place of each expert, and [places], the row of x at each place
     waits              1 if the previous kernel may write offsets and rows, or ids; 0 if it has waited for them itself

@@ -43,7 +43,8 @@ def assigned(
 
 
 def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> RangeLayout | None:
-    """Returns work ranges that may replace a layout of a layer's product, to save a launch.
+    """Returns work ranges that may replace a layout of a layer's product, which saves a launch; None if there are none.
+    last: whether the product is the layer's last one.
 
     The last product may cut K into parts if there is no room for all of it, since its results are added up anyway.
     """

@@ -118,7 +118,8 @@ class CombineKernel:
 
     @cute.jit
     def add_batch(self, sums, results, chosen, shares, column, n):
-        """Adds up to COMBINE_BATCH rows; all of them are loaded before the first is used."""
+        """Adds up to COMBINE_BATCH rows of results, multiplied by their weights, to ``sums``. All rows are loaded
+        before the first is used."""
         values = cute.make_rmem_tensor(COMBINE_BATCH * COMBINE_VECTOR, Float32)
         values.fill(0.0)
         for i in cutlass.range_constexpr(COMBINE_BATCH):
@@ -173,7 +174,7 @@ class CombineKernel:
         return self.unpack()[0](ptx.load_relaxed_part(source + 2 * index, 2))
 
     def unpack(self):
-        """Returns the function that splits a word into its two halves."""
+        """Returns (low, high): functions that convert the lower and the upper half of a word to fp32."""
         if self.config.source == "bf16":
             return ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float
         return ptx.half2_low_to_float, ptx.half2_high_to_float

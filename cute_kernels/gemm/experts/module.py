@@ -191,7 +191,7 @@ class OfBlock(OfExperts):
         The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
         router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden,
         I], and possibly shared experts. Its class decides whether it computes the same as this layer (:mod:`.blocks`).
-        Router and shared experts become this layer's; they stay as and where they are.
+        Router and shared experts become submodules of this layer, without being copied, moved or quantised.
 
         Raises:
             TypeError, ValueError: the block is none of these, a weight has values that are not finite, or an argument
@@ -221,8 +221,8 @@ class QuantizedMoE(OfBlock):
         activation: as in `cute_kernels.fused_moe`.
 
     Attributes:
-        batch_invariant, activations: as in `cute_kernels.fused_moe`; False and None, and may be set. A state dict has
-            neither.
+        batch_invariant, activations: as in `cute_kernels.fused_moe`; by default False and None. Both may be set. A
+            state dict has neither.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or the weights do not fit one another; the message names it.
@@ -245,8 +245,9 @@ class QuantizedMoE(OfBlock):
 class QuantizedInputScaledMoE(OfBlock):
     """Llama 4's mixture: the router's weights scale the experts' inputs, and its logits are returned, too.
 
-    Each assignment is a row of its own, already scaled, of one expert. The router is ``router`` and returns (scores
-    [tokens, experts], logits). A token's experts are those with the ``top_k`` largest scores.
+    Each pair of a token and one of its experts is a row of its own, which is scaled before the first product. The
+    router is ``router`` and returns (scores [tokens, experts], logits). A token's experts are those with the ``top_k``
+    largest scores.
     """
 
     router_name = "router"
@@ -266,8 +267,8 @@ class QuantizedInputScaledMoE(OfBlock):
 class QuantizedRoutedExperts(OfExperts):
     """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
 
-    It is for experts in blocks that `QuantizedMoE.from_block` does not take, such as MiniMax-M2's and Nemotron-H's, and
-    for experts with biases, as gpt-oss has.
+    It is for experts in blocks that `QuantizedMoE.from_block` does not support, such as MiniMax-M2's and Nemotron-H's,
+    and for experts with biases, as gpt-oss has.
 
     Args:
         gate_up, down: as `cute_kernels.fused_moe` takes them.
@@ -364,7 +365,7 @@ def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Ten
 
 def _checked_shared(shared: object) -> dict[str, nn.Module]:
     """Returns submodules by name; none if ``shared`` is None. Raises TypeError or ValueError unless it is a dict of
-    modules with known names, at most one of them an expert's."""
+    modules with known names, at most one of them a shared expert."""
     if shared is not None and not isinstance(shared, dict):
         raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")
     found = shared or {}

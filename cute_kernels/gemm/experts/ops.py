@@ -90,7 +90,8 @@ grouped_operator = Operator(
 def experts_of(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
 ) -> PackedExperts:
-    """Returns packed experts made of an operator's tensors, whose call was checked."""
+    """Returns packed experts made of an operator's tensors. It checks only the presence of zeros, as the operator's
+    call was checked before."""
     check_presence(zeros, form)
     made = object.__new__(PackedExperts)
     made.__dict__.update(codes=codes, scales=scales, zeros=zeros, format=form, shape=shape)
@@ -129,7 +130,8 @@ def _moe_call_of(
     format, n, k, down_format, down_n, down_k, out_dtype, batch_invariant=False,
     activation="swiglu", gate_up_bias=None, down_bias=None, activations=None,
 ) -> MoeCall:  # fmt: skip
-    """Returns the operator's arguments as a call. make: function that makes experts of fields."""
+    """Returns the operator's arguments as a call. make: a function that returns `PackedExperts` for (codes, scales,
+    zeros, format, (n, k))."""
     gate_up = make(codes, scales, zeros, weight_format(format), (n, k))
     down = make(down_codes, down_scales, down_zeros, weight_format(down_format), (down_n, down_k))
     options = activation, out_dtype, batch_invariant, None, gate_up_bias, down_bias, activations

@@ -1,9 +1,9 @@
 """The plans of calls of experts: what is decided once for calls of a kind, and the launches of each call.
 
 A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, another
-launch puts rows in the order of their places. What lies between launches is in one piece of memory. Hidden activations
-come first, as the one tensor that a kernel takes as such. The compiled functions check its columns only, so all else
-may lie after its last row. Nothing here waits for the device.
+launch puts rows in the order of their places. The launches exchange data in one allocation (`Scratch`). It begins with
+the hidden activations, which kernels get as a tensor and not as an address. The compiled functions check only the
+number of its columns, so all other data may lie after its last row. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ Products = tuple[GroupedProduct, GroupedProduct]
 
 
 class LayerForm(NamedTuple):
-    """All that decides the products of a layer's calls, of which each has at least one assignment.
+    """The properties of a layer's calls that decide its products. Each call has at least one assignment.
 
     Attributes:
         id_bits: bits of an expert's id, 32 or 64.
@@ -272,8 +272,8 @@ def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, sc
 
 
 def few_layouts(form: LayerForm) -> Sequence[RangeLayout | GroupedTiles] | None:
-    """Returns the layouts of both products over unsorted assignments: work ranges, or tiles of entries. None if there
-    are too many assignments, or if a product does not support them."""
+    """Returns the layouts of both products over unsorted assignments: both by work ranges, or both by tiles of entries.
+    None if there are too many assignments, or if a product does not support them."""
     if form.gate_up.activations is not None:
         return None
     found = None
@@ -314,8 +314,8 @@ def sorted_products(form: LayerForm) -> Products:
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
-    """Returns two products whose launches follow each other, the first one after the routing; the second need not wait
-    for the routing."""
+    """Returns both products for launches in this order: routing, first product, second product. The second product then
+    need not wait for the routing."""
     if first.waits is not None and second.waits is not None:
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

@@ -39,8 +39,8 @@ from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 TENSORS = ("codes", "scales", "zeros", "bias", "x_scales")
-"""Names of the tensors that a launch gives in addition to x. It gives ``out`` as an address, and those of offsets and
-rows for sorted assignments, of ids for unsorted ones."""
+"""Names of the tensors, besides x, that callers pass to a bound product. They pass addresses of out and, for sorted
+assignments, of offsets and rows, for unsorted ones of ids."""
 FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
 
@@ -51,9 +51,9 @@ class GroupedProduct(Product):
     Attributes:
         gathers: whether it takes rows of x by index.
         stores_fp32: whether results that a layer adds up are best stored in fp32, as there are few of them.
-        waits: whether the previous launch may write offsets and rows, or ids. If not, that launch has waited for them
-            before it lets another begin, and this one loads weights while it ends. None for kernels without this
-            choice.
+        waits: whether the previous launch may write offsets and rows, or ids. If not, the previous launch has waited
+            for them before it lets this one begin, and this one loads weights while the previous one ends. None for
+            kernels without this choice.
         finds_ids: whether it takes unsorted assignments, by ids of experts.
     """
 

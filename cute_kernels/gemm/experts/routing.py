@@ -105,7 +105,8 @@ class RoutingKernel:
 
     @cute.jit
     def sum_warps(self, counts, total, num_warps):
-        """Replaces an expert's counts by their sums over the preceding warps; returns the total."""
+        """Replaces an expert's counts by their sums over the preceding warps, and stores the sum over all warps at
+        address ``total``."""
         before = Int32(0)
         stride = 4 * MAX_EXPERTS
         for warp in cutlass.range(num_warps, unroll=4):
@@ -116,7 +117,8 @@ class RoutingKernel:
 
     @cute.jit
     def sum_experts(self, totals, offsets, num_experts, lane):
-        """Turns totals into the first place of each expert; one warp, whose lanes have neighbouring experts."""
+        """Computes the first place of each expert from the totals. Runs in one warp, whose lanes have neighbouring
+        experts."""
         expert = lane * EXPERTS_PER_LANE
         acc = cute.make_rmem_tensor(EXPERTS_PER_LANE + 1, Int32)
         acc[0] = Int32(0)

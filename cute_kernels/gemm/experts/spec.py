@@ -40,8 +40,8 @@ class ExpertSpec(KernelSpec):
         return kernel
 
     def check(self) -> None:
-        """Raises ValueError as `KernelSpec.check` does, and for tiles that the experts' table of tiles does not have:
-        they have all of K and all rows of x at once, and no CTA waits for a cluster before it multicasts."""
+        """Raises ValueError as `KernelSpec.check` does, and for tiles that grouped products do not support. These are
+        tiles cut into parts of their rows, tiles whose parts of K follow one another, and multicast tiles."""
         super().check()
         config = self.config
         if isinstance(config, WgmmaConfig):

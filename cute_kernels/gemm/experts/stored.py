@@ -96,8 +96,8 @@ WANTED = (
 
 
 def stored_as(module: object) -> Stored | None:
-    """Returns how a module stores experts' weights. None if it has none or anything else, or stores them in another
-    way."""
+    """Returns how a module stores experts' weights. None if it has none, has other weights, buffers or submodules too,
+    or stores them in a way that is not in `KINDS`."""
     if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
         return None
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
@@ -127,8 +127,8 @@ def known_experts(module: object) -> Known | None:
 
 
 def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
-    """Returns the activation that attributes name. A limit without an alpha is that of gated SiLU in DeepSeek V4 and
-    GLM 5; with an alpha it is gpt-oss's."""
+    """Returns the activation that attributes name, or None. A limit with an alpha means gpt-oss's clamped SwiGLU. A
+    limit alone means the clamped SiLU gate of DeepSeek V4 and GLM 5."""
     alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
     function = getattr(experts, "act_fn", None)
     if not kind.gated:
@@ -141,7 +141,7 @@ def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
 
 
 def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
-    """Returns the first attribute that is a positive finite number."""
+    """Returns the value of the first of these attributes that is a positive finite number; None if there is none."""
     found = (getattr(experts, name, None) for name in names)
     return next((float(each) for each in found if isinstance(each, (int, float)) and 0 < each < math.inf), None)
 

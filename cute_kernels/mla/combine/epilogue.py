@@ -15,7 +15,7 @@ from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 class Epilogue:
     """The epilogue of a work tile in both consumer warpgroups, after its last block.
 
-    weights: how the first warpgroup lets the second one end, `WholeWeights` or `SteppedWeights`.
+    weights: `WholeWeights` or `SteppedWeights`, by which the first warpgroup lets the second one end.
     """
 
     def __init__(self, config: MlaConfig, weights: WholeWeights | SteppedWeights):
@@ -24,7 +24,8 @@ class Epilogue:
 
     @cute.jit
     def end_scores(self, rows, work, work_tiles, results, memory, scale, warp, lane):
-        """Ends a work tile in the first warpgroup, when the second one has read all that was published."""
+        """Ends a work tile in the first warpgroup. It must run after the second warpgroup has read all published
+        weights."""
         if work.publishes:
             self.weights.hand_over_end()
             work_tiles.exchange.publish(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)

@@ -103,7 +103,8 @@ class Writer:
         return results.out + piece_offset(lane, half) + Int64(query_row) * (V_HEAD_DIM * 2)
 
     def pieces(self, acc, factor, below: int, lane, pack) -> list[list[Any]]:
-        """Returns a lane's results of a row in pieces of 8 neighbouring columns: every fourth piece of the half."""
+        """Returns a lane's results of a row in pieces of 8 neighbouring columns. A lane has every fourth piece of the
+        half."""
         pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
         words = [pack(acc[i] * factor, acc[i + 1] * factor) for i in pairs]
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
@@ -153,8 +154,8 @@ def scale_of(acc, below: int) -> tuple[Float32, Float32]:
 
 
 def scale_of_some(acc) -> tuple[Float32, Float32]:
-    """Returns (a power of 2, its reciprocal). Times that power the greatest of ``acc``, over the four lanes of a row,
-    is between 2**14 and 2**15."""
+    """Returns (a power of 2, its reciprocal). The greatest magnitude of ``acc`` over the four lanes of a row,
+    multiplied by that power, is between 2**14 and 2**15."""
     tops: list[Any] = [Float32(0.0)] * 2
     for place, i in enumerate(range(len(acc))):
         tops[place % 2] = ptx.fmax(tops[place % 2], ptx.absolute(acc[i]))

@@ -113,8 +113,8 @@ class CombineKernel:
         return found
 
     def load_values(self, words, values, first, groups, num_parts) -> None:
-        """Starts loading a thread's columns of a batch of parts into ``words``: every ``groups``-th part from ``first``
-        on."""
+        """Starts loading a thread's columns of a batch of parts into ``words``: of parts ``first``, ``first + groups``
+        and so on."""
         for i in range(self.config.batch):
             part = first + i * groups
             exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))

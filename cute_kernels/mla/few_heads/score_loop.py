@@ -289,7 +289,8 @@ class ScoreLoop:
 
     @cute.jit
     def finish(self, state, work, results, memory, warp, lane):
-        """Adds up the lanes' and warps' totals, and stores the factors of accumulators and the rows' statistics."""
+        """Adds up the totals of lanes and warps, and stores the accumulators' final factors and the rows'
+        statistics."""
         own = memory.exchange + warp * self.config.head_bytes + lane * 8
         maxima = memory.query_scales  # which no one needs any more
         totals = [lane_sum(state.totals[column], TOKEN_LANES) for column in range(self.columns)]

@@ -27,8 +27,9 @@ class Entries:
     """A producer warp's entries in a circular buffer of ``ring`` blocks.
 
     A block's entries are loaded ``lead + 1`` blocks ahead, and first read a block later. Its tokens are prefetched into
-    L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at once, the
-    next ones after the first tile. At the beginning of a launch all SMs load together, and queries take the same path.
+    L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at the start,
+    the next ones after the first tile. At the beginning of a launch all SMs load together, and queries take the same
+    path.
     """
 
     locator: SparseLocator | PagedLocator
@@ -63,8 +64,8 @@ class Entries:
 
     @cute.jit
     def step(self, cursor, source, memory, number, first_row, lane):
-        """Waits for earlier entries, loads those of one more block and prefetches tokens; runs after the tile of block
-        ``number``."""
+        """Waits for earlier entries and starts loading those of one more block; prefetches tokens if the configuration
+        prefetches. Runs after the tile of block ``number``."""
         self.wait()  # for what the last step asked for
         self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
         if const_expr(self.prefetch > 0):

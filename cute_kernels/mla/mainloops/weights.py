@@ -45,7 +45,7 @@ class RowValues:
 
 
 def load_flags(memory, stage):
-    """Loads which of a block's tokens exist: a word of 8 bits for every 8."""
+    """Loads the flags that say which of a block's tokens exist: a word of 8 bits for every 8 tokens."""
     place = memory.flags + stage * FLAG_BYTES
     return [*ptx.load_shared_vector(place, 0, 4), *ptx.load_shared_vector(place, 16, 4)]
 

@@ -137,7 +137,7 @@ def peers_by_votes(first, second, num_experts):
 
 
 def count_bits(words: Sequence[Any]):
-    """Counts the assignments in words of bits."""
+    """Returns the number of bits that are set in ``words``; each stands for an assignment."""
     return sum((Int32(cute.arch.popc(word)) for word in words), Int32(0))
 
 

@@ -33,7 +33,8 @@ ROW_BITS = 16  # bits of the factor that replaces dividing an assignment's numbe
 
 @dataclass(frozen=True)
 class EntryLimbs(Activations):
-    """Limbs of an expert's rows of x, which consumer warps make and keep in shared memory; products are MMAs of bytes.
+    """The policy of activations as int8 limbs of an expert's rows of x, which consumer warps make and keep in shared
+    memory. Products are MMAs of bytes.
 
     The four warps with the same ``k_warps``-th share of k blocks are a warpgroup. Warpgroups take whole pipeline stages
     in turn. One producer warp loads weights.
@@ -64,11 +65,11 @@ class EntryLimbs(Activations):
         return ROW_WARPS
 
     def k_block_limb_bytes(self, config: RangeConfig) -> int:
-        """Returns the bytes of the limbs of a k block, of as many rows as there is room for."""
+        """Returns the bytes of the limbs of a k block, for ``tile_m`` rows."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def k_block_scale_bytes(self, config: RangeConfig) -> int:
-        """Returns the bytes of the scales of the limbs of a k block."""
+        """Returns the bytes of the scales of the limbs of a k block, for ``tile_m`` rows."""
         return ROW_SCALE_BYTES * config.tile_m
 
     def k_block_bytes(self, config: RangeConfig) -> int:

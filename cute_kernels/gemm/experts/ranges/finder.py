@@ -1,8 +1,8 @@
 """How each warp finds the expert of an entry, with all experts' offsets in its registers.
 
-A launch waits for its first weights. Until they are requested each instruction is a new one, which is fetched from
-memory itself. So no warp makes a table for others, and none waits for one. Every warp reads the offsets, four experts a
-lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
+A launch waits for its first weights. Until they are requested, each instruction runs for the first time, and is fetched
+from global memory. So no warp makes a table for other warps, and none waits for a table. Every warp reads the offsets,
+four experts a lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class ExpertFinder:
 def sums_before(count, lane):
     """Returns (sum over the lanes before, sum over all lanes) of numbers that are not negative.
 
-    It takes one vote for each bit of the numbers, which have one or two bits. A scan would take five rounds of
-    shuffles, and each instruction is fetched from memory.
+    It takes one vote for each bit of the largest number; numbers here have one or two bits. A scan would take five
+    rounds of shuffles, and its instructions would first be fetched from global memory.
     """
     before, total = Int32(0), Int32(0)
     earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)

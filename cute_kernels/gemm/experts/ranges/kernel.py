@@ -47,7 +47,7 @@ MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
 def room_of(config: RangeConfig) -> RowsRoom:
-    """Returns the room for a configuration's limbs, and how they are made."""
+    """Returns the shared memory layout of a configuration's limbs, from which `ResidentRows` makes them."""
     return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.activations.room_k_blocks(config))
 
 
@@ -126,7 +126,7 @@ class RangeRoles:
 
     @cute.jit
     def copy_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder):
-        """Loads the weights of all blocks of the work range; one warp."""
+        """Loads the weights of all blocks of the work range. Runs in the producer warp."""
         config, shape, pipeline = self.config, work_range.shape, memory.pipeline
         here = pipeline.producer_state()
         for index in cutlass.range(work_range.count, unroll=1):
@@ -157,7 +157,7 @@ class RangeRoles:
         ]
 
     def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
-        """Starts loading the chunk of a block that begins at ``k_block``; one lane.
+        """Starts loading the chunk of a block that begins at ``k_block``. Runs in one lane of the producer warp.
 
         If the last k block is half a k block, the stage's other half keeps codes of an earlier k block. They are
         multiplied by limbs that are 0. The other half's scales must not be NaN, so they are those of the first half.
@@ -195,8 +195,8 @@ class RangeRoles:
         """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes after the first limbs. known:
         as `Routing.find` returns it.
 
-        No warp still reads the limbs that are overwritten, as all consumer warps have met since. If there is only one
-        slot, all meet before as well.
+        With two slots no warp still reads the limbs that are overwritten: all consumer warps have met since they were
+        last read. With one slot, the warps meet before they overwrite.
         """
         row = self.routing.entry_row(operands, shape, entry, known, lane)
         if shape.x_slots == 1:
@@ -227,8 +227,8 @@ class RangeRoles:
 
     @cute.jit
     def multiply_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, row, warp, lane):
-        """Multiplies the warp's k blocks of every block, then stages its part of the block's results; a consumer
-        warp."""
+        """Multiplies the warp's k blocks of every block, then stages the warp's part of the block's results. Runs in a
+        consumer warp."""
         config, shape, results = self.config, work_range.shape, memory.results
         place = self.limb_lane(shape, memory, warp, lane)
         here, turn, staged = memory.pipeline.consumer_state(place.k_warp), Int32(place.k_warp), results.producer_state()
@@ -316,7 +316,8 @@ class RangeRoles:
 
     @cute.jit
     def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
-        """Stores the results of all blocks, four neighbouring ones of a row a thread; an epilogue warp."""
+        """Stores the results of all blocks; each thread stores four neighbouring results of a row. Runs in an epilogue
+        warp."""
         config, shape = self.config, work_range.shape
         cute.arch.griddepcontrol_wait()
         cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.store.epilogue_warps))

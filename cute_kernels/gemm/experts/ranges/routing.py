@@ -57,11 +57,12 @@ class Routing(ABC):
         `find` returns it."""
 
     def part_bits(self, shape) -> Any:
-        """Returns log2 of the parts of K that entries are counted with: all parts of one, then of the next."""
+        """Returns log2 of the number of parts of K of an entry. A ``number`` counts all parts of one entry, then those
+        of the next."""
         return 0
 
     def part(self, shape, number) -> Any:
-        """Returns the part of K of a ``number``."""
+        """Returns which part of K a ``number`` stands for."""
         bits = self.part_bits(shape)
         return number - ((number >> bits) << bits)
 
@@ -70,7 +71,7 @@ class Routing(ABC):
         return entries << self.part_bits(shape)
 
     def entry_of(self, shape, number) -> Any:
-        """Returns the entry of a ``number`` that counts parts."""
+        """Returns the entry to which the part with a ``number`` belongs."""
         return number >> self.part_bits(shape)
 
     def first_k_block(self, shape, number) -> Any:

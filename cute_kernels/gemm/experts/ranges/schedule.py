@@ -101,8 +101,8 @@ def make_ranges(problem: GroupedProblem) -> RangeLayout:
 def make_parts(problem: GroupedProblem) -> RangeLayout | None:
     """Returns the layout that is the fastest by the model in as few parts of K as possible, at least two.
 
-    It is for products whose limbs have no room whole. None if experts usually have more rows than an entry, or no
-    number of parts will do.
+    It is for products whose limbs, over all of K, do not fit into shared memory. None if experts usually have more rows
+    than an entry, or no number of parts will do.
     """
     if usual_rows(problem) > ROWS:
         return None
@@ -132,7 +132,7 @@ def row_factor(assignments: int) -> int:
 def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
     """Returns the microseconds that the model expects, launch included.
 
-    CTAs differ by at most one block. SMs load weights faster if not all of them do.
+    CTAs differ by at most one block. SMs load weights faster if not all of them load.
     """
     entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, layout.config.tile_m)
     rounds, rest = divmod(entries * layout.parts * layout.num_blocks / layout.num_ctas, 1)
@@ -150,7 +150,8 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 
 
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
-    """Returns the largest number that `.work.quotient` is to divide, times its divisor."""
+    """Returns the largest product of a dividend and a divisor that `.work.quotient` gets in a launch with this
+    layout."""
     blocks = problem.max_entries(layout.config.tile_m) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 

@@ -14,7 +14,7 @@ from cute_kernels.gemm.experts.ranges.config import ROW_BITS
 
 
 def reciprocal(divisor):
-    """Returns the number by which `quotient` replaces a division by ``divisor``: 2**31 over it, rounded up."""
+    """Returns the number by which `quotient` replaces a division by ``divisor``: 2**31 / divisor, rounded up."""
     return Uint32(((Int64(1) << 31) + divisor - 1) // divisor)
 
 

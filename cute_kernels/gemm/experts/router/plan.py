@@ -84,7 +84,7 @@ def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_served(call: RouteCall) -> bool:
-    """Returns whether a kernel of this package supports choosing the call's experts; otherwise torch does."""
+    """Returns whether a kernel of this package can choose the call's experts; otherwise torch chooses them."""
     routing, added = call.routing, (call.bias, call.correction)
     if call.hidden.dtype == torch.float32 or not is_supported(call.hidden.get_device()):
         return False
@@ -95,7 +95,8 @@ def is_served(call: RouteCall) -> bool:
 
 
 def takes_product(call: RouteCall) -> bool:
-    """Returns whether the kernel multiplies hidden states by the router's weight; otherwise torch does."""
+    """Returns whether a kernel can multiply the hidden states by the router's weight; otherwise torch computes that
+    product."""
     hidden, weight = call.hidden, call.weight
     is_known = weight.dtype in (hidden.dtype, torch.float32)
     return is_known and not hidden.shape[1] % VECTOR and not weight.data_ptr() % ALIGNMENT

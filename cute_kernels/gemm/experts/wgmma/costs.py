@@ -23,12 +23,13 @@ class MainloopCost(ABC):
     """The cost model of a mainloop: clocks of a k block of a tile, of which ``tile_m`` rows are computed."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Returns the clocks of the tensor cores, if they run concurrently with decoding."""
+        """Returns the clocks of the tensor cores if they run concurrently with decoding; 0 if `decode_clocks` contains
+        them."""
         return 0.0
 
     @abstractmethod
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Returns the clocks of all else that a warpgroup does."""
+        """Returns the clocks of a warpgroup's work that `tensor_clocks` does not count."""
 
     def memory_factor(self, config: WgmmaConfig) -> float:
         """Returns the factor by which loading weights takes longer than at the memory's rate."""

@@ -83,7 +83,7 @@ class EntryTileScheduler:
         return self.finder.total * self.shape.num_tiles
 
     def work_tile(self, index) -> EntryTile:
-        """Returns the ``index``-th work tile; all lanes of a warp ask together."""
+        """Returns the ``index``-th work tile; all lanes of a warp call this together."""
         number, block = self.shape.tiles.divide_int(index)
         return EntryTile(self.finder.find(number), block, Int32(0), self.shape.k_blocks)
 
@@ -111,7 +111,7 @@ class EntryLoads:
 
     @cute.jit
     def copy(self, operands, shape, memory, scheduler, lane):
-        """Loads the rows of every k block, after waiting for the launch before, which may write them."""
+        """Loads the rows of every k block. First it waits for the previous launch, which may write these rows."""
         pipeline = memory.pipeline
         cute.arch.griddepcontrol_wait()
         here = pipeline.producer_state()
@@ -136,8 +136,8 @@ class EntryLoads:
         return [operands.x + product(row, shape.k) * 2 for row in rows]
 
     def copy_row(self, source, memory, here, k_block, row: int) -> None:
-        """Starts loading a k block of a row; one lane. A loop with one copy for each lane would take four times as
-        long."""
+        """Starts loading a k block of a row. Runs in one lane. A loop with one copy for each lane would take four times
+        as long."""
         config = self.config
         target = memory.x_address + here.stage * config.x_stage_bytes + row * ATOM_BYTES
         source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))

@@ -50,7 +50,7 @@ def x_scale_shift(work_tile):
 class ExpertTiles:
     """The tiles of all experts: `cute_kernels.gemm.wgmma.kernel.TileScheduling`.
 
-    Which weights are the first is not known before the table of work tiles is written.
+    A CTA does not know its first weights before the table of work tiles is written.
     """
 
     is_dense, asks_first, masks_by_lane, table_bytes = False, False, False, TABLE_BYTES

@@ -126,7 +126,7 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
     """Returns the layout of products in FP8 that is the fastest by the model.
 
-    Raises ValueError: K, with padding, is less than a k block.
+    Raises ValueError if no tile fits, as when K with padding is less than a k block.
     """
     shapes = SMALL_GROUP_FP8_SHAPES if groups_apart(problem.format) > 1 else FP8_SHAPES
     if problem.k_pad % X_GROUP:
@@ -163,8 +163,8 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
-    """Returns the number of tiles of ``tile_m`` rows that an expert takes, by how many of their ``parts`` parts have
-    rows.
+    """Returns the numbers of an expert's tiles of ``tile_m`` rows: element i counts the tiles of which exactly i + 1 of
+    their ``parts`` parts have rows.
 
     The numbers are means over experts with normally distributed numbers of rows, close to random routing.
     """
@@ -181,7 +181,8 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
-    """Returns the clocks of a tile of which ``tile_m`` rows are computed, in an expert of ``tiles`` tiles."""
+    """Returns the clocks of a work tile of which ``tile_m`` rows are computed. tiles: mean number of an expert's tiles
+    of rows."""
     config = layout.config
     cost = cost_of(config.mainloop)
     # Tiles of an expert that run side by side read a weight from memory once.
