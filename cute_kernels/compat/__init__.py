@@ -1,2 +1,2 @@
-"""Entry points with other libraries' names and arguments on this package's kernels, so that code for those libraries
-runs."""
+"""Functions with the names and arguments of FBGEMM's, FlashAttention's and FlashMLA's, computed by this package's
+kernels."""

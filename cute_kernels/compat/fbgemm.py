@@ -22,10 +22,10 @@ tensors (through the reference). Splits without tokens, which FBGEMM leaves unin
 
 On a GPU the second and third output differ from FBGEMM's; O and the combination above are the same:
 
-* Splits take turns tile by tile, where FBGEMM's have ceil(length / num_split_ks) consecutive tokens each. So a split's
-  output stands for other tokens than FBGEMM's. CPU tensors are cut as by FBGEMM.
-* `max` is the exponent that the split's exponentials were taken against, not always the greatest scaled score: it may
-  lag behind by a few units, and with INT4 rows the logarithm of V's scales is part of it. `sum` and the split's output
+* Tiles of tokens are assigned to the splits in turn. FBGEMM's splits have ceil(length / num_split_ks) consecutive
+  tokens each. So a split's output belongs to other tokens than FBGEMM's. CPU tensors are split as by FBGEMM.
+* `max` is the number that was subtracted from the split's scores before exp, not always the greatest scaled score: it
+  may be a few units less, and with INT4 rows it includes the logarithm of V's scales. `sum` and the split's output
   are relative to it.
 """
 

@@ -8,10 +8,10 @@ caller changes. Both calls have no backward pass, and take bf16 and fp16. The ar
 | k, v with a block table | pages of `extend_attention` |
 | k, v without one | K and V of all requests one after the other |
 | causal, window_size (left, right) | a window with right = 0 is causal; with causal right counts as 0 |
-| alibi_slopes | those of causal calls, fp32 [num_heads] |
+| alibi_slopes | supported in causal calls, fp32 [num_heads] |
 | lse [batch, num_heads, seqlen_q], [num_heads, total_q] | the transpose of lse [batch, seqlen_q, num_heads] |
-| q, k, v that are parts of a fused projection's result | taken where they lie, as caches are |
-| num_splits, 0 to choose | the same, at most 32 |
+| q, k, v that are parts of a fused projection's result | read without a copy if they are aligned |
+| num_splits, 0: FlashAttention chooses | num_splits, at most 32; 0: the plan chooses |
 
 These arguments are refused with an error: dropout, slopes per request or without causal, windows that see later keys,
 new K and V (`cute_kernels.append_kv` appends them), rotary embedding, cache_batch_idx, cache_leftpad.
@@ -56,8 +56,8 @@ def flash_attn_varlen_func(
     Args:
         q: [total_q, num_heads, head_dim].
         k, v: [total_k, num_heads_k, head_dim], or pages [num_pages, page_size, num_heads_k, head_dim].
-        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1]: where requests begin in q, and in k and v, or with pages the sums
-            of their lengths.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1]: where requests begin in q, and in k and v. With pages,
+            cu_seqlens_k has the cumulative lengths of the requests' contexts.
         max_seqlen_q, max_seqlen_k: ignored.
         dropout_p: 0.
         softmax_scale: default head_dim ** -0.5.
@@ -65,11 +65,11 @@ def flash_attn_varlen_func(
         window_size: (left, right): keys before and after a query's own that it sees; -1 for all.
         softcap: 0 for none.
         alibi_slopes: fp32 [num_heads].
-        deterministic: ignored, as results always are.
+        deterministic: ignored: results are always deterministic.
         return_attn_probs: also return the log-sum-exp, fp32 [num_heads, total_q], and None, as there is no dropout.
-        block_table: int32 [batch, max_pages], of pages.
+        block_table: int32 [batch, max_pages]: each request's pages; None for k and v without pages.
 
-    Returns out [total_q, num_heads, head_dim] in q's dtype, and the others if they are asked for.
+    Returns out [total_q, num_heads, head_dim] in q's dtype, or (out, log-sum-exp, None) with ``return_attn_probs``.
 
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """
@@ -119,7 +119,7 @@ def flash_attn_with_kvcache(
         k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad: None.
         cache_seqlens: int32 [batch], or an int for all: tokens in the cache, the queries' own among them; None for as
             many as the cache has room for.
-        block_table: int32 [batch, max_pages], of pages.
+        block_table: int32 [batch, max_pages]: each request's pages; None for caches without pages.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_varlen_func`.
         rotary_interleaved: ignored, as there is no rotary embedding.
         num_splits: how many parts keys are cut into, at most 32; 0: the plan chooses.
@@ -181,7 +181,7 @@ def _refuse(**given: tuple[Any, Any]) -> None:
 def _options(
     causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Returns this package's options for FlashAttention's."""
+    """Returns the options of `extend_attention` for FlashAttention's; ValueError for options that are not supported."""
     left, right = window_size
     if causal:
         right = 0

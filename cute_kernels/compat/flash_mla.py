@@ -13,7 +13,7 @@ is all that a caller changes. The calls and arguments correspond as follows:
 | dense decode, bf16 or fp16 | `mla_decode`, kv_format "mla_bf16" or "mla_fp16", once for each of h_k heads |
 | sparse prefill, queries [s_q] | `sparse_mla_decode` of s_q requests of one query |
 | lse [b, h_q, s_q] | the transpose of lse [b, s_q, h_q], as there |
-| tile_scheduler_metadata | says which calls may share it; schedules are made on the device in each call |
+| tile_scheduler_metadata | only compares the calls that share it; each call makes its schedule on the device |
 
 It supports more than FlashMLA: any number of indices, up to 128 heads, any page size, and CPU tensors (through the
 reference). It has sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, and
@@ -48,9 +48,9 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """The schedule of several calls with equal configurations; the first call fills it in.
+    """FlashMLA's schedule object. Calls that share it must have the configuration of the first such call.
 
-    Both tensors are always None: schedules are made anew in each call.
+    Both tensors are always None: each call makes a schedule of its own.
     """
 
     @dataclasses.dataclass

@@ -1,5 +1,4 @@
-"""Renames arguments in errors: operators name their own arguments, and callers of another library's function know its
-names."""
+"""Renames arguments in error messages: from this package's names to those of the library whose function was called."""
 
 from __future__ import annotations
 

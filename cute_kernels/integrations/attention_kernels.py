@@ -85,8 +85,8 @@ def can_extend(formats: Formats, head_size: int) -> bool:
 
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:
-    """Returns whether extend attention with many queries reads these formats as 16 bits: stored so, or unpacked by its
-    own kernel."""
+    """Returns whether extend attention with many queries reads 16-bit K and V: rows that are stored so, or that a
+    kernel of its own unpacks before."""
     config = _extend_config(formats, head_size, "fp16", 16, PLAIN)
     return not config.coded or config.why_as_it_lies is None
 
@@ -95,8 +95,8 @@ def key_rows_of(impl: Foreign) -> ExtendConfig | None:
     """Returns the extend kernel's configuration with keys as rows of MMAs, for a layer's longest requests; None if
     there is none.
 
-    The configuration is of whole pages. TMA loads and the number of heads of a tile do not depend on the number of
-    queries.
+    `serves_key_rows` takes it to say whether few queries are faster with it than with tiles of 128 rows. It assumes the
+    largest pages. TMA loads and the heads of a tile do not matter for this comparison.
     """
     if not can_extend(impl.formats, impl.head_size):
         return None
@@ -106,9 +106,10 @@ def key_rows_of(impl: Foreign) -> ExtendConfig | None:
 
 
 def why_not_invariant(formats: Formats, head_size: int) -> str | None:
-    """Returns why a token's result would depend on the batch; None if it does not.
+    """Returns why extend attention cannot make a token's result independent of the batch; None if it can.
 
-    Extend attention uses the greatest scale of a tile of V's rows. The rows of a tile depend on how a prompt is split.
+    If each of V's rows has a scale, extend attention uses the greatest scale of a tile of rows. Which rows share a tile
+    depends on how a prompt is split.
     """
     if not can_extend(formats, head_size):
         return f"head size {head_size}, which extend attention does not serve"
@@ -123,14 +124,14 @@ def _extend_config(formats: Formats, head_size: int, q_dtype: str, page_size: in
 
 
 def specs(impls: Iterable[Foreign], decodes: Decodes, device: torch.device) -> list[KernelSpec]:
-    """Returns the kernels of attention layers (`CuteKernelsAttentionImpl`): appends, decoding, short and long
-    continuations."""
+    """Returns the kernels of attention layers (`CuteKernelsAttentionImpl`) for appends, decoding, and prompts continued
+    by few or many tokens."""
     num_sms, kinds = GPU.num_sms(device), {_kind(impl): impl for impl in impls}
     return list(dict.fromkeys(spec for impl in kinds.values() for spec in _specs_of(impl, decodes, num_sms)))
 
 
 def _kind(impl: Foreign) -> tuple[object, ...]:
-    """Returns the settings of a layer that its kernels depend on. Most layers of a model have equal ones."""
+    """Returns the settings of a layer that its kernels depend on. They are equal for most layers of a model."""
     shape = impl.formats, impl.head_size, impl.num_heads, impl.num_kv_heads
     options = impl.sliding_window, impl.soft_cap is None, impl.sinks is None, reads_anothers_cache(impl)
     return *shape, *options, row_transform_of(impl.transform, shift=False)
@@ -142,9 +143,10 @@ def reads_anothers_cache(impl: Foreign) -> bool:
 
 
 def _sees_shift(impl: Foreign) -> bool:
-    """Returns whether kernels must add back to the scores what subtracting the center of keys takes off.
+    """Returns whether kernels must correct the scores because the cached keys have their center subtracted.
 
-    Softmax ignores a common shift, unless the layer has a soft cap or sinks.
+    The subtraction shifts all scores of a query equally. Softmax ignores the shift, unless the layer has a soft cap or
+    sinks.
     """
     centred = impl.transform is not None and impl.transform.k_center is not None
     return centred and (impl.soft_cap is not None or impl.sinks is not None)

@@ -113,7 +113,8 @@ def count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calibrates, writes the file, and prints what is in it."""
+    """Runs the command: calibrates a model, writes its constants or formats to the output file, and prints a
+    summary."""
     _check(arguments)
     arguments.kv_format = arguments.kv_format or ("int8_token_head", "int4_g4")  # as `accelerate` has it
     try:
@@ -175,7 +176,8 @@ def _write_constants(path: Path, constants: CacheConstants) -> None:
 
 
 def _write_formats(path: Path, formats: LayerFormats, constants: CacheConstants) -> None:
-    """Writes formats by layer, and constants, if there are any, to a file of their own. Prints what was measured."""
+    """Writes formats by layer to ``path``, and constants, if there are any, to a .safetensors file with the same stem.
+    Prints the measured losses, needles and time."""
     formats.save(path)
     report = cast("dict[str, Any]", formats.report)
     print(f"{path}: {len(formats)} layers, {report['bytes_per_token']} bytes a token")
@@ -231,8 +233,8 @@ def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """Returns the path or name, and the options, by which transformers loads a model. A directory without a model is a
-    ValueError: transformers would speak of its tokenizer."""
+    """Returns the path or name, and the options, by which transformers loads a model. Raises ValueError for a directory
+    without config.json; transformers' own error would name a missing tokenizer."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"MODEL: got the directory {name} without config.json, want one that holds a saved model")

@@ -45,7 +45,8 @@ class Form:
 
 
 def checked_form(c: Foreign, bits: int) -> Form:
-    """Returns the form of a layer by an engine's configuration of it. vLLM's and SGLang's configurations are alike.
+    """Returns the form of the layer that an engine's configuration ``c`` describes. vLLM's and SGLang's configurations
+    are alike.
 
     c: partition_weight_shape and full_weight_shape [inputs, outputs], act_type, group_size, zero_points, has_g_idx.
 
@@ -66,8 +67,8 @@ def checked_form(c: Foreign, bits: int) -> Form:
 
 
 def rows_first(parameter: Foreign) -> torch.Tensor:
-    """Returns a view of a parameter's tensor with a row for each output. Engines load the parameter again, so it stays
-    as it is."""
+    """Returns a view of a parameter's tensor with a row for each output. The parameter stays as it is, since engines
+    may load it again."""
     return parameter.data if parameter.output_dim == 0 else parameter.data.t()
 
 
@@ -126,10 +127,10 @@ class LayerTensors(NamedTuple):
 
 
 def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
-    """Returns a weight's tensors.
+    """Returns a weight's tensors as `product` reads them.
 
-    A form with zero points or act-order always gets zeros or perm, even symmetric zeros or the identity. Traced code
-    may not depend on their values.
+    With a form that has zero points or act-order, zeros or perm are never None: a weight without them gets symmetric
+    zeros or the identity. Traced code must not depend on a weight's values.
     """
     zeros, perm = weight.zeros, weight.perm
     if form.format.has_zeros and zeros is None:

@@ -84,8 +84,8 @@ def specs(
     invariant: bool,
     activation: ActivationFunction = SWIGLU,
 ) -> tuple[KernelSpec, ...]:
-    """Returns the kernels of steps with these numbers of tokens. invariant: whether results may not depend on other
-    tokens."""
+    """Returns the kernels of steps with these numbers of tokens. invariant: whether a token's result must not depend on
+    other tokens."""
     found = (spec for count in tokens for spec in _specs_of(gate_up, down, count, topk, invariant, activation))
     return tuple(dict.fromkeys(found))
 

@@ -19,9 +19,9 @@ from cute_kernels.gemm.weight import TILE_N
 from cute_kernels.integrations.checkpoints import awq, fields
 
 COMPRESSED_TENSORS = "{}_weight_packed", "{}_weight_scale", "{}_weight_zero_point"
-"""Engines' names of words, scales and zero points; "{}" stands for "w13" or "w2"."""
+"""Engines' names of words, scales and zero points of compressed-tensors layers; "{}" stands for "w13" or "w2"."""
 AUTO = "{}_qweight", "{}_scales", "{}_qzeros"
-"""Engines' names of the same tensors for GPTQ and AWQ."""
+"""Engines' names of words, scales and zero points of GPTQ and AWQ layers."""
 
 
 class Stored(NamedTuple):
@@ -33,9 +33,9 @@ class Stored(NamedTuple):
     act_order: bool
 
     def wrong(self, features: int, hidden: int, gated: bool = True) -> dict[str, bool]:
-        """Returns for each property that no kernel supports whether the layer has it.
+        """Returns {property that no kernel supports: whether the layer has it}.
 
-        features: between the two products. hidden: the model's.
+        features: an expert's, between its two products. hidden: the model's hidden size.
         """
         return {
             f"{self.bits}-bit weights": self.bits not in (4, 8),
@@ -49,7 +49,7 @@ AS_MXFP4 = Stored(MXFP4.bits, MXFP4.group_size, zero_point=False, act_order=Fals
 
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """Reorders rows [E, 2 I, ...], gate's before up's, so that they alternate."""
+    """Reorders rows [E, 2 I, ...], which have all of gate's before all of up's, so that gate's and up's alternate."""
     return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 

@@ -93,8 +93,8 @@ class CuteKernelsConfig(QuantizationConfigMixin):
 
 
 class CuteKernelsQuantizer(HfQuantizer):
-    """transformers' quantiser for this method. It gives a saved model's skeleton fitting layers and checks what was
-    loaded, or quantises a dense model."""
+    """transformers' quantiser for the method "cute_kernels". It puts quantised layers into a saved model's skeleton and
+    checks the loaded tensors, or it quantises a dense model."""
 
     requires_calibration = False
 
@@ -282,8 +282,8 @@ def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, An
 
 
 def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
-    """Makes transformers load these layers' tensors in the dtypes that they were saved in. Returns the changed
-    attributes as they were.
+    """Makes transformers load these layers' tensors in the dtypes that they were saved in. Returns {attribute of the
+    model: its value before this change}.
 
     Otherwise tensors that the model keeps in fp32 (T5's ``wo``, HYV4's ``scale``) would be converted. The model's
     patterns are changed so that they match no tensor of these layers. transformers reads "*" in a pattern as ".*", so

@@ -26,8 +26,9 @@ class Decodes:
     """The decode steps of one kind of cache.
 
     Attributes:
-        form: of the cache. chosen: whether an indexer chooses the tokens that a query sees; otherwise it sees all.
-        num_heads: of a GPU. rows: requests of a step, or new tokens of a step if ``chosen``.
+        form: the cache's format. chosen: whether an indexer chooses the tokens that a query sees; otherwise it sees
+            all. num_heads: query heads of a token in a launch. rows: requests of a step, or new tokens of a step if
+            ``chosen``.
         q_lens: new tokens of a request. tokens: the most tokens that a request sees. page_size: of the cache.
     """
 
@@ -41,7 +42,7 @@ class Decodes:
 
 
 def specs(decodes: Decodes, num_sms: int) -> list[KernelSpec]:
-    """Returns the kernels of these steps on a GPU with ``num_sms`` SMs."""
+    """Returns the kernels of decode steps on a GPU with ``num_sms`` SMs."""
     tokens = "sparse" if decodes.chosen else "paged"
     tma_tiles = fits_tma_tiles(tokens, decodes.form, decodes.page_size)
     found: dict[KernelSpec, None] = {}

@@ -1,7 +1,8 @@
 """Kernels of a served model, loaded or compiled before its first step.
 
 Nothing may be compiled inside a CUDA graph capture, and nothing should be compiled in a step that a user waits for.
-Layers register here. The first layer whose weights are processed loads the kernels of all of them, many at a time.
+Layers register here. When the first layer's weights are processed, the kernels of all registered layers are loaded,
+many at a time.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 T = TypeVar("T")
 GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
-"""(last, step) of ranges of row counts, beyond captured ones, for which kernels are made ready.
+"""(last, step) of each range of row counts beyond the captured ones: kernels are made ready for every ``step`` rows up
+to ``last``.
 
-Steps with row counts in between run the same kernels (`cute_kernels.gemm.served`).
+For a row count in between, a product uses one of these kernels (`cute_kernels.gemm.served`).
 """
 
 
@@ -56,7 +58,7 @@ class RowCounts:
     most: int
 
     def all(self) -> list[int]:
-        """Returns the captured counts and larger ones of `GRID`, up to the first that is at least ``most``.
+        """Returns 1, the captured counts, and larger counts of `GRID` up to the first that is at least ``most``.
 
         The grid is the same for every engine, so that one bundle of compiled kernels serves all.
         """
@@ -103,7 +105,8 @@ def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[
 
 
 def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logger) -> None:
-    """Loads kernels, many at a time, and compiles those that are not cached. One log line covers all of them."""
+    """Allocates the workspaces of a device, then loads kernels, many at a time, and compiles those that are not cached.
+    The log gets one line, or two if any must be compiled."""
     index = index_of(device)
     arch = arch_of(index)
     asked = list(dict.fromkeys(specs))
@@ -156,7 +159,7 @@ def make_ready(
 
 
 def index_of(device: torch.device) -> int:
-    """Returns a CUDA device's number."""
+    """Returns a CUDA device's index; the current device's if it has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -166,15 +169,16 @@ def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
 
 
 def specs_beside_norm(problem: LinearProblem, rows: Iterable[int], kind: DeferredKind) -> list[GemmSpec]:
-    """Returns the kernels of a layer's products on one side of a norm, for numbers of rows that have some."""
+    """Returns the kernels with which a layer's product produces or consumes a deferred norm, as ``kind`` says. They are
+    those for the numbers of rows that have such a kernel."""
     problems = [replace(problem, m=m) for m in rows]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
     return list(dict.fromkeys(GemmSpec(config) for config in found if config is not None))
 
 
 def whole_specs(problem: LinearProblem) -> list[GemmSpec]:
-    """Returns the kernel of all products from one attention to the next; none if there is none for the MLP's last
-    layer."""
+    """Returns [the kernel of all products from one attention to the next], or [] if there is no such kernel. problem:
+    the MLP's last layer."""
     n, k = problem.n, problem.k
     return [GemmSpec(one) for one in configs_for(max(n, k))[:1]] if may_serve([(problem.format.key, n, k)]) else []
 
@@ -206,7 +210,8 @@ def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: 
 
 @functools.cache
 def linear_reason(problem: LinearProblem, rows: RowCounts, device_index: int, file_name: str) -> str | None:
-    """Returns `why_not_ready` of a linear layer, computed once for all equal layers."""
+    """Returns why a linear layer's kernels cannot be ready, as `why_not_ready` does; computed once for all equal
+    layers."""
     if compiler_version() is not None:
         return None
     specs = [spec for m in rows.all() for spec in specs_for(problem, m)]

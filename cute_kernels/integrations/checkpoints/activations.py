@@ -54,8 +54,8 @@ _OF_TORCHAO = {"nvfp4": "FP4", "float4": "FP4", "e5m2": "E5M2", "float8": E4M3, 
 
 
 def declared_activations(config: Config, name: str) -> Declared | None:
-    """Returns the format to which a layer's configuration (`config_of`, with torchao's "tensor") rounds inputs; None
-    for 16 bits."""
+    """Returns the format to which a checkpoint rounds a layer's inputs; None for 16 bits. config: the layer's
+    configuration, as `config_of` returns it; for torchao, with the entry "tensor" of `said_of`."""
     attributes = (config.get("tensor") or {}).get("_data")
     if isinstance(attributes, Mapping):
         texts = (attributes.get(key) for key in ("act_quant_kwargs", "activation_quantization", "activation_dtype"))
@@ -111,7 +111,8 @@ class Rounding(NamedTuple):
         return None
 
     def set(self, layer: QuantizedLinear | OfExperts) -> str:
-        """Sets a layer's activations and returns a note: its format, its products, and who decided about them."""
+        """Sets a layer's activations. Returns a note with the weight format, the products' number format, and who chose
+        it."""
         reason, declared = self.reason(layer), self.declared
         layer.activations = "fp8" if reason is None else None
         why = f" because {reason}" if reason else "" if self.asked is None else " as asked"
@@ -141,6 +142,7 @@ class Rounding(NamedTuple):
 
 
 def common(found: set[Rounding]) -> Rounding:
-    """Returns the rounding of all experts of a layer. If they differ, it declares a kind that no products support."""
+    """Returns one rounding for all experts of a layer. If theirs differ, it declares a kind that no products support,
+    so that products stay in 16 bits."""
     one, said = next(iter(found)), sorted(str(each.declared or "16 bits") for each in found)
     return one if len(found) == 1 else Rounding(one.asked, Declared(" and ".join(said)))

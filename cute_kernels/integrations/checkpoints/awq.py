@@ -27,7 +27,7 @@ def from_awq(
 
     Args:
         qweight: int32 [K, N / 8].
-        qzeros: int32 [G, N / 8], packed alike.
+        qzeros: int32 [G, N / 8], packed as qweight.
         scales: floating [G, N].
         group_size: of the configuration (-1: one scale per channel), or None to find it from K and G.
         input_scale: [K], multiplied with the inputs first, for a checkpoint that keeps AWQ's scales apart.

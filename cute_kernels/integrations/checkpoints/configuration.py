@@ -33,7 +33,7 @@ def checked(name: str, config: object) -> Config:
 
 
 def read_config(path: Path) -> Config:
-    """Reads the quantisation configuration beside the files; {} if there is none.
+    """Reads the quantisation configuration in a checkpoint's directory; {} if there is none.
 
     In config.json it may be nested: some models have it in "text_config" or deeper.
 
@@ -61,14 +61,15 @@ def read_config(path: Path) -> Config:
 
 
 def _of_experts(settings: Config) -> dict[str, Any]:
-    """Returns DeepSeek V4's "expert_dtype", which stands beside the quantisation configuration. V4.1 has it inside."""
+    """Returns DeepSeek V4's "expert_dtype", which config.json has outside of the quantisation configuration; {} if it
+    has none there. V4.1 has it inside."""
     of_text = settings.get("text_config")
     said = settings.get("expert_dtype", of_text.get("expert_dtype") if isinstance(of_text, Mapping) else None)
     return {} if said is None else {"expert_dtype": said}
 
 
 def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
-    """Yields (place, configuration) of each quantisation configuration in ``settings``, the outermost first."""
+    """Yields (dotted key, configuration) of each quantisation configuration in ``settings``, the outermost first."""
     if not isinstance(settings, Mapping):
         return
     for key in KEYS:
@@ -104,15 +105,15 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
 
 
 def block_in(said: object) -> tuple[int, int]:
-    """Returns the rows and the inputs of blocks of a weight, such as [128, 128], "128x128" or 32, a group of inputs of
-    one row. Inputs are 0 if there are no blocks."""
+    """Returns (rows, inputs) of the blocks of a weight that share a scale; inputs are 0 if there are no blocks. said:
+    such as [128, 128] or "128x128", or 32 for 32 inputs of one row."""
     rows, inputs = [1, 0, *map(int, re.findall(r"-?\d+", str(said)))][-2:]
     return max(rows, 1), max(inputs, 0)
 
 
 def _dynamic_of(config: Config, name: str) -> Config:
-    """Returns GPTQModel's values of the first pattern that matches a layer's name from its start. Patterns with "-:"
-    never match: they mark layers that are not quantised."""
+    """Returns the settings of the first pattern in GPTQModel's "dynamic" that matches the beginning of a layer's name;
+    {} if none does. Patterns with "-:" never match: they mark layers that are not quantised."""
     dynamic = _mappings("dynamic", config)
     for pattern, own in dynamic.items():
         if _compiled("dynamic", pattern, "+:").match(name):
@@ -121,7 +122,8 @@ def _dynamic_of(config: Config, name: str) -> Config:
 
 
 def _extra_of(config: Config, name: str) -> Config:
-    """Returns AutoRound's values for a layer, by its name or else by the first pattern found in its name."""
+    """Returns the settings in AutoRound's "extra_config" for a layer's name, or else for the first pattern that is
+    found in the name; {} if there are none."""
     extra = _mappings("extra_config", config)
     if name in extra:
         return extra[name]

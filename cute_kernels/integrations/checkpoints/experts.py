@@ -12,8 +12,8 @@ from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
 
 
 class Stack:
-    """A stack of experts that fills up and becomes `PackedExperts`. Memory holds each expert once, and the one being
-    added."""
+    """A stack of experts that fills up and becomes `PackedExperts`. Memory holds each expert once, plus the expert that
+    is being added."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -69,7 +69,8 @@ class Experts:
         self._waiting: dict[int, tuple[str, PackedWeight]] = {}  # a gate or up, until the other one comes
 
     def put(self, role: str, expert: int, weight: PackedWeight) -> None:
-        """Adds a projection; raises ValueError as `Stack.put` and `interleave_weights` do."""
+        """Adds an expert's gate, up or down projection; raises ValueError as `Stack.put` and `interleave_weights`
+        do."""
         if role == DOWN or not self._gated:
             self._stacks["down" if role == DOWN else "gate_up"].put(expert, weight)
             return

@@ -85,11 +85,11 @@ def load_quantized_linears(
 
     The model's layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer that
     the model uses several times is swapped everywhere, under any of its names in the checkpoint. Experts that a
-    checkpoint has one by one are stacked, if all of a layer are quantised, alike, and gated by SiLU.
+    checkpoint stores one by one are stacked; all experts of a layer must be quantised in one format.
 
     Args:
-        model: has an nn.Linear under each name and of each shape that `load_safetensors` yields, or, as a model of
-            transformers, under the name that transformers gives it.
+        model: a module with an nn.Linear of each name and shape that `load_safetensors` yields. A transformers model
+            may have other names, to which transformers maps those of the checkpoint.
         path, config, dtype, device, activations: as for `load_safetensors`.
         progress: called after each layer with its name, the number of layers done and the number of all layers.
 
@@ -149,7 +149,7 @@ class Filling:
         self._experts: dict[str, Experts | dict[str, QuantizedExperts]] = {}
 
     def fill(self, model: nn.Module, config: Config, options: dict[str, Any], progress: ModelProgress | None) -> None:
-        """Reads the layers and puts them into the model. options: as of `read_layers`."""
+        """Reads the layers and puts them into the model. options: as `read_layers` takes them."""
         experts = {name for name, place in self.places.items() if place.role is not None}
         layers = read_layers(self._entries, self.found, config, options, experts)
         for done, (name, layer, rounding) in enumerate(layers, start=1):
@@ -159,7 +159,8 @@ class Filling:
         self._swap(model)
 
     def _take(self, name: str, layer: QuantizedLinear | QuantizedExperts, rounding: Rounding) -> None:
-        """Keeps a layer for its place; raises TypeError or ValueError, naming the layer, if it does not fit there."""
+        """Keeps a layer that was read until `_swap` puts it into the model; raises TypeError or ValueError, naming the
+        layer, if it does not fit there."""
         place = self.places[name]
         module: Any = self._modules[place.module]
         if place.role is None:
@@ -198,7 +199,8 @@ class Filling:
             self._notes[target] = common(self._roundings[target]).set(made)
 
     def _swapped(self, name: str) -> Any:
-        """Returns the module that is swapped once a layer, or all experts in its place, are read."""
+        """Returns the module that the layer ``name`` replaces, alone or together with other experts. It is the experts'
+        block if the router's weights scale the experts' inputs."""
         place = self.places[name].module
         known = self._known.get(place)
         return self._modules[place.rpartition(".")[0] if known is not None and known[0][0].scales_inputs else place]

@@ -71,7 +71,7 @@ def from_float_codes(
     device: torch.device | str | None = None,
 ) -> PackedWeight:
     """Packs a layer's weight of floating codes: W[n, k] = number(code) * scale, multiplied or divided by the second
-    level.
+    level's scale.
 
     Args:
         tensors: by their names, as `cute_kernels.gemm.from_codes.pack_weight` takes them.

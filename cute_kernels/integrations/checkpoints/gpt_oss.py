@@ -85,7 +85,7 @@ def common_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_common_names(entries: Headers) -> Headers:
-    """Returns the same tensors, with gpt-oss's under the names that models and layers have here.
+    """Renames gpt-oss's tensors as the module's table says; tensors of other models keep their names.
 
     Raises:
         ValueError: original files have a tensor that gpt-oss does not have.

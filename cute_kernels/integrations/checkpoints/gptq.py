@@ -36,8 +36,8 @@ def from_gptq(
 ) -> PackedWeight:
     """Packs the weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
 
-    Some v1 checkpoints have v2's zero points, and nothing in them says so. A symmetric one shows it: every zero point
-    reads 9 (129 for 8 bits) instead of 8 (128). It is refused.
+    Some v1 checkpoints have v2's zero points, and nothing in them says so. In a symmetric one every zero point reads 9
+    (129 for 8 bits) instead of 8 (128), so such a checkpoint is refused.
 
     Args:
         qweight: int32 [K * bits / 32, N].

@@ -53,7 +53,7 @@ def from_hqq(
 def _codes(
     W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: Sequence[int], bits: int, axis: int
 ) -> tuple[CodesOf, int]:
-    """Returns a function that maps a range of rows to their codes, and the number of groups of a row."""
+    """Returns (function from a range of rows to their codes, number of groups of a row)."""
     fields.check_bits(bits)
     if axis != 1:
         raise ValueError(f"axis: got {axis}, want 1: groups along K")

@@ -22,7 +22,7 @@ _FORMATS = {("float", 8): "e4m3", ("int", 8): "int8"}
 
 @dataclass(frozen=True)
 class KvScale:
-    """The scales of a layer's cache: a key is k times its cached number, a value v times its own.
+    """The scales of a layer's cache: a key is k times its cached number, a value is v times its cached number.
 
     Args:
         k, v: fp32, [1] or [kv heads].
@@ -41,7 +41,8 @@ def scale_keys(entries: Mapping[str, Entry]) -> set[str]:
 
 
 def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]:
-    """Reads the scales by layer; ValueError if a layer has only one of k's and v's, or a scale that is not positive."""
+    """Reads the scales of a checkpoint's cache by layer; ValueError if a layer has only one of k's and v's, or a scale
+    that is not positive."""
     keys: dict[int, dict[str, str]] = {}
     for key in sorted(entries):
         found = _KEY.search(key)

@@ -158,10 +158,10 @@ def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
 
 
 def _float_codes(names: Names, tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
-    """Converts floating codes.
+    """Converts a layer with floating codes.
 
-    Blocks of FP8 codes that a configuration declares are compared with the scales, and compressed-tensors' format and
-    type with the tensors.
+    The blocks that a configuration declares for FP8 codes must match the scales; compressed-tensors' format and type
+    must match the tensors.
     """
     block = config.get("weight_block_size")
     if config.get("quant_method") in COMPRESSED:
@@ -258,8 +258,8 @@ def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torc
 
 
 def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
-    """Converts AutoGPTQ's or AutoAWQ's words. Zero points are stored less one only if AutoRound's packing format says
-    so."""
+    """Converts an AutoRound layer, whose words are packed as AutoGPTQ's or AutoAWQ's. Zero points are stored less one
+    only if AutoRound's packing format says so."""
     _check_no_transforms(config)
     data_type = config.get("data_type", "int")
     if data_type not in ("int", "int_asym", "int_sym"):
@@ -281,7 +281,8 @@ COMPRESSED_FORMATS = {
     "mxfp4-pack-quantized": ("mxfp4-pack-quantized",),
     "float-quantized": ("float-quantized", "naive-quantized", "mxfp8-quantized"),
 }
-"""Values of compressed-tensors' `format` that may stand for each way of storing codes: packed, a byte each, or floats.
+"""The values of compressed-tensors' `format` that are accepted for each storage of codes: packed, a byte each, or
+floats.
 """
 
 _AS_THEY_ARE = "", ":gptqmodel", ":gptqmodel:exllamav2", ":exllamav2", ":tritonv2"
@@ -410,7 +411,7 @@ def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFo
 
 
 def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str]) -> None:
-    """Raises ValueError for a layer that is quantised in an unsupported way, so that it is not passed over."""
+    """Raises ValueError for a layer that is quantised in an unsupported format, which would otherwise be skipped."""
     for form in LAYER_FORMATS:
         rest = [each for each in form.required if each != form.mark]
         if rest not in ([], ["scale"], ["scales"]) and "weight" not in owned and owned.issuperset(rest):

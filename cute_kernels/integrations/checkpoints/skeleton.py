@@ -97,7 +97,7 @@ class Import(CuteKernelsConfig):
         return self
 
     def prepare(self, model: nn.Module) -> None:
-        """Takes the parameters that packed layers will replace out of the skeleton."""
+        """Removes from the skeleton the parameters that packed layers will replace."""
         self.filling = Filling(model, self.entries, self.found)
         for name in {place.module for place in self.filling.places.values()}:
             _make_room(model.get_submodule(name))

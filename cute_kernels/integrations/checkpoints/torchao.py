@@ -86,8 +86,8 @@ def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
     """Returns the transform from row-major 4-bit codes [N, K] to tinygemm's tiles.
 
     The tiles are those that `aten::_convert_weight_to_int4pack` makes on CUDA. In a tile of 8 rows, lane 4 n + c holds
-    four inputs of row n for each step of 16: 2c, 2c + 1, 2c + 8 and 2c + 9. They are its B fragment of mma.m16n8k16. A
-    word holds two steps, their even inputs in its low half.
+    four inputs of row n for each step of 16: 2c, 2c + 1, 2c + 8 and 2c + 9. They are the lane's B fragment of
+    mma.m16n8k16. A word holds two steps, with their even inputs in its low half.
     """
     k = tiles_k * inner_steps * STEP_K
     modes: tuple[tuple[int, int], ...] = (
@@ -108,7 +108,7 @@ def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
 def _tiles(
     packed_weight: torch.Tensor | None, scale_and_zero: torch.Tensor | None, shape: Sequence[int] | None
 ) -> tuple[CodesOf, torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Returns a function from rows to codes, scales and shifts fp32 [N, G], and (N, K)."""
+    """Returns (function from a range of rows to their codes, scales fp32 [N, G], shifts fp32 [N, G], (N, K))."""
     wanted = "[N / 8, K / (16 I), 32, I / 2]"
     fields.check_tensor("packed_weight", packed_weight, (torch.int32,), 4, wanted)
     assert packed_weight is not None

@@ -1,4 +1,4 @@
-"""SGLang plug-in: the same command line, with weight-only linear layers on these kernels.
+"""SGLang plug-in: SGLang's command line stays as it is, and quantised layers and attention run on these kernels.
 
 SGLang finds :func:`register` as an entry point of the group ``sglang.srt.plugins`` and calls it in each of its
 processes. `versions` has the names in each supported SGLang, `linear` the layers, `rows` the row counts of the server.

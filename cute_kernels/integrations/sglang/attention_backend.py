@@ -183,8 +183,8 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         }
 
     def _scale(self, scale: torch.Tensor | float | None, wanted: str | None) -> torch.Tensor | None:
-        """Returns a layer's scale of K or V: a parameter, a number from a file of scales, or 1. None if the format has
-        none."""
+        """Returns a layer's scale of K or V: its parameter, its number from a file of scales, or 1. Returns None if the
+        format takes no scale (``wanted`` is None)."""
         if wanted is None:
             return None
         if isinstance(scale, torch.Tensor):

@@ -30,7 +30,7 @@ def layers_of(model: torch.nn.Module) -> list[Foreign]:
 
 
 def decodes_of(runner: Foreign) -> attention_kernels.Decodes:
-    """Returns the decode steps of a model."""
+    """Returns the decode steps that a server may run: their numbers of requests and tokens, and the page size."""
     return attention_kernels.Decodes(
         batches=attention_kernels.batches_up_to(runner.req_to_token_pool.size),
         q_len=1,

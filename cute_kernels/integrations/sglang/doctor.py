@@ -1,4 +1,5 @@
-"""The check of what the plug-in would serve in the installed SGLang, which is not imported."""
+"""The check, for the doctor command, of what the plug-in would serve in the installed SGLang. SGLang is not
+imported."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def installed() -> str | None:
 
 
 def examine() -> Finding:
-    """Returns the findings of `python -m cute_kernels doctor` about SGLang."""
+    """Returns the finding about SGLang for `python -m cute_kernels doctor`."""
     version = installed()
     if version is None:
         return Finding("sglang", OK, "not installed")

@@ -25,7 +25,7 @@ WHAT = "decoding of MLA with --attention-backend flashmla"
 def settle(
     original: Callable[..., None], backend: Foreign, model_runner: Foreign, *more: object, **named: object
 ) -> None:
-    """Makes SGLang's backend, and decides whether it decodes by this package's kernels."""
+    """Runs the constructor of SGLang's backend, then decides whether the backend decodes by this package's kernels."""
     original(backend, model_runner, *more, **named)
     device = torch.device(model_runner.device)
     requests, pages = model_runner.req_to_token_pool.size, backend.max_context_len // PAGE_SIZE + 1  # as graphs have
@@ -69,7 +69,8 @@ def decode(
     forward_batch: Foreign,
     save_kv_cache: bool = True,
 ) -> object:
-    """Decodes q [requests, heads * 576]. k: [requests, 1, 576], or None if it is already cached."""
+    """Decodes q [requests, heads * 576] here if `settle` decided so, else by SGLang's method. k: [requests, 1, 576], or
+    None if it is already cached."""
     form = getattr(backend, SERVED, None)
     if form is None:
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)

@@ -121,7 +121,7 @@ def activation_of(config: Foreign) -> ActivationFunction | None:
 
 
 def _wrong_of(kind: Kind, layer: Foreign) -> dict[str, bool]:
-    """Returns for each property that no kernel here supports whether the layer has it."""
+    """Returns {property that no kernel here supports: whether the layer has it}."""
     config, dtype = layer.moe_runner_config, layer.moe_runner_config.params_dtype  # GPTQ's scales may have another
     return {
         f"activations in {dtype}": dtype not in DTYPES,
@@ -166,10 +166,10 @@ def multiply(served: Served, layer: Foreign, dispatch_output: Foreign) -> Foreig
 
 
 def note_router(original: Callable[..., None], block: Foreign, *arguments: object, **named: object) -> None:
-    """Makes a block of gpt-oss, and gives its experts the module that chooses among them.
+    """Runs the constructor of a gpt-oss block, then notes the block's router on its experts.
 
     SGLang's gpt-oss kernels take tokens sorted by experts. The kernels here take each token's experts, so `_pack`
-    changes the module's output format.
+    changes the router's output format.
     """
     original(block, *arguments, **named)
     vars(block.experts)[ROUTER] = block.topk

@@ -39,8 +39,8 @@ class RowsPool(MHATokenToKVPool):
         v_scale: object = None,
         **more: object,
     ) -> None:
-        """Writes rows of new tokens, for callers that do not write them themselves. cache_k, cache_v: [tokens, heads,
-        columns]."""
+        """Quantises new tokens and writes their rows, for SGLang's callers; the attention backend writes rows itself.
+        cache_k, cache_v: [tokens, heads, columns]."""
         if given := [name for name, value in more.items() if value is not None]:
             raise NotImplementedError(f"set_kv_buffer: got {', '.join(given)}, want none")
         slots, _, _ = unwrap_write_loc(loc_info)

@@ -11,8 +11,8 @@ from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts
 
 
 def engine_rows() -> RowCounts:
-    """Returns the row counts of a step: of captured graphs, also multiplied by draft tokens, and of prompts up to a
-    chunk."""
+    """Returns the row counts of this process's server: the numbers of requests of captured graphs, also times draft
+    tokens, and the most tokens of a prompt's chunk. Returns `DEFAULT_ROWS` if no server has published them."""
     from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 
     try:
@@ -39,7 +39,8 @@ def published(part: str, option: str) -> bool:
 
 
 def is_deterministic() -> bool:
-    """Returns whether a row's result may not depend on other rows of its batch (`--enable-deterministic-inference`)."""
+    """Returns whether a row's result must not depend on other rows of its batch
+    (`--enable-deterministic-inference`)."""
     return published("get_exec", "deterministic.enable_deterministic_inference")
 
 

@@ -17,7 +17,7 @@ class Interface:
     """The full names of the functions and classes of an SGLang version that the plug-in replaces or extends.
 
     Attributes:
-        tested: how this version is known to work, for people.
+        tested: how this version was tested, in words.
         compressed_tensors, gptq, awq: the owners of linear layers of these checkpoints.
         compressed_tensors_fp8, compressed_tensors_fp4, modelopt_fp4, modelopt_fp4_a16: owners of layers with
             floating codes.

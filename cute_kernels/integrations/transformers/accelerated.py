@@ -116,7 +116,8 @@ def accelerate(
 
     Attention becomes ``attn_implementation="cute_kernels"``. `generate` keeps its keys and values in a `DecodeCache`
     unless a call gives another cache, or asks for none. RMS norms are one launch each. On a GPU a decode step is
-    recorded as a CUDA graph and replayed. Another call changes formats, and quantises weights that still are dense.
+    recorded as a CUDA graph and replayed. A second call on a model changes formats, and quantises weights that are
+    still dense.
 
     Args:
         model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or its result of
@@ -322,8 +323,8 @@ class _Generate:
 
 
 def is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
-    """Returns whether a call of `generate` seems to take the likeliest token of each request, one step after the
-    other."""
+    """Returns whether the options of a call of `generate` ask for the likeliest token of each request at every step: no
+    sampling, no beams, no drafts."""
     drafts = _asked(model, options, "prompt_lookup_num_tokens") or options.get("assistant_model") is not None
     chooses = _asked(model, options, "do_sample") or _asked(model, options, "num_beams") not in (None, 1)
     return not drafts and not chooses
@@ -353,8 +354,8 @@ def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -
 
 
 def _checked_config(model: Any) -> Any:
-    """Returns the configuration of the part that generates; TypeError or ValueError for a model that does not
-    generate."""
+    """Returns the configuration of the part that generates; TypeError for a model that does not generate, ValueError
+    for an encoder with a decoder."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config") or not hasattr(model, "generate"):
         raise TypeError(f"model: got {type(model).__name__}, want a transformers model that generates")
     config: Any = model.config
@@ -392,7 +393,7 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
 
 
 def _caches_for_itself(part: nn.Module) -> bool:
-    """Returns whether a layer takes a cache, and reads K and V of it by operators of its own."""
+    """Returns whether a layer gets the cache as an argument and computes attention over it by operators of its own."""
     return computes_attention(type(part)) and any(
         name in CACHE_ARGUMENTS for name in inspect.signature(part.forward).parameters
     )

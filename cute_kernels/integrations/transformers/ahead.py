@@ -25,9 +25,9 @@ from cute_kernels.integrations.transformers.columns import Columns
 from cute_kernels.integrations.transformers.inputs import StepInputs
 
 _COUNTED = ("position_ids", "cache_position")
-"""Inputs that the next step has incremented by one."""
+"""Inputs that grow by one from a step to the next."""
 _ALLOWED_MISSES, _STEPS_A_MISS = 1, 8
-"""The misses allowed before no step begins early any more, and the steps taken that allow one more miss."""
+"""How many steps may be called back before no step begins early any more, and how many steps taken allow one more."""
 
 
 Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -37,7 +37,8 @@ Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class Lane:
     """A stream besides the current one. On a CPU, work runs in order and nothing waits.
 
-    Within ``with lane:`` work goes to the lane, as within `torch.cuda.stream`; the current stream is looked up once.
+    Within ``with lane:`` work goes to the lane, as within `torch.cuda.stream`; the current stream is looked up once, on
+    entry.
 
     Attributes:
         outside: the current stream when the lane was last entered; None on a CPU.
@@ -83,7 +84,7 @@ class NextInputs:
         inputs: the step's inputs. Those not in `_COUNTED` are expected to stay the same, apart from the token.
 
     Attributes:
-        last: int64 [batch, 1], the token that a request gets at every step; -1: the token that the model chooses.
+        last: int64 [batch, 1], each request's fixed next token; -1: the likeliest token.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
@@ -113,7 +114,7 @@ class Recorded(Protocol):
 class Step:
     """One recorded step: its inputs, the recording, and the end of the step that writes the next step's inputs.
 
-    ``following`` is None if calls do not need it, or if outputs do not give the next inputs.
+    ``following`` is None if the step was recorded for calls that begin no step early, or if its outputs have no logits.
     """
 
     inputs: StepInputs
@@ -123,7 +124,8 @@ class Step:
 
 @dataclass
 class Begun:
-    """A step in flight that has not been asked for yet. It reads the recorded step's inputs and fills its outputs.
+    """A step in flight that has not been asked for yet. It reads the inputs of the recorded ``step`` and writes that
+    step's outputs.
 
     Attributes:
         step: the recorded step. lane: the stream where it runs. of: the call of `generate` that began it.
@@ -134,8 +136,8 @@ class Begun:
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
-        """Discards the step. Lengths then end before its row, as if it had never been written. The current stream waits
-        for it."""
+        """Discards the step: lengths then end before its row, as if the row had never been written. The current stream
+        waits for the step."""
         self.of.missed += 1
         self.lane.mark()
         self.lane.wait()
@@ -178,9 +180,11 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Sets the object from which a step derives the next step's inputs, before the step is replayed in order.
+        """Tells ``following``, the end of the step that is about to be replayed in order, which requests have fixed
+        tokens.
 
-        A request that has ended gets a fixed token from then on, not the model's. ``following`` learns it here.
+        `generate` gives a request that has ended a fixed token, not the model's. It is known from the inputs that
+        differed from those of the last begun step.
         """
         missed, self._missed = self._missed, None
         if self._next is not following:
@@ -195,8 +199,8 @@ class Lookahead:
         """Begins the step after ``step``, if it can begin and is likely to be asked for. ``step`` is already counted in
         ``columns``.
 
-        copies: of outputs of a step that was taken. The lane copies them before the next step overwrites them. Empty
-        for a step that the current stream has run.
+        copies: of ``step``'s outputs, if ``step`` began early. The lane fills them before the next step overwrites the
+        outputs. Empty if the current stream ran ``step``.
         """
         begins = self._begins(step, columns)
         if not begins and not copies:
@@ -221,7 +225,7 @@ class Lookahead:
             lane.wait()
 
     def _begins(self, step: Step, columns: Columns) -> bool:
-        """Returns whether the step after this one should begin."""
+        """Returns whether the step after ``step`` should begin early."""
         if columns.count + 1 >= min(self.limit, columns.capacity + 1) or step.following is None:
             return False
         return self.missed <= _ALLOWED_MISSES + self.taken // _STEPS_A_MISS

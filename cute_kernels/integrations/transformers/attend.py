@@ -70,7 +70,7 @@ def attention(
             already; without a mask it may not hide anything.
 
     Returns:
-        [batch, q_len, num_q_heads, head_dim] and, from an eager function, the weights.
+        The output [batch, q_len, num_q_heads, head_dim], and the attention weights of an eager function, else None.
 
     Raises:
         TypeError, ValueError: a mask of integers, or an option that no path supports; the message names it.
@@ -130,7 +130,7 @@ def _asked(
     scaling: float | None,
     options: dict[str, Any],
 ) -> dict[str, Any] | None:
-    """Returns the kernels' arguments for a call over the packed rows; None for a call that they do not compute."""
+    """Returns the kernels' arguments for a call over the packed rows; None for a call that no kernel computes."""
     columns = tokens.columns
     if options.get("sinks") is not None or (pattern is not None and not columns.is_told(pattern.padding)):
         return None
@@ -172,7 +172,7 @@ _IMPOSSIBLE = torch.empty(0)
 
 def _bias(bias: torch.Tensor | None, mask: torch.Tensor | None, columns: Columns) -> torch.Tensor | None:
     """Returns the additive bias of the scores for the kernels, fp32 [batch, q_len, heads, capacity]; None if there is
-    none."""
+    none, `_IMPOSSIBLE` if kernels cannot take it."""
     if mask is not None:
         added = additive(mask, torch.float32 if bias is None else bias.dtype)
         bias = added if bias is None else bias + added
@@ -194,7 +194,8 @@ def _dense(
     causal: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes attention over K and V as tensors."""
+    """Computes attention over K and V as tensors: by transformers' SDPA, or by the model's eager function if the call
+    has options that SDPA lacks."""
     eager = [name for name in EAGER_OPTIONS if options.get(name) is not None]
     if options.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS:
         eager.append("position_bias")

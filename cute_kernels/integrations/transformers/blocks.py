@@ -103,7 +103,7 @@ def direct(module: nn.Module, kind: type[BlockT]) -> BlockT | None:
 
 
 class AttentionBlock(Block):
-    """Attention of a step, up to 16 tokens of each request, over a `DecodeCache`.
+    """An attention's ``forward`` in fewer launches, for up to 16 tokens of each request over a `DecodeCache`.
 
     Args:
         module: the attention that ``known`` describes.
@@ -137,9 +137,10 @@ class AttentionBlock(Block):
         into: Sum | Ending | None = None,
         **kwargs: Any,
     ) -> tuple[Normed | LayerRows, torch.Tensor | None]:
-        """Computes the module's own ``forward``.
+        """Computes the results of the module's own ``forward``.
 
-        into: what follows the output projection. If `NormedRows` or `LayerRows` are returned, they already include it.
+        into: the sum and norm, or the rest of the layer, that follow the output projection. Returned `NormedRows` or
+        `LayerRows` already include them.
         """
         module: Any = self.module
         rows = shaped(hidden_states)
@@ -172,9 +173,10 @@ class AttentionBlock(Block):
         return (module.o_proj(out) if given is None else given), None
 
     def taker(self, x: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
-        """Returns the product that reads a norm of x in a call with these arguments.
+        """Returns the product that would read a norm of x in a call with these arguments.
 
-        Returns None if there are several products, or if the layer is not quantised.
+        Returns None if q, k and v come from several products or from a layer that is not quantised, or if the module's
+        own ``forward`` would run.
         """
         if not self._serves(x, kwargs) or not self._is_one():
             return None
@@ -240,7 +242,7 @@ class OrderedInputs:
         self.product = Product(layer, in_order=True)
 
     def is_current(self) -> bool:
-        """Returns whether the layer still has the same order. Loading may give it another one, or none.
+        """Returns whether the layer's order is still ``order``. Loading may change or remove it.
 
         Waits for the GPU in the first call after the layer was moved or written; that call is never captured.
         """
@@ -261,7 +263,7 @@ class OrderedInputs:
 
 
 def wants_order(layer: nn.Module) -> bool:
-    """Returns whether a layer is quantised with inputs in act-order that need no other change."""
+    """Returns whether a layer is quantised and permutes its inputs (act-order), but does not scale them."""
     return type(layer) is QuantizedLinear and layer.perm is not None and layer.input_scale is None
 
 
@@ -269,7 +271,7 @@ class MlpBlock(Block):
     """A gated MLP with quantised projections, whose gate and up are one weight: see `interleave`.
 
     If the down projection is in act-order, the rows of gate and up are permuted to its order. The "swiglu" epilogue
-    then writes its inputs in this order at no cost.
+    then writes the down projection's inputs in this order at no cost.
     """
 
     compiles = True
@@ -305,7 +307,7 @@ class MlpBlock(Block):
                 setattr(self.module, name, part.separate())
 
     def __call__(self, *args: Any, into: Sum | None = None, **kwargs: Any) -> Normed:
-        """Computes the module's own ``forward``. into: as in `AttentionBlock`."""
+        """Computes the results of the module's own ``forward``. into: as in `AttentionBlock`."""
         if kwargs or len(args) != 1 or not self._serves():
             return self.own(*map(tensor_of, args), **kwargs)
         assert self._first is not None
@@ -356,7 +358,7 @@ class Place:
 
 
 class LayerBlock(Block):
-    """A decoder layer.
+    """A decoder layer's ``forward`` in fewer launches.
 
     Args:
         module: the layer that ``known`` describes.
@@ -371,7 +373,7 @@ class LayerBlock(Block):
         self.place = place
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Computes the module's own ``forward``."""
+        """Computes the results of the module's own ``forward``."""
         module, known = self.module, self.known
         before_mlp = getattr(module, known.before_mlp)
         dropouts = [getattr(module, name) for name in known.dropouts]
@@ -435,7 +437,7 @@ class LayerBlock(Block):
         return None if attention is None else attention.taker(rows, kwargs)
 
     def _seen_by_alone(self) -> nn.Module | None:
-        """Returns the norm of the next layer, if nothing else reads this layer's sum; None if something else may."""
+        """Returns the norm that reads this layer's sum, if nothing else can read the sum; else None."""
         following, next_layer = self.place.following, self.place.next_layer
         if torch.compiler.is_compiling():  # which sees no notes on tensors
             return None

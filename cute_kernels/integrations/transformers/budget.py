@@ -80,10 +80,10 @@ class _ReadLayer(DynamicLayer):
 
 @dataclass(frozen=True)
 class _Probe:
-    """A text whose beginning is in ``cache``, exactly, and the model's predictions for the tokens that follow.
+    """A text whose beginning has exact K and V in ``cache``, and the model's predictions for the tokens that follow.
 
-    tokens: int64 [batch, tokens], those that follow. exact: fp32 log probabilities [batch, scored, vocabulary] of the
-    last tokens.
+    tokens: int64 [batch, tokens], the tokens that follow. exact: fp32 log probabilities [batch, scored, vocabulary] of
+    the last tokens.
     """
 
     cache: Cache
@@ -126,7 +126,7 @@ class Probes:
 
     @torch.no_grad()
     def _again(self, probe: _Probe, reads: Mapping[int, _Read | None]) -> torch.Tensor:
-        """Computes ``probe.exact`` again, with some layers' caches read in other formats."""
+        """Computes the log probabilities of ``probe.exact`` again, with some layers' caches read in other formats."""
         for layer, own in enumerate(cast("list[_ReadLayer]", probe.cache.layers)):
             own.read = reads.get(layer)
         with attending(self._model, attention):
@@ -216,7 +216,7 @@ def choose_formats(
         budget: bytes of a token's K and V in all layers, as a share of their bytes in BF16: 0.42, say.
         candidates: formats, or pairs of K's and V's, that a layer may have; default: those of `candidates_for`.
         needles: prompts whose answers are looked for as well, with the formats that are chosen.
-        moments: the result of `gather_moments` on the batches, if there is one.
+        moments: the result of `gather_moments` on the batches; default: they are gathered here.
         say: called with a line after each layer.
         calibration: further arguments of `calibrate_cache`, by name: ``center``, ``factors``, ``values`` and so on.
 
@@ -303,7 +303,8 @@ def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget: float) -> tuple[list[list[int]], int]:
-    """Returns (each layer's bytes of a token by candidate, the most bytes of all layers).
+    """Returns (each layer's bytes of a token by candidate, the most bytes that the budget allows for a token in all
+    layers).
 
     Raises ValueError for too small a budget.
     """
@@ -325,7 +326,8 @@ def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget
 
 
 def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype) -> _Read | None:
-    """Returns how a layer of a model of this dtype is read; None for formats that keep K and V exactly."""
+    """Returns the `_Read` of a layer's cache in K's and V's formats; None for formats that keep a model's K and V of
+    this dtype exactly."""
     k_format, v_format = map(format_of, pair)
     if all(not form.is_coded and form.cache_dtype == dtype for form in (k_format, v_format)):
         return None

@@ -78,7 +78,7 @@ class CachedTokens:
 
     @property
     def new(self) -> int:
-        """The columns of this pass."""
+        """The number of new columns in this pass."""
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
@@ -93,8 +93,8 @@ class CachedTokens:
         self.is_settled = True
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
-        """Returns the rotated queries, for any attention but `attend`. The new keys are rotated in place of the old
-        ones."""
+        """Applies the prologue, if there is one, to the queries and to the handle's new keys, and returns the queries.
+        It is for any attention but `attend`, whose kernel applies the prologue."""
         if self.prologue is not None:
             query, self.new_k = self.prologue.rotate(query, self.new_k)
             self.prologue = None
@@ -127,7 +127,8 @@ class CachedTokens:
         return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **prologue, **options)
 
     def serves(self, asked: dict[str, Any]) -> bool:
-        """Returns whether `attend` takes these options; an additive bias is [batch, q_len, heads, capacity]."""
+        """Returns whether `attend` takes these options: no additive bias, or one of shape [batch, q_len, heads,
+        capacity]."""
         return asked["attn_bias"] is None or asked["attn_bias"].dim() == 4
 
     @property
@@ -289,7 +290,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def keep(self, rows: torch.Tensor) -> None:
-        """Moves the rows that ``rows`` [batch, rows] names to the front of each request."""
+        """Reorders each request's first rows: row i of request b becomes its old row ``rows[b, i]``."""
         for own in self.rows:
             first = own[..., : rows.shape[1], :].view(torch.uint8)
             index = rows.view(rows.shape[0], *[1] * (first.dim() - 3), rows.shape[1], 1)
@@ -308,7 +309,8 @@ class DecodeCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # as older releases call it
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Returns (number of keys that ``query_length`` new tokens see, first key), by which transformers sizes a mask.
+        """Returns (number of keys that ``query_length`` new tokens see, index of the first key), by which transformers
+        sizes a mask.
 
         Older releases pass the new tokens' positions instead of their number.
         """
@@ -366,7 +368,7 @@ class Book:
         return self.scales[index]
 
     def transform_of(self, index: int) -> CacheTransform | None:
-        """Returns a layer's transform; None if it changes nothing."""
+        """Returns a layer's transform; None if the layer has none, or one that changes nothing."""
         found = self.transforms
         if isinstance(found, Sequence):
             if index >= len(found):
@@ -423,7 +425,8 @@ def _numbers(
     """Dequantises rows [batch, tokens, num_kv_heads, row] to [batch, num_kv_heads, columns, head_dim] in ``like``'s
     dtype.
 
-    ``undo`` undoes a transform.
+    rows: int64 [batch, columns], the row of each column; None if rows equal columns. undo: undoes the cache's
+    transform; None if there is none.
     """
     dtype = like.dtype if undo is None else torch.float32
     numbers = dequantize_kv(cache.contiguous(), kv_format=name, head_dim=like.shape[3], dtype=dtype, scale=scale)

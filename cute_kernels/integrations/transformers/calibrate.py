@@ -121,7 +121,8 @@ def _shown(cache: _SeenCache, mask: torch.Tensor | None, see: Callable[[Seen], N
 
 @contextmanager
 def attending(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a model's attention by the function ``attend`` within the context. transformers calls it as its own."""
+    """Replaces a model's attention within the context by the function ``attend``, which gets the arguments of
+    transformers' attention functions."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     AttentionInterface.register(_WATCHED, attend)
@@ -178,7 +179,7 @@ class CacheMoments:
 
 
 def gather_moments(model: PreTrainedModel, batches: Iterable[Batch]) -> CacheMoments:
-    """Gathers statistics from which transforms of all formats are made, in one pass of a model over samples of its
+    """Gathers statistics from which transforms for any format can be made, in one pass of a model over samples of its
     texts.
 
     Args:
@@ -227,7 +228,7 @@ def calibrate_cache(
             Factors gain with any groups of columns, a rotation only with one scale per row.
         seed: of the rotations' random signs.
         about: further entries for `CacheConstants.about`.
-        moments: the result of `gather_moments` on the batches, if there is one; default: it is found here.
+        moments: the result of `gather_moments` on the batches; default: they are gathered here.
 
     Returns:
         One transform for each layer, on the layer's device, and scales if a format has any.
@@ -270,7 +271,7 @@ def _transform(
     values: Values,
     seed: int,
 ) -> CacheTransform | None:
-    """Returns a layer's transform with the parts that its formats gain from; None if there are none."""
+    """Returns a layer's transform with the parts that its formats gain from; None if there are no such parts."""
     if moments.sizes is None:
         return None
     k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))

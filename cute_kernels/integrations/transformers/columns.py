@@ -46,7 +46,7 @@ class Columns:
         kept: int64 [batch, older columns]: if the pass hides tokens, the order of the rows, visible ones first; else
             None.
         is_left: whether all padding precedes the tokens; distances between tokens then equal those between columns.
-        is_certain: whether masks said of all columns which are tokens; others count as tokens.
+        is_certain: whether every pass told which columns are tokens; columns of `UNKNOWN` padding count as tokens.
         fresh: bool [batch, new]: which of the new columns are tokens; None if all are.
         begun: a step in flight that nobody has asked for; ``seq_lens`` already counts its tokens. None if there is
             none.
@@ -89,7 +89,8 @@ class Columns:
         return self._tokens is None
 
     def is_told(self, padding: torch.Tensor | None) -> bool:
-        """Returns whether the pass knows this padding. If not, only the layer's mask says what is visible."""
+        """Returns whether the cache knows this padding; None is no padding. If it does not, only the layer's mask says
+        which columns are visible."""
         return padding is None or self._padding_was_given
 
     @property
@@ -142,7 +143,7 @@ class Columns:
             self.seq_lens.add_(fresh.sum(1, dtype=torch.int32))
 
     def _take(self, padding: object) -> torch.Tensor | None:
-        """Takes the padding of a pass. Returns bool [batch, new], which new columns are tokens; None if all are."""
+        """Notes the padding of a pass. Returns bool [batch, new], which new columns are tokens; None if all are."""
         old = self.count - self.new
         self._padding_was_given = isinstance(padding, torch.Tensor)
         self.is_certain = self.is_certain and padding is not UNKNOWN
@@ -170,7 +171,7 @@ class Columns:
         """Hides older tokens that the mask no longer shows, such as those generated after the end of a request.
 
         Layers then move the request's other rows together. Raises ValueError for a mask that shows columns without
-        tokens.
+        cached tokens.
         """
         held, columns = self.tokens(older.shape[1]), older.shape[1]
         if bool((older & ~held).any()):
@@ -229,7 +230,8 @@ class Columns:
     def place_before(self) -> None:
         """Sets ``before`` to the number of columns before a recorded step.
 
-        The last step adds one to it on the device; it is written only if it differs from this number.
+        Each recorded step adds one to ``before`` on the device. So the host writes it only if the device has another
+        number.
         """
         if self._before != self.count:
             self.before.fill_(self.count)

@@ -77,7 +77,8 @@ class Product:
         return getattr(self.layer, "bias", None)
 
     def may_defer(self) -> bool:
-        """Returns whether the layer is only its product in 16 bits, perhaps with a bias, and no hook sees it."""
+        """Returns whether the layer may produce or consume a deferred norm: it is only a 16-bit product, perhaps with a
+        bias, without hooks and not batch-invariant."""
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.batch_invariant:
             return False

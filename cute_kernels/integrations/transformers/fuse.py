@@ -36,7 +36,8 @@ CHECKED_TOKENS = 4
 
 @dataclass
 class Fused:
-    """The result of `fuse`: the number of blocks of each kind that run in fewer launches, and why others do not."""
+    """The result of `fuse`: how many blocks of each kind run in fewer launches, and the reasons why other blocks do
+    not."""
 
     attention: int = 0
     mlp: int = 0
@@ -76,7 +77,8 @@ def restore_blocks(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Stack:
-    """The decoder layers of a model that are fused."""
+    """The fusion of the decoder layers of ``owner``, a part of a model that `patterns` knows. Results are counted in
+    ``fused``."""
 
     owner: Foreign
     kv_format: FormatOfLayers | None
@@ -166,7 +168,8 @@ class _Stack:
 
 
 def _installed(block: Block, results: Callable[[Any], list[torch.Tensor]], fused: Fused) -> bool:
-    """Installs a block if its results are those of the module's own ``forward``. Returns whether it is installed.
+    """Installs a block if its results equal those of the module's own ``forward`` up to `TOLERANCES`. Returns whether
+    it is installed.
 
     results: computes the results of a ``forward`` on inputs that are the same at each call.
     """

@@ -67,7 +67,8 @@ class _Replayed:
     """A step that was replayed, and its arguments. The next step of `generate` differs only in values of tensors.
 
     Attributes:
-        steps: the recordings that hold the step while it may be replayed, under ``key`` in the cache's ``graphs``.
+        steps: the cache's ``graphs[key]``, which holds the step. If the cache has dropped or replaced it, the step may
+            not be replayed.
         names: of the arguments, in order. others: arguments that are no tensors.
         tensors: (name, shape, dtype, device) of the tensors except the mask.
         has_mask: whether a mask is given.
@@ -93,7 +94,7 @@ class _Replayed:
         return cls(step, cache, steps, key, tuple(given), others, tensors, given.get("attention_mask") is not None)
 
     def is_called(self, given: Mapping[str, Any], epoch: object) -> bool:
-        """Returns whether a call is the same step once more.
+        """Returns whether a call with these arguments can replay this step.
 
         Conditions of `StepReplay._is_step` that do not change within a call of `generate` are not checked again.
         """
@@ -153,12 +154,13 @@ class StepReplay:
 
     @contextmanager
     def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
-        """Compares the model and the mask's older columns once for a call of `generate`, not at every step.
+        """Checks once for a call of `generate`, not at every step, that the model and the mask's older columns are
+        unchanged.
 
         Comparing the mask waits for the device. `generate` changes neither; it appends a column of ones at every step.
 
         cache: the call's cache. columns: columns that the cache will hold, if every token is the likeliest one; steps
-        then begin before they are asked for. With 0 they do not.
+        then begin before they are asked for. With 0, no step begins early.
         """
         self._look_at_model()
         before = self._call
@@ -185,7 +187,7 @@ class StepReplay:
             self._state, self._epoch = found, object()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the model's ``forward``."""
+        """Computes the results of the model's ``forward``, by a replay if the call is a recorded step."""
         call = self._call
         if call is not None and (last := call.last) is not None and not args and last.is_called(kwargs, self._epoch):
             if not (self.reason is not None or torch.is_grad_enabled() or torch.compiler.is_compiling()):

@@ -14,8 +14,8 @@ class StepInputs:
     """The tensors from which a recorded step reads its inputs; inputs of one dtype share one tensor.
 
     Inputs are compared on the host: a comparing kernel would wait for the running step to leave room. Few torch calls
-    are made, since they are most of the host's work. After `generate`'s own work each takes three times as long as in a
-    loop.
+    are made, since they are most of the host's work. After `generate`'s own work, a torch call takes three times as
+    long as in a loop.
 
     Args:
         given: the first step's inputs, by the names of ``forward``'s arguments.
@@ -56,8 +56,8 @@ class StepInputs:
             moment.wait(torch.cuda.current_stream(device) if current is None else current)
 
     def are(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether the values of the last `note` equal these inputs. The copies to the host wait for the current
-        stream."""
+        """Returns whether the values of the last `note` equal these inputs. Copies them to the host, for which it waits
+        for the current stream."""
         torch._foreach_copy_(self._all_asked, [given[name] for name in self._names])
         return all(torch.equal(group.all_asked, group.noted) for group in self._groups)
 

@@ -63,9 +63,9 @@ def layers_without_keys(config: Foreign) -> str:
 def computes_attention(kind: type) -> bool:
     """Returns whether a class computes attention by its own operators and ignores ``attn_implementation``.
 
-    Such a class takes ``attention_mask``, calls a softmax, and does not call transformers' attention functions. Some
-    model files have both kinds (GIT's image encoder asks, its text layers do not), and the whole model may still
-    choose. A class that is no attention may be found, too.
+    Such a class takes ``attention_mask``, calls a softmax, and does not call transformers' attention functions. A model
+    may have both kinds: GIT's image encoder calls these functions, its text layers do not. The result may be True for a
+    class that is no attention.
     """
     if issubclass(kind, PreTrainedModel) or "attention_mask" not in _parameters(_method(kind, "forward")):
         return False
@@ -110,7 +110,7 @@ def may_add_masks(config: type) -> bool:
     it.
 
     It may if it does not support SDPA and some class fails `passes_masks_on`. The classes are those in its file, and in
-    files of models that it can hold. A model whose parts may be of any kind also may.
+    files of models that it can hold. A model that can hold models of any class also may add masks.
 
     torch.compile can call this while it traces, when no module is known: the answer is a constant.
     """

@@ -128,7 +128,7 @@ class LatentCacheLayer(DecodeCacheLayer):
 
 
 class Expansion:
-    """An ``expand_kv`` that replaces an attention's own one and passes packed latents on.
+    """An ``expand_kv`` that replaces an attention's own one and passes packed latents on unexpanded.
 
     For a quantised projection it keeps the weight in 16 bits, unpacked again whenever the layer has changed.
     """
@@ -162,7 +162,8 @@ class Expansion:
 
 
 def replace_expansions(model: nn.Module) -> None:
-    """Makes a model's attention read caches of latents. `latents_refusal` must accept them."""
+    """Makes a model's attention read caches of latents. `latents_refusal` must have returned None for each
+    attention."""
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
             vars(module)["expand_kv"] = Expansion(module)

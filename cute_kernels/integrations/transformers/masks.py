@@ -69,8 +69,8 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """Makes a mask when transformers asks for one; the arguments are those of its `sdpa_mask`.
 
     Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads. Returns
-    None if SDPA needs no mask and the attention module's ``is_causal`` says all. If a layer of the model reads masks as
-    eager attention does, returns the additive mask, never None.
+    None if SDPA needs no mask, since the attention module's ``is_causal`` alone says which keys are seen. If a layer of
+    the model reads masks as eager attention does, returns the additive mask, never None.
     """
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)
@@ -98,7 +98,7 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 
 def _may_be_causal(options: dict[str, Any]) -> bool:
-    """Returns whether None may stand for a causal mask."""
+    """Returns whether None from `sdpa_mask` may stand for a causal mask."""
     return options.get("allow_is_causal_skip", True) and _q_len(options) > 1
 
 
@@ -113,9 +113,10 @@ def _asking_module() -> torch.nn.Module | None:
 
 
 def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
-    """Returns whether all attention of a module that has ``is_causal`` has it False, as in some decoders.
+    """Returns whether ``is_causal`` is False in all parts of a module that have it, as in some decoders.
 
-    Without a mask such a module would see all keys. If the module is unknown, one without SDPA counts as such a module.
+    Without a mask such a module would see all keys. An unknown module counts as such if a model class of its
+    configuration does not support SDPA.
     """
     if asking is None:
         return not supports_sdpa(config)
@@ -182,7 +183,8 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 
 
 def _pattern_by(function: Callable[..., Any]) -> Pattern | None:
-    """Returns the pattern of transformers' own causal functions; None for any other function."""
+    """Returns the pattern of a mask function if it is transformers' own for causal masks, with or without a window;
+    else None."""
     if function is causal_mask_function:
         return Pattern()
     size = _parts(function)

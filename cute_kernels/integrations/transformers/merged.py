@@ -111,7 +111,7 @@ def _like(layer: QuantizedLinear, other: QuantizedLinear) -> QuantizedLinear:
 
 
 def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
-    """Returns whether two layers have one format and take their inputs the same way."""
+    """Returns whether two layers have equal formats, settings, and permutations and scales of their inputs."""
     for name in ("weight_format", "in_features", "batch_invariant", "activations"):
         if getattr(one, name) != getattr(other, name):
             return False

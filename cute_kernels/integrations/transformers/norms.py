@@ -32,7 +32,8 @@ MAX_COLUMNS = 16384
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replaces the ``forward`` of every known norm in bf16 or fp16 by the kernel. Returns the number of such norms."""
+    """Replaces the ``forward`` of every known norm in bf16 or fp16 by the kernel. Returns how many norms of the model
+    the kernel computes, those replaced before included."""
     count = 0
     for module in model.modules():
         count += _is_replaced(module)
@@ -86,7 +87,7 @@ class Projected(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A norm that the next product applies. parts: the norm's parts that the previous launch stored, or None."""
+    """A deferred norm, which the next product applies. parts: the parts that the launch of the sum stored, or None."""
 
     parts: DeferredParts | None
 
@@ -96,7 +97,7 @@ _Noted: TypeAlias = "torch.Tensor | _Left | _Product"
 
 @dataclass(frozen=True)
 class _Made:
-    """A note on a sum's tensor about what the launch that made the sum also made.
+    """A note on the tensor of a sum: what the launch that computed the sum also computed.
 
     result: the sum's norm by ``module``, the parts of a deferred norm, or a product of the norm. version: of the sum.
     """
@@ -161,7 +162,7 @@ def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Proje
     """Returns a sum with its deferred norm by ``module``, or with the norm's product; `is_plain` must hold for
     ``module``.
 
-    Returns None if the launch that made the sum did neither, or if the sum was written since.
+    Returns None if the sum has no note of either, or if it was written since.
     """
     made = _made_of(total, module)
     if made is None or isinstance(made, torch.Tensor):

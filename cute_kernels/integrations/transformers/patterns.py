@@ -50,13 +50,13 @@ class KnownMlp(Known):
 
 @dataclass(frozen=True)
 class KnownLayer(Known):
-    """A decoder layer: x + attention(norm(x)), then the same with the MLP. Its parts are ``self_attn`` and ``mlp``.
+    """A decoder layer: x + self_attn(norm(x)), then x + mlp(norm(x)).
 
     Attributes:
         before: the name of the norm before attention.
         before_mlp: the name of the norm before the MLP.
-        after: norms of attention's and the MLP's results, before these are added.
-        dropouts: dropouts of the same results.
+        after: the names of the norms of attention's and of the MLP's results, before these are added.
+        dropouts: the names of the dropouts of these results.
     """
 
     before: str = "input_layernorm"

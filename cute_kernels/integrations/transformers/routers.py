@@ -26,7 +26,7 @@ class KnownRouter(Known):
 
     Attributes:
         scoring: as in `Routing`.
-        renormalize: the attribute that says whether weights are divided by their sum; None: they are.
+        renormalize: the attribute that says whether weights are divided by their sum; None: they always are.
         scale: the attribute with the factor of the weights.
         groups: the attributes with the number of groups and the number of groups that are kept.
         correction: the buffer that is added to scores.
@@ -41,7 +41,8 @@ class KnownRouter(Known):
     function: str | None = None
 
     def fits(self, router: Foreign) -> bool:
-        """Returns whether a module of this code has this scoring."""
+        """Returns whether a module with this code scores by ``scoring``. True if the configuration cannot choose
+        another."""
         return self.function is None or type(getattr(router, self.function)) is type(ACT2FN[self.scoring])
 
     def routing(self, router: Foreign) -> Routing:

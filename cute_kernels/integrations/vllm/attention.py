@@ -322,8 +322,8 @@ class _LayerCall:
 
     @property
     def continued(self) -> dict[Way, Callable[[Piece, torch.Tensor, torch.Tensor], None]]:
-        """Functions (piece, queries, output) that attend over the cache, by way. The requests' new tokens are already
-        cached."""
+        """Functions (piece, queries, output) that attend over the cache, by the piece's `Way`. The requests' new tokens
+        are already cached."""
         return {Way.FLASH: self.extend, Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
 
     @property
@@ -399,8 +399,10 @@ class _LayerCall:
         output: torch.Tensor,
         keys: Piece | Context,
     ) -> attention_ranks.Partial:
-        """Computes FlashAttention into ``output``. keys: describes the tokens of key and value, one request after the
-        other."""
+        """Computes FlashAttention into ``output``. Returns (output, log-sum-exps [tokens, heads]).
+
+        keys: the piece or context whose tokens key and value hold, one request after the other.
+        """
         impl = self.impl
         _, lse = fa_utils.flash_attn_varlen_func(
             q=query,
@@ -426,7 +428,7 @@ WIDE = torch.complex128, torch.int64, torch.int32  # 16 bytes or fewer, whatever
 
 
 def gather(cache: torch.Tensor, context: Context, layout: CacheLayout) -> torch.Tensor:
-    """Gathers the rows [tokens, num_kv_heads, row] of a cache's tokens, as many bytes at a time as rows allow."""
+    """Gathers the rows [tokens, num_kv_heads, row] of a context's tokens from a cache, up to 16 bytes at a time."""
     wide = next(dtype for dtype in WIDE if cache.shape[3] * cache.element_size() % dtype.itemsize == 0)
     tokens = cache if layout == "NHD" else cache.transpose(1, 2)
     return tokens.view(wide)[context.pages, context.places].view(cache.dtype)

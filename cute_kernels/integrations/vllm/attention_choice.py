@@ -1,7 +1,8 @@
 """Replacements of vLLM's functions that choose the attention backend and count the bytes of caches.
 
-vLLM caches a choice under fewer facts than decide it. The environment may name another format for the next layer, or
-for the next engine of a process, and a layer may have ALiBi slopes. If one of these has changed, vLLM chooses anew.
+vLLM caches its choice of a backend by arguments that do not decide it alone. The environment may name another format
+for the next layer, or for the next engine of a process, and a layer may have ALiBi slopes. If one of these has changed,
+the cached choice is dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A step's attention metadata for vLLM, made once a step: which requests decode, which begin, which continue."""
+"""A step's attention metadata for vLLM, made once a step: which requests decode, and which begin or continue a
+prompt."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ ROWS_TO_DEQUANTISE_FOR = 4096
 class Context:
     """The positions of some requests' tokens in the cache, new ones included, one request after the other.
 
-    pages, places: int64 [tokens], each token's page and its place in the page. starts: int32 [requests + 1]. longest:
-    the most tokens of a request.
+    pages, places: int64 [tokens], each token's page and its index within the page. starts: int32 [requests + 1].
+    longest: the most tokens of a request.
     """
 
     pages: torch.Tensor
@@ -146,7 +147,7 @@ class Metadata(AttentionMetadata):
         starts: int32 [requests + 1], each request's first new token in the step.
         seq_lens: int32 [requests], new tokens included; if tokens are split among GPUs, those in this GPU's cache.
         block_table: int32 [requests, pages].
-        slot_mapping: int64 [tokens]: page * page size + place of each new token, -1 for none.
+        slot_mapping: int64 [tokens]: each new token's page * page size + index within the page, -1 for none.
         pieces: the other requests, in pieces.
     """
 
@@ -163,10 +164,10 @@ class Metadata(AttentionMetadata):
         return self.num_decodes * self.decode_len
 
     def as_piece(self, way: Way) -> Metadata:
-        """Returns the same step with its decode requests as a piece.
+        """Returns the step's metadata with the decode requests as one more piece, computed in ``way``.
 
-        Its new tokens are then written by `slot_mapping`, those with -1 nowhere. No kernel gets more queries of a
-        request than it takes.
+        New tokens of a piece are written to their slots in ``slot_mapping``, those with slot -1 nowhere. The caller
+        chooses a way whose kernels take ``decode_len`` queries of a request.
         """
         decoding = Piece(
             way=way,
@@ -189,7 +190,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """With True, vLLM from 0.30 on captures all steps of a drafting model in one graph."""
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Refuses subclasses that change a step's metadata, which attention layers of a few models make.
+        """Refuses every subclass. Attention layers of a few models make subclasses to change a step's metadata.
 
         Raises:
             NotImplementedError: always; it says how to leave such a model's attention to vLLM.
@@ -249,8 +250,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
         """Makes the metadata of a drafting step.
 
-        At the end of the longest context, vLLM gives a request length 1 and no slot. Its token must not be written
-        where a context of one token has it, so decode requests then become a piece.
+        At the end of the longest context, vLLM gives a request length 1 and no slot. Decoding would write its token as
+        that of a context of one token. So decode requests then become a piece, whose tokens are written to slots.
         """
         metadata = super().build_for_drafting(common_attn_metadata, draft_index)
         bound = common_attn_metadata.seq_lens_cpu_upper_bound
@@ -353,7 +354,7 @@ def is_invariant() -> bool:
 
 
 def caches_of(impls: list[Any], device: torch.device) -> Caches:
-    """Returns the common facts of layers that share a step's metadata."""
+    """Returns the `Caches` of layers that share a step's metadata."""
     few = [attention_kernels.key_rows_of(impl) for impl in impls]
     return Caches(
         num_heads=max(impl.num_heads for impl in impls),
@@ -415,8 +416,8 @@ def part_of(new: int) -> int:
 
 
 def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
-    """Returns a piece of requests with equally many new tokens for decode attention. Each part is a request that ends
-    earlier."""
+    """Cuts a piece, whose requests have equally many new tokens, into parts for decode attention. Each part is a
+    request of its own, which ends with the part's last token."""
     q_len = part_of(piece.longest)
     chunks = piece.longest // q_len
     lengths, table = common.seq_lens[piece.requests], common.block_table_tensor[piece.requests]
@@ -446,6 +447,7 @@ def piece_end(starts: list[int], lengths: list[int], begin: int, end: int, cache
 
 
 def _lengths(common: CommonAttentionMetadata) -> list[int]:
-    """Returns the tokens of each request, new ones included; exact for requests that do not decode."""
+    """Returns an upper bound on each request's tokens, new ones included. It is exact for requests that do not
+    decode."""
     bound = common.seq_lens_cpu_upper_bound
     return (common.seq_lens.cpu() if bound is None else bound).tolist()

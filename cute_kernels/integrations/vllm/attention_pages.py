@@ -1,10 +1,10 @@
 """The pages of the attention backend, as vLLM counts them; this interface differs between releases.
 
-Up to 0.26 a backend gives a cache's shape, and a layer's specification counts the bytes. A format that vLLM does not
-know is described as a head of as many bytes. From 0.30 on the backend fills in the specification itself
-(`customize_spec`), and caches come as views [pages, heads, tokens, content]. Here a page is one head whose tokens hold
-all heads' rows, for vLLM. So each of its layouts keeps a page's bytes together, and orders layers and pages alone. The
-order of heads and tokens within a page is `kv_formats.laid_out`'s.
+Up to 0.26 a backend gives a cache's shape, and a layer's specification counts the bytes. A row in a format that vLLM
+does not know is described as a head with a column for each byte. From 0.30 on the backend fills in the specification
+itself (`customize_spec`), and caches come as views [pages, heads, tokens, content]. To vLLM, a page of this backend is
+one head, whose tokens hold the rows of all heads. So each of vLLM's layouts keeps a page's bytes together, and orders
+layers and pages alone. The order of heads and tokens within a page is `kv_formats.laid_out`'s.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def _packed(spec: Foreign, formats: engine_cache.Formats) -> Any:
 
 
 def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
-    """Returns for each reason against formats by layer in an engine whether it holds. slides: whether a layer has a
-    window.
+    """Returns {reason against formats by layer: whether it holds in an engine}. slides: whether a layer has a window.
 
     Layers of one kind share a block table, and each layer's pages have their own size. With several kinds, vLLM makes
     all pages as large as the largest.
@@ -115,9 +114,9 @@ def _cache_dtype_of(spec: Foreign) -> str:
 
 
 def counted(layer: Foreign, spec: Foreign) -> Any:
-    """Returns a layer's specification.
+    """Returns a layer's specification, for a format unknown to vLLM with the bytes of its rows.
 
-    For formats unknown to vLLM it has the bytes of their rows, also where vLLM does not ask backends for them.
+    It is called in all releases, also in those that do not ask backends for these bytes.
     """
     if not kv_formats.is_own(layer.kv_cache_dtype):
         return spec

@@ -24,7 +24,7 @@ Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: bool) -> dict[str, bool]:
-    """Returns for each property that DCP does not support whether the layer or engine has it.
+    """Returns {property that DCP does not support: whether the layer or engine has it}.
 
     extends: whether extend attention reads the caches. slides: whether the layer has a window.
     """
@@ -44,7 +44,8 @@ def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: boo
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ``count`` GPUs that split requests' tokens, ``interleave`` tokens at a time; this GPU has number ``rank``."""
+    """The ``count`` GPUs that split requests' tokens, ``interleave`` tokens at a time; this GPU has number ``rank``.
+    merge: vLLM's function that merges the GPUs' partial results."""
 
     count: int
     rank: int

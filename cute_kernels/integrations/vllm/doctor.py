@@ -1,4 +1,4 @@
-"""The check of what the plugin would replace in the installed vLLM, which is not imported."""
+"""The check, for the doctor command, of what the plugin would replace in the installed vLLM. vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPLACED = {
 
 
 def examine() -> Finding:
-    """Returns the findings of `python -m cute_kernels doctor` about vLLM."""
+    """Returns the finding about vLLM for `python -m cute_kernels doctor`."""
     version = versions.installed()
     if version is None:
         return Finding("vllm", OK, "not installed")

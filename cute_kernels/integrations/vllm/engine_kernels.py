@@ -99,7 +99,8 @@ CACHES = (
 class Layers:
     """A model's linear layers.
 
-    shapes: (n, k) of each. sides: on which side of a norm each is whose product may leave that norm to the other.
+    shapes: (n, k) of each layer. sides: GIVES or TAKES if the layer's product may produce or consume a deferred norm,
+    else None.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -109,7 +110,8 @@ class Layers:
     def of(cls, hidden: int, middle: int, qkv: int, heads: int, ranks: int = 1) -> Layers:
         """Makes the layers of one of ``ranks`` GPUs from a whole model's widths.
 
-        hidden: of the model. middle: of its MLP. qkv: queries, keys and values together. heads: all query heads.
+        hidden: the model's width. middle: its MLP's. qkv: that of queries, keys and values together. heads: that of all
+        query heads together.
         """
         return cls(
             (
@@ -208,7 +210,8 @@ def _linear() -> Iterator[Part]:
 
 
 def linear_specs(problem: LinearProblem, kind: DeferredKind | None = None) -> list[KernelSpec]:
-    """Returns the kernels of a linear layer, given as a problem of one row. kind: the layer's side of a norm."""
+    """Returns the kernels of a linear layer, given as a problem of one row. kind: whether its product may produce
+    (GIVES) or consume (TAKES) a deferred norm; None for neither."""
     rows = prepare.RowCounts(CAPTURED, MOST_TOKENS).all()
     beside = [] if kind is None else specs_beside_norm(problem, rows, kind)
     whole = whole_specs(problem) if kind == GIVES and problem.k > problem.n else []  # of an MLP's last layer

@@ -42,7 +42,8 @@ class FloatProducts(Products):
 
 
 def serve(kernel: str, key: str, method: Foreign, layer: Foreign) -> str | None:
-    """Packs a loaded layer and gives its method these products. Otherwise changes nothing and returns why.
+    """Packs a loaded layer and makes its method multiply by `FloatProducts`. If that is not possible, changes nothing
+    and returns why.
 
     kernel, key: as in `Interface.float_linear`.
 
@@ -111,7 +112,7 @@ def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
 
 
 def replace(interface: Interface) -> str:
-    """Makes vLLM's methods for layers with floating codes use these products. Returns a line for the log."""
+    """Makes vLLM's methods for layers with floating codes use `FloatProducts`. Returns a line for the log."""
     for module, name, *how in interface.float_linear:
         made = functools.partial(packs_here, "FP8, MXFP4 or NVFP4 layers", functools.partial(serve, *how))
         replace_once(module, f"{name}.process_weights_after_loading", made)

@@ -159,8 +159,8 @@ def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymI
 
 
 def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
-    """Fuses a residual into the product that makes x, and replaces the norm of the sum. Returns whether each was
-    done."""
+    """Fuses a residual into the product that makes x, and replaces the norm of the sum. Returns (whether the residual
+    was fused, whether the norm was replaced)."""
     x, residual, weight, eps, *rest = node.args
     if (
         any(rest)
@@ -203,8 +203,8 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
 
 
 def _is_beside_product(x: fx.Node, node: fx.Node) -> bool:
-    """Returns whether a product makes the norm's input, perhaps through unary operations (a sum over GPUs), or reads
-    its result."""
+    """Returns whether a product makes the norm's input x, perhaps through unary operations (a sum over GPUs), or reads
+    the norm's result."""
     while not is_product(x) and len(inputs := _tensors_of(x)) == 1:
         (x,) = inputs
     takes = (reader for item in node.users if item.args[1] == 0 for reader in _readers(item))
@@ -228,7 +228,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _leave_norm(norm: fx.Node) -> bool:
     """Defers a norm from the product that makes its rows to the one product that reads the norm.
 
-    Returns whether both products can defer it.
+    Returns whether it did, which both products must support.
     """
     product, weight, *others = norm.args
     bias, residual, kind, eps, offset = others
@@ -288,7 +288,7 @@ class _Pair:
 
     @classmethod
     def of(cls, gives: fx.Node) -> _Pair | None:
-        """Returns the pair around a norm; None if another node reads the deferred parts."""
+        """Returns the pair that begins with ``gives``; None if another node reads the deferred parts."""
         items = {item.args[1]: item for item in gives.users if _is_item(item)}
         if set(items) != {0, 1, 2} or len(gives.users) != 3:
             return None
@@ -302,7 +302,7 @@ class _Pair:
         return cast("list[tuple[str, int, int]]", [self.gives.args[6:9], self.takes.args[11:14]])
 
     def is_plain(self) -> bool:
-        """Returns whether both products have codes and scales in bf16, but no zero points or bias."""
+        """Returns whether scales and the norm's weight are in bf16, and neither product has zero points or a bias."""
         scales, zeros, bias = self.gives.args[2:5]
         norm, its_scales, its_zeros, its_bias = (self.takes.args[i] for i in (3, 8, 9, 10))
         if (zeros, bias, its_zeros, its_bias) != (None, None, None, None):
@@ -362,7 +362,8 @@ def _replace_layer(first: _Pair, last: _Pair) -> bool:
 
 
 def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
-    """Returns whether a product has bf16 results and an algorithm that may defer a norm."""
+    """Returns whether a product has bf16 results, is not batch-invariant, and has no activation unless
+    ``with_activation``."""
     args = product.args
     if product.kwargs or args[OUT_DTYPE] != torch.bfloat16 or (len(args) > INVARIANT and args[INVARIANT]):
         return False
@@ -415,6 +416,6 @@ def item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
 
 
 def _erase(nodes: list[fx.Node]) -> None:
-    """Removes nodes that are no longer used, given in graph order. vLLM removes nodes that only they used."""
+    """Removes nodes that are no longer used, given in graph order. Nodes that only these used are removed by vLLM."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

@@ -88,7 +88,8 @@ def side_of_norm(layer: object) -> DeferredKind | None:
     """Returns the side of a norm on which a layer's product is: GIVES before a norm, TAKES after one.
 
     Returns None for neither, and for layers split among GPUs: their results are summed before the norm. Returns None
-    also in models with experts in every layer: they and their router read one norm, and no product precedes the other.
+    also in models with experts in every layer: experts and their router read one norm, and no product precedes the
+    other norm.
     """
     if getattr(layer, "tp_size", 1) > 1 or _has_experts_everywhere():
         return None
@@ -113,7 +114,8 @@ def in_order(out: torch.Tensor) -> torch.Tensor:
 
 
 def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
-    """Returns the norms that may follow a layer with ``columns`` output features."""
+    """Returns the kernels of the RMSNorms, with and without a residual, that may follow a layer with ``columns`` output
+    features."""
     if columns % VECTOR or columns > MAX_COLUMNS or dtype not in DTYPES:
         return []
     return [
@@ -145,7 +147,8 @@ def settle_norms(columns: int, dtype: torch.dtype) -> None:
 
 
 def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
-    """Returns whether a norm of rows with ``columns`` columns was loaded together with the layers around it."""
+    """Returns whether `settle_norms` loaded the norm of rows with ``columns`` columns, together with the layers around
+    it."""
     return with_residual in _norms.get((columns, dtype), ())
 
 
@@ -154,9 +157,11 @@ _norms: dict[tuple[int, torch.dtype], frozenset[bool]] = {}
 
 @functools.cache
 def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKind) -> None:
-    """Loads or compiles the kernels of a layer's products on one side of a norm.
+    """Loads or compiles the kernels with which a layer's product produces or consumes a deferred norm, as ``kind``
+    says.
 
-    The norm is a launch of its own for numbers of rows without a kernel, or if its kernel cannot be loaded or compiled.
+    For numbers of rows without such a kernel, or if it can be neither loaded nor compiled, the norm is a launch of its
+    own.
 
     problem: the layer, of one row. rows: numbers of rows that the engine runs.
     """

@@ -1,4 +1,4 @@
-"""Rewriting of a model's traced step whose own code multiplies by a router's gate. It needs only torch.
+"""Rewriting of the traced step of a model whose own code multiplies by a router's gate. It needs only torch.
 
     logits = x W^T + b; experts(x, logits)  ->  experts(x, W, b)
 
@@ -27,7 +27,7 @@ VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
 def fuse(graph: fx.Graph, experts: Container[int]) -> int:
     """Rewrites a graph in place. Returns the number of rewritten routers.
 
-    experts: numbers of experts for which all of the model's routers can be given a gate's weight.
+    experts: the numbers of experts of routers that also multiply by the gate, as `routers_in_code` returns them.
     """
     return sum(_fuse(node, experts) for node in [node for node in graph.nodes if _is_experts(node)])
 
@@ -60,7 +60,8 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _gate_of(logits: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """Returns the (hidden states [T, K], weight [E, K], bias [E] or None) of logits; None if no kernel takes them."""
+    """Returns (hidden states [T, K], weight [E, K], bias [E] or None) from which logits are computed; None if no kernel
+    takes them."""
     if logits.target not in (MM, ADDMM) or logits.kwargs:
         return None
     *biases, x, turned = logits.args

@@ -51,7 +51,7 @@ class FusionPass(InductorPass):
 
 @functools.cache
 def _sums() -> fused_graph.Sums | None:
-    """Returns vLLM's operators of norms; None if it has none with these names."""
+    """Returns the `Sums` of vLLM's operators of norms; None if this vLLM has none with these names."""
     operators = torch.ops.vllm_ir
     try:
         add_norm, norm = operators.fused_add_rms_norm.default, operators.rms_norm.default
@@ -64,7 +64,7 @@ def _sums() -> fused_graph.Sums | None:
 
 
 def replace(interface: Interface) -> str:
-    """Appends this pass to vLLM's. Returns a line for the log."""
+    """Appends `FusionPass` to vLLM's passes. Returns a line for the log."""
     module, name = interface.pass_manager
     replace_once(module, f"{name}.configure", _ends_with_fusion)
     return "gates, residual sums and norms are fused into quantised products in compiled graphs"

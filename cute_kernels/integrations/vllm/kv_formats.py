@@ -53,8 +53,8 @@ def own_formats() -> tuple[Formats, ...]:
 def laid_out(formats: Formats) -> Formats:
     """Returns formats with the order in which their pages hold heads and tokens.
 
-    Rows with headers lie head by head, unless vLLM's own variable says otherwise: then a CTA can read one head's tokens
-    as one run of bytes. Other rows are as fast in vLLM's order.
+    Rows with headers lie head by head, so that a CTA can read one head's tokens as one run of bytes. Other rows are as
+    fast in vLLM's order. vLLM's own variable overrides both.
     """
     usual = "HND" if formats.k.has_header or formats.v.has_header else "NHD"
     return replace(formats, cache_layout=environment.wanted_layout() or usual)

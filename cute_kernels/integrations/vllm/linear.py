@@ -52,12 +52,13 @@ def form_of(c: MPLinearLayerConfig) -> Form:
 
 
 class Products:
-    """The products of a layer, and the operations around them that are fused into them."""
+    """The product of a layer, with the operations around it that are fused into it."""
 
     is_interleaved = False  # until the layer is known
 
     def note(self, form: Form) -> None:
-        """Sets the form, when the layer is made or loaded."""
+        """Sets the layer's form and registers its kernels for loading. It is called when the layer is made or
+        loaded."""
         self.form = form
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.fused = fused_layers.wanted()
@@ -65,7 +66,8 @@ class Products:
         prepare.note(problem_of(form), prepare.engine_rows())
 
     def settled(self, layer: Foreign, weight: PackedWeight) -> PackedWeight:
-        """Decides which operations around a layer are fused into it; graphs that vLLM keeps depend on it.
+        """Decides which operations around a layer are fused into it, and makes their kernels ready. Graphs that vLLM
+        keeps depend on the decision.
 
         Returns the weight, with gate's and up's rows alternating if the fusion needs it.
         """

@@ -2,7 +2,7 @@
 
 vLLM's backends FLASHMLA, FLASH_ATTN_MLA and FLASHMLA_SPARSE keep everything else: prompts, the cache and its writing,
 metadata. Their implementation of a layer becomes a subclass with its own decoding, for as many heads as the GPU has.
-FlashMLA's kernels for chosen tokens need 64 or 128 heads, so vLLM pads.
+FlashMLA's kernels for chosen tokens need 64 or 128 heads, so vLLM pads the heads for them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 
 class Decoding:
-    """Decoding over whole contexts in 16 bits, in pages of 64 tokens, in place of a backend's. FP8 stays with the
-    backend."""
+    """The decoding of a backend's implementation, over whole contexts in 16-bit caches with pages of 64 tokens. Layers
+    with FP8 caches keep the backend's own decoding."""
 
     serves_some: ClassVar[bool] = False
     """Whether some layer of the backend decodes here, so that its pages should have 64 tokens."""
@@ -84,7 +84,7 @@ class Decoding:
 
 
 class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
-    """Decoding over chosen tokens, of 656 bytes or in bf16, for any number of heads."""
+    """Decoding over tokens that an indexer chose, in FP8 (656 bytes) or bf16, for up to 128 heads."""
 
     gives_lse: ClassVar[bool] = True
     """`Interface.mla_gives_lse` of the installed vLLM, which reads the log-sum-exps only if contexts are split."""
@@ -166,7 +166,7 @@ def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
 
 
 def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | None:
-    """Returns why a layer keeps its backend's kernels; None if it need not.
+    """Returns why a layer keeps its backend's kernels; None if it can decode here.
 
     form: of its cache, None for an unsupported cache. cut: whether contexts may be split among GPUs.
     """

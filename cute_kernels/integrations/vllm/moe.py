@@ -222,7 +222,7 @@ class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
 
 
 def reason_against(method: Foreign, layer: Foreign, source: Source) -> str | None:
-    """Returns why a layer keeps vLLM's experts; None if it need not."""
+    """Returns why a layer keeps vLLM's experts; None if `CuteKernelsExperts` can replace them."""
     if (left := prepare.why_left("moe")) is not None:
         return left
     try:
@@ -281,8 +281,8 @@ def _asked(
 
 
 def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
-    """Packs a layer's weights and gives the method these experts. Otherwise changes nothing, and returns which kernels
-    are missing.
+    """Packs a layer's weights and gives its method `CuteKernelsExperts`. If kernels are missing, changes nothing and
+    returns which.
 
     Raises:
         NotImplementedError: with EPLB, experts would move to GPUs whose kernels do not support their scales.
@@ -389,17 +389,17 @@ def _set(layer: Foreign, name: str, tensor: torch.Tensor | None) -> None:
 
 
 def replace(interface: Interface) -> str:
-    """Makes vLLM's methods for expert layers use these experts. Returns a line for the log."""
+    """Makes vLLM's methods for expert layers use `CuteKernelsExperts`. Returns a line for the log."""
     for module, name in interface.expert_methods:
         replace_experts(module, name, SOURCES[name])
     return "experts (AWQ, GPTQ, compressed-tensors, gpt-oss; 4 and 8 bits) run here"
 
 
 def replace_experts(module: str, name: str, source: Source) -> None:
-    """Makes a method of vLLM build these experts for supported layers.
+    """Makes a method of vLLM build `CuteKernelsExperts` for supported layers.
 
     With EPLB, vLLM moves experts between GPUs: it moves rows of the layer's parameters, of which these experts are
-    views, and its ids already refer to rows. Most of vLLM's own methods do not support EPLB.
+    views, and vLLM's ids of experts already refer to rows. Most of vLLM's own methods do not support EPLB.
     """
     owner = getattr(importlib.import_module(module), name)
     takes_part = owner.supports_eplb.fget

@@ -3,7 +3,7 @@
 A runner of vLLM multiplies by its gate, and passes the logits to its router. If `cute_kernels.gemm.experts.route`
 computes both, the runner passes hidden states instead of logits. If a model's own code multiplies by the gate, its
 compiled graph passes the gate's weight instead (`fused_routers`). vLLM still records the chosen experts and maps them
-to places.
+to physical experts (EPLB).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Router:
     routing: Routing
 
     def call(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> RouteCall:
-        """Returns the call of `route` for hidden states [T, K]. weight, bias: read if the gate is in the model's own
-        code."""
+        """Returns the call of `route` for hidden states [T, K]. weight, bias: the gate's, read only if the gate is in
+        the model's own code."""
         gate = (weight, bias) if self.gate is None else (self.gate.weight, self.gate.bias)
         added = gate[1], getattr(self.router, "e_score_correction_bias", None)
         bias, correction = (None if each is None else each.data for each in added)
@@ -131,7 +131,7 @@ def routers_in_code(layers: Iterable[object]) -> set[int]:
 
 
 def reason_against(runner: Foreign, device: torch.device) -> str | None:
-    """Returns why a layer keeps vLLM's router; None if it need not."""
+    """Returns why a layer keeps vLLM's router; None if `route` can replace it."""
     gate, router = runner.gate, runner.router
     if not (_is_vllms(runner, RUNNERS) and _is_vllms(router, ROUTERS) and (gate is None or _is_vllms(gate, GATES))):
         return refusal({f"{type(runner).__name__}, {type(router).__name__} and {type(gate).__name__}": True})
@@ -207,7 +207,7 @@ def _calls(router: Router, dtype: torch.dtype, device: torch.device) -> list[Rou
 
 
 def specs(calls: Iterable[RouteCall]) -> list[RouterSpec]:
-    """Returns the kernels of calls."""
+    """Returns the kernels of calls of `route` that also multiply by the gate."""
     return [RouterSpec(config_of(call, multiplies=True)) for call in calls]
 
 

@@ -21,7 +21,7 @@ class Interface:
     """The modules and names of a version of vLLM that the plug-in replaces.
 
     Attributes:
-        tested: how this version is known to work, for people.
+        tested: how this version was tested, in words.
         linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
         linear_scheme: the module and class of compressed-tensors layers.
         backend_priorities: the module and function that order the attention backends.
