@@ -13,7 +13,7 @@ less than tensors:
                          (0: one for all heads); a head's column scales are contiguous, aligned to 16 bytes
     mode                 bit 0: write lse; bit 1: leave the partial results of all splits in the workspace; bits from 8
                          on: log2 of the most CTAs that may combine a row
-    more_rows            rows of CTAs beyond the batch, so that there is one for each range
+    more_rows            rows of CTAs beyond the batch, so that there is a CTA for each range
     ranges               CTAs, the first of each head block, that share the tiles of all requests where lengths differ;
                          0 to cut every row into num_splits parts whatever the lengths
     block_table          int32 [batch, max_pages], rows table_stride entries apart

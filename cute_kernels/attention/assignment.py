@@ -8,8 +8,8 @@ of its own number, so it may load its first tile before it knows any length.
 If lengths differ, the tiles of all rows are numbered row by row, and CTA i takes range i of equal length (stream-K). So
 one request of 100,000 tokens among a thousand short ones is spread over the whole GPU, and all CTAs end together. The
 tiles of a range that belong to one row are a unit. A CTA processes the units of its range from the last row to the
-first: a row that several ranges share is combined by the CTAs of its last ranges, to which it is the last unit, while
-the CTA of its first range has it as its first unit. So nobody waits for a CTA that has other work to do before.
+first. Where several ranges share a row, the CTAs of the row's later ranges combine it: it is their last unit. It is the
+first unit of the CTA of its first range. So no CTA waits for another one that has to process other units before.
 
 `tests/attention/cut_rows.py` says in plain Python how rows are cut.
 """
@@ -32,10 +32,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 class Requests:
     """Lengths and counts of the requests of a launch; run-time values.
 
-    address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: the number of tokens at a
-    request's end that its queries see at most (:meth:`.terms.ScoreTerms.reach`); None if they see all. parts: CTAs of a
-    row. ranges: CTAs, the first of the grid, that share all tiles where lengths differ; 0 if every row has ``parts``
-    parts whatever its length.
+    address: of int32 lengths [batch]. max_seq_len: tokens that the cache has room for in a request. seen: the most
+    tokens at a request's end that its queries may see (:meth:`.terms.ScoreTerms.reach`); None if they see all. parts:
+    CTAs of a row. ranges: how many CTAs share the tiles of all requests where lengths differ: the first CTAs of the
+    grid; 0 if every row has ``parts`` parts whatever its length.
     """
 
     address: Int64
@@ -48,10 +48,10 @@ class Requests:
 
 @dataclass(frozen=True)
 class Range:
-    """The tiles of all rows, numbered together, that a CTA takes; run-time integers.
+    """A CTA's range of the tiles of all rows, which are numbered together; run-time integers.
 
-    size: tiles of a range; 0 where lengths are alike. ahead: tiles of the range before the row that is processed; below
-    0 if the range begins so many tiles after the row's first.
+    size: tiles of a range; 0 where lengths are alike. ahead: tiles of the range that lie before the row that is
+    processed; if the range begins inside that row, minus the row's tiles before the range.
     """
 
     size: Int32
@@ -77,7 +77,7 @@ class Assigner:
         return ptx.load_global_words(requests.address + Int64(row) * 4, 0, 1)[0].to(Int32)
 
     def limit_length(self, requests, length):
-        """Clamps a loaded length between 0 and max_seq_len, the tokens that there is a cache for."""
+        """Clamps a loaded length between 0 and max_seq_len, the tokens that the cache has room for."""
         return cutlass.min(cutlass.max(length, 0), requests.max_seq_len)
 
     def length_of(self, requests, row):
@@ -85,7 +85,7 @@ class Assigner:
         return self.limit_length(requests, self.fetch_length(requests, row))
 
     def first_tile(self, requests, length):
-        """Returns the tile of the first token that some query sees."""
+        """Returns the number of the tile with the first token that some query sees."""
         if const_expr(requests.seen is None):
             return Int32(0)
         return cutlass.max(length - requests.seen, 0) // self.tile_tokens
@@ -99,7 +99,8 @@ class Assigner:
         return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
 
     def fetch_first_length(self, requests, lane: Int32):
-        """Starts loading the first of the lengths that a lane reads; the load brings its neighbours into the caches."""
+        """Starts loading the first of the lengths that a lane reads; the load brings the next lengths into the
+        caches."""
         return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
 
     @cute.jit
@@ -137,7 +138,7 @@ class Assigner:
     @cute.jit
     def find_row(self, requests, tile: Int32, lane: Int32):
         """Returns (the row that has tile number ``tile`` of all rows' tiles, the number of the row's first tile); past
-        the last tile the last row."""
+        the last tile, those of the last row."""
         rows = self.rows_of_lane(requests)
         own = Int32(0)
         for i in cutlass.range(rows, unroll=1):
@@ -159,15 +160,16 @@ class Assigner:
         return ptx.warp_sum(found_row), ptx.warp_sum(found_start)
 
     def grid_work(self, requests, place, row, part, length) -> Work:
-        """Returns a CTA's unit where each row has ``parts`` parts, which take a row's tiles in turn. There is none if
-        part >= num_parts."""
+        """Returns the unit of part ``part`` of a row, where each row has at most ``parts`` parts, which take its tiles
+        round-robin. There is no such unit if the returned part >= num_parts."""
         tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
         num_parts = cutlass.min(tiles, requests.parts)
         begin, stride = (first + part) * self.tile_tokens, num_parts * self.tile_tokens
         return Work(place, row, part, num_parts, row * requests.parts, length, begin, length, stride)
 
     def range_work(self, requests, place, index, row, length, span) -> Work:
-        """Returns the unit of range ``index`` in a row. There is none if part >= num_parts."""
+        """Returns the unit that range ``index`` has in a row. There is no such unit if the returned part >=
+        num_parts."""
         tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
         before = cutlass.max(-span.ahead, 0)  # tiles of the row that other ranges have
         part = (before + span.size - 1) // span.size
@@ -183,8 +185,8 @@ class Assigner:
         )
 
     def row_before(self, requests, work, span) -> tuple[Work, Range]:
-        """Returns the unit of a range in the row before that of ``work``. Waits for that row's length, which
-        :meth:`find_row` has brought into the L1 cache."""
+        """Returns (the unit that a range has in the row before that of ``work``, the range relative to that row). Waits
+        for that row's length, which :meth:`find_row` has brought into the L1 cache."""
         index, row = work.first_unit + work.part - work.request, work.request - 1
         length = self.length_of(requests, row)
         span = replace(span, ahead=span.ahead - self.tiles_of(requests, length)).uniform()

@@ -11,12 +11,12 @@ ROWS_WRITTEN = 10  # any free number would do, 5 too; another one would compile 
 
 
 def announce_ready(config: DecodeConfig) -> None:
-    """Arrives, in a producer warp, once the ring's barriers are initialised; does not wait."""
+    """Tells consumer warps that the ring's barriers are initialised. Each producer warp calls it; it does not wait."""
     cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
 def await_ready(config: DecodeConfig) -> None:
-    """Waits, in a consumer warp, until all producer warps have arrived."""
+    """Waits in a consumer warp until all producer warps have called `announce_ready`."""
     cute.arch.barrier(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
@@ -25,8 +25,8 @@ def _ready_threads(config: DecodeConfig) -> int:
 
 
 def sync_merged(config: DecodeConfig) -> None:
-    """Synchronises consumer and producer warps, called by a consumer, after a unit's merged results are read if they
-    lie in the ring's place."""
+    """Synchronises consumer and producer warps once a unit's merged results are read, if the merge buffer overlaps the
+    ring. Consumer warps call it; producer warps call `await_merged`."""
     if not config.merge_offset:
         # Copies are about to overwrite what was stored and read.
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -34,7 +34,7 @@ def sync_merged(config: DecodeConfig) -> None:
 
 
 def await_merged(config: DecodeConfig) -> None:
-    """Waits, in a producer warp, until a unit's merged results are read: then the ring's memory is free for the CTA's
+    """Waits in a producer warp until a unit's merged results are read: then the ring's memory is free for the CTA's
     next unit."""
     cute.arch.barrier(barrier_id=MERGED, number_of_threads=_ready_threads(config))
 
@@ -52,12 +52,13 @@ def sync_cleared(config: DecodeConfig) -> None:
 
 
 def announce_rows(config: DecodeConfig) -> None:
-    """Arrives, in a consumer warp, once it has written its part of the newest token's rows; does not wait."""
+    """Tells producer warps that the calling consumer warp has written its part of the newest token's rows; does not
+    wait."""
     cute.arch.barrier_arrive(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
 
 
 def await_rows(config: DecodeConfig) -> None:
-    """Waits, in a producer warp, until all consumer warps have arrived."""
+    """Waits in a producer warp until all consumer warps have called `announce_rows`."""
     cute.arch.barrier(barrier_id=ROWS_WRITTEN, number_of_threads=_ready_threads(config))
 
 

@@ -90,7 +90,7 @@ class AttentionCall:
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
         v_rotation, v_factor: the parts of V's transform that the kernel has to undo (the reference ignores them).
         bias: over [batch, q_len, num_q_heads, max_seq_len].
-        terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that it has.
+        terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that the call uses.
         score_tensors: their tensors, by name.
         tail: the keys of unfinished blocks, for a K format in blocks; None for others.
         blocks: which of a request's blocks each KV head reads; None for all tokens.
@@ -151,7 +151,7 @@ class AttentionCall:
 
     @property
     def q_len(self) -> int:
-        """The queries of every request; 1 where requests differ."""
+        """The queries of every request; 1 for extend attention, whose requests differ in it."""
         return 1 if self.extends else self.q.shape[1]
 
     @property
@@ -206,8 +206,9 @@ class AttentionCall:
         )
 
     def in_pages(self) -> AttentionCall:
-        """Returns the call as kernels read chosen blocks: a list has room for ``max_seq_len`` tokens, and the blocks of
-        a contiguous cache count as its pages."""
+        """Returns a call with chosen blocks in the sizes that kernels want: ``max_seq_len`` becomes the tokens that a
+        list has room for. Without a block table, ``page_size`` becomes a block's tokens: the blocks of a contiguous
+        cache count as its pages."""
         assert self.blocks is not None
         page_size = self.blocks.tokens if self.block_table is None else self.page_size
         return replace(self, page_size=page_size, max_seq_len=self.blocks.list.shape[2] * self.blocks.tokens)
@@ -244,7 +245,8 @@ class AttentionCall:
     def _of(
         self, own: slice, k: CacheOperand, v: CacheOperand, lengths: torch.Tensor, **changes: object
     ) -> AttentionCall:
-        """Returns the call of the queries ``own`` of one request, with other keys and values."""
+        """Returns the call of the queries ``own`` of one request, with the given keys, values, lengths and further
+        ``changes``."""
         q = self.q[own].unsqueeze(0)
         return replace(self, cu_seqlens_q=None, q=q, k=k, v=v, seq_lens=lengths, **changes)
 
@@ -284,7 +286,8 @@ def make_call(
     out: torch.Tensor | None = None,
     **options: Unpack[CallOptions],
 ) -> AttentionCall:
-    """Checks everything that can be checked without waiting for a device; arguments as `decode_attention` has them.
+    """Makes a call of decode attention from the arguments of `decode_attention`. Checks everything that can be checked
+    without waiting for a device.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
@@ -382,8 +385,8 @@ def make_extend_call(
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> AttentionCall:
-    """Checks the arguments of `extend_attention`, as :func:`make_call` does those of decode. options: the options that
-    both calls have."""
+    """Makes a call of extend attention from the arguments of `extend_attention`, with the checks of :func:`make_call`.
+    options: the options that both functions have."""
     forms = extend_checks.check_formats(kv_format)
     if unpack is True:
         extend_checks.check_unpack(forms)
@@ -445,8 +448,8 @@ def make_extend_call(
 
 
 def unpack_tree_mask(words: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. Tokens below 0 are older than
-    the new ones: every query sees them."""
+    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. tokens: numbers of tokens,
+    counted from the first new one. Those below 0 are older tokens, which every query sees."""
     last = words.shape[1] * 32 - 1
     at = tokens.clamp(0, max(last, 0))
     bits = words[:, at // 32] >> (at % 32) & 1 if last >= 0 else words.new_zeros(len(words), len(tokens))

@@ -1,4 +1,5 @@
-"""The decode configurations that a schedule chooses from: their registers, shared memory and copies suffice.
+"""Lists the decode configurations that a schedule chooses from. All of them fit an SM, and their copies can load the
+caches.
 
 Plain Python, no GPU. docs/design/decode_attention.md has the measurements behind the choices.
 """
@@ -73,8 +74,8 @@ def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
 
 
 def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
-    """Returns how a CTA of ``heads`` KV heads, with room for ``most``, loads rows with headers; with 0 heads, by
-    words."""
+    """Returns how a CTA of ``heads`` KV heads loads rows with headers: "bulk", "map" or, with 0 heads, "word". most:
+    the most KV heads that a CTA has room for."""
     if not heads:
         return "word"
     if not MAPPED_HEADS <= heads < most or problem.appends:
@@ -95,11 +96,11 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
     """Returns (KV heads of a CTA, how it loads rows with headers), the most heads first. 0 heads stand for one head
     whose rows are copied by words.
 
-    With fewer heads than fit a CTA, as many CTAs cut a row into fewer parts. Tensor maps load the rows, or a copy a
-    token. Fewer heads are worth considering in two cases. One is INT4 with more queries than one block, where parts are
-    large and each CTA has much to multiply. The other is one block of queries of few requests, whose time goes into
-    start-up and partial results. A head with pages of its own is loaded alone, by a map where its tokens' rows do not
-    touch.
+    If CTAs take fewer heads than they have room for, the same number of CTAs cuts each row into fewer parts. Tensor
+    maps then load the rows, or one bulk copy for each token. Fewer heads are worth considering in two cases. One is
+    INT4 with more queries than one block, where parts are large and each CTA has much to multiply. The other is one
+    block of queries of few requests, whose time goes into start-up and partial results. Where each head has pages of
+    its own, a CTA takes one head, and a map loads it if its tokens' rows are not contiguous.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
@@ -128,8 +129,8 @@ def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
 def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     """Returns the configuration with as many producer warps as its tiles' copies need and its registers allow.
 
-    An SM's four partitions take warps in turn, so warps that fill the partitions evenly cost no registers. ``borrows``:
-    whether four producer warps lend registers to eight consumer warps.
+    Warps go to an SM's four partitions round-robin, so warps that fill the partitions evenly cost no registers.
+    ``borrows``: whether four producer warps lend registers to eight consumer warps.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return changed(config, producer_warps=MAX_PRODUCER_WARPS)
@@ -161,8 +162,9 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _groups(form: KvFormat) -> int:
-    """Returns the groups of columns of a row that take registers. Keys in blocks count as at least four, because their
-    scales multiply the queries. With two blocks of queries an SM has registers for one CTA, with four for none."""
+    """Returns how many groups of columns of a row take registers. Keys in blocks count as at least four groups, because
+    their scales multiply the queries. With so many groups, an SM has registers for one CTA if warps have two blocks of
+    queries, and for none if they have four."""
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 
@@ -181,8 +183,8 @@ def _fits_four_blocks(problem: AttentionProblem) -> bool:
 
 
 def _borrows_registers(problem: AttentionProblem) -> bool:
-    """Returns whether eight warps need over 168 registers a thread: with four query blocks each, or two and INT4
-    groups.
+    """Returns whether eight consumer warps need over 168 registers a thread, so that producer warps lend them some.
+    They need as many with four query blocks each, or with two query blocks and several INT4 groups.
 
     Two blocks with four groups take 218 registers, which an SM has for one CTA only. Spills would go to the L2 cache,
     since the ring leaves the L1 cache no room.
@@ -199,7 +201,7 @@ def _target_warps(*head_dims: int) -> int:
 
 
 def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> int:
-    """Returns for how many KV heads a CTA can copy a token's rows in bulk; 0 if it cannot."""
+    """Returns the most KV heads for which a CTA can copy a token's rows in bulk; 0 if it can for none."""
     dims = (problem.head_dim, problem.v_head_dim)
     target = _target_warps(*dims)
     most = (MAX_WARPS if target == TARGET_WARPS and not _borrows_registers(problem) else target) // num_query_blocks
@@ -247,11 +249,12 @@ def _base_config(
 
 
 def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """Returns a configuration for rows with headers: 8 warps and a ring of 3 tiles.
+    """Returns a configuration for rows with headers, with ``ctas_per_sm`` CTAs to an SM or fewer.
 
-    One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
-    shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a producer leave 96 to a
-    thread, which is enough for one group of one kind of codes.
+    One CTA to an SM is fastest for few long rows; it has 8 warps (4 for head_dim 512). Two or four CTAs, whose
+    beginnings and ends overlap, are faster for many rows. They have shorter rings and fewer warps, as many as the
+    registers allow: two CTAs of 8 warps and a producer leave 96 to a thread, which is enough for one group of one kind
+    of codes.
     """
     costs, groups = costs_of(base.formats), max(_groups(form) for form in base.formats)
     int4, roles = costs == {"int4"}, base.num_roles
@@ -274,7 +277,8 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """Returns a configuration for bare elements: few warps for 16 bits, since little is to be computed per byte."""
+    """Returns a configuration for rows without headers. 16-bit rows get few warps, since little is computed per
+    byte."""
     if costs_of(base.formats) != {"dense"}:
         return _byte_config(base, ctas_per_sm)
     if max(base.head_dims) >= 256:
@@ -285,7 +289,8 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """Returns ``base`` with 8 warps to an SM, and as many tokens to a tile as leave room for a ring of three."""
+    """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512), and the largest tiles of which a ring of
+    three fits shared memory (of two, where queries lie there, too)."""
     target = _target_warps(*base.head_dims)
     ctas_per_sm = 1 if target == WIDE_WARPS else ctas_per_sm
     slices = max(1, target // ctas_per_sm // base.num_roles)
@@ -305,8 +310,8 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _takes_one_block(config: DecodeConfig) -> bool:
-    """Returns whether a warp has no registers for a second block of tokens, for which it would have to keep the
-    queries.
+    """Returns whether a warp takes one block of tokens from a tile, since it has no registers to keep the queries for a
+    second one.
 
     With two blocks of queries and eight groups, one block of tokens causes 18 spills in the loop, two cause 88.
     """
@@ -322,7 +327,8 @@ def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
-    """Returns ``base`` with tiles of a useful size, and up to ``num_stages`` of them, as the shared memory allows."""
+    """Returns ``base`` with one or two blocks of tokens for each warp, and up to ``num_stages`` tiles. If two tiles do
+    not fit shared memory, there are fewer CTAs to an SM."""
     blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = changed(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
     # Four CTAs with small tiles serve many short rows better than two with large ones.

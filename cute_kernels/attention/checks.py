@@ -68,8 +68,8 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
 
 
 def check_query_strides(q: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless the heads of a position lie together, wherever the position lies. what: names of q's
-    other dimensions."""
+    """Raises ValueError unless the heads of a position are contiguous and positions lie on multiples of 16 bytes. what:
+    the name of q's other dimensions in messages."""
     if q.is_contiguous() or not q.numel():
         return
     *others, head, column = strides_of(q)
@@ -86,7 +86,8 @@ def check_layout(cache_layout: object) -> None:
 
 
 def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
-    """Raises TypeError or ValueError unless a cache has four dimensions, strides, and a dtype of its format."""
+    """Raises TypeError or ValueError unless a cache has four dimensions, a dtype of its format, and strides that copies
+    support."""
     if cache.dim() != 4:
         raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: {dimensions}")
     check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
@@ -95,7 +96,7 @@ def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str)
 
 
 def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
-    """Raises ValueError unless rows are contiguous, aligned as copies want them, and apart.
+    """Raises ValueError unless rows are contiguous, are aligned as copies want them, and do not overlap.
 
     Rows that carry their scales begin on multiples of 4 bytes, others on multiples of 16. Blocks lie less than 2**40
     bytes apart, tokens and heads less than 2**31.
@@ -122,7 +123,8 @@ def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
 
 def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
     """Raises ValueError unless decode attention's kernel can number the queries of a KV head, the heads and the CTAs:
-    it divides by `RECIPROCAL_BITS`. The bound holds for all three, since a CTA has 8 rows of queries or more."""
+    it divides by multiplying with reciprocals of `RECIPROCAL_BITS` bits. One bound is enough for all three, since a CTA
+    has 8 rows of queries or more."""
     most, most_heads = 1 << RECIPROCAL_BITS, 1 << 31 - RECIPROCAL_BITS
     if q_len * num_q_heads**2 > most * num_kv_heads or num_kv_heads > most_heads:
         wanted = f"q_len * num_q_heads**2 / num_kv_heads of at most {most}, and at most {most_heads} KV heads"
@@ -155,7 +157,7 @@ def check_value_rows(v_cache: torch.Tensor, form: KvFormat) -> int:
 
 
 def check_readable(name: str, form: KvFormat, head_dim: int) -> None:
-    """Raises ValueError for rows that no kernel reads, whatever device they are on."""
+    """Raises ValueError for a format and head_dim that no kernel reads, for CPU tensors, too."""
     reason = cannot_read(form, head_dim)
     if reason is not None:
         raise ValueError(f"kv_format: got {form.name} for {name}, want a format that is read at its head_dim: {reason}")
@@ -196,7 +198,8 @@ def check_tail(
 
 
 def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:
-    """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with its columns contiguous."""
+    """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with contiguous columns, there are
+    pages, and kernels support their size."""
     check_dtype("block_table", block_table, torch.int32)
     check_shape("block_table", block_table, batch, "max_pages", why=", a row for each request of q")
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:

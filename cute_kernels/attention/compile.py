@@ -167,7 +167,7 @@ def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
 
 
 def compile_unpack(config: UnpackConfig, arch: str, *options: str) -> Any:
-    """Compiles the kernel that makes 16-bit rows of a cache, as :func:`compile_extend` compiles attention."""
+    """Compiles the kernel that unpacks a cache, as :func:`compile_extend` compiles attention."""
     import cutlass
     import cutlass.cute as cute
 

@@ -106,7 +106,7 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class Cta:
-    """Values that all threads of a CTA know from the beginning; run-time values."""
+    """The values that a thread knows before its CTA's first unit, for all units; run-time values."""
 
     roles: Roles
     tiles: Tiles
@@ -167,7 +167,7 @@ class Place:
         return query, (self.first_head + head) * self.shape.group + within
 
     def column(self, config: DecodeConfig, roles: Roles, t, column: int) -> QueryColumn:
-        """Returns the query of an accumulator column of a lane."""
+        """Returns the query of an accumulator column of a lane; past the last query, the last one."""
         row = roles.first_row + column // 2 * BLOCK_QUERIES + 2 * t + column % 2
         query, head = self.query_of(config, roles.head, cutlass.min(row, self.shape.group * self.shape.q_len - 1))
         return QueryColumn(query, head)
@@ -178,8 +178,8 @@ class Work:
     """A CTA's unit: a part of a request's tokens; run-time integers.
 
     part, num_parts: the unit's number among the request's, and how many there are. first_unit: number of the request's
-    part 0 among the partial results of all. length: tokens of the request. The unit has the tiles that begin with token
-    ``begin`` and every ``stride`` tokens after it, before ``stop``.
+    part 0 among the partial results of all requests. length: tokens of the request. The unit has the tiles that begin
+    with token ``begin`` and every ``stride`` tokens after it, before ``stop``.
     """
 
     place: Place
@@ -214,6 +214,6 @@ class Work:
         return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
 
     def partial_row(self, query_row, part):
-        """Returns the workspace's row of a part's result for a query row."""
+        """Returns the row of the workspace for the partial result of part ``part`` for a query row."""
         rows = self.place.shape.q_len * self.place.shape.num_q_heads
         return Int64(self.first_unit + part) * rows + query_row

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DecodeOptions(CallOptions, CallNumbers, total=False):
-    """The optional arguments of a decode call; the defaults are those of a plain call."""
+    """The optional arguments of a decode call; :func:`decode_attention` documents each."""
 
     transform: CacheTransform | None
     tree_mask: torch.Tensor | None
@@ -159,8 +159,8 @@ def decode_attention(
             hold a multiple of 32 tokens.
         tail_slots: int32 [batch], each request's slot of k_tail. Read on the device and not checked there.
         tree_mask: int32 [batch, q_len, words]: the request's own queries that each query sees, as
-            :func:`cute_kernels.extend_attention` takes it. That function serves such calls, and refuses the options
-            that it does not have.
+            :func:`cute_kernels.extend_attention` takes it. That function computes such calls, and options that it does
+            not have are refused.
         score_options: tensors, by the names of options that :func:`cute_kernels.formats.scores.register` has
             registered. They act on scores after ``attn_bias``, in the order of their registration. Not with a
             tree_mask.

@@ -104,7 +104,7 @@ class DecodeConfig:
 
     @property
     def has_features(self) -> bool:
-        """Whether a launch takes the arguments of features."""
+        """Whether a launch takes the arguments of features, which include those of pages."""
         return self.features != PLAIN or self.page_tokens > 0
 
     @property
@@ -141,7 +141,8 @@ class DecodeConfig:
 
     @property
     def num_roles(self) -> int:
-        """Warps that differ in the query heads they carry."""
+        """Number of roles: warps that carry different query heads. Each slice of a tile's tokens has one warp for each
+        role."""
         return self.mainloop.num_heads * self.mainloop.num_query_blocks
 
     @property
@@ -151,23 +152,23 @@ class DecodeConfig:
 
     @property
     def role_query_bytes(self) -> int:
-        """Shared memory of one role's queries."""
+        """Bytes of shared memory for one role's queries; 0 if they stay in registers."""
         return self.mainloop.role_query_bytes(self.k)
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory of the queries."""
+        """Bytes of shared memory for all queries; 0 if they stay in registers."""
         return self.mainloop.query_bytes(self.k)
 
     @property
     def rotated_pitch(self) -> int:
-        """Bytes from a query to the next where a step in one launch rotates them, chosen so that eight queries begin in
-        different banks."""
+        """Bytes of shared memory from a rotated query to the next, in kernels that append and attend in one launch.
+        Eight queries begin in different banks."""
         return 2 * self.head_dim + QUERY_VECTOR_BYTES
 
     @property
     def rotated_bytes(self) -> int:
-        """Shared memory of the queries that a step in one launch rotates."""
+        """Bytes of shared memory for rotated queries, in kernels that append and attend in one launch."""
         return self.num_rows * self.rotated_pitch
 
     @property
@@ -205,13 +206,13 @@ class DecodeConfig:
 
     @property
     def tile_bytes(self) -> tuple[int, int]:
-        """Shared memory of K and of V of one tile."""
+        """Bytes of shared memory of K and of V of one tile."""
         k_tile, v_tile = tiles_of(self)
         return _round_up(k_tile.num_bytes, RAW_TILE_ALIGNMENT), _round_up(v_tile.num_bytes, RAW_TILE_ALIGNMENT)
 
     @property
     def ring_offsets(self) -> tuple[int, int]:
-        """Where the ring's tiles of K and those of V begin."""
+        """Byte offsets in the ring at which its tiles of K and those of V begin."""
         alignment = RAW_TILE_ALIGNMENT if self.formats[1].has_header else SWIZZLE_ALIGNMENT
         return 0, _round_up(self.pipeline.num_stages * self.tile_bytes[0], alignment)
 
@@ -221,8 +222,9 @@ class DecodeConfig:
 
     @property
     def merge_offset(self) -> int:
-        """Where in the pool the warps' results are merged: after the ring where there is room, so that tiles of a CTA's
-        next unit can come meanwhile; else in the ring's place."""
+        """Byte offset in the pool of the buffer in which the warps' results are merged. It lies after the ring where
+        there is room, so that tiles of a CTA's next unit can arrive meanwhile. Else it is 0, and the buffer overlaps
+        the ring."""
         room = self.limits.sm_shared_bytes // self.pipeline.ctas_per_sm - self.limits.reserved_shared_bytes
         room -= self._other_bytes + (self.rotated_bytes if self.after_append else 0)
         fits = self.ring_bytes + self.merge_bytes <= room
@@ -230,18 +232,19 @@ class DecodeConfig:
 
     @property
     def merge_bytes(self) -> int:
-        """Shared memory of the merge of the warps' results."""
+        """Bytes of the buffer in which the warps' results are merged."""
         outputs = self.mainloop.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
         return outputs + self.mainloop.num_slices * self.num_rows * PAIR_BYTES
 
     @property
     def partial_words(self) -> int:
-        """Workspace of a query head and split, in words: each vector of 4 columns with its maximum and sum."""
+        """Words of workspace for a query head's partial result of a split: vectors of 4 columns, each with a maximum
+        and a sum."""
         return self.v_head_dim + self.v_head_dim // 2
 
     @property
     def pool_bytes(self) -> int:
-        """Shared memory of the ring and the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
+        """Bytes of shared memory of the ring and the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
 
         With more CTAs the SMs would have unequal shares.
         """
@@ -255,7 +258,7 @@ class DecodeConfig:
 
     @property
     def _other_bytes(self) -> int:
-        """Shared memory of queries and barriers."""
+        """Bytes of shared memory of queries and barriers."""
         return self.query_bytes + 2 * self.pipeline.num_stages * BARRIER_BYTES
 
     @property
@@ -343,7 +346,7 @@ def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
 
 
 def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
-    """Returns whether a tensor map brings raw rows."""
+    """Returns whether a tensor map loads the raw rows of ``tile``."""
     return config.copies[0 if tile.operand == "k" else 1] == "map"
 
 
@@ -355,8 +358,8 @@ def copies_per_tile(config: DecodeConfig) -> int:
 
 
 def lane_tokens(config: DecodeConfig) -> int:
-    """Returns the tokens of a tile that one lane copies in bulk; they lie in one page. The lane at its start copies a
-    longer run."""
+    """Returns the tokens of a tile that one lane copies in bulk; they lie in one page. Where a copy brings more tokens,
+    the lane with its first token issues it."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
         return min(config.page_tokens or config.tile_tokens, config.tile_tokens)

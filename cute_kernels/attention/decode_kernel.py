@@ -264,7 +264,7 @@ class DecodeKernel:
         |---|---|---|
         | no | any | there is none: both begin at 0 |
         | yes | yes | the unit's first: its loads are issued, and its stage is the state |
-        | yes | no | goes by unread: the state is the stage after it |
+        | yes | no | is released unread: the state is the stage after it |
         """
         state, issued = cta.pipeline.consumer_state(), Int32(0)
         if const_expr(self.config.pipeline.early_tiles > 0):
@@ -278,7 +278,8 @@ class DecodeKernel:
 
     @cute.jit
     def process(self, cta, work, q, state, issued, pages, known):
-        """Processes the CTA's only unit; the arguments are as `RingFiller.fill` has them."""
+        """Processes the CTA's only unit. state, issued: as `take_early_tile` returns them. pages: as
+        `RingFiller.make_early_pages` returns them. known: as `is_expected` returns it."""
         config = self.config
         if cta.warp < config.num_warps:
             self.borrow_registers()
@@ -300,8 +301,9 @@ class DecodeKernel:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
 
     def knows_pages(self, work, expected):
-        """Returns whether the pages that were asked for early are those of a unit's tiles: every ``grid``-th of an
-        expected unit; a row of another length may have other parts."""
+        """Returns whether the pages that were loaded early are those of the unit's tiles. They are those of every n-th
+        tile, for the n CTAs that the grid has for a row. So the unit has to be expected, and its row has to have n
+        parts."""
         return expected & (work.num_parts == cute.arch.grid_dim()[0])
 
     @cute.jit
@@ -323,8 +325,8 @@ class DecodeKernel:
 
     @cute.jit
     def process_range(self, cta, requests, q, first_length, work, early, pages):
-        """Processes ``work``, the CTA's part of its own row, or where lengths differ the units of its range of tiles,
-        from the last row to the first."""
+        """Processes ``work``, the CTA's part of its own row. Where lengths differ, processes instead the units of its
+        range of tiles, from the last row to the first."""
         config, place, lane = self.config, work.place, cta.lane
         size = self.assigner.tiles_per_range(requests, first_length, lane)
         span = Range(size, Int32(0))
@@ -374,7 +376,7 @@ class DecodeKernel:
         )
 
     def query_addresses(self, place, roles, q, request, lane):
-        """Returns the address of the lane's query in each of the warp's blocks; g = lane // 4 is its place in a block.
+        """Returns the address of the lane's query in each of the warp's blocks; g = lane // 4 is its number in a block.
 
         Lanes past the last query take the last query's address; their results are never stored.
         """
@@ -390,7 +392,8 @@ class DecodeKernel:
 
     @cute.jit
     def pass_over(self, pipeline, warp, lane):
-        """Lets the early tile go by unread. The CTA may not exit, or reuse its stage, before the tile has arrived."""
+        """Releases the early tile unread. The CTA may not exit, or reuse the tile's stage, before the tile has
+        arrived."""
         if warp < self.config.num_warps:
             first = PipelineState(0, 0)
             pipeline.consumer_wait(first)

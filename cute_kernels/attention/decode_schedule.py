@@ -47,8 +47,8 @@ class DecodeSchedule:
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
         more_rows: rows of CTAs beyond the batch, so that there is a CTA for each range.
-        ranges: CTAs of each head block that share the tiles of all requests where lengths differ; 0 if lengths do not
-            count.
+        ranges: CTAs of each head block that share the tiles of all requests where lengths differ; 0 if every row has
+            ``num_splits`` splits whatever its length.
     """
 
     config: DecodeConfig
@@ -77,7 +77,8 @@ def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> D
 
 
 def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) -> DecodeSchedule:
-    """Returns the schedule with a configuration and splits, and with ranges if the configuration has them."""
+    """Returns the schedule with a configuration and splits, and with ranges if the configuration cuts rows by their
+    lengths."""
     blocks = head_blocks(problem, config)
     if not config.units or not 1 < problem.batch <= MAX_CUT_BATCH:
         return DecodeSchedule(config, splits, blocks)
@@ -86,8 +87,9 @@ def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) ->
 
 
 def ranges_of(places: int, head_blocks: int) -> int:
-    """Returns how many ranges share the tiles of all requests: so many that the CTAs of all head blocks fill the GPU's
-    ``places`` in as few waves as leave few of them idle."""
+    """Returns how many ranges share the tiles of all requests. Their CTAs, over all head blocks, take the fewest waves
+    that keep `WELL_FILLED` of the GPU busy, or else the best number up to `MOST_WAVES`. places: CTAs that the GPU holds
+    at a time."""
     counts = [max(1, waves * places // head_blocks) for waves in range(1, MOST_WAVES + 1)]
     busy = {count: count * head_blocks / (-(-count * head_blocks // places) * places) for count in counts}
     return next((count for count in counts if busy[count] >= WELL_FILLED), max(counts, key=lambda count: busy[count]))
@@ -96,8 +98,9 @@ def ranges_of(places: int, head_blocks: int) -> int:
 def most_combiners(problem: AttentionProblem, schedule: DecodeSchedule) -> int:
     """Returns how many CTAs may combine a row.
 
-    They wait for each other, so all of them need a place on the GPU: in one half of it, beside another launch. Between
-    the CTAs of a row that is cut into ranges lie those of other heads, which may wait as well.
+    They wait for each other, so all of them have to be resident together: in half of the GPU, since another launch may
+    hold the other half. Where rows are cut into ranges, CTAs of other heads lie between those of a row and may wait,
+    too.
     """
     places = problem.num_sms * schedule.config.pipeline.ctas_per_sm // 2
     return max(1, places // schedule.head_blocks if schedule.ranges else places)
@@ -181,8 +184,8 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
 
 
 def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int) -> float:
-    """Returns the microseconds in which partial results of all queries but one are written and read;
-    `COMBINE_PER_SPLIT_US` covers one."""
+    """Returns the microseconds in which partial results of all queries but the first are written and read;
+    `COMBINE_PER_SPLIT_US` covers those of the first."""
     if num_splits == 1:
         return 0.0
     rows = problem.batch * (problem.q_len - 1) * problem.num_q_heads
@@ -190,8 +193,8 @@ def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_split
 
 
 def _is_for_short_rows(config: DecodeConfig) -> bool:
-    """Returns whether the configuration is for short rows: four CTAs to an SM with tiles of one block a warp, where
-    INT4 has room for two."""
+    """Returns whether the configuration is for short rows: INT4, four CTAs to an SM, and tiles with one block of tokens
+    for each warp instead of two."""
     return (
         config.pipeline.ctas_per_sm == MOST_CTAS
         and config.mainloop.blocks_per_slice == 1

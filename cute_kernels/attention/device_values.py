@@ -81,7 +81,8 @@ def _check_requests(call: AttentionCall) -> None:
 
 
 def _check_blocks(call: AttentionCall) -> None:
-    """Raises ValueError for a list that cannot be right. Reads the list, so it waits for the device."""
+    """Raises ValueError for chosen blocks or counts that cannot be right. Reads all lists, so it waits for the
+    device."""
     assert call.blocks is not None
     blocks, ends = call.blocks, call.cu_seqlens_q
     q_lens = [call.q_len] * call.batch if ends is None else ends.diff().tolist()

@@ -31,7 +31,7 @@ def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
 
 
 def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
-    """Raises ValueError where the call asks for unpacking and the cache cannot be unpacked."""
+    """Raises ValueError if caches of these formats cannot be unpacked, for a call that asks for it."""
     reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
     if forms[0].is_coded != forms[1].is_coded:
         reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"
@@ -52,7 +52,8 @@ def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int
 
 
 def check_score_options(names: tuple[str, ...], **others: object) -> None:
-    """Raises ValueError for registered options that a call with these ``others`` cannot have."""
+    """Raises ValueError for registered options with a tensor of size q_len, and for any argument of ``others`` that is
+    given together with registered options."""
     for tensor in tensors_of(names):
         if "q_len" in tensor.shape:
             raise ValueError(

@@ -63,7 +63,7 @@ class ExtendConfig(ReadsCache):
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. For unpacked keys: their
-            formats in the cache, or formats that unpack alike.
+            formats in the cache, or formats whose unpacked rows are read alike.
         q_dtype: dtype of q and out, "bf16" or "fp16"; a 16-bit cache has the same.
         head_dim: of q, K, V and out.
         pipeline: tokens of a tile, stages and producer warps.
@@ -91,7 +91,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def key_rows(self) -> KeyRows | None:
-        """The layout of MMAs whose rows are keys; None where their rows are queries."""
+        """The shared memory of a CTA whose MMAs have keys as rows; None where they have queries as rows."""
         if self.tile_rows == TILE_ROWS:
             return None
         rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
@@ -101,16 +101,15 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_heads(self) -> int:
-        """KV heads of a work tile. Configurations with key rows have two, one for each warpgroup, and half as many
-        tokens a tile."""
+        """KV heads of a work tile: one, or with key rows and tiles of 64 tokens two, one for each warpgroup."""
         return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
 
     @property
     def paired(self) -> bool:
         """Whether the rows of a work tile's two heads are loaded together, and lie together in shared memory.
 
-        Tensor maps load pairs where a header has 4 bytes. One row of bytes touches two lines of the L2 cache, a pair
-        only three. Single rows of nibbles of one group are not aligned to 8 bytes.
+        Tensor maps load pairs where a header has 4 bytes. A single row of 8-bit codes touches two lines of the L2
+        cache, a pair only three. Single rows of nibbles of one group are not aligned to 8 bytes.
         """
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
@@ -136,7 +135,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def mapped(self) -> bool:
-        """Whether :class:`CachedKeys` are loaded through tensor maps."""
+        """Whether tensor maps load rows of :class:`CachedKeys` with their headers, for key rows."""
         return isinstance(self.keys, CachedKeys) and self.keys.mapped
 
     @property
@@ -170,7 +169,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def decoded(self) -> tuple[bool, bool]:
-        """Whether K's rows are decoded, and V's."""
+        """Whether producers decode K's rows, and V's."""
         k, v = (form.is_coded and not self.unpacked for form in self.formats)
         return k, v
 
@@ -241,8 +240,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_fillers(self) -> tuple[int, int]:
-        """Warps that arrive on the full barrier of a tile of K, and of V. K's warps also publish the factor of V's
-        tile."""
+        """Warps that arrive on the full barrier of a tile of K, and of V. If K has 16 bits and V's rows have scales,
+        all of K's warps arrive, since they publish the powers of 2 of V's tile."""
         k, v = (self.tile_warps if own else 1 for own in self.decoded)
         return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
 

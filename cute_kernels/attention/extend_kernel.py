@@ -162,8 +162,8 @@ class ExtendKernel:
 
     @cute.jit
     def publish(self, shape, lengths, memory, tile: Int32, slot: PipelineState, lane: Int32):
-        """Publishes the work tile ``tile`` to the CTA, or the next drawn work tile that exists. Returns the number of
-        the published one."""
+        """Publishes work tile ``tile`` to the CTA. If it is empty, draws others until one is not, or until none is
+        left. Returns the number of the published one."""
         found = Int32(0)
         request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
         q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -190,7 +190,7 @@ class ExtendKernel:
 
 
 def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
-    """Returns the shared memory, the producer and the consumer of a configuration."""
+    """Returns (class of the shared memory, producer, consumer) of a configuration."""
     if config.key_rows is not None:
         return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
     producer = RowProducer(config) if config.decodes else TmaTileProducer(config)

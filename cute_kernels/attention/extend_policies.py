@@ -52,7 +52,8 @@ KEY_ROWS_GROUPS = (1, 2, 4)  # groups of columns with scales of their own, for n
 
 
 def cannot_unpack(form: KvFormat) -> str | None:
-    """Returns why no kernel makes 16-bit rows of a format that extend attention reads, or None."""
+    """Returns why a cache cannot be unpacked to 16-bit rows, or None. form: its format, one that extend attention
+    reads."""
     if not form.is_coded:
         return f"{form.name} rows are of 16 bits"
     if has_token_scale(form) and form.num_groups > 1:
@@ -76,7 +77,7 @@ def has_token_scale(form: KvFormat) -> bool:
 
 
 def cannot_read(form: KvFormat) -> str | None:
-    """Returns why the kernel cannot read rows of a format, or None."""
+    """Returns why extend attention cannot read rows of a format, or None."""
     if form.is_coded and form.extend is None:
         return f"extend attention does not read {form.name} caches"
     return None
@@ -115,7 +116,7 @@ class ReadsCache:
 
     @property
     def columns(self) -> int:
-        """Columns of operands in shared memory: head_dim and zeros."""
+        """Columns of operands in shared memory: head_dim, filled up with zeros."""
         return columns_of(self.head_dim)
 
     @property
@@ -130,8 +131,8 @@ class ReadsCache:
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
-        """Whether tiles of K and of V have scales. Rows are multiplied by their own scales, up to a power of 2 that
-        some of the tile's rows have in common."""
+        """Whether tiles of K and of V have scales: powers of 2, each for some of the tile's rows. Rows are multiplied
+        by their own scales, divided by that power of 2."""
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     def problem_of_rows(self) -> str | None:

@@ -115,7 +115,7 @@ def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int 
 def serves_key_rows(
     config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> bool:
-    """Returns whether a launch is faster with ``config``, of key rows, than with tiles of 128 rows. It is where a
+    """Returns whether a launch is faster with ``config``, of key rows, than with tiles of 128 rows. That holds where a
     request's queries fit one work tile of a KV head, and there are enough work tiles. All requests are taken to have
     equally many queries."""
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
@@ -147,8 +147,8 @@ def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
 
 
 def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
-    """Returns the two configurations that do the calls of ``config`` in two launches: one makes 16-bit rows of the
-    cache, the other attends to them."""
+    """Returns the two configurations that replace ``config`` by two launches: the first makes 16-bit rows of the cache,
+    the second attends to them."""
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
@@ -181,7 +181,7 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 
 def _unpacked_as(form: KvFormat) -> str:
-    """Returns the first format whose unpacked rows attention reads in the same way."""
+    """Returns the name of the first format whose unpacked rows attention reads as it reads those of ``form``."""
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
         reader = other.extend
@@ -209,8 +209,8 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 
 
 def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int | None:
-    """Returns the number of SMs for decoding concurrently with a prefill, of 16-bit caches; None where both are faster
-    one after the other.
+    """Returns the number of SMs for decoding concurrently with a prefill, over 16-bit caches; None where both are
+    faster one after the other. decode_bytes: bytes of the cache that decoding reads.
 
     A few SMs stream at full rate, and MMAs need all SMs. Codes need all SMs for either, since decoding them is work.
     """

@@ -25,8 +25,9 @@ from cute_kernels.runtime.operator import Plan
 def plan_of(call: AttentionCall) -> Plan | None:
     """Returns the plan of a decode call that runs with key rows; None for other calls.
 
-    Fixed splits are excluded, since they set the order in which decode's own kernel adds. A plan that is made while a
-    graph is captured keeps no tensor, which would lie in the graph's memory: each of its launches makes one.
+    Fixed splits are excluded, since they set the order in which decode's own kernel adds. The kernel needs a cu_seqlens
+    tensor, which a plan keeps. A plan that is made while a graph is captured does not, since the tensor would lie in
+    the graph's memory: each launch makes a new one.
     """
     dims = {call.head_dim, call.v.head_dim}
     if call.num_splits is not None or not call.k.form.is_coded or dims != {KEY_ROWS_HEAD_DIM}:
@@ -62,10 +63,12 @@ def plan_of(call: AttentionCall) -> Plan | None:
 @per_gpu
 @lru_cache(maxsize=256)
 def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Returns `_new_ends`, made once. The copy is waited for, as another stream may launch next."""
+    """Returns the result of `_new_ends`, which is made once. Waits for the copy to the GPU, since the next launch may
+    be on another stream."""
     return _new_ends(batch, q_len, torch.device("cpu")).to(device)
 
 
 def _new_ends(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Returns where the queries of equal requests begin and end; for a GPU by a launch on the current stream."""
+    """Returns the cu_seqlens of requests with ``q_len`` queries each; on a GPU, a launch on the current stream makes
+    them."""
     return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=device)

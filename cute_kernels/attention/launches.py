@@ -239,9 +239,9 @@ class UnpackedLaunch:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A launch, and the calls that it supports. ``supports(queries, max_seq_len)`` decides; None: it supports all.
-    max_seq_len bounds the requests' lengths, or is None. ``launch.call`` takes :class:`Keys`, and launches on the
-    current stream."""
+    """A launch, and the calls that it supports. ``supports(queries, max_seq_len)`` returns whether it supports a call;
+    an algorithm without this function supports all calls. max_seq_len: a bound of the requests' lengths, or None.
+    ``launch.call`` takes :class:`Keys`, and launches on the current stream."""
 
     launch: ExtendLaunch | UnpackedLaunch
     supports: Callable[[int, int | None], bool] | None = None
@@ -253,7 +253,7 @@ class ExtendLaunches:
     only the number of queries may differ.
 
     Attributes:
-        algorithms: the first that supports a call serves it; the last supports all.
+        algorithms: the first that supports a call runs it; the last supports all calls.
         k_view, v_view: dtypes that the kernels take the caches as, None for their own.
         copies_table: whether the block table's rows lie apart, so that it is copied: kernels want it contiguous.
         has_cache: whether the cache has room for a token.
@@ -291,7 +291,8 @@ class ExtendLaunches:
         return GPU.empty(*blank(tuple(q.shape[:2]), torch.float32))
 
     def call(self, keys: Keys) -> None:
-        """Attends over the cache. ``keys`` have the caches in their own dtypes, and a block table of any stride."""
+        """Launches attention over the cache. ``keys`` have the caches in their own dtypes, and a block table of any
+        stride."""
         options = keys.options
         if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
             options = options | {"block_table": options["block_table"].contiguous()}

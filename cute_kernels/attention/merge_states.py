@@ -48,7 +48,7 @@ def merge_states(
             shape and dtype; rows a multiple of 16 bytes.
         lse_a, lse_b: fp32, the shape without head_dim: natural log of the sum of exponentials of the scores, as
             ``decode_attention(..., return_lse=True)`` gives it. -inf for a part without keys, or +inf, as FlashMLA
-            has it. Such a part is ignored, and its out may hold anything.
+            returns. Such a part is ignored, and its out may hold anything.
 
     Returns:
         (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf where both parts are empty. The
@@ -124,14 +124,14 @@ def reference(
 
 
 def _key(states: States) -> tuple[Any, ...]:
-    """Returns what decides a plan."""
+    """Returns the key of a call's plan."""
     out_a = states[0]
     elements = out_a.numel()
     return out_a.dtype, out_a.dim(), out_a.get_device(), not elements, elements > MAX_VECTORS
 
 
 def _checked(states: States) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the first state, after all checks of a call."""
+    """Checks a call. Returns the first state, (out_a, lse_a), from which the plan is made."""
     out_a, lse_a, out_b, lse_b = states
     check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
@@ -140,8 +140,8 @@ def _checked(states: States) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _plan_of(state: tuple[torch.Tensor, torch.Tensor]) -> Plan | None:
-    """Returns the plan of a kernel for a dtype and a number of dimensions, for all shapes; None for a call without
-    elements."""
+    """Returns the plan of calls with the state's dtype and number of dimensions, for all shapes; None if the state has
+    no elements."""
     out, _ = state
     if not out.numel():
         return None

@@ -92,8 +92,8 @@ def mixed_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes :func:`extend_attention` of a batch whose first requests decode, with one query each.
 
-    `decode_attention` serves these requests, on a GPU possibly on a stream of its own, which the current one waits for.
-    CUDA graphs capture both.
+    `decode_attention` computes these requests, on a GPU possibly on a stream of its own, for which the current stream
+    waits. CUDA graphs capture both.
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`.
@@ -192,10 +192,10 @@ def _margin_of(
     options: dict[str, Any],
     of_extend: dict[str, Any],
 ) -> int | None:
-    """Returns the SMs for decoding, or None if the kernels run one after the other. The calls themselves refuse
-    arguments that do not fit.
+    """Returns the number of SMs for decoding, or None if the kernels run one after the other. Does not check arguments:
+    both calls do.
 
-    All requests count as the longest possible.
+    All requests are taken to have the greatest possible length.
     """
     forms = [format_of(name) for name in format_pair(kv_format)]
     if k_cache.dim() != 4 or any(form.is_coded for form in forms):
@@ -240,8 +240,8 @@ def _part_of(caches: dict[str, torch.Tensor], options: dict[str, Any], part: sli
 
 
 def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:
-    """Runs ``first`` on the current stream and ``beside`` concurrently, on another stream. The current stream waits for
-    it. Returns the result of ``first``."""
+    """Runs ``first`` on the current stream and ``beside`` concurrently on another stream, for which the current stream
+    waits. Returns the result of ``first``."""
     index = torch.cuda.current_device() if device.index is None else device.index
     side = _streams.get(index)
     if side is None:

@@ -83,7 +83,8 @@ class Bias:
 
     @staticmethod
     def of(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> Bias:
-        """Checks a bias over ``shape`` [batch, q_len, num_q_heads, max_seq_len]; raises as `checks.check_bias`."""
+        """Returns a checked bias over ``shape`` [batch, q_len, num_q_heads, max_seq_len]; raises as
+        `checks.check_bias`."""
         return Bias(bias, checks.check_bias(bias, shape))
 
 
@@ -133,7 +134,8 @@ class ChosenBlocks:
     def check_whole_pages(
         self, caches: Blocks, k: CacheOperand, v: CacheOperand, block_table: torch.Tensor | None
     ) -> None:
-        """Raises ValueError unless whole pages of the caches make a chosen block."""
+        """Raises ValueError unless a chosen block is a number of whole pages or, of contiguous caches, a request's
+        memory is a number of whole blocks."""
         tokens = self.tokens
         if block_table is not None:
             if tokens % caches.tokens:
@@ -177,7 +179,8 @@ def check_caches(
     head_major: bool,
     block_table: torch.Tensor | None,
 ) -> Blocks:
-    """Checks the sizes that the two caches must share, but not their rows. query: q's batch and heads."""
+    """Returns the blocks of both caches, after checks of the sizes that they must share, but not of their rows. query:
+    q's batch and heads."""
     batch, num_q_heads = query
     tokens_name = "max_seq_len" if block_table is None else "page_size"
     inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"
@@ -231,5 +234,5 @@ def operand_of(
 
 
 def part_of(operand: CacheOperand, part: slice) -> CacheOperand:
-    """Returns some requests' part of a contiguous cache."""
+    """Returns the part of a contiguous cache that has the requests ``part``."""
     return replace(operand, cache=operand.cache[part])

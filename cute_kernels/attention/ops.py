@@ -52,10 +52,10 @@ _NOT_IN_KEYS = dict.fromkeys((*ROWS_OF_QUERIES, "max_seq_len"))
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns what decides a plan. It leaves out what the compiled function compares: K's shape, which follows from V's
-    and q's, and the strides of elements. It has the caches' dtypes, since signed bytes pass as unsigned ones, and their
-    strides, for which the plan has chosen copies. It has q's strides with several queries, since they decide whether
-    key rows serve the call."""
+    """Returns the key of a call's plan. It leaves out what the compiled function compares: K's shape, which follows
+    from V's and q's, and the strides of elements. It has the caches' dtypes, since kernels take signed bytes as
+    unsigned ones, and their strides, for which the plan has chosen copies. It has q's strides with several queries,
+    since they decide whether key rows serve the call."""
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
         check_optional_positive("softmax_scale", softmax_scale)
@@ -80,7 +80,7 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
-    """Returns what decides a plan of extend attention. The number of queries and the longest length change from step to
+    """Returns the key of a plan of extend attention. The number of queries and the longest length change from step to
     step and are left out. Two facts about them count: whether there are queries, and whether a call may be refused for
     their number, in which case it has no plan."""
     if options["max_seq_len"] is not None:
@@ -118,11 +118,10 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
 
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the part of complete options that decides a plan. Tensors count by everything but their contents, and by
-    their alignment; other options by value.
+    """Returns the part of complete options that decides a plan. The part of a tensor is everything but its contents,
+    with its alignment; the part of another option is its value.
 
-    Some of these parts need no plan of their own. The key has them because the checks of a repeated call would look at
-    them.
+    Some options change no plan. The key has them nevertheless, since a call with a known key is not checked again.
     """
     return tuple([x if x is None or type(x) in _VALUES else _key_of(x) for x in options.values()])
 
@@ -135,7 +134,7 @@ def _key_of(value: Any) -> Any:
 
 
 def _call_of(given: Given) -> AttentionCall:
-    """Returns the checked call of these arguments."""
+    """Makes the call of these arguments, with its checks."""
     named = {name: getattr(given, name) for name in ("kv_format", "softmax_scale", "num_splits", "out")}
     named |= given.options or {}
     if given.cu_seqlens_q is None:
@@ -144,8 +143,8 @@ def _call_of(given: Given) -> AttentionCall:
 
 
 def _checked(given: Given) -> AttentionCall:
-    """Makes all checks of a call that need not wait for the device; in debug mode lengths and pages are checked as
-    well."""
+    """Returns the call of these arguments, after all checks that need not wait for the device; in debug mode lengths
+    and pages are checked as well."""
     call = _call_of(given._replace(softmax_scale=None))
     check_alignment(call)
     if arguments.DEBUG:
@@ -175,7 +174,7 @@ launch = launcher(_key, _checked, _plan_of, without_tokens)
 
 @as_kernels
 def reference(given: Given) -> tuple[torch.Tensor, Any]:
-    """Computes attention on CPU tensors: (out in q's dtype, lse in fp32 even if it is not asked for)."""
+    """Computes attention on CPU tensors. Returns (out in q's dtype, lse in fp32, even without ``return_lse``)."""
     call = _call_of(given)
     check_device_values(call)
     result, lse = attention_of(call)
@@ -194,7 +193,8 @@ def launch_splits(
     softmax_scale: float | None,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches attention with fixed splits and each split's own result; see ``decode_attention_splits``."""
+    """Launches attention with fixed splits. Returns the results of ``decode_attention_splits``, each split's own among
+    them."""
     check_optional_positive("softmax_scale", softmax_scale)
     given = Given(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
     call = _checked(given)
@@ -255,8 +255,8 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """Returns the operator of one of the calls. more: tensors that it takes beyond those of both calls. of_it: its own
-    options."""
+    """Returns the operator of decode or of extend attention. more: tensors that the other operator lacks. of_it:
+    options that the other operator lacks."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
         f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}, {OF_BLOCKS}) -> (Tensor, Tensor)",
@@ -278,7 +278,7 @@ def are_plain(values: Iterable[Any]) -> bool:
 
 
 def path_of(given: Given) -> Callable[[Given], tuple[torch.Tensor, Any]]:
-    """Returns which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call.
+    """Returns the one of :func:`launch`, :func:`reference` and :func:`dispatch` that computes a call.
 
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
     argument that is no tensor at all.

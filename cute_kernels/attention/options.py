@@ -53,8 +53,8 @@ TENSORS = tuple(re.findall(r"Tensor\? (\w+)", f"{OF_BOTH}, {OF_BIAS}, {OF_DECODE
 
 
 class CallNumbers(TypedDict, total=False):
-    """What every call of attention takes beside its options; :func:`cute_kernels.attention.decode_attention` documents
-    each."""
+    """The arguments of every call of attention besides its options; :func:`cute_kernels.attention.decode_attention`
+    documents each."""
 
     softmax_scale: float | None
     num_splits: int | None
@@ -89,13 +89,14 @@ class BlockOptions(TypedDict, total=False):
 
 
 class ScoreOptions(AttentionOptions, total=False):
-    """Options of scores that decode attention has; :func:`cute_kernels.attention.decode_attention` documents each."""
+    """The options of `AttentionOptions`, and an additive bias; :func:`cute_kernels.attention.decode_attention`
+    documents each."""
 
     attn_bias: torch.Tensor | None
 
 
 class CallOptions(ScoreOptions, BlockOptions, total=False):
-    """The options of `ScoreOptions`, the shifts of transformed queries, and keys whose block is not full."""
+    """All options of decode attention; :func:`cute_kernels.attention.decode_attention` documents each."""
 
     q_shift: torch.Tensor | None
     k_tail: torch.Tensor | None
@@ -104,8 +105,8 @@ class CallOptions(ScoreOptions, BlockOptions, total=False):
 
 
 class AppendedOptions(AttentionOptions, CallNumbers, total=False):
-    """Options of extend attention except those about new tokens; :func:`cute_kernels.attention.extend_attention`
-    documents each."""
+    """Options of extend attention except new_k, new_v and chosen blocks;
+    :func:`cute_kernels.attention.extend_attention` documents each."""
 
     transform: CacheTransform | None
     tree_mask: torch.Tensor | None
@@ -153,12 +154,13 @@ def options_of(
 
 
 def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallOptions:
-    """Adds ``more`` to complete options: registered options or chosen blocks."""
+    """Returns complete options with ``more``: registered options or chosen blocks. options: None for the defaults."""
     return cast(CallOptions, {**(options or NO_OPTIONS), **more})
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every option of a call of decode attention. Raises TypeError for one that it does not have."""
+    """Returns every option of a call of decode attention, with defaults for those not given. Raises TypeError for an
+    option that it does not have."""
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"{name}: got it as an option of attention, want one of {', '.join(OPTIONS)}")

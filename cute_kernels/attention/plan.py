@@ -98,9 +98,8 @@ def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
 
 
 def decode_launch(call: AttentionCall, *, after_append: bool = False) -> DecodeLaunch:
-    """Returns the launch of a checked call.
-
-    after_append: whether the launch directly follows an append of the newest tokens that lets it start early.
+    """Returns the launch of a checked call of decode attention. after_append: whether the launch directly follows an
+    append of the newest tokens that lets it start early.
     """
     problem = problem_of(call, after_append=after_append)
     schedule = make_schedule(problem, call.num_splits)
@@ -171,7 +170,7 @@ def _scale_strides(call: AttentionCall) -> dict[str, int | float]:
 
 def _lists(call: AttentionCall) -> tuple[dict[str, int | float], dict[str, Place]]:
     """Returns (arguments that follow from the plan alone, where in a call's options the others are looked up) of chosen
-    blocks; none without any."""
+    blocks; both are empty without chosen blocks."""
     if (blocks := call.blocks) is None:
         return {}, {}
     numbers = dict(zip(LIST_STRIDES, (*blocks.list.stride(), *blocks.counts.stride()), strict=True))
@@ -199,7 +198,8 @@ def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:
 
 
 def extend_launches(call: AttentionCall, config: ExtendConfig | None = None) -> ExtendLaunches:
-    """Returns the launches of a checked call."""
+    """Returns the launches of a checked call of extend attention. config: the configuration that reads the cache; None
+    chooses one."""
     chosen, *others = configs_of(call, config)
     return ExtendLaunches(
         algorithms=_algorithms_of(call, chosen, ALGORITHMS if config is None else ALGORITHMS_OF_A_CONFIG),
@@ -358,7 +358,7 @@ def _lies_in_pieces(operand: CacheOperand) -> bool:
 
 
 def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
-    """Returns one launch of attention with its compiled kernels."""
+    """Returns the launch of attention with a configuration, and its compiled kernels."""
     arch, cannot_split = arch_of(call.q.device.index), config.merges or call.num_splits == 1
     return ExtendLaunch(
         send=_extend_sender(call, config),
@@ -446,7 +446,8 @@ def check_alignment(call: AttentionCall) -> None:
 
 
 def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:
-    """Raises ValueError unless the rows of a cache are aligned, and its tokens near enough."""
+    """Raises ValueError unless the rows of a cache are aligned, and its tokens less than `MAX_TOKEN_STRIDE` bytes
+    apart."""
     strides = operand.block_stride, operand.token_stride, operand.head_stride
     if any(stride % alignment for stride in strides):
         raise ValueError(f"{name}: got rows {strides} bytes apart, want multiples of {alignment}")

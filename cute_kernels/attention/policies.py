@@ -82,8 +82,9 @@ class WarpMma:
         return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and k.form.is_coded
 
     def role_query_bytes(self, k: CacheLoad) -> int:
-        """Returns the bytes of shared memory of one role's queries, as vectors of all blocks. They are B registers,
-        which hold 8 columns of a block, and for every group of columns the sums of two query heads."""
+        """Returns the bytes of shared memory for the queries of one role, the warps with the same queries; 0 if these
+        stay in registers. They lie as vectors of all blocks: B registers, which hold 8 columns of a block, and for
+        every group of columns the sums of two query heads."""
         vectors = k.head_dim // 8 + 2 * k.form.num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
 

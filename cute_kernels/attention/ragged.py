@@ -85,7 +85,8 @@ launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
-    """Returns the call as one over a contiguous cache of a single request that has all of K and V."""
+    """Returns the checked call. Its cache is contiguous, with all of K and V as the tokens of one request; seq_lens are
+    where requests end."""
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
         raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")
@@ -113,7 +114,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> At
 
 
 def _reference(call: AttentionCall, cu_seqlens_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes request by request, each over its own K and V."""
+    """Computes (out, lse) request by request, each over its own K and V."""
     out = torch.zeros_like(call.q)
     lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
     assert call.cu_seqlens_q is not None

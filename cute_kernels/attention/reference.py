@@ -165,7 +165,7 @@ def merge_states_reference(
 
     out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. A part with lse -inf is
     ignored, and its out may hold anything; where both are, out is 0 and lse -inf. +inf means the same: MLA decode
-    gives it for a query without keys. Returns both in `compute_dtype`.
+    returns it for a query without keys. Returns both in `compute_dtype`.
     """
     lse_a, lse_b = (lse.to(compute_dtype).masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     top = torch.maximum(lse_a, lse_b)
@@ -260,8 +260,8 @@ def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute
 
 
 def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
-    """Returns bool [batch, q_len, tokens]: which keys at positions `keys_at` [tokens] each query sees, if they
-    exist."""
+    """Returns bool [batch, q_len, tokens]: which keys at positions `keys_at` [tokens] each query sees, whether or not
+    its request is that long."""
     distance = query_positions(call)[:, :, None] - keys_at
     seen = torch.ones_like(distance, dtype=torch.bool)
     if call.causal:

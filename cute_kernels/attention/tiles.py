@@ -14,7 +14,7 @@ BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take wh
 
 
 def map_paddings(token_words: int) -> tuple[int, ...]:
-    """Returns two numbers of words that a tensor map may load besides the words of a token's heads.
+    """Returns two choices of how many words a tensor map loads besides the words of a token's heads.
 
     A tensor map loads whole vectors and begins at one. So up to three words before the heads' own words come along;
     none or two if the heads have an even number of words. The second choice has one vector more, which may spare bank
@@ -38,7 +38,7 @@ def copies_of(form: KvFormat) -> tuple[str, ...]:
 
 
 def kernel_format(name: str) -> str:
-    """Returns the format whose kernel reads ``name``."""
+    """Returns the name of the format whose kernels read caches of the format ``name``."""
     return format_of(name).kernel_name
 
 

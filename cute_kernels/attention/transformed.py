@@ -54,7 +54,7 @@ def transform_query(
 
 
 def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Undoes V's transform in a result, and writes it into ``out`` if there is one."""
+    """Returns a result with V's transform undone; writes it into ``out`` if that is given."""
     restored = transform.restore(result)
     return restored if out is None else out.copy_(restored)
 

@@ -67,8 +67,8 @@ class Work:
         num_rows: rows of the request.
         q_start: the request's first query.
         before: position of that query, the number of tokens before it; negative if there are more queries than tokens.
-        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop. In ragged caches the first one lies kv_start
-            tokens after their beginning.
+        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop - 1. In ragged caches token 0 lies kv_start
+            tokens after the beginning; else kv_start is 0.
     """
 
     request: Int32
@@ -99,9 +99,10 @@ class Work:
         return self.part >> PART_SHIFT & 1
 
     def of_head(self, tile_heads: int, index) -> Work:
-        """Returns the work of the KV head ``index`` of a tuple of ``tile_heads``.
+        """Returns the work of number ``index`` of the ``tile_heads`` KV heads of a work tile.
 
-        `head` counts tuples before and KV heads after it; the other bits of ``part`` stay.
+        In the work tile, `head` counts groups of ``tile_heads`` KV heads; in the result, KV heads. The other bits of
+        ``part`` stay.
         """
         if tile_heads == 1:
             return self
@@ -144,9 +145,11 @@ class Span:
 
 
 def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
-    """Returns (position of a request's first query, end of the tokens that a launch reads) for any loaded length.
+    """Returns (position of a request's first query, end of the tokens that a launch reads). kv_len: the loaded length;
+    it is clamped.
 
-    prefix_only: 1 if the queries' own tokens are left to another launch, else 0: they need no room in the cache then.
+    prefix_only: 1 if the queries' own tokens are left to another launch, so that they need no room in the cache; else
+    0.
     """
     most = max_seq_len + cutlass.select_(prefix_only != 0, queries, Int32(0))
     kv_len = cutlass.min(cutlass.max(kv_len, 0), most)

@@ -1,5 +1,5 @@
-"""`Divisor`, which divides by a number that the host knows without a division: a division would take some 100 clocks on
-the device."""
+"""`Divisor`, which replaces a division by a number that the host knows by a multiplication: a division would take some
+100 clocks on the device."""
 
 from __future__ import annotations
 

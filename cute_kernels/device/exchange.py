@@ -39,7 +39,7 @@ class Published:
     wanted: object = None
 
     def load(self) -> list[Any]:
-        """Loads the words as some CTA has last written them."""
+        """Loads the words as last written by any CTA, once: they may be `EMPTY_WORD`."""
         if self.words == 1:
             return [ptx.load_relaxed_part(self.address + self.offset if self.offset else self.address, 4)]
         return ptx.load_relaxed(self.address, self.words, offset=self.offset)

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
-    """Reduces a lane's own values with ``combine`` as a tree: the chain of dependent operations has log2 of their
-    number."""
+    """Reduces a lane's own values with ``combine`` as a tree: the longest chain of dependent operations is log2 of
+    their number."""
     while len(values) > 1:
         pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
         values = pairs + list(values[len(values) & ~1 :])

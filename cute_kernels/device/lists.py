@@ -38,7 +38,7 @@ class Lists:
 
     @staticmethod
     def of(given) -> Lists:
-        """Makes the lists of a launch whose arguments have those of chosen blocks. Runs on the host."""
+        """Makes the lists of a launch from its arguments, which include those of chosen blocks. Runs on the host."""
         return Lists(
             blocks=given.block_list,
             counts=given.block_counts,
@@ -51,7 +51,8 @@ class Lists:
         )
 
     def of_row(self, request, head) -> Lists:
-        """Returns the lists with the addresses of one list and its count; all other methods are about this list."""
+        """Returns the lists narrowed to the list and count of a request's KV head. All other methods need lists that
+        are narrowed so."""
         blocks = Int64(request) * self.strides[0] + Int64(head) * self.strides[1]
         counts = Int64(request) * self.count_strides[0] + Int64(head) * self.count_strides[1]
         return replace(self, blocks=self.blocks + blocks * 4, counts=self.counts + counts * 4)
@@ -61,7 +62,7 @@ class Lists:
         return Int32(ptx.load_global_words(self.counts, 0, 1)[0])
 
     def ask_block(self, place):
-        """Starts loading an entry, which must exist."""
+        """Starts loading entry ``place`` of the list, which must exist."""
         return Int32(ptx.load_global_words(self.blocks + Int64(place) * self.strides[2] * 4, 0, 1)[0])
 
     def page(self, index):

@@ -41,7 +41,8 @@ class Pages:
 
     def ask(self, request, token):
         """Starts loading the table's entry for a token, which must exist. Returns (entry, row of the token in its
-        page). Waits for the entry of a list; then the entry is the request's number if the cache is not paged."""
+        page). With lists, waits for the list's entry first. The returned entry is then the request's number if the
+        cache is not paged."""
         index, place = self.page_size.divide_int(token)
         if self.lists is None:
             address = self.table + (Int64(request) * self.stride + index) * 4

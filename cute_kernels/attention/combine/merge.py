@@ -74,7 +74,8 @@ class Merger:
 
     @cute.jit
     def finish(self, work, state, results, ring, warp, lane, slice_index):
-        """Merges the CTA's warps. A row's only split stores the output; others publish what other CTAs combine."""
+        """Merges the results of the CTA's warps for a unit. If the unit is its row's only split, stores the output.
+        Else publishes those vectors of the partial result that other CTAs combine."""
         address = self.address_in(ring)
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
@@ -136,7 +137,7 @@ class Merger:
         return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
     def combiners_log2(self, active):
-        """Returns log2 of how many of ``active`` splits combine a row: so many that a thread loads one batch for one
+        """Returns log2 of how many of ``active`` splits combine a row: enough for each thread to load one batch for one
         vector."""
         result = Int32(0)
         for log2 in range(1, self.most_combiners_log2 + 1):
@@ -249,8 +250,9 @@ class Merger:
 
     @cute.jit
     def gather(self, work, results, share, address, indices, exist, group):
-        """Adds up vectors, those that ``exist``, over the splits of a group of threads (every 2**groups_log2-th). Group
-        0 adds the CTA's own results. Returns (maximum, sum, four values) of each vector, one after the other."""
+        """Adds up the vectors ``indices``, where they ``exist``, over the splits of the thread's group: every
+        2**groups_log2-th split from ``group`` on. Group 0 also adds the CTA's own results. Returns (maximum, sum, four
+        values) of each vector, one after the other."""
         sums = cute.make_rmem_tensor(6 * len(indices), Float32)
         sums.fill(0.0)
         sources, valid = [], []
@@ -273,7 +275,7 @@ class Merger:
 
     @cute.jit
     def gather_batch(self, work, share, sources, valid, splits: cutlass.Constexpr, begin, sums):
-        """Waits for the partial results of up to ``splits`` other splits for each vector, and adds them."""
+        """Waits for the partial results of up to ``splits`` other splits for each vector, and adds them to ``sums``."""
         words = cute.make_rmem_tensor(6 * splits * len(sources), Uint32)
         published = []
         for i in cutlass.range_constexpr(len(sources)):
@@ -387,7 +389,8 @@ def _floats(words):
 
 
 def _merge(pairs, vectors):
-    """Merges softmax partials, (maximum, sum) pairs and their unnormalised outputs, in order."""
+    """Merges softmax partials, (maximum, sum) pairs and their unnormalised outputs, in order. Returns (maximum, sum,
+    values)."""
     maximum, weights = weights_of([reference for reference, _ in pairs])
     total = Float32(0.0)
     value = [Float32(0.0)] * len(vectors[0])

@@ -51,7 +51,7 @@ class TileCopier:
         self.lane_tokens = lane_tokens(config)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        """Returns the source that the kernel takes instead of the caches."""
+        """Returns (K's source, V's source), which the kernel takes instead of the caches: tensors, or tensor maps."""
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
     def open(self, source, ring, pipeline, place, pages) -> Tiles:
@@ -85,8 +85,8 @@ class TileCopier:
     ):
         """Starts copying the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
-        producer: number of the warp among the producers, which share the copies. page, place: as :meth:`find_pages` has
-        them for this tile.
+        producer: number of the warp among the producers, which share the copies. page, place: as :meth:`find_pages`
+        returns them for this tile.
         """
         config = self.config
         stage, barrier = state.stage, tiles.pipeline.full_barrier(state)
@@ -251,7 +251,7 @@ class _Operand:
         return ring + self.ring_offset + stage * self.tile_bytes
 
     def rows_address(self, tiles, stage):
-        """Returns where a stage's rows begin."""
+        """Returns the shared address at which a stage's rows begin."""
         return self.stage_address(tiles.ring, stage)
 
     def enter(self, source, block):
@@ -403,8 +403,8 @@ class RowMapOperand(RowOperand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(), (self.box_tokens, self.box_words))
 
     def words_of(self, shape, stride):
-        """Returns (shape, strides) in words of a cache whose shape and strides in bytes are given: [blocks, tokens,
-        heads, row]."""
+        """Returns (shape, strides) [tokens, words of all heads, blocks] in words. shape, stride: the cache's, in bytes:
+        [blocks, tokens, heads, row]."""
         blocks, tokens, heads = shape[:3]
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
@@ -437,7 +437,7 @@ class RowMapOperand(RowOperand):
 
     @cute.jit
     def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
-        """Copies the ``box``-th part of a tile, which begins with token ``first`` of a block."""
+        """Copies the ``box``-th part of a tile; this part begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
         place = self.ring_offset + stage * self.tile_bytes + box * self.box_bytes
         pointer = cute.recast_ptr(source.ring + cute.assume(place, divby=PLACE_BYTES), dtype=Uint32)
@@ -518,7 +518,7 @@ class TensorMapOperand(_Operand):
 
     @cute.jit
     def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
-        """Copies the ``box``-th part of a tile, which begins with token ``first`` of a block."""
+        """Copies the ``box``-th part of a tile; this part begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
         for head in cutlass.range_constexpr(self.config.mainloop.num_heads):
             cute.copy(

@@ -141,7 +141,7 @@ class Rows:
         return Rows(ptx.address(cache), block, token.to(Int32), head)
 
     def address(self, block, place, head):
-        """Returns the address of a head's row of the token at a place in a block."""
+        """Returns the address of a head's row of token ``place`` of a block."""
         return (
             self.base
             + (Int64(block) * self.block_bytes + Int64(head) * self.head_bytes)
@@ -151,7 +151,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches (:mod:`.tma`), else None.
+    """The caches of a launch; run-time values. maps: the producer's tensor maps of K and V; None if it uses none.
     tile_scales: for unpacked keys, the address of ``tile_scales`` of :class:`.unpack.UnpackTarget`."""
 
     keys: Rows

@@ -1,9 +1,9 @@
 """Powers of 2 that rows of a tile share: codes times their rows' scales, divided by the power, fit fp16.
 
 A power brings the greatest of the rows' scales below 2**6, and its product with a code below 2**15. Scales from 2**-50
-to 2**40 keep 11 bits beside the greatest, unless they are too much smaller. Where only the product is rounded
-(:mod:`.unpack`), they may be 2**29 times smaller; where the scale is rounded, too (:mod:`.rows`), 2**19 times. Smaller
-scales are rounded to multiples of 2**-30 of the greatest. Scales above 2**40 become infinite.
+to 2**40 keep 11 significant bits unless they are much smaller than the greatest. Where only the product is rounded
+(:mod:`.unpack`), they may be 2**29 times smaller; where the scale is rounded, too (:mod:`.rows`), 2**19 times. Still
+smaller scales are rounded to multiples of 2**-30 of the greatest. Scales above 2**40 become infinite.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
 
 
 def powers_in(word: Uint32) -> tuple[Float32, Float32, Float32]:
-    """Returns (K's power of 2, V's exponent, the reciprocal of V's power of 2) of :func:`word_of`."""
+    """Unpacks a word of :func:`word_of`. Returns (K's power of 2, V's exponent, the reciprocal of V's power of 2)."""
     exponent = numbers.from_bits(word << Uint32(16))
     return numbers.from_bits(word & Uint32(0xFFFF0000)), exponent, ptx.exp2(-exponent)

@@ -26,7 +26,7 @@ class RingFiller:
         self.writes_rows = writes_rows
 
     def make_pages(self):
-        """Makes registers for the pages of a round of the ring and of the tile after it, as (page, place) pairs."""
+        """Makes registers for the pages of a round of the ring and of the tile after it, as (page, row of it) pairs."""
         pages = cute.make_rmem_tensor(2 * (self.config.pipeline.num_stages + 1), Int32)
         pages.fill(0)
         return pages
@@ -41,16 +41,20 @@ class RingFiller:
 
     @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
-        """Starts loading the pages of the tiles that begin with ``token`` and every ``stride`` tokens after it."""
+        """Starts loading, into ``pages``, the pages of the tiles that begin with ``token`` and every ``stride`` tokens
+        after it."""
         for i in cutlass.range_constexpr(self.config.pipeline.num_stages + 1):
             page, place = self.copier.find_pages(tiles, row, token + i * stride, lane)
             pages[2 * i], pages[2 * i + 1] = page, place
 
     @cute.jit
     def start(self, tiles, row, part, parts, pages, early, producer, lane):
-        """Initialises the barriers and loads the first tile if the cache has it, even if the request may not.
+        """Initialises the barriers, unless ``writes_rows`` says that the kernel has. If the configuration has an early
+        tile and ``early`` holds, starts loading the tile that the CTA expects to be its unit's first, even if it lies
+        past the request's end.
 
-        The pages of ``pages`` are loaded as well. If the CTA's unit turns out to be another, they are not used.
+        Unless ``pages`` is None, starts loading the pages of the expected unit's first tiles into it. Tile and pages
+        are not used if the CTA's unit turns out to be another one.
         """
         config = self.config
         alone = config.filling_warps == 1
@@ -139,7 +143,7 @@ class RingFiller:
 
         A warp without a part of a partial tile does not keep the tile from being filled, read and released. A late one
         would then mistake the stage's next phase for this one. So all warps wait for each other before such a tile is
-        copied. Of copies by words every warp has a part.
+        copied. Where copies are by words, every producer thread arrives for each tile, so no such wait is needed.
         """
         pipeline.producer_acquire(state)
         if const_expr("word" not in self.config.copies):
@@ -153,7 +157,7 @@ class RingFiller:
         self.let_next_begin()
 
     def let_next_begin(self) -> None:
-        """Lets the next launch begin where an SM has room, once all tiles of this CTA are in flight.
+        """After an append, lets the next launch begin where an SM has room, once all tiles of this CTA are in flight.
 
         At the start of a CTA the next launch would only compete with it. The append has ended by then. Waiting for it
         here, too, makes sure that the next launch finds all earlier launches finished.
@@ -166,8 +170,9 @@ class RingFiller:
     def await_append(self, work, token):
         """Waits until a tile's new tokens are in the cache, before the tile is loaded. Waiting again costs nothing.
 
-        After an append kernel, every tile waits except a unit's first tile without new tokens. Earlier loads would
-        delay the append's own loads, and could not be used before the append is done.
+        In a kernel that writes the newest rows itself, only tiles that may hold the newest token wait. After an append
+        kernel, every tile waits except a unit's first tile without new tokens. Earlier loads would delay the append's
+        own loads, and could not be used before the append is done.
         """
         if const_expr(self.writes_rows):
             if token + self.config.tile_tokens >= work.length:

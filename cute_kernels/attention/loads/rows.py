@@ -117,7 +117,7 @@ class RowRuns:
 
     @cute.jit
     def ask(self, places: Places, source, work, block: Int32, warp: Int32):
-        """Starts finding where a warp's rows of a block lie."""
+        """Starts loading, into ``places``, where a warp's rows of a block lie in the cache."""
         first = block * self.tile_tokens + warp * self.warp_rows
         last = cutlass.max(work.kv_stop - 1, 0)
         for run in cutlass.range_constexpr(self.count):
@@ -141,7 +141,7 @@ class RowRuns:
 class CodedRows:
     """The loads of a warp's rows of K or V: which words each lane loads, and their decoding.
 
-    looks_first: whether separate code loads rows that all exist, without a check of each.
+    looks_first: whether a warp first tests if all of its rows exist, and then loads them without a test of each.
     """
 
     def __init__(self, config: ExtendConfig | UnpackConfig, operand: int, *, looks_first: bool = False):
@@ -218,7 +218,7 @@ class CodedRows:
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
 
     def units_before(self, work):
-        """Returns the words of a row that lie before the part that a work tile has."""
+        """Returns how many words of a row lie before the part of it that a work tile has."""
         return work.value_part * self.real_units if self.parts > 1 else 0
 
     def scale_of(self, scales, work, lane, k: int):
@@ -250,7 +250,7 @@ class CodedRows:
                 held.headers[k] = self.load_word(index, limit, address + 4 * group)
 
     def load_word(self, index, limit, address, offset: int = 0):
-        """Loads a word of read-only global memory where 0 <= ``index`` < ``limit``, else zero. limit None: it
+        """Loads a word of read-only global memory where 0 <= ``index`` < ``limit``, else zero. limit None: the word
         exists."""
         if limit is not None:
             return load_word_below(index, limit, address, offset)
@@ -277,7 +277,7 @@ class TileWriter:
         self.rows = CodedRows(config, operand, looks_first=reader is not None and reader.scales == "groups")
 
     def place(self, warp, lane):
-        """Returns the byte offset in a tile at which a lane's first word is decoded."""
+        """Returns the byte offset in a tile of the numbers of a lane's first word."""
         word_codes = self.rows.word_codes
         below, word = self.rows.lane_place(lane)
         column = word * word_codes
@@ -343,8 +343,8 @@ class RowProducer:
         self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
-        """Makes the tensor map of K or V in 16 bits, with None for the other; None if both have codes. Runs on the
-        host."""
+        """Returns (K's tensor map, V's): None for the one with codes; None instead of the pair if both have codes. Runs
+        on the host."""
         if all(self.config.decoded):
             return None
         caches = enumerate((k_cache, v_cache))
@@ -408,8 +408,8 @@ class RowProducer:
 
     @cute.jit
     def tell_powers(self, filling, block: Int32, warp: Int32, lane: Int32, state: PipelineState):
-        """Publishes the powers of 2 by which the warp's rows of V are to be multiplied, with K's tile once its stage is
-        free. The first warp publishes them with its copy."""
+        """Publishes the power of 2 by which the warp's rows of V are to be multiplied, with K's tile, once its stage is
+        free. All warps but the first then arrive for the tile; the first one arrives with its copy."""
         source, work, memory = filling.source, filling.work, filling.memory
         writer = self.writers[VALUES]
         places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)

@@ -37,7 +37,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """A block of tokens, and its place in the cache: `TmaTileProducer.locate` of each TMA tile, one for each lane."""
+    """A block of tokens, and its place in the cache. found, place: what `TmaTileProducer.locate` returns for the
+    block's TMA tiles, in each lane for one."""
 
     block: Int32
     found: Int32

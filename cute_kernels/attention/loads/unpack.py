@@ -5,12 +5,13 @@ once for all queries, at the speed of memory. Attention then loads tiles by TMA 
 
 For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
 
-A CTA takes a tile of one KV head, of K or of V. All of its UNPACK_WARPS warps do the same, and wait for each other only
-at barrier 0, where tiles have a scale. A warp issues the loads of all of its rows at once, and decodes them when they
-have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. A tile holds the numbers that a
-decoding producer would have written, except that a row's fp32 scale is multiplied in: the product with the code is
-rounded once, to fp16. To allow any scale, a tile has a power of 2 that its numbers are to be multiplied by
-(:mod:`.powers`). Its warps exchange their rows' greatest scale for it, and attention gets it with the tile.
+A CTA takes a tile of one KV head, of K or of V. All of its UNPACK_WARPS warps run the same code. They wait for each
+other only at barrier 0, and only where tiles have a scale. A warp issues the loads of all of its rows at once, and
+decodes them when they have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. A tile
+holds the numbers that a decoding producer would have written, except that a row's fp32 scale is multiplied in: the
+product with the code is rounded once, to fp16. To allow any scale, a tile has a power of 2 that its numbers are to be
+multiplied by (:mod:`.powers`). Its warps exchange their rows' greatest scale for it, and attention gets it with the
+tile.
 
 Code that runs once a tile must be short: it comes through the instruction cache as rows come through memory.
 

@@ -42,8 +42,7 @@ def accumulators_of(word: int) -> tuple[int, int, int, int]:
 
 
 def transposed(words: Sequence[Uint32]) -> list[list[Uint32]]:
-    """Makes words of V^T's tile from the words of 16 keys with the same 4 columns each: 4 words for each of these
-    columns."""
+    """Returns [column][4 words] of V^T's tile, from the words of 16 keys, each of which has the same 4 columns."""
     columns: list[list[Uint32]] = [[], [], [], []]
     for first in range(0, len(KEYS_IN_ORDER), 4):
         a, b, c, d = (words[key] for key in KEYS_IN_ORDER[first : first + 4])

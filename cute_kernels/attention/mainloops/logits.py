@@ -29,8 +29,8 @@ class Logits:
         self.shifts = self.features.shift and self.features.soft_cap
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
-        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles, t: the
-        lane's queries."""
+        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles, t say
+        which queries the lane has."""
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t

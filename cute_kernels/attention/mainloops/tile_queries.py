@@ -1,10 +1,10 @@
 """Loads queries of a warpgroup's 64 rows into shared memory, by the warps that multiply them.
 
-They are loaded as soon as the last scores of the work tile before are computed, and arrive during its last MMAs. For
-keys that are codes, bf16 queries become fp16. Each row is multiplied by a power of 2 that brings its greatest number
-below 2**15; numbers 2**28 times smaller are still exact. For FP8 products queries become E4M3, next to where they were
-loaded. Each row is multiplied by a power of 2 that brings its greatest number below 2**8; numbers down to 2**-13 of it
-keep 4 bits.
+Their loads begin once the last scores of the previous work tile are computed, and arrive during that tile's last MMAs.
+For keys that are codes, bf16 queries become fp16. Each row is multiplied by a power of 2 that brings its greatest
+number below 2**15; numbers 2**28 times smaller are still exact. For FP8 products queries become E4M3, next to where
+they were loaded. Each row is multiplied by a power of 2 that brings its greatest number below 2**8; numbers down to
+2**-13 of it keep 4 bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
 def query_row(shape, work, row):
-    """Returns (the number of a packed row's query and head among all, its place among the request's queries, its
-    head)."""
+    """Returns, for a packed row, (number of its query and head among those of all requests, number of its query in the
+    request, head)."""
     place, member = shape.group.divide_int(row)
     head = work.head * shape.group.value + member
     return (work.q_start + place) * shape.num_q_heads + head, place, head
@@ -81,7 +81,7 @@ class QueryLoader:
         return [first + part * (self.row_lanes // 8 * SLAB_BYTES) for part in range(self.parts)]
 
     def code_place(self, codes, warp, lane, step: Index):
-        """Returns the shared address of a lane's piece in E4M3: half a piece."""
+        """Returns the shared address of the half piece that a lane's piece becomes in E4M3."""
         row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
@@ -111,7 +111,8 @@ class QueryLoader:
 
     @cute.jit
     def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Waits for the loads of this thread; its warpgroup has to synchronise before MMAs read the queries.
+        """Waits for the loads of this thread, and converts the queries if the configuration does. The warpgroup has to
+        synchronise before MMAs read them.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: address of the factors of the warpgroup's
         rows.
@@ -156,7 +157,7 @@ class QueryLoader:
 
     def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Float32]:
         """Converts a lane's pieces of a row, times scales of their columns if there are any, to fp16 or E4M3. Returns
-        (the pieces, the power of 2 that they are to be multiplied with)."""
+        (the words of the operand, the power of 2 by which its numbers have to be multiplied to restore them)."""
         values = [half(word) for word in words for half in self.halves]
         if channels:
             values = [value * scale for value, scale in zip(values, channels, strict=True)]

@@ -113,7 +113,8 @@ class ResultWriter:
                     ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
 
     def first_column(self, work):
-        """Returns the first output column of a work tile. Work tiles that share a row write the same log-sum-exp."""
+        """Returns the first output column of a work tile. Where several work tiles have columns of the same row, all
+        write the same log-sum-exp."""
         return work.value_part * self.config.value_dim if self.config.value_parts > 1 else 0
 
     def factors(self, operands, work, j: int, factor, lane) -> list[Any]:

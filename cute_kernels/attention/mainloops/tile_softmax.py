@@ -148,7 +148,7 @@ class Softmax:
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor that turns what :meth:`take` leaves into exponents of 2."""
+        """Returns the factor from scores, after :meth:`take` has changed them, to exponents of 2."""
         return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
     def own(self, row: int, run: int) -> list[int]:
@@ -156,7 +156,7 @@ class Softmax:
         return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
     def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
-        """Returns the greatest of a row's exponents of 2, with the scale of V's tile."""
+        """Returns the greatest of a row's exponents of 2, plus log2 of the scale of V's tile."""
         tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
         if self.runs == 1:
             tops = [lane_max(tops[0], ROW_LANES)]

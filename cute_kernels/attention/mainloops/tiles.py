@@ -215,12 +215,13 @@ class Consumer:
         wgmma_tiles.commit()
 
     def add_values(self, sums, packed, memory, state) -> None:
-        """Issues sums += probabilities times the values of a block, to be committed."""
+        """Waits for the values of a block, and issues sums += probabilities times values; the caller commits it."""
         memory.pipelines[VALUES].consumer_wait(state)
         self.products.multiply_values(sums, packed, memory, state.stage)
 
     def finish_scores(self, scores, memory, state, lane, pending: int) -> Any:
-        """Waits for scores, and returns them. A second wait keeps LLVM from copying them before the first."""
+        """Waits for scores, releases K's stage and returns the scores. A second wait keeps LLVM from copying them
+        before the first."""
         count = self.config.tile_tokens // 2
         wgmma_tiles.wait(pending)
         found = wgmma.wait_for([scores[i] for i in range(count)], pending)
@@ -231,7 +232,7 @@ class Consumer:
         return values
 
     def finish_values(self, sums, memory, state, lane) -> None:
-        """Waits for the accumulators of values; see :meth:`finish_scores`."""
+        """Waits for P V and releases V's stage. There are two waits, for the reason of :meth:`finish_scores`."""
         count = self.config.operand_columns[VALUES] // 2
         wgmma_tiles.wait()
         found = wgmma.wait_all([sums[i] for i in range(count)])

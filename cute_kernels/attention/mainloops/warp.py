@@ -165,7 +165,7 @@ class WarpMainloop:
         self.value_reader.accumulate(state.values, addresses[1], value_offset, probabilities, headers)
 
     def take(self, s, scores):
-        """Puts scores [j][column] into registers."""
+        """Copies scores [j][column] into the register tensor ``s``."""
         for j, row in enumerate(scores):
             for column, score in enumerate(row):
                 s[self.config.columns * j + column] = score

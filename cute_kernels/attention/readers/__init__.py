@@ -17,7 +17,8 @@ from cute_kernels.formats.kv import load_code
 
 
 def make_readers(config: DecodeConfig) -> tuple[Any, Any]:
-    """Makes the readers of a configuration, which compute scores from tiles of K and outputs from tiles of V."""
+    """Makes (key reader, value reader) of a configuration. They compute scores from tiles of K, and outputs from tiles
+    of V."""
     keys, values = (form.decode for form in config.formats)
     # `DecodeConfig.can_implement` has said so.
     assert keys is not None and values is not None and values.values is not None

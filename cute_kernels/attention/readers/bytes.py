@@ -51,7 +51,7 @@ class Codes:
         raise NotImplementedError
 
     def columns(self, word) -> list[Any]:
-        """Splits a word of two columns of two tokens (columns within tokens): for each column the pair of tokens."""
+        """Decodes a word of two columns of two tokens (columns within tokens) to a pair of tokens for each column."""
         return self.keys(word)
 
     def align(self, word):
@@ -126,8 +126,8 @@ class _ByteKeys(CodeKeyReader):
         ]
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """Returns the start of a group's dot products with each block of queries; it takes off the codes' offset.
-        query_sums: [column] of the group."""
+        """Returns the accumulators that a group's dot products with each block of queries begin with; they subtract the
+        codes' offset. query_sums: [column] of the group."""
         if self.sum_factor is None:
             return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
         return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.mainloop.blocks_per_warp)]
@@ -190,7 +190,7 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         self.units_per_group = self.tile.num_chunks
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Makes the registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the
+        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix; ``take_query`` adds the
         queries."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
@@ -241,7 +241,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         self.num_accumulators = 4 * self.tile.num_chunks
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
-        """Makes the registers that live as long as the warp: lane offsets of ldmatrix, accumulators, the given
+        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix, accumulators, the given
         scale."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
@@ -281,7 +281,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         return result
 
     def _output_scales(self, state: State, chunk: int):
-        """Returns the factors of the lane's two columns of a chunk, or None."""
+        """Returns the factors of the lane's two columns of a chunk; None if outputs need no factor."""
         if self.given_scale is None:
             return None if self.codes.unit == 1.0 else [self.codes.unit] * 2
         if self.given_scale != "channel":

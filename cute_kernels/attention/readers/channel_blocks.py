@@ -123,7 +123,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
     # -- the tail -----------------------------------------------------------------------------------------------------
 
     def open_tail(self, state: State, tail, work, head: Int32):
-        """Finds the tail rows of a request's KV head; nothing waits for the address."""
+        """Starts loading the address of a request's tail rows for a KV head; does not wait for it."""
         slot = ptx.load_global_words(tail.slots + Int64(work.request) * 4, 0, 1)[0].to(Int32)
         state.tail_stride = work.place.shape.num_kv_heads * (2 * self.config.head_dim)
         rows = Int64(slot) * (Int64(state.tail_stride) * TAIL_TOKENS)
@@ -136,7 +136,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
 
     @cute.jit
     def ask_tail(self, state: State, first_token: Int32):
-        """Prefetches the block's rows if they are in the tail; four lanes have a row of at most two lines."""
+        """Prefetches the block's rows if they are in the tail. Four lanes share a row, which has at most two lines."""
         if self.in_tail(state, first_token):
             line = LINE_BYTES * (state.t % (2 * self.config.head_dim // LINE_BYTES))
             for j in cutlass.range_constexpr(4):
@@ -182,7 +182,7 @@ def _added(parts: list[list[Any]]) -> list[Any]:
 
 def _in_order(registers: list[Any]) -> list[Any]:
     """Returns B registers of eight neighbouring columns, in pairs, from registers for columns r and r + 4. The odd ones
-    hold a 16th of their queries."""
+    among ``registers`` hold a 16th of their queries."""
     even = [registers[i] for i in (0, 2)]
     odd = [ptx.mul_f16x2(registers[i], Uint32(SIXTEEN)) for i in (1, 3)]
     return [ptx.prmt(even[i], odd[i], Uint32(half)) for half in (LOW_HALVES, HIGH_HALVES) for i in range(2)]

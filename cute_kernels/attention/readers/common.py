@@ -25,7 +25,7 @@ assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are q
 
 
 class State:
-    """Registers of a warp that live as long as it does; a namespace that a reader's ``make_state`` fills."""
+    """The registers that a warp keeps from tile to tile of a unit; a namespace that a reader's ``make_state`` fills."""
 
     g: Int32
     t: Int32
@@ -84,8 +84,9 @@ class CodeKeyReader:
     Attributes:
         num_groups: groups of columns with their own sums of queries.
         units_per_group: units of columns of a group.
-        pairs: for each B register of a unit, the lane's codes that it meets, low half and high half.
-        factors: for each B register of a unit, the factor of queries; it evens out that the codes they meet count more.
+        pairs: for each B register of a unit, the lane's codes that its low and high half are multiplied with.
+        factors: for each B register of a unit, the factor of its queries; below 1 where operands of codes are larger in
+            proportion.
         code_unit: 1 / the value of the operand that stands for code 1.
         sum_factor: ``query_sums`` are the queries' sums per group times this; None where they are not needed.
         query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).

@@ -1,4 +1,4 @@
-"""Reads rows of any format that can turn its codes into exact fp16 numbers. A new format needs no more to be read.
+"""Reads rows of any format that can turn its codes into exact fp16 numbers. A new format needs no readers of its own.
 
 Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of codes, the fewest whole
 words that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`), and the format's class turns it into packed

@@ -37,8 +37,8 @@ class SwizzledLoads:
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:
-        """Returns a lane's ldmatrix address for each load of a panel. Because of the swizzle it is not linear in the
-        load."""
+        """Returns a lane's ldmatrix address, as an offset in bytes from the tile, for each load of a panel; if queries
+        are shared, for the first load alone. Because of the swizzle it is not linear in the load."""
         tile = self.tile
         token, chunk = (tile.v_row if self.transposed else tile.k_row)(lane)
         base = Int32(head * tile.head_bytes) + slice_index * (self.config.slice_tokens * tile.row_bytes)
@@ -66,7 +66,7 @@ class DenseKeyReader(SwizzledLoads):
         self.dtype = _MMA_DTYPES[config.k.format]
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Makes the registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the
+        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix; ``take_query`` adds the
         queries."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
@@ -112,7 +112,7 @@ class DenseValueReader(SwizzledLoads, ValueReader):
         self.num_accumulators = 4 * self.num_loads
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
-        """Makes the registers that live as long as the warp: lane offsets of ldmatrix, accumulators."""
+        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix, accumulators."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         state.accumulators = self.make_accumulators()

@@ -53,7 +53,8 @@ class RowLoads:
 
 
 class RowKeyReader(RowLoads, CodeKeyReader):
-    """The base of key readers of raw rows: per group of columns, an MMA over the codes, then the row's header.
+    """The base of key readers of raw rows. For each group of columns they multiply codes by MMAs, then apply the row's
+    header.
 
     Subclasses make operands of codes, and scale a group's product.
     """
@@ -71,16 +72,18 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         raise NotImplementedError
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """Returns the start of a group's dot products with each block of queries. query_sums: [column] of the group."""
+        """Returns the accumulators that a group's dot products with each block of queries begin with. query_sums:
+        [column] of the group."""
         return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
-        """Adds the contribution of one group of columns to a score (None at first); here of a group with a scale."""
+        """Adds the contribution of one group of columns to a score (None at first): here the group's fp32 scale, its
+        header, times the dot product."""
         product = header.bitcast(Float32) * dot
         return product if score is None else score + product
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Makes the registers that live as long as the warp: lane offsets; ``take_query`` adds the queries."""
+        """Makes the registers that a warp keeps throughout a unit: lane offsets; ``take_query`` adds the queries."""
         state = State(lane)
         k_word = self.tile.k_word(state.t)
         row = self._warp_offset(head, slice_index) + self._row_g(state)
@@ -168,7 +171,7 @@ class RowValueReader(RowLoads, ValueReader):
         raise NotImplementedError
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
-        """Makes the registers that live as long as the warp: lane offsets, accumulators."""
+        """Makes the registers that a warp keeps throughout a unit: lane offsets, accumulators."""
         state = State(lane)
         state.lane_offsets = ptx.pinned(Int32(WORD_BYTES * self._codes_start(state, head, slice_index)))
         headers = self._warp_offset(head, slice_index) + self._row_g(state)
@@ -243,7 +246,8 @@ class RowValueReader(RowLoads, ValueReader):
         return WORD_BYTES * (self._row_offset(j, parity) + words)
 
     def _accumulate_unit(self, state: State, unit: int, words, operands):
-        """Accumulates one unit of columns. words: [half][parity] of four tokens. operands: [block] B registers."""
+        """Adds P V of one unit of columns. words: [half][parity] codes of four tokens. operands: [block] B
+        registers."""
         rows = [self.code_pairs(state, *pair) for pair in words]  # [half][output row of the lane]
         for mma in range(self.unit_mmas):
             if self.lane_codes == 1:
@@ -267,10 +271,10 @@ class RowValueReader(RowLoads, ValueReader):
         return result
 
     def output_terms(self, state: State):
-        """Returns the terms of :meth:`output` that many outputs share."""
+        """Returns the terms of :meth:`output` that many outputs share; here there are none."""
 
     def output(self, value, unit: int, code: int, column: int, terms):
-        """Returns the output number of an accumulator."""
+        """Returns the output that an accumulator stands for."""
         return value
 
 

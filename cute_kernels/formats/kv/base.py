@@ -65,7 +65,7 @@ class ExtendReader:
             probabilities, one for each of several groups multiplies the decoded numbers. "groups": a word in front for
             each group, applied to the decoded numbers.
         registers: which of `cute_kernels.attention.extend_config.REGISTERS` the producers need: "bytes" or "int4".
-        unit: the factor by which the tile's numbers are too small.
+        unit: the true value of a 1 in the tile.
     """
 
     words: str
@@ -97,8 +97,8 @@ class KvFormat:
         block_tokens: number of neighbouring tokens of a head that share scales, one for each column; blocks begin at
             its multiples. The rows of a block are written when its last token arrives; until then they wait in 16 bits
             (`layouts.kv.channel_blocks`). A row has a header word for every ``block_tokens`` columns. For keys alone.
-        by_token: whether `append_kv` writes rows in the order of the call's tokens, not by position. Keys in blocks are
-            first written so.
+        by_token: whether `append_kv` writes rows in the order of the call's tokens, not by position. It first writes
+            keys in blocks in such a format.
     """
 
     name: str

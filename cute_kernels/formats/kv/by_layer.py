@@ -50,7 +50,7 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
         return len(self.layers)
 
     def save(self, path: str | Path) -> None:
-        """Writes the file."""
+        """Writes the formats and the report to a JSON file."""
         data = {"format": FORMAT, "version": VERSION, "layers": self.layers, "report": dict(self.report)}
         Path(path).write_text(json.dumps(data, indent=1) + "\n")
 
@@ -93,8 +93,8 @@ def told_formats(kv_format: T, name: str = "kv_format") -> T | LayerFormats:
 
 
 def check_layers(kv_format: object, num_layers: int | None = None) -> None:
-    """Raises ValueError if ``kv_format`` is a mapping with a key that is no layer. Without ``num_layers`` the upper
-    bound is not checked."""
+    """Raises ValueError if ``kv_format`` is a mapping with a key that is neither a layer nor -1. Without ``num_layers``
+    the upper bound is not checked."""
     for layer in kv_format if isinstance(kv_format, Mapping) else ():
         if type(layer) is not int or layer < -1 or (num_layers is not None and layer >= num_layers):
             wanted = "a layer's number" if num_layers is None else f"0 to {num_layers - 1}"

@@ -105,7 +105,8 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options from the result of `flattened`; without the key ``score_options`` if there were none."""
+    """Returns a call's options from the result of `flattened`; without the key ``score_options`` if the call had
+    none."""
     given = dict(options)
     names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
     if tensors is not None:

@@ -40,7 +40,7 @@ class SoftCap(ScoreOption):
 
 
 class Alibi(ScoreOption):
-    """Adds a slope of each head times the distance from the query to the key (Press et al. 2022)."""
+    """Adds the query head's slope times (key position - query position) (Press et al. 2022)."""
 
     name, term = "alibi", f"{TERMS}:AlibiTerm"
 
@@ -55,8 +55,8 @@ class Alibi(ScoreOption):
 
 
 class Sinks(ScoreOption):
-    """Adds one more logit of each head to the denominator: scores stay as they are; `reference.apply_sinks` applies
-    the sinks."""
+    """Adds one more logit for each query head to the softmax's denominator. Scores stay as they are;
+    `reference.apply_sinks` applies the sinks."""
 
     name, term = "sinks", f"{TERMS}:SinksTerm"
     fits_four_blocks = True
@@ -69,7 +69,7 @@ class Sinks(ScoreOption):
 
 
 class Bias(ScoreOption):
-    """Adds a number of each request, query, head and key."""
+    """Adds the number that a bias tensor has for each request, query, head and key."""
 
     name, term = "bias", f"{TERMS}:BiasTerm"
 

@@ -70,7 +70,7 @@ class ScoreTerm:
         self.features, self.columns, self.rows = features, columns, rows
 
     def start(self, state: ScoreState) -> None:
-        """Starts a block, before any of its columns is opened."""
+        """Prepares the state for new queries, before `open` is called for each of them."""
 
     def open(self, state: ScoreState, work, query: QueryColumn, softmax_scale: Float32) -> Any:
         """Returns what the term keeps for a query; `change` gets it as ``kept``. ``work.request``: the number of the
@@ -87,11 +87,11 @@ class ScoreTerm:
         attention calls this method a block ahead, extend attention before the block's first `change`."""
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """Returns how many tokens back from a query the query and the ``queries`` - 1 queries before it can see; None
-        for all.
+        """Returns how many tokens up to a query's own position the query and the ``queries`` - 1 queries before it can
+        see; None for all.
 
-        Earlier tiles are skipped, and earlier rows may hold anything. values: the launch's numbers; in extend attention
-        without the tensors of registered options.
+        Tiles before these tokens are skipped, and rows before them may hold anything. values: the launch's numbers; in
+        extend attention without the tensors of registered options.
         """
         return None
 
@@ -106,8 +106,8 @@ class ScoreTerm:
 
 
 class ShiftTerm(ScoreTerm):
-    """Adds a query's shift to scores, for a soft cap. Without a cap the softmax needs no shift, since it is the same
-    for all scores of a query."""
+    """Keeps a query's shift, which the mainloop adds to scores before a soft cap. Without a cap the softmax needs no
+    shift, since it is the same for all scores of a query."""
 
     def open(self, state, work, query, softmax_scale):
         if not self.features.soft_cap:
@@ -128,7 +128,7 @@ class SoftCapTerm(ScoreTerm):
 
 
 class AlibiTerm(ScoreTerm):
-    """Adds each query head's slope times the distance; keeps the slope."""
+    """Adds the query head's slope times (key position - query position); keeps the slope of each query."""
 
     changes_scores = needs_positions = True
 

@@ -111,7 +111,7 @@ class WeightFormat(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The format's name for people and in saved configurations."""
+        """The keyword arguments that name the format in a layer's repr and in saved configurations."""
         return {"format": self.key}
 
     @property
@@ -137,7 +137,7 @@ class WeightFormat(ABC):
 
     @property
     def more_groups(self) -> int:
-        """Number of further groups that the scales of the second level take in a tile."""
+        """Number of groups whose scales would take as many bytes of a tile as the scales of the second level."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property
@@ -179,7 +179,8 @@ class WeightFormat(ABC):
         return dtype
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
-        """Returns the inverse of `scale_dtype`. Raises TypeError if no weight has such scales."""
+        """Returns the dtype of activations for which stored scales have ``scale_dtype``: the inverse of the method
+        `scale_dtype`. Raises TypeError if no weight of the format has such scales."""
         return scale_dtype
 
     @abstractmethod

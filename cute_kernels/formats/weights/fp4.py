@@ -218,7 +218,8 @@ class FoldedMxFp4Decoder(Fp4Decoder):
 
 
 class NvFp4Decoder(Fp4Decoder):
-    """Decodes FP4 with E4M3 scales: their codes four bits further up, as fp16, times 2**120."""
+    """Decodes FP4 with E4M3 scales. A scale's byte, four bits further up and read as bf16, is the scale times
+    2**-120."""
 
     def scale_word(self, word) -> Any:
         return self.math.multiply(word << 4, self.math.word(TWO_TO_120))

@@ -142,9 +142,9 @@ class SubnormalDecoder(CodeDecoder):
     since the smallest normal numbers have the same unit as subnormal ones. So conversion is a mask. One fused
     multiply-add then scales and subtracts half the range of codes times the scale. Half the range is a power of two, so
     that product is exact, and weights are rounded once. A zero point times a scale need not be exact, so zero points
-    are subtracted before the product. 2**133 is no bf16 number: weights come in units of 2**-32, by which accumulators
-    are multiplied. This requires scales below 2**27. With scaling, 8 codes of 4 bits take 9 instructions and 8 codes of
-    8 bits take 8; with zero points 13 and 12.
+    are subtracted before the product. 2**133 is no bf16 number: decoded weights are 2**-32 times the true ones, so
+    accumulators are multiplied by 2**32 (``unit``). This requires scales below 2**27. With scaling, 8 codes of 4 bits
+    take 9 instructions and 8 codes of 8 bits take 8; with zero points 13 and 12.
 
     Marlin and FP6-LLM convert FP8 and FP6 weights by masks and one product with a power of two, subnormal numbers
     included. Here the same is done with integers, read as subnormal floats.
@@ -184,7 +184,7 @@ class SubnormalDecoder(CodeDecoder):
         return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
-        """Returns scaled weights of a k16 step, in units of 1 / ``unit``."""
+        """Returns the scaled weights of a k16 step, divided by ``unit``."""
         first = step * self.words_per_step
         pairs = self._pairs(words[first : first + self.words_per_step])
         return [self._scaled(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]

@@ -42,8 +42,9 @@ HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
 def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
-    """Returns both numbers of `MAGIC`, and which halves of two words a lane takes in `PairedNibbleRows`. `MAGIC` is
-    hidden from the compiler, since the instruction that masks a nibble and adds it has room for one constant.
+    """Returns (both numbers of `MAGIC`, the prmt selector by which a lane of `PairedNibbleRows` takes halves of two
+    words). `MAGIC` is hidden from the compiler, since the instruction that masks a nibble and adds it has room for one
+    constant.
 
     number: any number of at most 31 bits.
     """
@@ -102,7 +103,8 @@ class ByteRows:
         ]
 
     def header_start(self, memory, operand: int, stage) -> Any:
-        """Returns where `key_header_place` and `value_header_place` are counted from: 0."""
+        """Returns the address from which `key_header_place` and `value_header_place` count; here 0, since there are no
+        headers."""
         return 0
 
     def key_header_place(self, group, warp, lane) -> Any:
@@ -158,7 +160,7 @@ class ByteRows:
 
     @staticmethod
     def query_step(lane) -> tuple[Int32, Int32]:
-        """Returns which queries a lane writes: (step of 16 columns, t)."""
+        """Returns which columns of the queries' B operand a lane writes: (step of 16 columns, t)."""
         return lane // 4, lane % 4
 
     @staticmethod
@@ -188,9 +190,9 @@ class ScaledByteRows(ByteRows):
         return row * 0
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Returns the bytes by which a lane's rows are shifted: keys of tokens g of every 8, values of tokens 2 t, and
-        how much more tokens 2 t + 1 are. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4
-        tokens."""
+        """Returns (shift of the lane's keys, shift of its even values, how much more its odd values are shifted), in
+        bytes. Of every 8 tokens, the keys are those of token g, the values those of tokens 2 t and 2 t + 1. Blocks of
+        the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
         start = head * rows.head_bytes.to(Int32)
 
         def shift(token):
@@ -349,7 +351,7 @@ class NibbleRows:
         return ptx.load_shared_vector(address, 0, 2)
 
     def value_word(self, words, index: int, magic):
-        """Returns the word with the codes of 8 tokens."""
+        """Returns the lane's word with the codes of the ``index``-th 8 tokens."""
         return words[index]
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:

@@ -57,8 +57,8 @@ class TileRows:
         return below, first, place
 
     def copy_headed_rows(self, bases, token_bytes, tile, low, high, lane) -> None:
-        """Copies rows with their headers, one row after the other, by all pieces that they touch. It reads no byte
-        after a row."""
+        """Starts copying rows with their headers, one row after the other, by all pieces that they touch. Reads no byte
+        after a row. low, high: as for :meth:`copy_rows`."""
         pieces, somewhere = self.rows.row_bytes // CHUNK_BYTES, _aligned(bases[0])
         total, behind = self.warp_rows * pieces, self.heads * self.cache_bytes - (pieces - 1) * CHUNK_BYTES
         for first in range(0, total, WARP_THREADS):
@@ -169,7 +169,8 @@ class TileRows:
             cute.copy(atom, origin[(None, row, 0, *heads, block)], target, tma_bar_ptr=barrier)
 
     def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
-        """Copies rows. low, high: rows [low, high) exist; None: all do."""
+        """Starts copying rows and, where these lie apart, their headers. low, high: rows [low, high) exist; None: all
+        do."""
         below, first, place = self.lane_place(lane)
         step_bytes = Int64(token_bytes) * self.step_rows
         start = Int64(below) * Int64(token_bytes) + Int64(first + self.header_bytes)

@@ -305,7 +305,7 @@ class KeyRowsConsumer:
     # -- products -----------------------------------------------------------------------------------------------------
 
     def add_values(self, memory, sums, place, values) -> None:
-        """Issues P V of the block before. values: as `fetch_values` returns them."""
+        """Issues P V of the block whose probabilities were written last. values: as `fetch_values` returns them."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
         words, headers = values
         mmas = range(2)
@@ -373,8 +373,8 @@ class KeyRowsConsumer:
         ahead: Ahead,
         masked: Int32,
     ):
-        """Writes probabilities of a block where all warps see them. When it returns no MMAs are in flight: the values
-        of the block before overlapped with the softmax. Codes of the next keys are loaded."""
+        """Writes a block's probabilities to shared memory, for all warps of the warpgroup. On return no MMAs are in
+        flight: P V of the previous block overlapped with the softmax. The codes of the next block's keys are loaded."""
         row = place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
@@ -394,7 +394,7 @@ class KeyRowsConsumer:
         self.share(memory, sums, place, s, lines, value_scales, ahead)
 
     def masked_word(self, features, work, span, block):
-        """Returns 1 where some query may not see some key of a block."""
+        """Returns 1 if some query may not see some key of a block, else 0."""
         masked = self.worker.is_masked(work, span, block)
         if self.config.features.window:
             # The last query is the first to lose sight of a key.
@@ -402,8 +402,8 @@ class KeyRowsConsumer:
         return ptx.pinned(Int32(cutlass.select_(masked, Int32(1), Int32(0))))
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
-        """Loads the scales of the lane's two tokens, the first its warpgroup's ``row``; returns none where rows have no
-        scales. The loads overlap with MMAs."""
+        """Loads the scales of the lane's two tokens, the first its warpgroup's ``row``; an empty list where rows have
+        no scales. The loads overlap with MMAs."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
@@ -464,17 +464,19 @@ class KeyRowsConsumer:
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, memory, place):
-        """Returns whether some thread has probabilities that are too large. Probabilities that were written before are
-        visible to MMAs then."""
+        """Returns 1 if some thread of the warpgroup has set its flag, since probabilities are too large; else 0.
+        Synchronises the warpgroup, so that MMAs see all probabilities that were written before."""
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_warpgroup(place.group)
         return Int32(ptx.load_shared(memory.flag(place.group), 0))
 
     def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
-        """Writes P * scale of V, and P's sums into ``totals``. Returns whether one is too large for fp16.
+        """Writes P times V's scales for MMAs, and the sums of P into ``totals``. Returns whether some product is too
+        large for fp16.
 
-        target: the lane's address. bounds: as `bounds_of` returns them, once the reference is no less than any logit.
-        They clamp logits of 2^30, which are rounded by more than fp16 holds, whatever the reference.
+        target: the lane's address. bounds: as `bounds_of` returns them, once the reference has been raised; else None.
+        They clamp logits, so that no product exceeds 1: fp32 rounds logits near 2^30 so coarsely that a raised
+        reference alone may not suffice.
         """
         largest: Any = None
         for first in range(0, self.blocks, 2):
@@ -501,7 +503,8 @@ class KeyRowsConsumer:
         return product > 2.0**RESCALE_SLACK
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
-        """Returns a logit as an exponent of 2, less the reference; with ``start``, plus ``start`` instead."""
+        """Returns a logit as an exponent of 2, minus the reference. If ``start`` is given, adds ``start`` instead of
+        subtracting the reference."""
         start = -sums.softmax.references[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 

@@ -49,8 +49,8 @@ class QueryWriter:
 
     @cute.jit
     def write(self, shape, operands, work, memory, group: Int32, warp: Int32, lane: Int32):
-        """Writes the queries, and returns the factor of scores for the queries' power of 2. Callers see to it that no
-        MMA reads the last tile's queries any more."""
+        """Writes the queries times a power of 2, and returns its reciprocal, by which scores are to be multiplied.
+        Callers ensure that no MMA reads the previous work tile's queries any more."""
         own_tops = memory.tops + 4 * (group * WARPGROUP_WARPS)
         if const_expr(self.heads == 1):
             warp = group * WARPGROUP_WARPS + warp
@@ -74,8 +74,8 @@ class QueryWriter:
         return from_fp16
 
     def size_of(self, value) -> Any:
-        """Returns the absolute value of a number, by which the power of 2 is chosen. It is 0 for infinity, or the other
-        rows would become zeros."""
+        """Returns the absolute value of a number, by which the power of 2 is chosen. For infinity it is 0: else the
+        power of 2 would turn the numbers of all other rows into zeros."""
         size = ptx.absolute(value)
         return cutlass.select_(size < math.inf, size, Float32(0.0))
 

@@ -48,7 +48,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write(self, shape, operands, features, work, memory, sums, place):
-        """Writes the results of a work tile; no MMA may be in flight. first: the first warpgroup of a KV head."""
+        """Writes the results of a work tile; no MMA may be in flight."""
         self.tell(memory, sums, place)
         sync_head(self.heads, place.group)
         row, first = place.warp * WARP_THREADS + place.lane, place.group
@@ -107,7 +107,8 @@ class KeyRowsResults:
         return queries + index * (4 * self.config.tile_rows)
 
     def numbers(self, memory, first):
-        """Returns the address of the number of each row in the output or among the partial results, or NOWHERE."""
+        """Returns the address of the rows' numbers in the output or among the partial results. Rows that do not exist
+        have the number NOWHERE."""
         return self.factors(memory, first, self.warpgroups)
 
     @cute.jit
@@ -179,7 +180,7 @@ class KeyRowsResults:
 
     @cute.jit
     def store(self, shape, operands, memory, sums, place, first, mmas: cutlass.Constexpr):
-        """Writes the columns of some MMAs of all rows: results, or a split's part of them."""
+        """Writes the columns of the MMAs ``mmas`` of all rows: results, or a split's part of them."""
         if shape.splits.value == 1:
             self.write_rows(operands.out, ELEMENT_BYTES, memory, sums, place, first, mmas)
         else:
@@ -187,7 +188,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, first, mmas: cutlass.Constexpr):
-        """Writes the columns of some MMAs of all rows, as numbers of ``size`` bytes."""
+        """Writes the columns of the MMAs ``mmas`` of all rows to ``target``, as numbers of ``size`` bytes."""
         row_bytes = self.config.head_dim * size
         numbers = self.numbers(memory, first) + 8 * (place.lane % 4)
         starts = [target + Int64(self.rows.column(place.warp, place.lane, mma) * size) for mma in mmas]
