@@ -88,8 +88,8 @@ def quantized_linear(
             The norm is a launch before the product.
         activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`; the weight is not rounded.
             Each row has a scale, or one for each 128 inputs where the weight has 8-bit codes in groups. Weights are
-            FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200 they gain time
-            at many rows, and lose some at few (docs/design/fp8_gemm.md).
+            FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200, FP8 products
+            are faster with many rows, and slower with few (docs/design/fp8_gemm.md).
         activation_scale: with "fp8", the scale of all of x: fp32 of one element. None: x has scales of its own.
 
     Other Parameters:
@@ -135,7 +135,8 @@ def quantized_linear_norm(
     products where both kernels support it: bf16, up to 64 or 128 rows of most layers, N a multiple of 256, a norm in
     x's dtype. The first then also stores its rows times the norm's weight, and sums of their squares; the second
     multiplies its accumulators by (mean square + eps)^-0.5. Otherwise `rms_norm` is launched before each product that
-    reads the rows. The two ways round a normed row once, but at different steps: results differ in their last bits.
+    reads the rows. Both variants round a normed row once, but at different steps: their results differ in the last
+    bits.
 
     Args:
         x, weight, bias: as in `quantized_linear`.
@@ -145,8 +146,8 @@ def quantized_linear_norm(
 
     Other Parameters:
         norm_offset: added to the norm's weight.
-        following: the weight of the product that reads the norm, if it is known. Nothing extra is stored for a
-            product that launches `rms_norm` anyway.
+        following: the weight of the product that reads the norm, if it is known. If that product launches `rms_norm`
+            anyway, this one stores nothing extra.
 
     Returns:
         `NormedRows`; its ``rows`` [..., N] are those of `quantized_linear` with this residual, bit for bit.
@@ -176,17 +177,17 @@ def quantized_layer(
     """Computes a layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next
     layer's qkv.
 
-    It computes what these calls do, in one launch where a kernel supports all of them::
+    The result is that of these calls, in one launch where a kernel supports all products::
 
         h = quantized_linear_norm(x, o, residual=residual, norm=norm, ...)
         rows = quantized_linear_norm(quantized_linear(h, gate_up, activation="swiglu"), down, residual=h.rows,
                                      norm=following_norm, ...)
         return LayerRows(rows, quantized_linear(rows, qkv))
 
-    One launch serves one row in bf16 on Hopper: 4-bit integers in groups of 128 without zero points, act order or input
-    scales; N a multiple of 64 and K of 256; norms in bf16. Otherwise, and when traced, it makes the calls above.
-    The launch and the calls add up in different orders, so their results differ in the last bits. Each is bitwise
-    reproducible.
+    The one launch is used for one row in bf16 on Hopper: 4-bit integers in groups of 128 without zero points, act order
+    or input scales; N a multiple of 64 and K of 256; norms in bf16. Otherwise, and when traced, the function makes the
+    calls above. The launch and the calls add up in different orders, so their results differ in the last bits. Each is
+    bitwise reproducible.
 
     Args:
         x: bf16 or fp16 [..., K of o], the output of attention.

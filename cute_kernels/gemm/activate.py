@@ -19,9 +19,9 @@ MATH = FloatMath()
 
 
 class Activate:
-    """The activation of a configuration, or the standard one whose number a launch gives as ``shape.activation``.
+    """Applies a configuration's own activation, or the standard one whose number a launch gives.
 
-    ``shape`` has that number as ``activation``.
+    Methods read the number from ``shape.activation``; 0: no activation.
 
     Args:
         own: the configuration's own activation; None if it is a standard one, or there is none.
@@ -38,7 +38,7 @@ class Activate:
         return shape.activation == 0 if self.own is None else Boolean(False)
 
     def is_gated(self, shape) -> Boolean:
-        """Whether one result is made of two rows of the weight, gate and up."""
+        """Whether each result is made of two rows of the weight, gate and up."""
         if self.own is None:
             (gated,) = self.gated
             return shape.activation == gated.number

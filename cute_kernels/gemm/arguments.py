@@ -1,12 +1,14 @@
 """The arguments that kernels of linear layers are launched with.
 
-`cute_kernels.gemm.operands.fp8_config` has those of FP8 products and of the rows of x before them,
-`cute_kernels.gemm.layer.arguments` those of a layer's products in one launch; others are listed nowhere else.
+The arguments of FP8 products, and of the kernel that makes their rows of x, are in
+`cute_kernels.gemm.operands.fp8_config`. Those of a layer's products in one launch are in
+`cute_kernels.gemm.layer.arguments`.
 
-Dense products (`STREAM`, `TILES` and what begins with them) take x [m, k]; k and the distance of rows are multiples of
-8, and rows begin on 16 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k block, 2048], scales of the
-format's dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as out, of x's dtype, or 0; out [m, n]
-(half of n for swiglu) of the kind ``out_kind``; workspace fp32, every word EMPTY before and after.
+Dense products (`STREAM`, `TILES` and the lists that begin with `TILES`) take x [m, k]. k and the row stride, in
+elements, are multiples of 8, and rows begin on 16 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k
+block, 2048], scales of the format's dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as out, of x's
+dtype, or 0; out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32, every word EMPTY before and
+after.
 
     k_blocks              padded K / the k block of the configuration
     activation, out_kind  numbers of :mod:`.activations` and :mod:`.out_kinds`
@@ -20,10 +22,10 @@ format's dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as
     num_ctas              how many CTAs are launched
 
 `INPUT_ROWS` has the arguments of the kernel that prepares rows. out: [m, k], k a multiple of 8. Addresses are on 16
-bytes. x: rows of k elements, ``stride`` elements apart, a multiple of 8. order: int32 [k], the input of x that each
-input of out is. factors: [k] of x's dtype, in x's order. order and factors are read only if the configuration uses
-them. parts: CTAs of each row. end: address of an int32, how many places of out have a row, or 0: all. rows: int32 [m],
-the row of x at each place, or 0: each place's own number.
+bytes. x: rows of k elements, ``stride`` elements apart, a multiple of 8. order: int32 [k]; input i of out is input
+order[i] of x. factors: [k] of x's dtype, in x's order. order and factors are read only if the configuration uses them.
+parts: CTAs of each row. end: address of an int32, the number of rows of out that are written; 0: all. rows: int32 [m];
+row i of out is made of row rows[i] of x, or of row i if ``rows`` is 0.
 """
 
 from __future__ import annotations

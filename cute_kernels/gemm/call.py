@@ -50,7 +50,8 @@ class LinearCall(NamedTuple):
 
 
 def key_of(call: LinearCall) -> tuple[Any, ...]:
-    """Returns what identifies a plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
+    """Returns the key of a call's plan, without checking the call. Raises TypeError or RuntimeError for some arguments
+    that `check` refuses."""
     x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")

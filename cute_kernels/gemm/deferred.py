@@ -1,9 +1,9 @@
 """Products before and after an RMSNorm that takes no launch of its own: `quantized_linear_norm` produces `NormedRows`,
 `quantized_linear` consumes them.
 
-This holds where both products have kernels with the stores of :mod:`.wgmma.deferred_norm`. The first writes rows times
-the norm's weight, and sums of squares. The second applies the rest of the norm to its accumulators. Otherwise the same
-two calls launch a product, `rms_norm` and a product.
+The norm takes no launch where both products have kernels with the stores of :mod:`.wgmma.deferred_norm`. The first
+product also writes its rows times the norm's weight, and sums of squares. The second applies the rest of the norm to
+its accumulators. Otherwise the same two calls launch a product, `rms_norm` and a product.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class GivingCall(NamedTuple):
 
 
 def give_apart(call: GivingCall) -> NormedRows:
-    """Computes a checked call's rows by an ordinary product. Their norm is launched before the next product."""
+    """Computes a checked call's rows by an ordinary product. The product that reads them launches their norm first."""
     rows = ops.linear(LinearCall(call.x, call.weight, call.bias, call.residual))
     return NormedRows(rows, call.norm, call.eps, call.offset)
 
 
 def check_giving(call: GivingCall) -> GivingCall:
-    """Raises TypeError or ValueError, which name the argument, unless rows can be computed and normed."""
+    """Raises TypeError or ValueError, which name the argument, unless a call's rows can be computed and then normed."""
     n = call.weight.shape[0]
     wanted = _giving_wanted(call)
     check_norm_numbers(call.eps, call.offset)
@@ -224,14 +224,14 @@ def take(call: LinearCall) -> torch.Tensor:
 
 
 def take_apart(call: LinearCall) -> torch.Tensor:
-    """Launches the norm, then the product."""
+    """Computes a product of `NormedRows` in two launches: the norm, then the product."""
     rows = call.x
     normed = {"norm": rows.norm, "eps": rows.norm_eps, "offset": rows.norm_offset}
     return ops.linear(call._replace(x=rows.rows, **normed))
 
 
 def check_taking(call: LinearCall) -> LinearCall:
-    """Raises TypeError or ValueError, which name the argument, unless the product can be computed."""
+    """Raises TypeError or ValueError, which name the argument, unless a product of `NormedRows` can be computed."""
     check_activation(call.activation, call.weight.shape[0])
     check_out_dtype(call.out_dtype)
     rows = rows_wanted(call.x.rows, call.weight, "...")
@@ -244,7 +244,8 @@ def check_taking(call: LinearCall) -> LinearCall:
 
 
 def _parts_wanted(rows: NormedRows) -> Iterator[Wanted]:
-    """Yields what is wanted of the parts of a deferred norm: what products give them."""
+    """Yields what is wanted of the parts of a deferred norm: the dtypes and shapes in which the first product stores
+    them."""
     if rows.deferred is None:
         return
     given, k = rows.rows, rows.rows.shape[-1]

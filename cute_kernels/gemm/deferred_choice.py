@@ -23,10 +23,10 @@ SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
 
 
 def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> WgmmaConfig | None:
-    """Returns a schedule's configuration on one side of a deferred norm; None if there is no such kernel.
+    """Returns a schedule's configuration for a product before or after a deferred norm; None if it has no such kernel.
 
-    Before the norm a CTA has memory for the results of one work tile, after it for the factors of one tile of rows.
-    Schedules that need more have no kernel.
+    A CTA of the product before the norm has shared memory for the results of one work tile. A CTA of the product after
+    it has memory for the factors of one tile of rows. Schedules that need more have no kernel.
     """
     if not isinstance(schedule, TileSchedule):
         return None
@@ -45,9 +45,9 @@ def beside_a_norm(
     """Returns the schedule of a product on one side of a deferred norm. ``schedule``: the product's schedule without a
     norm.
 
-    The result is ``schedule`` if it has a kernel for the norm. Otherwise it is the fastest schedule that has one, if it
-    is slower by less than a norm's launch; else it is ``schedule`` all the same. Only problems with measured times
-    (`is_short`) look for another schedule.
+    The result is ``schedule`` if it has a kernel for the norm. Otherwise it is the fastest schedule with such a kernel,
+    provided that this is slower by less than a norm's launch; else ``schedule``, without a kernel for the norm. Another
+    schedule is considered only for problems with measured times (`is_short`).
     """
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule
@@ -62,8 +62,8 @@ def beside_a_norm(
 def config_beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> WgmmaConfig | None:
-    """Returns the configuration of the schedule that `beside_a_norm` chooses, with its side of the norm; None if there
-    is none."""
+    """Returns the configuration of the schedule that `beside_a_norm` chooses, as `deferred` returns it; None if that
+    schedule has no kernel for the norm."""
     return deferred(beside_a_norm(problem, schedule, kind), kind)
 
 

@@ -3,9 +3,9 @@
     rows, x, squares = weight_only_linear_norm(...)           the product before the norm
     y = weight_only_linear_of_normed(x, squares, rows, ...)   the product after it
 
-For some numbers of rows kernels leave the norm to the second product. x is then rows times the norm's weight, and
-squares has sums of squares of rows. For other numbers x is the normed rows, and squares is not read. Both operators get
-both products' formats and shapes, so they decide alike.
+For some numbers of rows the norm is deferred to the second product. x is then rows times the norm's weight, and squares
+has sums of squares of rows. For other numbers of rows x is the normed rows, and squares is not read. Both operators get
+both products' formats and shapes, so both decide the same way whether the norm is deferred.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _parts_of(rows: torch.Tensor, norm: torch.Tensor) -> DeferredParts:
 def give_plain(
     x, codes, scales, zeros, bias, residual, format, n, k, norm, eps, taker_format, taker_n
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes `giving` for `plain` tensors, without gradients."""
+    """Computes the operator `giving`; `of_plain` calls it with detached tensors."""
     form = weight_format(format)
     gives, takes = Side(n, k, form), Side(taker_n, n, weight_format(taker_format))
     if not _left(residual, norm, gives, takes):
@@ -67,7 +67,7 @@ def _give_meta(x, codes, scales, zeros, bias, residual, format, n, k, norm, eps,
 def take_plain(
     x, squares, rows, norm, eps, giver_format, giver_k, codes, scales, zeros, bias, format, n, k, activation
 ) -> torch.Tensor:
-    """Computes `taking` for `plain` tensors, without gradients."""
+    """Computes the operator `taking`; `of_plain` calls it with detached tensors."""
     form = weight_format(format)
     gives, takes = Side(k, giver_k, weight_format(giver_format)), Side(n, k, form)
     if not _left(rows, norm, gives, takes):
@@ -99,4 +99,5 @@ taking = Operator(
     cuda=of_plain(take_plain),
     meta=_take_meta,
 )
-"""The product after the norm, of what ``giving`` returned: [M, n], or [M, n / 2] of a gated activation."""
+"""The product after the norm: takes the tensors that ``giving`` returned, and returns [M, n], or [M, n / 2] of a gated
+activation."""

@@ -50,7 +50,9 @@ def scale_number(config, decoder: CodeDecoder, word):
 
 
 def load_channel(config, decoder: CodeDecoder, operands: Operands, tile, row, tile_bytes) -> list[Any]:
-    """Loads [(scales, offsets)] of a tile's rows ``row`` and ``row`` + 8 if they hold for all of K; else returns [].
+    """Loads the scales and offsets that hold for all of K of a tile's rows ``row`` and ``row`` + 8, as a list of pairs
+    (two scales, two offsets). The list is empty if scales are in groups and have no second level. Second-level scales
+    have None as offsets.
 
     tile_bytes: bytes of a tile's stored scales.
     """
@@ -84,8 +86,9 @@ def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
 
 @cute.jit
 def row_of(end, rows, place):
-    """Returns (how many places have a row, the number of this place's row of x). end, rows: addresses as in
-    `INPUT_ROWS`; with ``end`` 0 every place has a row, with ``rows`` 0 its own number."""
+    """Returns (the number of rows of out that are written, the row of x of which row ``place`` of out is made). end,
+    rows: addresses as in `INPUT_ROWS`. If ``end`` is 0, the first number is above ``place``, since all rows are
+    written."""
     count, row = place + 1, place
     if end != 0:
         count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])

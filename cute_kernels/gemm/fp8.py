@@ -1,11 +1,11 @@
 """Products in FP8 that a caller asks for: activations in E4M3 by weights whose codes are E4M3 numbers.
 
-With few rows the weights' bytes decide the time, so FP8 MMAs would gain nothing. x is rounded to E4M3, stored in bf16,
-and multiplied by a 16-bit product.
+With few rows a product takes as long as loading its weights, so FP8 MMAs would gain nothing. x is then rounded to E4M3,
+stored in bf16, and multiplied by a 16-bit product.
 
 With more rows torch's own product (`torch._scaled_mm`) is used where x and W have one scale per row and only a bias is
-added. Its results are bf16, and N and K multiples of 16. It wants codes row by row: `row_codes` copies a weight's codes
-once, while the GPU has room for the copy.
+added. Its results are bf16, and N and K are multiples of 16. It reads codes row by row: `row_codes` copies a weight's
+codes once, while the GPU has room for the copy.
 
 Otherwise one launch makes rows in E4M3, and a kernel of `cute_kernels.gemm.operands` multiplies them.
 """
@@ -83,8 +83,8 @@ def has_room(size: int, device: torch.device) -> bool:
 
 
 def kept_row_codes(weight: PackedWeight | WeightTensors, may_copy: Callable[[], bool]) -> torch.Tensor | None:
-    """Returns `row_codes` of a weight, made at the first call for its codes. None if ``may_copy`` refused at that
-    call."""
+    """Returns `row_codes` of a weight, which the first call for its codes makes and keeps. None if ``may_copy``
+    returned False in that first call."""
     if weight.codes not in _kept_rows:
         plain = PackedWeight(*weight[:5], check_values=False) if isinstance(weight, WeightTensors) else weight
         _kept_rows[weight.codes] = row_codes(plain) if may_copy() else None

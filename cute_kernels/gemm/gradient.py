@@ -1,4 +1,5 @@
-"""Gradients of the inputs of quantised layers: for adapters added to them, and for layers before them."""
+"""Gradients of the inputs of quantised layers. Training needs them for adapters on such layers, and for the layers
+before them."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class OfWeight(OfFormat, nn.Module):
         raise NotImplementedError
 
     def _needed(self) -> list[str]:
-        """Returns the names that a state dict must hold besides the weight's tensors. The module's own tensors stay
-        where one is missing."""
+        """Returns the names that a state dict must hold besides the weight's tensors. If one is missing, it is
+        reported, and the module keeps its own tensor."""
         return [] if self.bias is None else ["bias"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,8 +93,9 @@ class OfWeight(OfFormat, nn.Module):
         self._take(form, tensors, copy=not local_metadata.get("assign_to_params_buffers", False))
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
-        """Takes on loaded tensors. With ``copy`` they go to the module's device, into its own tensors where format,
-        shape and dtype fit: captured CUDA graphs then read the new values."""
+        """Replaces the module's tensors by loaded ones. With ``copy`` the loaded values are copied to the module's
+        device, into its existing tensors where format, shape and dtype fit. Captured CUDA graphs then read the new
+        values."""
         codes = tensors["codes"]
         assert codes is not None
         device = codes.device if self.codes.is_meta else self.codes.device
@@ -256,8 +257,8 @@ class QuantizedLinear(OfWeight):
         )
 
     def fold(self, shifts: torch.Tensor | None) -> None:
-        """Makes shifts the weight's floating zero points; None changes nothing. Some state dicts hold shifts as a
-        tensor of their own."""
+        """Turns ``shifts`` into floating zero points of the layer's weight; None changes nothing. Some state dicts hold
+        shifts as a separate tensor."""
         if shifts is not None:
             self._set(with_shifts(self.weight, checked_shifts(shifts, self.weight)), self.bias)
 
@@ -315,7 +316,7 @@ def describe(form: WeightFormat) -> str:
 
 
 def checked_shifts(shifts: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Returns the shifts of a weight of integers. Raises TypeError or ValueError if they do not fit the weight."""
+    """Returns ``shifts`` if they fit a weight of integers, else raises TypeError or ValueError."""
     check_tensors(shifts=shifts)
     n, k = weight.shape
     wanted = [n, -(-k // (weight.group_size or k))]

@@ -109,8 +109,8 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
 def left_to_next(
     rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
 ) -> NormedRows:
-    """Makes the `NormedRows` of a checked call, with the parts of their norm. Nothing is checked again, as every layer
-    makes some."""
+    """Makes the `NormedRows` of a checked call, with the parts of their norm. The fields are not checked again, since
+    every layer of a step calls this."""
     made = object.__new__(NormedRows)
     values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
     made.__dict__.update(values)

@@ -112,8 +112,8 @@ def weight_of(
 
 
 def plain(tensor: T) -> T:
-    """Returns the tensor, detached if it is a parameter or requires a gradient: calls of plain tensors launch
-    directly."""
+    """Returns the tensor, detached if it is a parameter or requires a gradient. Calls with plain tensors launch
+    directly, not through the operator."""
     if tensor is None or (type(tensor) is torch.Tensor and not tensor.requires_grad):
         return tensor
     return tensor.detach()
@@ -123,8 +123,8 @@ SCALARS = frozenset({int, float, str})  # of operators' arguments that are no te
 
 
 def of_plain(work: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """Returns a function that makes tensors `plain` and calls ``work`` without gradients. Its arguments are
-    positional."""
+    """Returns a function that makes tensors `plain` and calls ``work`` without gradients. The returned function takes
+    positional arguments."""
 
     def run(*given: Any) -> ResultT:
         with torch.no_grad():

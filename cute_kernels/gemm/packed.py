@@ -49,7 +49,7 @@ class OfFormat:
 
     @property
     def group_size(self) -> int | None:
-        """Consecutive inputs that share a scale; None for one scale per row."""
+        """How many consecutive inputs share a scale; None for one scale per row."""
         return self._form.group_size or None
 
     @property

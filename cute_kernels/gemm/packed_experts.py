@@ -104,7 +104,7 @@ class PackedExperts(Packed):
 
     @cached_property
     def form(self) -> ExpertsForm:
-        """Everything that a plan for these weights relies on, except their addresses."""
+        """Everything that a plan for these weights depends on; the addresses of their tensors do not count."""
         k_pad = padded_shape(self.shape, self.group_size)[1]
         return ExpertsForm(len(self), *self.shape, k_pad, self.format, self.dtype, self.codes.get_device())
 

@@ -64,8 +64,8 @@ def without_rows(call: LinearCall) -> torch.Tensor:
 
 
 def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> tuple[Product, TensorOf | None]:
-    """Returns (a checked call's product, what makes the rows [m, k] that it reads: one launch, or torch's operators).
-    The latter is None if the product reads x itself."""
+    """Returns (a checked call's product, a function that makes the rows [m, k] that the product reads). The function
+    uses one launch or torch's operators; it is None if the product reads x itself."""
     x, perm, input_scale = call.x, call.weight.perm, call.weight.input_scale
     product = product_of(problem, index)
     if call.norm is not None:
@@ -97,8 +97,8 @@ def _normed_of(call: LinearCall) -> TensorOf:
 
 
 def ready(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns x [..., k] scaled and in packed order, as contiguous rows [m, k]. They are whole 16-byte pieces and start
-    on 16 bytes."""
+    """Returns x [..., k] scaled and in packed order, as contiguous rows [m, k]. Each row is padded to whole 16-byte
+    pieces, and the rows start on 16 bytes."""
     return aligned(prepare_input(x, perm, input_scale).reshape(-1, x.shape[-1]).contiguous())
 
 

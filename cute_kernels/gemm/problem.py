@@ -61,7 +61,7 @@ class GroupedProblem:
     activation: ActivationFunction | None = None
 
     def max_entries(self, capacity: int) -> int:
-        """Returns the most entries, of up to ``capacity`` rows each, that any distribution of rows among experts
-        makes."""
+        """Returns the most grouped tiles, of up to ``capacity`` rows each, that any distribution of the rows among
+        experts needs."""
         active = min(self.num_experts, self.places)
         return (self.places + active * (capacity - 1)) // capacity

@@ -36,7 +36,8 @@ tensors, or None, by name."""
 
 @dataclass(frozen=True)
 class Product:
-    """A product, dense or of experts, by any kernel: all of a launch but a call's numbers and addresses.
+    """A product, dense or of experts, by any kernel: everything that its launches need besides a call's numbers and
+    addresses.
 
     Attributes:
         schedule: the schedule that it was made from.
@@ -49,10 +50,11 @@ class Product:
     bind: Bind
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """Returns the launcher of calls with these numbers in common, on the current stream of the current device.
+        """Returns a function that launches the product, for calls that have ``n``, activation, ``out_dtype`` and
+        ``added`` in common. It launches on the current stream of the current device.
 
-        The launcher takes x [m, k], on 16 bytes, k a multiple of 8, and other tensors, or None, by name. activation: a
-        name or an object; one that is not standard must be the problem's own.
+        The returned function takes x [m, k], on 16 bytes, k a multiple of 8, and other tensors, or None, by name.
+        activation: a name or an object; one that is not standard must be the problem's own.
         """
         return self.bind({"n": n, "activation": number_of(activation), "out_kind": OUT_KINDS[out_dtype], **added})
 

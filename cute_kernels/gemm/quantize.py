@@ -1,6 +1,6 @@
 """Makes packed weights, by round-to-nearest quantisation or from given codes.
 
-Both unpack a block of rows at a time, so the memory for unpacked rows is bounded whatever the weight's size.
+Either way a block of rows is unpacked at a time, so the memory for unpacked rows does not grow with the weight.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def chosen_format(
     """Returns the format that the arguments of `quantize_weight` select.
 
     Raises:
-        TypeError, ValueError: there is no such format, or the arguments ask for two.
+        TypeError, ValueError: there is no such format, or the arguments select two formats.
     """
     check_options(bits, group_size, zero_point, dtype)
     if wanted is None:
@@ -131,7 +131,8 @@ def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> Weigh
 
 
 def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of activations that a weight of ``dtype`` is quantised for, unless another is given."""
+    """Returns the default dtype of activations for a weight of ``dtype``: ``dtype`` itself if the format supports such
+    activations, else the first that it supports."""
     if DTYPES.get(dtype) in chosen.dtypes:
         return dtype
     return next(found for found, name in DTYPES.items() if name in chosen.dtypes)
@@ -277,9 +278,9 @@ def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
 
 
 def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
-    """Makes one weight [2 N, K] with gate's rows in even and up's in odd places, as the activation "swiglu" takes them.
+    """Makes one weight [2 N, K] whose even rows are gate's and odd rows are up's, as "swiglu" wants them.
 
-    It is for checkpoints that store gate and up separately. Codes are moved, never changed.
+    Use it for checkpoints that store gate and up separately. Codes are moved, never changed.
 
     Raises:
         TypeError: one of them is no PackedWeight.
@@ -320,8 +321,8 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
 
 def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, the weight's value, the first one's) for each difference that keeps two weights from being made
-    one.
+    """Yields (field, value in ``weight``, value in ``first``) for each difference that keeps the two weights from being
+    combined into one.
 
     It compares shape, the format's options, dtype and device. Integers with zero points fit those without, and a format
     fits one that includes it.

@@ -47,7 +47,7 @@ def is_noted(problem: LinearProblem) -> bool:
 
 
 def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
-    """Whether an optional kernel of a product may be loaded: it is compiled already, or may be compiled now.
+    """Whether a kernel that a product can do without may be loaded: it is compiled already, or may be compiled now.
 
     It may not be compiled where there is no compiler, nor for a server that has noted which kernels it made ready.
     """
@@ -61,8 +61,8 @@ def forget_ready() -> None:
 
 
 def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
-    """Returns the schedule of a product. Where the product was noted for this many rows or more, its kernel is one of
-    those that are ready."""
+    """Returns the schedule of a product. If `note_ready` was called for this product with as many rows or more, the
+    kernel is one of those that are ready."""
     one = replace(problem, m=1)
     rows = _ready.get(one, ())
     if problem.m in rows or not rows or problem.m > rows[-1]:

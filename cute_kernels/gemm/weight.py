@@ -56,7 +56,8 @@ def symmetric_zero(bits: int) -> int:
 
 
 def _share_of_groups(tensor: torch.Tensor, rank: int, world_size: int, more: int) -> torch.Tensor:
-    """Returns a rank's share of the groups of a tensor [tiles, G + more, 64], and all of the last ``more``."""
+    """Returns a rank's share of the G groups of a tensor [tiles, G + more, 64], followed by all of the last ``more``
+    groups."""
     groups = tensor.shape[1] - more
     own = tensor[:, :groups].chunk(world_size, dim=1)[rank]
     return torch.cat((own, tensor[:, groups:]), dim=1) if more else own.contiguous()
@@ -87,8 +88,8 @@ def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
 
 
 def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yields ranges (first, last) of N tiles that cover ``num_tiles``. Each has about as many weights, ``k`` a row, as
-    suit the device."""
+    """Yields ranges (first, last) that together cover ``num_tiles`` N tiles, ``last`` excluded. A range has about as
+    many weights as suit the device. k: weights of a row."""
     usual = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
     step = max(1, blocks.elements(usual) // (TILE_N * k))
     for first in range(0, num_tiles, step):
@@ -132,8 +133,8 @@ class WeightTensors(NamedTuple):
 
     @property
     def form(self) -> WeightForm:
-        """The form that a `PackedWeight` of these tensors has. `tuple.__new__` makes it fast, as layers wait for it in
-        each call."""
+        """The form that a `PackedWeight` of these tensors has. It is computed in each call of a layer, so
+        `tuple.__new__` makes it: that is the fastest."""
         perm, scale, at = self.perm, self.input_scale, self.codes.get_device()
         past = None if perm is None else perm.data_ptr() % ALIGNMENT
         scale_past = None if scale is None else scale.data_ptr() % ALIGNMENT
@@ -236,7 +237,8 @@ class PackedWeight(Packed):
 
     @kept
     def form(self) -> WeightForm:
-        """Everything that a plan for this weight relies on, except the addresses of most of its tensors."""
+        """Everything that a plan for this weight depends on. Of its tensors' addresses only the alignment of perm and
+        input_scale counts."""
         fields = self.codes, self.scales, self.zeros, self.format, self.shape, self.perm, self.input_scale
         return WeightTensors(*fields).form
 
@@ -248,7 +250,7 @@ class PackedWeight(Packed):
 
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Any:
-        """Refuses all functions of torch: none takes a packed weight.
+        """Refuses all functions of torch, since none of them supports a packed weight.
 
         nn.TransformerEncoder looks for this on each `weight` before it hands them all to one fused function.
         """
@@ -454,15 +456,15 @@ def check_weight_format(weight_format: object) -> None:
 
 
 def check_presence(zeros: object, weight_format: WeightFormat) -> None:
-    """Raises ValueError unless there are zero points exactly where the format has some."""
+    """Raises ValueError unless zero points are given if, and only if, the format has some."""
     if (zeros is not None) != bool(weight_format.has_zeros):
         found, wanted = ("none", "some") if zeros is None else ("some", "None")
         raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {spelling(weight_format)}")
 
 
 def check_format(bits: object, group_size: object, shape: object) -> None:
-    """Raises TypeError or ValueError unless there are integers with these bits and groups, and weights of this
-    shape."""
+    """Raises TypeError or ValueError unless there is a format of integers with these bits and groups, and ``shape`` can
+    be a weight's."""
     if not is_one_of(bits, hopper.CODE_BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     group_size = per_row(group_size)

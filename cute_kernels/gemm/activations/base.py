@@ -66,8 +66,8 @@ class ActivationFunction(ABC):
 
     @abstractmethod
     def device(self, math: FloatMath, *values: Float32) -> Float32:
-        """Computes the activation on the device, of a thread's x, or gate and up. It uses ``math`` alone: its file
-        imports no compiler."""
+        """Computes the activation on the device for a thread's x, or for its gate and up. Implementations use only
+        ``math``, so that their files need not import the compiler."""
 
     def of_rows(self, y: torch.Tensor) -> torch.Tensor:
         """Computes the reference for y [..., N]. A gated activation returns [..., N / 2]: even columns of y are gates,
@@ -105,8 +105,8 @@ def activation_named(given: object) -> ActivationFunction | None:
 
 
 def experts_activation(given: object, others: str = "") -> ActivationFunction:
-    """Returns an activation, given as it is or by its name. Raises ValueError for anything else. others: further
-    choices that the message names."""
+    """Returns the activation that is given as an object or by its name. Raises ValueError for anything else. others:
+    further choices that the message names."""
     found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
     if not isinstance(found, ActivationFunction):
         raise ValueError(f"activation: got {given!r}, want {others}{', '.join(map(repr, registered_names()))}")
@@ -114,7 +114,8 @@ def experts_activation(given: object, others: str = "") -> ActivationFunction:
 
 
 def _parsed(name: str) -> ActivationFunction | None:
-    """Returns the activation of a name that another process made; None if no activation has such a name."""
+    """Makes the activation that a name such as "clamped_swiglu(1.702,7.0,1.0)" describes; None if there is none. The
+    name may come from another process."""
     found = _NAME.match(name)
     kind: Callable[..., ActivationFunction] | None = _KINDS.get(found.group(1)) if found else None
     try:
@@ -136,8 +137,8 @@ def number_of(given: object) -> int:
 
 
 def config_of(given: object) -> ActivationFunction | None:
-    """Returns the activation that a configuration holds. None for none, and for standard ones: a launch chooses these
-    by number."""
+    """Returns the activation that a configuration holds. None if there is no activation, or a standard one, which a
+    launch chooses by number."""
     found = activation_named(given)
     return None if found is None or found.number else found
 

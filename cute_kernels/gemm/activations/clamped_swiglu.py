@@ -29,9 +29,9 @@ class ClampedSwiglu(ActivationFunction):
     NaN stays NaN.
 
     Args:
-        alpha: what gates are multiplied with before the sigmoid.
-        limit: of gates from above, and of ups on both sides; positive.
-        shift: what is added to ups.
+        alpha: the factor of gates in the sigmoid.
+        limit: positive; gates are clamped to at most limit, ups to -limit .. limit.
+        shift: added to clamped ups.
     """
 
     alpha: float = 1.702

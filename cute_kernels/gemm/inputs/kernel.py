@@ -1,8 +1,8 @@
 """Gathers, scales and permutes rows of x on the GPU.
 
 A CTA makes a part of a row. Where the order changes, it first loads all of the row into shared memory, which is fast at
-scattered inputs of two bytes. Order and factors belong to the weight. So a thread loads its first ones before it waits
-for the previous launch (programmatic dependent launch).
+scattered inputs of two bytes. Order and factors belong to the weight, and no launch writes them. So a thread loads
+those of its first vector before it waits for the previous launch (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class InputRowsKernel:
 
     @cute.jit
     def make(self, row_of_x, row_of_out, inputs, scales, order, factors, first, last, vectors, thread):
-        """Makes vectors ``first`` to ``last`` of a row. inputs, scales: what `ask` has loaded for the thread's first
+        """Makes vectors [first, last) of a row of out. inputs, scales: what `ask` has loaded for the thread's first
         vector."""
         config, room = self.config, Int32(0)
         if const_expr(config.room):
@@ -89,7 +89,8 @@ class InputRowsKernel:
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
-        """Loads a vector's order and factors; after the row's end, those of the row's last vector."""
+        """Loads the order and the factors of a vector's inputs; if ``vector`` is after the row's end, those of the last
+        vector."""
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:
             at = order + Int64(vector) * (4 * VECTOR)

@@ -58,8 +58,8 @@ def input_rows(
     """Returns the launch that prepares the rows of a checked x on a GPU, ``stride`` elements apart. None where torch
     has to prepare them.
 
-    torch does so unless rows are whole, aligned pieces of 16 bytes at one distance. It also does so for rows that
-    change their order and exceed shared memory, and on other GPUs.
+    torch does so unless rows are whole, aligned pieces of 16 bytes at one distance. It also does so for permuted rows
+    that exceed shared memory, and on GPUs that have no such kernel.
     """
     k, index, room = x.shape[-1], x.get_device(), 0 if perm is None else room_for(x.shape[-1])
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]
@@ -85,8 +85,8 @@ def rows_of(
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """Returns 16-bit x [m, k] on a GPU if its rows are contiguous, else a contiguous copy.
 
-    The next launch waits for the end of a copy by torch. It can begin during a copy by our own kernel (programmatic
-    dependent launch).
+    The copy is made by our own kernel where possible, since the next launch can then begin before the copy ends
+    (programmatic dependent launch). After a copy by torch it could not.
     """
     if x.is_contiguous():
         return x

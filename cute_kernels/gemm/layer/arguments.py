@@ -1,4 +1,4 @@
-"""The arguments that a launch of several products takes; they are listed nowhere else.
+"""The arguments of the launch that computes several products of a layer.
 
 For each product (`PRODUCTS`), addresses that are multiples of 16:
 

@@ -90,8 +90,8 @@ forgotten(_refused.clear)
 
 
 def is_one_launch(call: LayerCall) -> bool:
-    """Whether one launch computes a call. Callers ask if they use `layer` for its one launch alone. False for a call
-    that `layer` would refuse. May compile the kernel."""
+    """Whether one launch computes a call; False for a call that `layer` would refuse. Callers that want `layer` only as
+    one launch ask this first. May compile the kernel."""
     if not is_direct(call.x, call.o.codes, (call.residual, call.norm, call.following_norm)):
         return False
     key = _key(call)
@@ -154,7 +154,7 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 
 def configs_for(most_k: int) -> list[LayerProductsConfig]:
     """Returns the configurations for rows of up to ``most_k`` inputs, the best one first. If ``most_k`` is below
-    `SHIPPED_K`, the second one is that of bundles, which supports more inputs."""
+    `SHIPPED_K`, the configuration that bundles hold comes second; it supports more inputs than needed."""
     found = (config_for(room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
     return [config for config in found if config is not None]
 

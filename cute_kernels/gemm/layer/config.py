@@ -41,7 +41,7 @@ class LayerProductsConfig:
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
         window: stages that are in flight at a time. Memory answers in order: with more, loads of other CTAs' results
             would wait behind weights that are not needed yet.
-        wide_window: the same where no CTA waits for another.
+        wide_window: stages in flight during work tiles that neither wait for other CTAs' results nor are waited for.
         draw_ahead: how many stages the first loader warp has still to load when it draws the next work tile.
     """
 

@@ -63,8 +63,8 @@ def empty_other(sizes: Sizes, exchange: Exchange, lane):
 
 @cute.jit
 def leave(sizes: Sizes, exchange: Exchange):
-    """Counts the CTA as gone when it has stored all its tiles; one lane calls it. The last CTA resets this counter, and
-    notes its set for the next launch."""
+    """Counts the CTA as gone when it has stored all its tiles; one lane calls it. The last CTA resets the counter, and
+    stores for the next launch which set this launch used and how many of its words."""
     left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
     if left == sizes.num_ctas - 1:
         reset(sizes.exchange + LEFT, 1)
@@ -88,7 +88,7 @@ def load_results(words, addresses: list[Any], there: list[Any], places: tuple[in
 
 @cute.jit
 def load_result(address):
-    """Loads a word at an address of each lane, once all words of a warp have arrived."""
+    """Loads the word at each lane's address, once the words of all lanes of the warp have arrived."""
     words = cute.make_rmem_tensor(1, Uint32)
     Poll([Published(address, words=1)], together=True).load(words)
     return words[0]

@@ -41,7 +41,7 @@ def store_relaxed(address: Int64, word: Uint32) -> Asm[None]:
 
 @effect
 def fence() -> Asm[None]:
-    """Makes what the thread has stored visible to the GPU before what it does next."""
+    """Makes the thread's earlier stores visible to the whole GPU before its later memory accesses."""
     return Asm("fence.acq_rel.gpu;")
 
 

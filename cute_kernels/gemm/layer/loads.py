@@ -117,8 +117,8 @@ class Loader:
 
     def window_of(self, sizes: Sizes, tile):
         """Returns how many stages are in flight at a time. The window is wider for the second product's work tiles,
-        except for as many as there are CTAs at both ends. The first ones wait for rows, and other CTAs wait for the
-        last ones."""
+        except the first and the last ``num_ctas`` of them. The first ones wait for rows, and other CTAs wait for the
+        results of the last ones."""
         middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 

@@ -35,8 +35,8 @@ class Product:
     """One of a launch's products; run-time numbers. Absent addresses are 0.
 
     begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them. adds: whether
-    the first product's results are added. place: bytes from the beginning of an exchange's set to the product's
-    results, where CTAs wait for them. rows: to the results of the product before, its row of x.
+    the first product's results are added. place: offset in bytes of the product's results in an exchange's set, where
+    CTAs wait for them. rows: offset of the results of the product before, which are this product's row of x.
     """
 
     codes: Int64
@@ -165,8 +165,8 @@ def tiles_of(n):
 
 
 def turn(warp, base, warps: int):
-    """Returns the first of a work tile's stages that a warp has. base: the number of the tile's first stage among all
-    stages, of which each warp has every ``warps``-th."""
+    """Returns the number, within a work tile, of the first stage that is a warp's. base: the number of the tile's first
+    stage among all stages. Of all stages, warp w has those whose number modulo ``warps`` is w."""
     return (warp + warps - base % warps) % warps
 
 

@@ -1,9 +1,9 @@
 """Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by int8 MMAs.
 
 A warp's products are exact in int32 for each 128 inputs; scales are applied on the way to fp32 accumulators. A stage's
-memory always belongs to the same warp, so its parity is never ambiguous. Which of a work tile's stages a warp has
-depends on the number of the tile's first stage. Accumulators are therefore published by rank, the warp's first stage
-within the tile. Their sum is then the same whichever CTA has the tile.
+memory always belongs to the same warp, so the phase parity of its barriers is never ambiguous. Which of a work tile's
+stages a warp has depends on the number of the tile's first stage. Accumulators are therefore published by rank, the
+warp's first stage within the tile. Their sum is then the same whichever CTA has the tile.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Multiplier:
                 part = results.next(part)
 
     def multiply_stage(self, acc, memory: LayerMemory, stage, j, masks, lane) -> None:
-        """Adds a stage's products to ``acc``. Of an MMA's columns the first is the high limb of x; the others are all
-        the low one, and only two are used."""
+        """Adds a stage's products to ``acc``. Column 0 of an MMA's B operand is the high limb of x, and all others are
+        the low limb. Only columns 0 and 1 of the product are used."""
         place = memory.stages + stage * STAGE_BYTES
         codes = place + lane * 16
         scales = place + STAGE_CODES + lane // 4 * 2
@@ -127,7 +127,8 @@ class Multiplier:
 
     @cute.jit
     def publish(self, acc, memory: LayerMemory, buffer, rank, lane):
-        """Publishes a rank's accumulators to the store warp, from the lanes that have both limbs' columns."""
+        """Publishes a rank's accumulators to the store warp. The lanes with columns 0 and 1, those of both limbs, do
+        so."""
         start = memory.parts + (buffer * self.config.consumer_warps + rank) * PART_BYTES + lane // 4 * 4
         if lane % 4 == 0:
             for fragment in cutlass.range_constexpr(FRAGMENTS):

@@ -2,7 +2,8 @@
 
     rows, qkv = layer_products(x, residual, ...)
 
-One launch computes the numbers of rows that it supports. For others the products are launched one after the other.
+If one launch supports the number of rows, it computes all products. Otherwise the products are launched one after the
+other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from cute_kernels.runtime.operator import Operator
 
 
 def may_serve(weights: list[tuple[str, int, int]]) -> bool:
-    """Whether one launch has a kernel for weights (format, n, k) of some number of rows."""
+    """Whether there is a kernel that multiplies by all of the weights (format, n, k) in one launch, for some number of
+    rows."""
     fits = all(form == FORMAT.key and serves_shape(n, k) for form, n, k in weights)
     return fits and config_for(max(k for _, _, k in weights)) is not None
 

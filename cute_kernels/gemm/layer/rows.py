@@ -41,8 +41,8 @@ class Row:
 
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
-        """Makes limbs of a product's row as it arrives. All consumer warps meet before, when none reads the previous
-        product's limbs any more, and after."""
+        """Makes limbs of a product's row as its words arrive. All consumer warps wait for each other before, as none
+        may still read the previous product's limbs, and after."""
         self.meet()
         total = product.k // GROUP
         for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
@@ -51,14 +51,14 @@ class Row:
 
     @property
     def pass_groups(self) -> int:
-        """Groups that all consumer warps take at a time."""
+        """The number of groups that all consumer warps together convert at a time."""
         return WARP_GROUPS * self.config.consumer_warps
 
     @cute.jit
     def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
         """Makes limbs of a warp's groups in `PASSES` passes, from group ``first`` on; all are loaded at once.
 
-        Lanes whose group would lie after the last one make the last one again.
+        Lanes whose group would lie after the row's last group make the limbs of the last group again.
         """
         total = product.k // GROUP
         there = [first + i * self.pass_groups < total for i in range(PASSES)]

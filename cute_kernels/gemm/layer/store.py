@@ -59,7 +59,7 @@ class Storer:
 
     @cute.jit
     def load_added(self, sizes: Sizes, product: Product, exchange: Exchange, number, feature):
-        """Loads what is added to a lane's feature: the residual, or the first product's result."""
+        """Loads the number that is added to a lane's feature: the residual, the first product's result, or 0."""
         added, place = Float32(0.0), Int64(feature) * 2
         if (number == 0) & (sizes.residual != 0):
             added = (ptx.load_relaxed_part(sizes.residual + place, 2) << 16).bitcast(Float32)

@@ -32,7 +32,8 @@ def quantize_activations(
     A scale is a group's largest magnitude / 448, rounded up to four significant bits: so codes times scales are bf16
     numbers. A code is x times the scale's reciprocal (in fp32), rounded to nearest: a tie of x / scale may go either
     way. Codes saturate at 448. A group of zeros has codes 0 and a small scale. A group with infinities or NaN has a
-    scale that is NaN, so its products are NaN. A given scale leaves infinities at 448 and NaN as they are.
+    scale that is NaN, so its products are NaN. With a given scale, codes of infinities are 448 and those of NaN are
+    NaN.
 
     Args:
         x: bf16, fp16 or fp32 [..., K].

@@ -36,16 +36,16 @@ ROWS = matrix_arguments(
 )
 """The arguments of the kernel that makes rows of x in E4M3 or in limbs.
 
-x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. end: address of an int32, how many places have a row, or
-0: all. rows: int32 [places], the row of x at each place, or 0: each place's own number. given: address of the scale of
-all of x. out: [places, out_pieces], pieces of 8 inputs each, zeros after k. groups: how many groups of 128 inputs out
-has. scales: fp32; each place stores those of its first scale_groups groups. group_stride, place_stride: scales from a
-group, or a place, to the next.
+x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. end: address of an int32, the number of rows of out that
+are written; 0: all. rows: int32 [places]; row i of out is made of row rows[i] of x, or of row i if ``rows`` is 0.
+given: address of the scale of all of x. out: [places, out_pieces], pieces of 8 inputs each, zeros after k. groups: how
+many groups of 128 inputs out has. scales: fp32; each row of out stores those of its first scale_groups groups.
+group_stride, place_stride: the distance, in scales, from a group, or a row of out, to the next.
 """
 
 
 def fp8_problem(form: WeightFormat) -> str | None:
-    """Returns why weights of a format are no FP8 operands, or None."""
+    """Returns what a format's weights lack to be operands of FP8 products; None if they can be operands."""
     if form.e4m3_decoder() is None:
         return "codes that are E4M3 numbers exactly: FP8, MXFP8, MXFP4 or 4-bit integers without zero points"
     if form.group_size and form.group_size < MMA_GROUP:
@@ -147,7 +147,7 @@ class RowsConfig:
 
     Attributes:
         dtype: of x, "bf16" or "fp16".
-        scales: what has a scale: `BY_GROUP`, `BY_ROW` or `GIVEN`.
+        scales: whether each group of 128 inputs (`BY_GROUP`), each row (`BY_ROW`) or all of x (`GIVEN`) has a scale.
         makes: what is made of rows. `FOR_PRODUCTS`, `PLAIN` or `ROUNDED`: E4M3. `LIMBS`, which have a scale for each
             group. `INPUTS`: 16 bits, gathered, permuted and scaled (`cute_kernels.gemm.inputs`).
         half_last: of codes, whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.

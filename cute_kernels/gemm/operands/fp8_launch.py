@@ -52,7 +52,8 @@ class ScaledRows:
 
     @property
     def pitch(self) -> int:
-        """How many scales lie from one group of inputs to the next, where rows are made for products."""
+        """The distance, in scales, from a group of 128 inputs to the next; for launches of `rows_for_products`
+        alone."""
         return self.new_scales[0][1]
 
     def make(
@@ -67,7 +68,8 @@ class ScaledRows:
 
 
 def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
-    """Returns what has a scale, as in `RowsConfig`: `GIVEN`, `BY_GROUP` or `BY_ROW`."""
+    """Returns `RowsConfig.scales` for a group size (0: no groups) and a given scale or None: `GIVEN`, `BY_GROUP` or
+    `BY_ROW`."""
     return GIVEN if scale is not None else BY_GROUP if group_size else BY_ROW
 
 
@@ -95,7 +97,7 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     """Returns the launch of `quantize_activations` for x on a GPU. None where torch has to compute it.
 
     torch does so for fp32, for rows with gaps, and for rows that are not whole, aligned pieces of 16 bytes. It also
-    does so on other GPUs, and if the kernel is not compiled and there is no compiler.
+    does so on GPUs that have no such kernel, and if the kernel is not compiled and there is no compiler.
     """
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:

@@ -85,8 +85,9 @@ class PingPong:
         """Waits for the other warpgroup's arrival.
 
         Args:
-            nothing: a run-time 0, computed from all operands of the next MMAs. ptxas would move the decoding of other
-                operands behind the barrier, where the tensor cores would wait for it.
+            nothing: a run-time 0, computed from all operands of the next MMAs, so that they are decoded before the
+                barrier. Otherwise ptxas would move decoding behind the barrier, where the tensor cores would wait for
+                it.
         """
         own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
         cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
@@ -97,7 +98,8 @@ class PingPong:
 
     @cute.jit
     def end(self, warp):
-        """Waits for the second warpgroup's last arrival."""
+        """Lets the first warpgroup wait for the second one's last arrival, so that the barrier is free for the next
+        work tile."""
         if const_expr(self.active):
             if warp < WARPGROUP_WARPS:
                 self.wait(warp)

@@ -32,8 +32,8 @@ WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as thos
 
 
 def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Yields every schedule that supports a problem. K of batch-invariant products is not cut, as the number of parts
-    would depend on that of rows."""
+    """Yields every FP8 schedule that supports a problem. K of batch-invariant products is not cut, as the number of
+    parts would depend on the number of rows."""
     mainloop = Fp8Wgmma(half_last=problem.k_pad % X_GROUP > 0)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
     several = groups_apart(problem.format) > 1

@@ -19,8 +19,8 @@ class TailWeightLoads(WeightLoads):
     blocks."""
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
-        """Starts loading a k block of a block. Each tile takes one copy of codes, and one of scales if there are
-        groups."""
+        """Starts loading a k block of the work tile's block of output features. Each tile takes one copy of codes, and
+        one of scales if there are groups."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         halves = 2 * shape.k_blocks - 1

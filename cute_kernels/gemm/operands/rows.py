@@ -1,11 +1,11 @@
-"""Makes rows of x in E4M3, or in limbs, on the GPU, in the order of their places, with fp32 scales.
+"""Makes rows of x in E4M3, or in int8 limbs, on the GPU, with fp32 scales; rows may be gathered by index.
 
 A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs are
 interleaved, in the order of a thread's codes of a weight (`E4m3Decoder`); two lanes exchange a word for this. With one
 scale per row, a CTA first reads all of the row to find the scale, then reads it again from cache.
 
-For 16-bit products of few rows the numbers that codes stand for are made instead, in x's own order. For products of
-bytes (`cute_kernels.gemm.wgmma.limbs`) limbs are made, see `cute_kernels.gemm.wgmma.limb_rows`.
+For 16-bit products of few rows the kernel stores the numbers that codes stand for instead, in x's own order. For int8
+products (`cute_kernels.gemm.wgmma.limbs`) it stores limbs, see `cute_kernels.gemm.wgmma.limb_rows`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class RowCodes:
         self.config, self.inputs = config, RowLimbs(config.dtype)
 
     def target(self, piece, lane) -> Any:
-        """Returns the number of the piece of a row that a lane stores."""
+        """Returns the index, in a row of out, of the piece that a lane stores. piece: the index of the inputs that it
+        read."""
         return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
@@ -130,8 +131,8 @@ class RowsKernel:
         self.config, self.codes = config, MAKERS.get(config.makes, RowCodes)(config)
 
     def launch(self, given, stream):
-        """Launches CTAs for places and, unless rows have one scale each, for groups of 128 inputs. ``given`` has the
-        arguments `ROWS`."""
+        """Launches one CTA for each row of out if each row has one scale, else one for each `GROUPS_AT_ONCE` groups of
+        a row. ``given`` has the arguments `ROWS`."""
         row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
         parts = 1 if self.config.scales == BY_ROW else cute.ceil_div(given.groups, GROUPS_AT_ONCE)
         addresses = ptx.address(given.x), given.end, given.rows, given.given, given.out, given.scales
@@ -184,8 +185,8 @@ class RowsKernel:
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
     def source(self, piece, group, groups, row_pieces):
-        """Returns the number of the piece of x that a lane reads. In the first half of a last group that begins early,
-        it is a piece after the row's end: zeros."""
+        """Returns the index of the piece of a row of x that a lane reads. With ``half_last``, the first half of the
+        last group reads after the row's end, which gives zeros."""
         if not self.config.half_last:
             return piece
         early = cutlass.select_(piece % GROUP_LANES < HALF_LANES, row_pieces, piece - HALF_LANES)
@@ -199,7 +200,8 @@ class RowsKernel:
 
     @cute.jit
     def of_row(self, x, row, row_pieces, groups, first, lane, thread):
-        """Returns `RowCodes.scales_of` of a whole row, the same in every thread of the CTA."""
+        """Returns (the factor of inputs, bits of the scale) of a whole row, as `RowCodes.scales_of` does. All threads
+        of the CTA get the same values."""
         largest = Int32(0)
         for begin in cutlass.range(0, groups, IN_FLIGHT * GROUPS_AT_ONCE, unroll=1):
             pieces = [(begin + i * GROUPS_AT_ONCE + first) * GROUP_LANES + lane for i in range(IN_FLIGHT)]

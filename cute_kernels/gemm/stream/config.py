@@ -41,7 +41,7 @@ class Activations(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The activations' part of a kernel's name; it comes after all other parts."""
+        """The activations' part of a kernel's name; only that of the results' activation follows."""
 
     @abstractmethod
     def kernel(self) -> CompiledAs:
@@ -127,7 +127,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale; 0 for one scale per output feature."""
+        """How many inputs share a scale; 0 for one scale per output feature."""
         return self.format.group_size
 
     @property

@@ -3,8 +3,8 @@ K through global memory, and stores the output.
 
 Epilogue warps do this concurrently with the stream of weights. A block of which a CTA has all of K is stored at once.
 Otherwise every CTA publishes its partial result in the workspace. The CTAs of the last group with a part of the block,
-the *combiners*, share out its outputs. Each waits for all partial results of its share, adds them up in a fixed order,
-and stores the outputs.
+the *combiners*, divide its outputs among them. Each combiner waits for all partial results of its share, adds them up
+in a fixed order, and stores the outputs.
 
 A partial result has arrived when its words are no longer EMPTY (`cute_kernels.device.exchange`). A CTA publishes its
 own part of a block before it waits for others. It waits for CTAs of its own group, and of groups before it, which
@@ -72,11 +72,12 @@ class StreamEpilogue:
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA reads its own part of its share from the staging buffer, not through the workspace."""
+        """Whether a CTA reads its own partial result of its share from the staging buffer. If not, this partial result
+        goes through the workspace like the others."""
         return (lag == 0) | (index == work.num_segments - 1)
 
     def share(self, work, segment):
-        """Returns [first, end) of a block's vectors that a CTA finishes."""
+        """Returns (first, end) of a block's vectors that this CTA adds up and stores."""
         vectors = work.shape.m * self.row_vectors
         num_slices = work.shape.num_slices
         return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
@@ -94,7 +95,8 @@ class StreamEpilogue:
                 publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
-        """Returns (how many parts of a block there are up to this group's last, the number of this CTA's part)."""
+        """Returns (the number of a block's parts that this group and the groups before it compute, the index of this
+        CTA's part)."""
         before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
         return before + work.shape.num_slices, before + work.slice_index
 

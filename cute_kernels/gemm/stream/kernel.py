@@ -6,9 +6,10 @@ cuts).
 
 One thread of a persistent CTA keeps a pipeline of bulk copies full. The consumer warps wait for a stage, and decode 16
 bytes of each thread into the A operand of mma.m16n8k16 (`decoder`). They multiply it with the activations of their
-slice of K. These are loaded with the first weights that need them, and stay in shared memory. Scales are applied to the
-fp32 accumulators of a group. Results of a block go through a staging buffer to the epilogue warps (:mod:`.epilogue`),
-so that neither reduction nor stores hold up the stream. There is no CTA barrier after the first one.
+slice of K. The activations are loaded with the first weights that need them, and stay in shared memory. Scales are
+applied to the fp32 accumulators of a group. Results of a block go through a staging buffer to the epilogue warps
+(:mod:`.epilogue`), so that neither reduction nor stores hold up the stream. There is no CTA barrier after the first
+one.
 
 The tensor cores are used as on sm_80, by mma.sync: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an
 A operand.
@@ -54,19 +55,20 @@ class StreamLane:
 
 
 class SliceLoads:
-    """The loads of x: a CTA's slice of K of all rows, each part with the first weights that are multiplied with it. The
-    slice stays in shared memory for all blocks."""
+    """The loads of x: the CTA's slice of K of all rows, part by part as the weights need it. The slice stays in shared
+    memory for all blocks."""
 
     def __init__(self, config: StreamConfig):
         self.config = config
 
     @cute.jit
     def copy(self, operands, memory, work, lane):
-        """Loads the slice of all tokens, a lane for each token, part by part with the first weights that need it.
+        """Loads the slice of all tokens, a lane for each token. Each part is loaded into the stage of the first weights
+        that are multiplied with it.
 
         Loaded all at once, the slice would wait behind a pipeline full of weights, or hold it up. This warp takes part
-        in every stage, even where it has nothing to load. Otherwise it could be a round of the pipeline ahead, and take
-        one parity for another.
+        in every stage, even where it has nothing to load. Otherwise it could be a round of the pipeline ahead, and
+        mistake a barrier's phase for the next one of the same parity.
         """
         config, pipeline = self.config, memory.pipeline
         here = pipeline.producer_state()
@@ -110,7 +112,7 @@ class StreamRoles:
 
     @cute.jit
     def take(self, operands, memory, work, warp, lane):
-        """Runs a warp's role until the end of the launch."""
+        """Runs the role of a warp, which lasts until the CTA has done all its work."""
         config = self.config
         if warp < config.consumer_warps:
             self.multiply(operands, memory, work, warp, lane)
@@ -137,8 +139,8 @@ class StreamRoles:
                     here = pipeline.next(here)
 
     def copy_chunk(self, operands, memory, work, segment, k_block, count, here):
-        """Starts loading ``count`` k blocks of a block. Each tile takes one copy of codes, one of scales and one of
-        zero points."""
+        """Starts loading ``count`` k blocks of a block of output features. Each tile takes one copy of codes, and one
+        each of scales and of zero points if it has some."""
         config = self.config
         address = memory.pipeline.producer_expect(here, count * config.k_block_stage_bytes)
         target = memory.stages + here.stage * config.stage_bytes
@@ -207,7 +209,8 @@ class StreamRoles:
     def multiply_k_block(self, acc, base, k_block, x_offset, place: StreamLane, channel):
         """Adds W X^T of a k block to ``acc``: [tile][4].
 
-        base: address of the stage; k_block: its place in the chunk; x_offset: bytes from where rows begin.
+        base: address of the stage; k_block: index of the k block in the chunk; x_offset: bytes from a row's begin to
+        the k block's inputs.
         """
         config, decoder = self.config, self.decoder
         group_size = config.group_size or config.block_k
@@ -266,8 +269,8 @@ class StreamRoles:
         return scale_number(self.config, self.decoder, word)
 
     def load_channel(self, operands, work, segment, place: StreamLane):
-        """Loads (scales, offsets) of the thread's two rows that hold for all of K, for each tile. The list is empty if
-        there are none."""
+        """Loads, for each tile, the pair (scales, offsets) that holds for all of K of the thread's two rows. Returns an
+        empty list if the format has no such scales."""
         config, row = self.config, place.scale_offset
         tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
         tiles = [work.tile(segment, i, config.n_tiles) for i in range(config.n_tiles)]
@@ -305,9 +308,9 @@ class StreamKernel:
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
     | | | parts of other CTAs, by polling | |
 
-    Pipelines: ``num_stages`` stages of weights and of the activations that meet them first, with 2 arrivals to fill and
-    one of each consumer warp to empty. `NUM_BUFFERS` staging buffers of results, with one arrival of each consumer warp
-    to fill and of each epilogue warp to empty.
+    Pipelines: ``num_stages`` stages of weights, and of the activations that are first multiplied by these weights, with
+    2 arrivals to fill and one of each consumer warp to empty. `NUM_BUFFERS` staging buffers of results, with one
+    arrival of each consumer warp to fill and of each epilogue warp to empty.
     """
 
     def __init__(self, config: StreamConfig):

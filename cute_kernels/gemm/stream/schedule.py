@@ -71,12 +71,12 @@ class StreamSchedule:
 
     @property
     def max_parts(self) -> int:
-        """Partial results of a block, at most."""
+        """The most partial results that a block can have."""
         base = self.total // self.num_groups
         return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
 
     def group_range(self, group: int) -> tuple[int, int]:
-        """Returns (first, end) of a group's k blocks, over all blocks."""
+        """Returns (first, end) of a group's k blocks, which are numbered over all blocks of output features."""
         base, rest = divmod(self.total, self.num_groups)
         first = group * base + min(group, rest)
         return first, first + base + (group < rest)
@@ -88,7 +88,7 @@ class StreamSchedule:
         return {name: getattr(self, name) for name in names}
 
     def workspace_words(self, m: int) -> int:
-        """Returns fp32 words of partial results; 0 if every CTA has all of K of its blocks."""
+        """Returns the number of fp32 words of partial results; 0 if every CTA has all of K of its blocks."""
         whole = all(self.group_range(group)[0] % self.slice_k_blocks == 0 for group in range(self.num_groups))
         if self.num_slices == 1 and whole:
             return 0

@@ -29,12 +29,13 @@ class StreamSizes:
     out_kind: Int32
 
     def range_of(self, group):
-        """Returns (first, count) of a group's k blocks, over all blocks."""
+        """Returns (first, count) of a group's k blocks, which are numbered over all blocks of output features."""
         first = group * self.base + cutlass.min(group, self.rest)
         return first, self.base + cutlass.select_(group < self.rest, Int32(1), Int32(0))
 
     def block_of(self, k_block):
-        """Returns the block of a k block, which is counted over all blocks of a slice."""
+        """Returns the block of output features that a k block belongs to. k_block: its number among the k blocks of all
+        blocks in the slice."""
         return Int32((Int64(k_block) * self.slice_reciprocal) >> RECIPROCAL_BITS)
 
 
@@ -85,7 +86,7 @@ class Work:
         return Segment(block, begin, cutlass.min(stop, self.own_k_blocks), stop == self.shape.slice_k_blocks)
 
     def first_group(self, block):
-        """Returns the first of the groups that share one of this group's blocks."""
+        """Returns the first of the groups that compute parts of ``block``, which is one of this group's blocks."""
         shape = self.shape
         start = block * shape.slice_k_blocks
         longer = shape.rest * (shape.base + 1)
@@ -106,11 +107,11 @@ class Work:
         return self.slice_index * self.shape.slice_k_blocks
 
     def missing_x(self, index, k_block, end, k_block_bytes: int):
-        """Returns (first byte in the slice, bytes) of a token's activations to load for k blocks [k block, end) of a
-        segment. Earlier k blocks have not loaded them.
+        """Returns (offset in the slice, size), in bytes, of the activations of a token that must be loaded for k blocks
+        [k_block, end) of the ``index``-th segment. Activations that were loaded before are left out.
 
-        The first segment loads the activations of its k blocks, the second one those of the rest of the slice. Further
-        segments find all of them loaded.
+        The first segment loads the activations of its k blocks, the second segment those of the rest of the slice.
+        Later segments load none.
         """
         seen = cutlass.select_(index == 1, self.segment(0).end, Int32(0))
         first = cutlass.max(k_block, seen) * k_block_bytes

@@ -44,7 +44,7 @@ class Partials:
         """Returns the CTA that stores a tile.
 
         With more than two CTAs, the last one stores the first tile. So a block of one tile adds its parts of K in the
-        same order as parts in memory: the last, then the first, the second and so on.
+        same order as a reduction through the workspace: the last, then the first, the second and so on.
         """
         owner = tile % self.config.cluster
         return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
@@ -81,7 +81,8 @@ class Partials:
 
     @cute.jit
     def load(self, memory, store, tile, acc, i: int):
-        """Waits until all other CTAs' partials of a tile have arrived, then adds them in their order."""
+        """Waits until all other CTAs' partials of a tile have arrived, then adds them in the order of the CTAs'
+        ranks."""
         Barrier(memory.partial_barriers + tile // self.config.cluster).wait()
         for number in cutlass.range_constexpr(self.config.cluster - 1):
             self.add(acc, i, self.partial_address(memory, store, tile, number))

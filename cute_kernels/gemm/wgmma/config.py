@@ -70,7 +70,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale; 0 for one scale per output feature."""
+        """How many inputs share a scale; 0 for one scale per output feature."""
         return self.format.group_size
 
     @property
@@ -82,7 +82,7 @@ class WgmmaConfig(Generic[M]):
     def scales_codes(self) -> bool:
         """Whether codes are scaled by the instruction that decodes them: `WeightFormat.scaling_decoder`.
 
-        If not, scales are applied to weights by a product of their own, or to the accumulators of a group.
+        If not, a separate multiplication scales the weights, or the accumulators of a group are scaled.
         """
         return self.mainloop.scales_codes and self.format.scales_codes(self.dtype)
 
@@ -133,7 +133,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def prefetched_k_blocks(self) -> int:
-        """K blocks of each of a block's tiles whose codes are prefetched into L2 before the CTA initialises its
+        """How many k blocks of each tile of a block have their codes prefetched into L2, before the CTA initialises its
         barriers."""
         return self.mainloop.prefetched_k_blocks(self)
 
@@ -143,7 +143,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def limits(self) -> Limits:
-        """The limits of the architecture that its mainloop is written for."""
+        """The limits of the architecture that the mainloop is written for."""
         return self.mainloop.limits
 
     @property
@@ -167,7 +167,8 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def combine_batch(self) -> int:
-        """Vectors of another part of K that a thread loads at a time; their number makes every batch full."""
+        """Vectors of another CTA's part of K that a thread loads at a time: a divisor of `thread_vectors`, so that all
+        batches are full."""
         return gcd(MOST_COMBINED, self.thread_vectors)
 
     @property

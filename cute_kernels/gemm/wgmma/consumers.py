@@ -105,7 +105,7 @@ class Consumers:
 
 
 def in_loop_of(config: WgmmaConfig, present, count: int):
-    """Returns whether ``present`` parts, too many for any smaller loop, are multiplied by the loop of ``count``
-    parts."""
+    """Returns whether the loop of ``count`` row parts multiplies a tile with ``present`` parts, if no loop of fewer
+    parts does."""
     every = len(config.loop_parts) == config.row_parts
     return present == count if every else present <= count

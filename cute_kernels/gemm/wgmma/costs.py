@@ -94,7 +94,8 @@ class DecodedCost(MainloopCost):
         return k_block + max(filling - k_block, 0) / together
 
     def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the factor by which a k block's time changes, as its MMAs overlap with decoding."""
+        """Returns the factor of a k block's time for the overlap of MMAs and decoding. It is above 1 for one warpgroup,
+        and may be below 1 if several groups of MMAs are in flight."""
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -147,7 +148,7 @@ class ResidentCost(MainloopCost):
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks of a k block of a tile; a tile has all rows of x."""
+        """Returns the clocks of a k block of a CTA's tile. Limbs are for few rows, so each tile has all rows of x."""
         config = schedule.config
         loading = config.weight_stage_bytes / bytes_per_clock(schedule)
         decoding = config.format.limb_clocks * config.block_tiles

@@ -77,8 +77,8 @@ class DeferredNorm(StagedStore):
         return WARPGROUP_THREADS // self.row_lanes(config) if config.limbs else SUMMED_ROWS
 
     def most_inputs(self, config: WgmmaConfig[Any]) -> int | None:
-        """Returns the most inputs that a consuming product in limbs supports, as it loads a row's sums all at once;
-        None for any number."""
+        """Returns the most inputs, K, that a product after the norm supports with limbs, since it loads all sums of a
+        row at once. None: without limbs, or before the norm, there is no such limit."""
         return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
 
     def stored_tiles(self, config: WgmmaConfig[Any]) -> int:
@@ -91,8 +91,8 @@ class DeferredNorm(StagedStore):
         return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 
     def extra_bytes(self, config: WgmmaConfig[Any]) -> int:
-        """Returns the bytes of a warpgroup's additional memory: the norm's weights of each stored tile, or a factor for
-        each row and an mbarrier."""
+        """Returns the bytes of a warpgroup's additional memory. Before the norm they hold the norm's weights of each
+        stored tile; after it, a factor for each row and an mbarrier."""
         if self.kind == GIVES:
             return self.stored_tiles(config) * ROW_BYTES
         return self.factor_bytes(config) + BARRIER_BYTES

@@ -30,8 +30,8 @@ class FactorWarps:
 
     @cute.jit
     def run(self, operands, shape, memory, scheduler, warp, lane):
-        """Makes the factors of the rows of the CTA's first work tile, if it stores any. All its work tiles have the
-        same rows."""
+        """Makes the factors of the rows of the CTA's first work tile, if the CTA stores any tile. All its work tiles
+        have the same rows."""
         tid = (warp - (self.tiles.consumer_warps + 2)) * WARP_THREADS + lane
         tiles, work_tile = self.tiles, scheduler.work_tile(scheduler.first)
         first, end = self.places.rows_of(shape, work_tile)
@@ -43,7 +43,7 @@ class FactorWarps:
             self.store.barrier_of(factors).arrive()
 
     def stores(self, work_tile) -> Boolean:
-        """Returns whether the CTA stores a tile of a block."""
+        """Returns whether the CTA stores any tile of the work tile's block."""
         if not self.tiles.reduction.dsmem:
             return Boolean(True)
         partials, found = Partials(self.tiles), Boolean(False)
@@ -53,8 +53,8 @@ class FactorWarps:
 
 
 def deferred_kernel(config: WgmmaConfig[Any]) -> WgmmaKernel | ResidentKernel:
-    """Returns the kernel of a configuration with a `DeferredNorm`: of tiles, or of few rows whose limbs each CTA
-    makes."""
+    """Returns the kernel of a configuration with a `DeferredNorm`: a `ResidentKernel` if x is in limbs, else a
+    `WgmmaKernel`."""
     gives = norm_of(config).kind == GIVES
     operands, store = (GivingOperands, GivingStore(config)) if gives else (TakingOperands, TakingStore(config))
     if config.limbs:

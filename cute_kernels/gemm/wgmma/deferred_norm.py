@@ -1,13 +1,13 @@
 """Stores of products around a deferred RMSNorm; `.deferred_config` explains it.
 
 `GivingStore` produces a norm's parts. A tile's results, with the residual and rounded, lie in the staging buffer. The
-eight lanes that store a row's 64 features read them again. They store the results times the norm's weight to a second
-output, and the sum of their squares to a third. The third output has one element for each row and tile of 64 features.
-So no CTA adds to what others wrote, and sums are the same each time.
+eight lanes that store a row's 64 features read these results again. They store the results times the norm's weight to a
+second output, and the sum of the results' squares to a third. The third output has one element for each row and tile of
+64 features. So no CTA adds to what others wrote, and sums are the same each time.
 
 `TakingStore` consumes the parts. The two spare producer warps add up each row's sums of squares while the consumer
-warps multiply. When a consumer warpgroup did this first, the tensor cores waited 1 to 2 us. If CTAs make limbs of x,
-they load the sums before x. The factor of each row stays in shared memory until the accumulators are complete.
+warps multiply. Consumer warps do not add them up: the tensor cores would wait for that, 1 to 2 us. If CTAs make limbs
+of x, they load the sums before x. The factor of each row stays in shared memory until the accumulators are complete.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class GivingStore:
         self.plain, self.residuals = TileEpilogue(config), ResidualChunks(config)
 
     def weights_of(self, store: Store, ordinal: int) -> Any:
-        """Returns the shared memory of the norm's weights of the ``ordinal``-th tile that is stored."""
+        """Returns the address in shared memory of the norm's weights of the ``ordinal``-th tile that the warpgroup
+        stores."""
         return store.staging + (self.extra_offset + ordinal * ROW_BYTES)
 
     def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
@@ -106,7 +107,8 @@ class GivingStore:
         """Stores nothing, as `ask` loads nothing."""
 
     def prepare(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Starts loading a tile's norm weights and residual. Their memory is unused: a CTA has one work tile."""
+        """Starts loading a tile's norm weights and residual. A CTA has only one work tile, so no earlier one still uses
+        their memory."""
         self.bring_weights(operands, shape, store, corner, ordinal)
         self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
@@ -120,7 +122,8 @@ class GivingStore:
 
     @cute.jit
     def run(self, operands: GivingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2], and what its norm needs."""
+        """Stores the tile whose accumulators are acc[first : first + tokens / 2], and its parts of the norm. Runs after
+        the tile's products."""
         self.plain.add_bias(operands, shape, store, corner, acc, first)
         for chunk in cutlass.range_constexpr(len(self.tiles.chunks)):
             self.residuals.wait(chunk)
@@ -186,8 +189,8 @@ class TakingStore:
         self.row_lanes, self.rows_at_once = norm.row_lanes(config), norm.rows_at_once(config)
 
     def factors_of(self, store: Store) -> Any:
-        """Returns the shared memory of the factors of the rows that the CTA stores. All its warpgroups share the
-        factors; with limbs each warpgroup has its own."""
+        """Returns the address in shared memory of the factors of the rows that the CTA stores. With limbs each
+        warpgroup has factors of its own; otherwise all warpgroups share one set."""
         first = 0 if self.tiles.limbs else store.warpgroup * self.tiles.staging_bytes
         return store.staging - first + self.extra_offset
 
@@ -203,7 +206,7 @@ class TakingStore:
         self.barrier_of(factors).init()
 
     def prepare(self, operands: TakingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Starts loading the residual, before the products."""
+        """Starts loading the residual, before a work tile's products."""
         self.plain.prepare(operands, shape, store, corner, ordinal)
 
     @cute.jit
@@ -224,8 +227,8 @@ class TakingStore:
                 self.keep(operands, factors + (base + rows[i] + own) * FACTOR_BYTES, sums[i])
 
     def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
-        """Starts loading a thread's sums of squares of the first rows, if x is in limbs; `keep_asked` makes factors of
-        them."""
+        """Starts loading a thread's sums of squares of the first rows; `keep_asked` makes factors of them. Only kernels
+        with limbs call this; in others `make_factors` loads the sums."""
         own, lane = tid // self.row_lanes, tid % self.row_lanes
         return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 
@@ -237,7 +240,7 @@ class TakingStore:
 
     @property
     def first_rows(self) -> range:
-        """The first row of each round of rows that are added up at a time."""
+        """The first row of each batch of rows whose sums of squares are added up together."""
         return range(0, self.tiles.own_m, self.rows_at_once)
 
     def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
@@ -267,7 +270,8 @@ class TakingStore:
 
     @cute.jit
     def run(self, operands: TakingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2], times their factors."""
+        """Multiplies the accumulators acc[first : first + tokens / 2] of a tile by their rows' factors, and stores the
+        tile. First it waits for the factors."""
         if const_expr(ordinal == 0):
             if const_expr(self.tiles.limbs):
                 self.plain.wait(store)

@@ -64,7 +64,8 @@ class TileEpilogue:
                 self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def adds_chunks(self, operands, shape):
-        """Returns whether the residual is added in 16 bits, 16 bytes at a time; `store_any` handles any other."""
+        """Returns whether `store_sums` adds a residual, 16 bytes at a time. Residuals of other kinds are left to
+        `store_any`."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & self.activate.is_none(shape) & (shape.n % PACKED_VECTOR == 0)
         return plain & (operands.residual != 0) & ((operands.residual | operands.out) % 16 == 0)
@@ -86,7 +87,7 @@ class TileEpilogue:
 
     @cute.jit
     def run_plain(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """Does what `run` does, for outputs without a residual that is added in chunks."""
+        """Stores a tile as `run` does, if no residual is added in 16 bits (`adds_chunks`)."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & self.is_by_feature(shape) & (shape.n % PACKED_VECTOR == 0):
@@ -108,17 +109,17 @@ class TileEpilogue:
                 self.store_any(operands, shape, store, corner, acc, first, chunk)
 
     def wait(self, store: Store):
-        """Waits for all threads of the warpgroup: until they have read what is staged, or have staged their own
-        results."""
+        """Waits for all threads of the warpgroup. Called before and after writes to the staging buffer, so that its old
+        data are read and its new data complete."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def is_by_feature(self, shape):
-        """Returns whether there is a result for each feature, activated in registers."""
+        """Returns whether each feature has a result of its own, whose activation, if any, is applied in registers."""
         return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
-        """Returns whether results leave in fp32, one for each feature, without a residual. Results of experts are
-        stored otherwise. So are those of three warpgroups along K, which would spill."""
+        """Returns whether `store_floats` stores the results: in fp32, one for each feature, without a residual. It does
+        so for dense products alone, and for fewer than three warpgroups along K, as three would spill."""
         floats = (shape.out_kind == FP32) & (operands.residual == 0) & self.activate.leaves_features(shape)
         return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
 
@@ -170,8 +171,9 @@ class TileEpilogue:
 
     @cute.jit
     def store_staged(self, operands, store: Store, corner: Corner, columns, chunk: int, features: int, pitch: int):
-        """Stores what is staged of a chunk, ``features`` of a token's ``columns`` results, 8 neighbouring ones at a
-        time."""
+        """Stores a chunk from the staging buffer to the output, 8 neighbouring results at a time. features: staged
+        results of each token. columns: results of a whole row of the output. pitch: bytes from a token to the next in
+        the buffer."""
         done, tile_m = self.config.chunks[chunk]
         vectors, first = features // PACKED_VECTOR, corner.row // (TILE_N // features)
         start = corner.token + done

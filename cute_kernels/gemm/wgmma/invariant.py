@@ -63,8 +63,9 @@ def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 def parts_of_k(problem: LinearProblem) -> int:
     """Returns the number of parts that K is cut into, for any number of rows.
 
-    Its worst ratio to the fastest schedule, over the numbers of rows in `ROWS`, is the least. problem: its number of
-    rows is ignored; all else decides, the number of SMs as well.
+    For each number of parts, the model compares the expected time with that of the fastest schedule, at each number of
+    rows in `ROWS`. The number whose worst ratio is the least is returned. Of ``problem`` all but the number of rows
+    counts, the number of SMs as well.
     """
     # Bits depend on the number of parts: what serves only other products, and what they take, is left out.
     problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
@@ -80,7 +81,8 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Returns the numbers of parts, none of them empty, for which all CTAs of blocks of two tiles run at once."""
+    """Returns the numbers of parts of K that `parts_of_k` compares. No part is empty, and the CTAs of all parts of all
+    blocks of two tiles can run at the same time."""
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
     return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
@@ -154,8 +156,8 @@ def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileS
 
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations of few rows whose clusters add two parts. Warpgroups have features of their own, since
-    sums of interleaved k blocks would have other bits."""
+    """Returns configurations of few rows whose clusters add two parts. Each warpgroup has features of its own: if
+    warpgroups interleaved k blocks, sums would have other bits."""
     narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
     long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
     long = [
@@ -175,8 +177,8 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
-    """Returns the configuration of the smallest tile among ``sizes`` that holds all rows, with 64 features a warpgroup,
-    if there is one."""
+    """Returns a list of one configuration: that of the smallest tile among ``sizes`` that holds all rows, with 64
+    features a warpgroup. The list is empty if no such tile can be compiled."""
     tile_m = next((size for size in sizes if problem.m <= size), None)
     if tile_m is None or problem.k_pad % DSMEM_BLOCK_K:
         return []

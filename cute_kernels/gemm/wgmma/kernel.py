@@ -64,8 +64,7 @@ def make_mainloop(
     masks_by_lane: bool = True,
     x_scale_shift: Shift | None = None,
 ) -> TileMainloop:
-    """Returns the device code of the mainloop that a configuration names, for activations that come through the
-    pipeline.
+    """Returns the device code of a configuration's mainloop, for kernels whose activations go through the pipeline.
 
     masks_by_lane: as in `RegisterMainloop`. x_scale_shift: as in `LimbReader`.
     """
@@ -80,7 +79,7 @@ def make_mainloop(
 
 
 def reduction_of(config: WgmmaConfig) -> Any:
-    """Returns the class of a reduction's device code."""
+    """Returns the class of the device code of a configuration's reduction."""
     module, _, name = config.reduction.made_by.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -95,7 +94,7 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
 class SpareWarps(Protocol):
     """The work of the producer warps that copy nothing, while others multiply.
 
-    registers: how many a thread that loads has, and how many a thread that multiplies has.
+    registers: (registers of a producer thread, registers of a consumer thread).
     """
 
     registers: tuple[int, int]
@@ -158,12 +157,12 @@ class TileRoles:
 
     @cute.jit
     def begin(self, operands, shape, memory, scheduler, warp, lane):
-        """Initialises the CTA's barriers. All warps wait for that, except the warp that does it.
+        """Initialises the CTA's barriers in the warp that loads weights. All other warps wait for that.
 
-        That warp loads weights at once: in a launch of 6 us, 1 us would pass until all warps have met and found their
-        work tiles. For products of one tile of rows it loads the first weights before anything else. Other CTAs of a
-        cluster need to see only the barriers, so a fence for barriers alone suffices. An arrival that releases all
-        writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
+        The warp that loads weights goes on at once: in a launch of 6 us, 1 us would pass until all warps have met and
+        found their work tiles. For products of one tile of rows it loads the first weights before anything else. Other
+        CTAs of a cluster need to see only the barriers, so a fence for barriers alone suffices. An arrival that
+        releases all writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
 
         A launch may begin while the previous one is running. Its prefetches into L2 depend on nothing. All else is read
         after the warp that initialises barriers has waited for the previous launch, weights too, which that launch may
@@ -230,7 +229,7 @@ class TileRoles:
 
 
 class TileScheduling(Protocol):
-    """Which work tiles there are, and where their rows, weights and results are, for dense products or experts.
+    """The work tiles of a kernel, and where their rows, weights and results are, for dense products or experts.
 
     Attributes:
         places: maps the numbers of a work tile to rows, weights and results.
@@ -257,8 +256,8 @@ class TileScheduling(Protocol):
 
 
 class DenseTiles:
-    """The tiles of one product: `TileScheduling`. Its reduction's ``rounds`` say which tiles, or parts of them, a CTA
-    has."""
+    """The `TileScheduling` of dense products. The reduction's ``rounds`` say which tiles, or parts of tiles, a CTA
+    computes."""
 
     is_dense, masks_by_lane, table_bytes = True, True, 0
 
@@ -324,7 +323,7 @@ class WgmmaKernel:
         """Launches ``num_ctas`` CTAs.
 
         ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, or for experts those of
-        `cute_kernels.gemm.experts.arguments`. It also has the fields that ``operands`` adds.
+        `cute_kernels.gemm.experts.arguments`. ``given`` also has the fields that the class ``operands`` adds.
         """
         config = self.config
         copy_x, x_view = self.activations.tma(given.x)

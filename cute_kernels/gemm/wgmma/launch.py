@@ -43,7 +43,7 @@ class TileSchedule:
 
     @property
     def blocks(self) -> int:
-        """Blocks of output features; CTAs that share activations by TMA multicast have one block together."""
+        """Blocks of output features. The blocks of CTAs that share activations by TMA multicast count as one."""
         return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
 
     @property
@@ -125,7 +125,8 @@ class MainloopCost(ABC):
         return 0
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
-        """Returns the rates from which reductions compute their own clocks; zeros where storing hides them."""
+        """Returns the rates from which reductions compute their own clocks; all are 0 unless a cost model overrides
+        this."""
         return NO_RATES
 
     def work_tile_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
@@ -134,6 +135,6 @@ class MainloopCost(ABC):
         return rates.work_tile + rates.work_tile_acc * config.thread_acc
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the additional microseconds of a launch whose tiles are all cut, with parts added in memory. No other
-        function counts this time."""
+        """Returns the additional microseconds of a launch in which all tiles are cut and their parts are added through
+        the workspace. `Reduction.launch_clocks` does not include this time."""
         return self.rates_of(problem, schedule.config).all_cut_us

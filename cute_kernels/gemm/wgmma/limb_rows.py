@@ -32,7 +32,7 @@ MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest intege
 
 
 class RowLimbs:
-    """The maker of the limbs of a lane's 8 inputs of a row, wherever they are stored."""
+    """Makes the limbs of a lane's 8 inputs of a row; its callers store them."""
 
     def __init__(self, dtype: str):
         self.dtype = dtype

@@ -59,7 +59,8 @@ class Part:
         x: the descriptor of the limbs.
         zeros: (zero points of the thread's two rows, sums of its tokens' inputs), see `LimbReader.load_zeros`; None
             without zero points.
-        shifts: the same for floating zero points, see `LimbReader.load_shifts`; None without shifts.
+        shifts: (shifts of the thread's two rows, sums of its tokens' inputs), see `LimbReader.load_shifts`; None
+            without floating zero points.
     """
 
     tile: int
@@ -110,7 +111,7 @@ class LimbProducts:
 
     def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
         """Adds the products of several tiles or k blocks to ``acc``. While the accumulators of one part are scaled, the
-        MMAs of the next part run, if there is room."""
+        MMAs of the next part run, if a thread has registers for both (`TOGETHER_TILE_M`)."""
         started = self.start(self.operands(parts[0].words, masks), parts[0].x, tile_m)
         for part, after in pairwise([*parts, None]):
             assert part is not None
@@ -149,8 +150,8 @@ class LimbProducts:
         return found
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
-        """Returns the exact products of a tile's groups, joined from both limbs' accumulators, less the zero points'
-        products."""
+        """Returns the exact int32 products of a tile's groups, joined from both limbs' accumulators, with zero points
+        subtracted from the codes."""
         # A thread's i-th accumulator is of its row i // 2 % 2 of W (g or g + 8) and its row i // 4 * 2 + i % 2 of x.
         count = len(dots) // (2 * self.groups)
         firsts = [2 * count * group for group in range(self.groups)]
@@ -246,8 +247,8 @@ class LimbReader:
         ]
 
     def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """Loads, for each tile, (offsets of the thread's two zero points from 8, times 16; sums of its rows of x).
-        Returns None if weights have no zero points."""
+        """Loads, for each tile, (16 * (8 - zero point) of the thread's two rows, sums of its rows of x). Returns None
+        if weights have no zero points."""
         config = self.config
         if not config.format.has_zeros:
             return None
@@ -260,7 +261,7 @@ class LimbReader:
         return found
 
     def load_sums(self, memory, x_place, tile_m: int) -> list[Any]:
-        """Loads sums of the thread's rows of x over a k block, in fixed point."""
+        """Loads, for each of the thread's rows of x, the sum of its inputs in a k block, in fixed point."""
         pairs = [ptx.load_shared_vector(memory.x_sums + x_place, 4 * 8 * block, 2) for block in range(tile_m // 8)]
         return [Int32(word) for pair in pairs for word in pair]
 
@@ -303,7 +304,8 @@ def no_shift(work_tile):
 
 
 class StageByStage:
-    """The common part of mainloops that decode a k block, multiply it and wait for it; rows of x have scales."""
+    """The common part of mainloops that decode a k block, multiply it and wait for its MMAs before the next one. Rows
+    of x have scales."""
 
     stages: StageReader
     reader: LimbReader
@@ -329,7 +331,7 @@ class StageByStage:
 
 
 class LimbMainloop(StageByStage):
-    """The mainloop of int8 limbs from pipeline stages: it decodes a k block, multiplies it and waits for it."""
+    """The mainloop of int8 limbs from pipeline stages: it decodes a k block, multiplies it and waits for its MMAs."""
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
         self.config, self.stages = config, stages

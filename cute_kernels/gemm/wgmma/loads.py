@@ -40,8 +40,8 @@ class ActivationLoads(Protocol):
 class TmaLoads:
     """The loads of activations through the pipeline: TMA tiles by one producer warp.
 
-    Activations that an earlier launch makes have scales of their rows. They are limbs, as `.limb_rows` writes them,
-    whose TMA tiles lie without gaps, or bytes of E4M3.
+    Activations that an earlier launch makes (`Mainloop.scaled_rows`) have scales of their rows, which are loaded as
+    well. Such activations are codes in E4M3, or limbs as `.limb_rows` writes them, whose TMA tiles lie without gaps.
     """
 
     def __init__(self, config: WgmmaConfig, places: Places):
@@ -53,7 +53,7 @@ class TmaLoads:
         return tma_tiles_layout(config, config.tile_m, config.num_stages * config.mainloop.x_tma_tiles(config))
 
     def tma(self, x):
-        """Returns the TMA copy of a tile of x, and the view of x that it takes TMA tiles from."""
+        """Returns (the TMA copy of a TMA tile of x, the view of x from which the copy reads)."""
         rows = self.config.part_m
         tma_tile = cute.slice_(tma_tiles_layout(self.config, rows, 1), (None, None, 0))
         multicast = self.config.multicast
@@ -117,7 +117,8 @@ class TmaLoads:
         return number & (parts - 1), stage * tma_tiles + (number >> (parts.bit_length() - 1))
 
     def copy_scales(self, shape, memory, work_tile, k_block, here) -> None:
-        """Starts loading the scales of a tile's rows of x, from the last multiple of 16 bytes on; one lane."""
+        """Starts loading the scales of a tile's rows of x. The copy begins at the last multiple of 16 bytes that is not
+        after the first scale. One lane calls it."""
         size = self.config.x_scale_stage_bytes
         first, _ = self.places.rows_of(shape, work_tile)
         ptx.bulk_copy_to_shared(
@@ -160,8 +161,8 @@ class WeightLoads:
                 here = pipeline.next(here)
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
-        """Starts loading a k block of a block: for each tile one bulk copy of codes, one of scales, one of zero
-        points."""
+        """Starts loading a k block of the work tile's block of output features. Each tile takes one bulk copy of codes,
+        and one each of scales and of zero points if it has some."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         tile_bytes = config.k_block_tiles * TILE_BYTES

@@ -149,7 +149,8 @@ class Mainloop(ABC):
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Returns the mbarriers that its device code initialises, after all others: one for x if limbs are resident."""
+        """Returns the mbarriers that the mainloop's device code initialises itself; they lie after all others. Resident
+        limbs have one, for x."""
         return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -211,7 +212,8 @@ class RegisterWgmma(Mainloop):
 
 @dataclass(frozen=True)
 class MmaSync(Mainloop):
-    """Warps multiply by mma.sync, each for itself, and scale accumulators; for few rows: `.synchronous`."""
+    """The mainloop of mma.sync for few rows, in which each warp multiplies on its own and scales accumulators:
+    `.synchronous`."""
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
     registers: ClassVar[dict[int, int]] = {2: 224}
@@ -225,12 +227,12 @@ class MmaSync(Mainloop):
 
 
 def takes_limbs(form: WeightFormat) -> bool:
-    """Returns whether products of limbs and a format's codes are exact, and scaled group by group."""
+    """Returns whether a format's codes can be multiplied by limbs: exactly, with scales that apply group by group."""
     return form.codes_as_bytes and not form.row_scales
 
 
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
-    """Returns why products cannot be of limbs, or None.
+    """Returns why a configuration's weights cannot be multiplied by limbs, or None.
 
     zeros: whether zero points can be subtracted from sums of limbs. least: the fewest inputs of a group, for codes
     without zero points.
@@ -245,7 +247,7 @@ def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_
 
 @dataclass(frozen=True)
 class Limbs(Mainloop):
-    """MMAs of int8 limbs that an earlier launch makes, for grouped products: `.limbs`."""
+    """The mainloop of int8 MMAs for grouped products, whose limbs of x an earlier launch makes: `.limbs`."""
 
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
     limbs: ClassVar[bool] = True
@@ -270,7 +272,8 @@ class Limbs(Mainloop):
 
 @dataclass(frozen=True)
 class ResidentLimbs(Mainloop):
-    """MMAs of int8 limbs that consumer warps make once, before the first weights have arrived: `.resident_kernel`.
+    """The mainloop of int8 MMAs whose limbs of x the consumer warps make once, before the first weights have arrived:
+    `.resident_kernel`.
 
     Stages hold weights only, so x does not go through the pipeline, and one warp copies. Consumer warps keep the
     registers that they are launched with. A CTA of a cluster has one part of K of one tile.
@@ -320,7 +323,7 @@ class ResidentLimbs(Mainloop):
         return self.k_blocks * self.k_block_limb_bytes(config)
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
-        """Returns its shared memory, including sums of each row's inputs."""
+        """Returns the shared memory of the operands, with the sums of each row's inputs if the format needs them."""
         sums = (Region("x_sums", self.x_scale_bytes(config)),) if config.format.sums_inputs else ()
         return super().regions(config) + sums
 

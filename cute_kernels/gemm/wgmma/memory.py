@@ -62,7 +62,8 @@ def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> d
 
 
 def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
-    """Returns the pipeline, and the addresses of the other barriers by name, given the address of the first barrier."""
+    """Returns the fields of `TileMemory` that are barriers, by name: the pipeline and the addresses of other barriers.
+    first: the address of the first barrier."""
     found, count = {}, 0
     for group in config.barriers:
         found[group.name] = first + count if count else first
@@ -73,8 +74,8 @@ def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
 
 
 def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
-    """Initialises all barriers in one thread, except those that their owner initialises. No thread uses a barrier
-    before."""
+    """Initialises all barriers, except those that other code initialises (`Mainloop.more_barriers`). One thread calls
+    it, before any thread uses a barrier."""
     memory.pipeline.init()
     for group in config.reduction.barriers(config):
         for i in range(group.count):

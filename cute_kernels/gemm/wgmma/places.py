@@ -23,15 +23,16 @@ class Corner:
 
 
 class Places(Protocol):
-    """A map from a work tile's numbers to rows, features and k blocks. `.tiles.WorkTile` and its like say which numbers
-    there are."""
+    """A map from a work tile's numbers to rows, features and k blocks. The numbers are the fields of `.tiles.WorkTile`,
+    or of the work tiles of grouped products."""
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
-        """Returns (the first row of x of a work tile, the end of the rows that it may have)."""
+        """Returns (first, end): the first row of x of a work tile, and a bound that its rows do not reach."""
         ...
 
     def weight_tile(self, shape, work_tile, index) -> Any:
-        """Returns the number, in the blob, of the ``index``-th tile of the work tile's block of output features."""
+        """Returns the number, among the packed weight's tiles, of the ``index``-th tile of the work tile's block of
+        output features."""
         ...
 
     def bias_place(self, shape, work_tile, row) -> Any:
@@ -40,7 +41,7 @@ class Places(Protocol):
 
 
 class DensePlaces:
-    """The places of one dense product's work tiles."""
+    """The map of `Places` for the work tiles of a dense product."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -61,7 +62,8 @@ class DensePlaces:
 
 
 def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
-    """Returns the number of the ``index``-th tile of a block, among the tiles of its weight."""
+    """Returns the number, among the weight's tiles, of the ``index``-th tile of a work tile's block. Beyond the last
+    tile it is the last one's."""
     # Of the last block, tiles after the last one are that one again.
     return cutlass.min(work_tile.block * config.block_tiles + index, shape.num_tiles - 1)
 
@@ -74,7 +76,7 @@ def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
 
 def parts_with(config: WgmmaConfig, rows) -> Any:
     """Returns how many row parts of a tile have rows, at most `row_parts`; at least 1 where tiles are cut along rows.
-    rows: from the tile's first on; there may be more than the tile takes."""
+    rows: rows of x from the tile's first row on, which may be more than the tile has."""
     if config.row_parts == 1:
         return Int32(1)
     bits = config.part_m.bit_length() - 1
@@ -83,8 +85,8 @@ def parts_with(config: WgmmaConfig, rows) -> Any:
 
 
 def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:
-    """Returns where the ``index``-th tile of a block is in the output, from the work tile's ``token``-th row of x
-    on."""
+    """Returns where the results of the ``index``-th tile of a block begin in the output, for the work tile's rows of x
+    from the ``token``-th on."""
     row = (work_tile.block * config.block_tiles + index) * TILE_N
     first, end = places.rows_of(shape, work_tile)
     return Corner(row, first + token, end, places.bias_place(shape, work_tile, row))

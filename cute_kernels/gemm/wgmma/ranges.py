@@ -31,7 +31,7 @@ class TileRangeSizes(TileSizes):
 
     @staticmethod
     def of(config: WgmmaConfig, given) -> TileRangeSizes:
-        """Takes the sizes from a launch's arguments, on the host."""
+        """Computes the sizes from a launch's arguments, on the host."""
         assert isinstance(config.reduction, RangeSplitK)
         blocks = cute.ceil_div(given.num_tiles, config.block_tiles)
         units = given.k_blocks + config.reduction.end
@@ -42,7 +42,7 @@ class TileRangeSizes(TileSizes):
         return TileRangeSizes(*fields)
 
     def begin_of(self, cta) -> tuple[Any, Any]:
-        """Returns (tile, k block) at which a CTA's range begins; the range before ends there."""
+        """Returns (tile, k block) at which a CTA's range begins and the previous CTA's range ends."""
         tile, unit = self.units.divide_int(cta * self.base + cutlass.min(cta, self.rest))
         is_behind = unit >= self.k_blocks
         next_tile = tile + cutlass.select_(is_behind, Int32(1), Int32(0))
@@ -89,7 +89,7 @@ class RangeScheduler(OneByOne):
 
 
 class Ranges(DenseRounds):
-    """The distribution of tiles that gives each CTA a work range, instead of rounds."""
+    """The distribution of tiles in which each CTA has one work range, instead of a tile in each round."""
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileRangeSizes:
@@ -138,7 +138,7 @@ class RangeReduction(StoringReduction):
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
         """Adds the parts of a tile that preceding CTAs have published, from the nearest CTA back to the one where the
-        tile begins. That is the nearest CTA itself, since no range is less than a tile: the loop runs once."""
+        tile begins. No range is shorter than a tile, so the tile begins in the nearest CTA, and the loop runs once."""
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
             add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)

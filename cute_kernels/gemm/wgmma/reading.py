@@ -126,8 +126,8 @@ class StageReader:
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """Loads the same as :meth:`load_groups`, with scales as fp32 numbers, to scale products of decoded codes.
-        Scales are 1 if decoding applies them."""
+        """Loads (scales, offsets) for each group as :meth:`load_groups` does, with scales as fp32 numbers, which are
+        applied to products of decoded codes. Scales are 1 if decoding applies them."""
         if self.decoder.scales_weights:
             return [([Float32(1.0)] * 2, numbers) for _, numbers in self.load_groups(memory, stage, place, tile)]
         return [
@@ -149,7 +149,7 @@ class StageReader:
 
 
 def nothing_by_lane(shape, lane):
-    """Returns 0, hidden from the compiler, which takes it for different in each lane.
+    """Returns a 0 that the compiler takes for a number that differs between lanes.
 
     The compiler may keep a mask that all lanes share in a uniform register, which LOP3 cannot read beside a constant:
     each use would be a copy and a LOP3.
@@ -158,7 +158,7 @@ def nothing_by_lane(shape, lane):
 
 
 def nothing(shape, lane):
-    """Returns 0, hidden from the compiler, which knows that all lanes share it. It is used if masks are kept in
+    """Returns a 0 that the compiler takes for an unknown number, the same in all lanes. It is used where masks are in
     registers anyway."""
     return Uint32(shape.m >> 31)
 
@@ -171,8 +171,8 @@ class Channel:
         self.config, self.stages, self.places = config, stages, places
 
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
-        """Loads, for each tile, (scales, offsets) of the thread's two rows if they hold for all of K; else returns an
-        empty list."""
+        """Loads, for each tile, the pair (scales, offsets) that holds for all of K of the thread's two rows. Returns an
+        empty list if the format has no such scales."""
         config, places = self.config, self.places
         tile_bytes = shape.scale_groups * config.format.group_scale_bytes
         tiles = [places.weight_tile(shape, work_tile, first_tile + i) for i in range(config.n_tiles)]

@@ -90,7 +90,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Adds up the parts of K, and stores the tiles of which this CTA has the last part: see `TileReduction`."""
+        """Publishes a part of K, or adds the other parts to the last one and stores the warpgroup's tiles: see
+        `TileReduction`."""
         if const_expr(self.config.reduction.splits_k):
             self.combine(operands, store, work_tile, acc)
         if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
@@ -100,7 +101,7 @@ class WorkspaceReduction(StoringReduction):
     def combine(self, operands, store: Store, work_tile, acc):
         """Publishes the accumulators of a part of K, or adds the other parts to those of the last one.
 
-        Every thread stores its own accumulators and loads those of the same thread in other CTAs, so they lie in the
+        A thread loads only partials that the threads of the same number in other CTAs stored. So partials lie in the
         order of the registers.
         """
         if work_tile.splits > 1:
@@ -118,8 +119,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def add_part(self, place, acc, first: int):
-        """Adds some vectors of another part to the accumulators, from vector ``first`` on, once they have arrived. Then
-        resets them to EMPTY."""
+        """Adds a batch of vectors of another part of K to the accumulators, from vector ``first`` on, once they have
+        arrived. Then resets these vectors to EMPTY."""
         add_published(acc, 4 * first, place, self.config.combine_batch, first * VECTOR_STRIDE)
 
 
@@ -174,7 +175,7 @@ class RowReduction(StoringReduction):
     """The reduction of whole tiles through a cluster's shared memory: each CTA stores its share of the rows of x."""
 
     def corner(self, shape, work_tile, first_tile) -> Corner:
-        """Returns the corner of the CTA's share of the rows of x in the output."""
+        """Returns where, in the output, the CTA's share of the rows of x begins."""
         token = work_tile.split * self.config.own_m
         return corner_of(self.config, self.places, shape, work_tile, first_tile, token)
 
@@ -190,7 +191,7 @@ class RowReduction(StoringReduction):
 
     @cute.jit
     def join(self, store: Store, state, rank, acc):
-        """Makes acc[: own_tokens / 2] the sums over all of K, for the ``rank``-th share of the tile's tokens.
+        """Makes acc[: own_m / 2] the sums over all of K, for the ``rank``-th share of the tile's tokens.
 
         Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs. So one
         CTA adds up a sum, in an order that does not depend on which CTA was first. ``state``: the address of the
@@ -243,8 +244,9 @@ class RowReduction(StoringReduction):
                 acc[i] = acc[i] + words[i // 4][i % 4].bitcast(Float32)
 
     def load_in_order(self, place, acc, rank):
-        """Loads the parts of more than two CTAs in the same order as parts in memory: the last, then the first,
-        the second and so on. The CTA's own part is loaded as well and ignored: it was never published."""
+        """Adds the parts of more than two CTAs in the same order as a reduction through the workspace: the last, then
+        the first, the second and so on. The CTA's own part comes from ``acc``; what is loaded for it is ignored, since
+        it was never published."""
         own, total = self.config.own_m // 2, []
         for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):
             other = numbers.address_in(place + rank * self.config.share_bytes, Int32(part))

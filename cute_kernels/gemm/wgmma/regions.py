@@ -24,7 +24,7 @@ class Barriers(NamedTuple):
 
     Attributes:
         count: number of barriers.
-        arrivals: arrivals that a phase waits for; 0 if the barriers' owner initialises them.
+        arrivals: arrivals that a phase waits for; 0 for barriers that `memory.init_barriers` does not initialise.
         expected_bytes: bytes that the first phase waits for in addition.
     """
 

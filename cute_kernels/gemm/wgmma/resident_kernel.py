@@ -74,8 +74,7 @@ class ResidentKernel:
     def launch(self, given, stream):
         """Launches the kernel for at most one tile of rows of x.
 
-        ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, of which zeros and workspace are not
-        used.
+        ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, of which workspace is not used.
         """
         config = self.config
         operands = operands_of(self.operands, given)

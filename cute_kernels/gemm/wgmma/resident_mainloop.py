@@ -46,9 +46,9 @@ class ResidentMainloop:
         """Multiplies as `RegisterMainloop.multiply` does. ``state[0]`` is that of the weights' pipeline. Of
         ``state[1]`` only the phase counts: the parity of `x_barrier` once the next part of x has arrived.
 
-        If not all of x fits, the buffer is halved. One half holds a chunk of K while the other is filled with the next:
-        the producer warp goes on meanwhile, and consumers catch up. Chunk -1 multiplies nothing; it fills the first
-        half. A chunk's half is its number modulo 2.
+        If not all of x fits, the buffer is halved. One half holds a chunk of K while the other half is filled with the
+        next chunk. Meanwhile the producer warp goes on loading weights; consumers catch up with it afterwards. Chunk -1
+        multiplies nothing; it fills the first half. A chunk's half is its number modulo 2.
         """
         here, x_next = state
         half = self.config.mainloop.k_blocks // 2
@@ -78,7 +78,7 @@ class ResidentMainloop:
         """Decodes and multiplies each k block of a chunk, and waits for its MMAs. Returns the pipeline's state after
         the chunk.
 
-        start: the k block whose limbs are the first resident ones.
+        start: the number of the k block whose limbs would be the first in the room.
         """
         x_place = self.reader.x_scale_place(work_tile)
         for k_block in cutlass.range(work_tile.begin + place.k_rank, work_tile.end, self.config.k_warpgroups, unroll=1):

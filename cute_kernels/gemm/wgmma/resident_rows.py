@@ -59,7 +59,8 @@ class Source:
     row_pieces: Int32  # of 16 bytes
 
     def row(self, row: Int32) -> Int32:
-        """Returns the row of x for the ``row``-th row whose limbs are made; here the same number."""
+        """Returns the number of the row of x whose limbs become row ``row`` of the tile. Here it is ``row``; sources
+        that gather rows override this."""
         return row
 
 
@@ -117,7 +118,8 @@ class ResidentRows:
         return self.room.tile_m, TMA_TILE_K, K_BLOCK_TMA_TILES
 
     def k_block_copy(self, x, layout) -> tuple[Any, Any]:
-        """Returns the copy of a k block of x into consecutive TMA tiles, and the view of x that it takes k blocks from.
+        """Returns (the TMA copy of a k block of x into consecutive TMA tiles, the view of x from which the copy reads k
+        blocks).
 
         x: [m, k]; inputs after the last multiple of 64 are not loaded. layout: that of a k block in shared memory.
         """
@@ -129,9 +131,10 @@ class ResidentRows:
 
     @cute.jit
     def bring(self, x: TmaSource, first_place, begin, end, warp):
-        """Starts loading k blocks [begin, end) of x into the room, from its ``first_place``-th k block on.
+        """Starts loading k blocks [begin, end) of x into the room for limbs, which they fill from its
+        ``first_place``-th k block on.
 
-        Each consumer warp loads its share, and adds its bytes to what the barrier expects.
+        Each consumer warp loads some of the k blocks, and lets the barrier expect their bytes.
         """
         count, warps = end - begin, self.room.consumer_warps
         own = (count - warp + (warps - 1)) // warps
@@ -150,8 +153,8 @@ class ResidentRows:
 
     @cute.jit
     def make(self, x: Source, memory, begin, end, warp, lane):
-        """Makes limbs and scales of k blocks [begin, end), from x that has arrived in their place, or from x that is
-        loaded here.
+        """Makes limbs and scales of k blocks [begin, end) of x. TMA has put x where its limbs go, or this function
+        loads it.
 
         MMAs may read them after a barrier of all warps that make them.
         """
@@ -203,8 +206,8 @@ class ResidentRows:
         return words
 
     def step_bits(self, k_blocks) -> Any:
-        """Returns log2 of the steps of a row of so many k blocks, rounded up. A division would take as long as a
-        step."""
+        """Returns log2, rounded up, of the number of steps that a warp needs for ``k_blocks`` k blocks of a pair of
+        rows. A division would take as long as a step."""
         most = max(self.room.k_blocks // STEP_K_BLOCKS - 1, 1).bit_length()
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
@@ -231,13 +234,13 @@ class ResidentRows:
         return words
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
-        """Returns (bits of the unit of a code's byte times a limb, [block] words of its high limbs, then of its low
-        ones)."""
+        """Returns (bits of the fp32 scale of products of codes' bytes and limbs, a list of words for each block: its
+        high limbs, then its low limbs)."""
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
-        """Splits as :meth:`split` does. Also adds up the group's inputs, in the unit of its low limbs, if the sum is
-        wanted."""
+        """Returns the two results of :meth:`split`, and the sum of the group's inputs in the unit of its low limbs. The
+        sum is None if ``room.sums`` is False."""
         greater = self.greater
         packed = lanes.over_lanes(greater, lanes.in_pairs(greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in self.limb_rows.to_floats(packed & Uint32(MAGNITUDES))]
@@ -274,7 +277,8 @@ class ResidentRows:
         return high + low
 
     def store(self, start, tile_m, row, lane, limbs) -> None:
-        """Stores a lane's limbs of a row's k block where MMAs read them."""
+        """Stores a lane's limbs, which are of one row and k block, at the shared memory addresses where MMAs read
+        them."""
         for number, words in enumerate(limbs):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
             address = start + (block ^ (row & (WGMMA_N_STEP - 1))) * PIECE_BYTES
@@ -298,7 +302,7 @@ def room_of(config: ResidentConfig) -> RowsRoom:
 class ResidentLimbLoads:
     """The loads of x, and the making of its limbs, in a CTA of a `.resident_kernel.ResidentKernel`.
 
-    The consumer warps do both, between two uses of the room for limbs.
+    The consumer warps do both, while no MMA reads the part of the room that they fill.
     """
 
     def __init__(self, config: ResidentConfig):
@@ -307,12 +311,13 @@ class ResidentLimbLoads:
         self.source: TmaSource | None = None
 
     def attach(self, operands, shape, memory, copy_x, x_view) -> None:
-        """Stores where x is, once for a kernel: no dynamic condition can carry the description of copies."""
+        """Keeps the source of x as an attribute. The kernel calls `attach` once, before the other methods: run-time
+        branches cannot pass on a TMA copy as a value."""
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
     @cute.jit
     def make_first(self, shape, memory, scheduler, warp, lane):
-        """Makes limbs of the CTA's part of K, if there is room for all of them. Returns whether there is."""
+        """Makes limbs of the CTA's part of K, if there is room for all of them. Returns 1 if there is, else 0."""
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end
         fits = cutlass.select_(end - begin <= self.config.mainloop.k_blocks, Int32(1), Int32(0))
@@ -330,7 +335,8 @@ class ResidentLimbLoads:
         return fits
 
     def bring(self, place: Lane, first, begin, end):
-        """Starts loading k blocks [begin, end) of x, into the room from its ``first``-th k block on."""
+        """Starts loading k blocks [begin, end) of x by TMA into the room for limbs, which they fill from its
+        ``first``-th k block on. Does nothing if warps load x."""
         if const_expr(not self.config.mainloop.loads):
             self.rows.bring(self.source, first, begin, end, place.warp)
 

@@ -28,7 +28,7 @@ class WarpgroupsOf:
     Attributes:
         most_stages: the most stages of the pipeline, even if more fit: the more is loaded at once, the later all of it
             arrives.
-        loaded_stages: the same if warps load x.
+        loaded_stages: the most stages if warps load x.
         chunks: whether a CTA's part of K may be processed in chunks if there is no room for all its limbs.
         least: the fewest k blocks of a CTA's part of K for which the shape is worth a try.
         loaded: whether the shape is only for x that warps load, since TMA would fill in rows of all k blocks at once.
@@ -117,12 +117,12 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
 
 
 def part_k_blocks(problem: LinearProblem) -> int:
-    """Returns the k blocks of a CTA's part of K, whose padded inputs are whole groups of limbs."""
+    """Returns the k blocks, of 128 inputs each, of a CTA's part of K. The padded K is a multiple of 128."""
     return -(-problem.k_pad // (LIMB_GROUP * RESIDENT_CLUSTER))
 
 
 def load_choices(problem: LinearProblem) -> tuple[bool, ...]:
-    """Returns whether warps load x: both answers if both are to be considered, or the one that is possible."""
+    """Returns the values of `ResidentLimbs.loads` that are worth considering for a problem."""
     if problem.k % TMA_TILE_K:
         return (True,)  # TMA takes whole TMA tiles
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)

@@ -24,8 +24,8 @@ BUFFERS = 2
 
 
 def vector_offset(token, vector) -> Int32:
-    """Returns the offset of a token's ``vector``-th 16 bytes in a buffer. As in TMA's swizzle, those of eight tokens
-    are in different banks."""
+    """Returns the offset of a token's ``vector``-th 16 bytes in a buffer. As in TMA's swizzle, the ``vector``-th 16
+    bytes of eight tokens are in different banks."""
     return token * ROW_BYTES + (vector ^ (token % 8)) * 16
 
 
@@ -33,7 +33,7 @@ class ResidualChunks:
     """The residual of the tiles that a consumer warpgroup stores.
 
     Chunks of all tiles that a warpgroup stores of a work tile are numbered consecutively: ``ordinal`` is the tile's
-    number, ``chunk`` the chunk's. Groups of cp.async are counted, so all threads take the same branches.
+    number, ``chunk`` the chunk's. `wait` counts groups of cp.async, so all threads must issue the same groups.
     """
 
     def __init__(self, config: WgmmaConfig):
@@ -51,12 +51,12 @@ class ResidualChunks:
         return store.staging + self.number(ordinal, chunk) % BUFFERS * (self.config.chunk_m * ROW_BYTES)
 
     def is_early(self, ordinal: int, chunk: int) -> bool:
-        """Returns whether there is a buffer for a chunk before the tile's products."""
+        """Returns whether a chunk has a buffer into which it can be loaded before the work tile's products."""
         return self.number(ordinal, chunk) < BUFFERS
 
     def bring_first(self, operands, shape, store, corner, ordinal: int, *, early: bool) -> None:
-        """Starts loading a tile's first chunks: with ``early``, before the products, those that have buffers then; else
-        the others."""
+        """Starts loading a tile's first `BUFFERS` chunks. With ``early``, before the products, it loads those that have
+        buffers by then (`is_early`); without, it loads the others."""
         for chunk in range(min(BUFFERS, len(self.config.chunks))):
             if self.is_early(ordinal, chunk) == early:
                 self.bring(operands, shape, store, corner, ordinal, chunk)

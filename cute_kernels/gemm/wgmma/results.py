@@ -57,7 +57,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
         return ""
 
     def kernel(self) -> CompiledAs | None:
-        """Returns how configurations with this store are compiled; None leaves it to their mainloop."""
+        """Returns how configurations with this store are compiled; None: as their mainloop says."""
         return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -74,8 +74,8 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
 class Reduction(ABC):
     """The reduction policy: how parts of a tile are added up, how a launch is laid out, and how long it takes.
 
-    Its methods are those of split-K through the workspace, and of clusters and DSMEM where its attributes say so.
-    Reductions that do otherwise override them.
+    The methods of this class are right for split-K through the workspace and, if ``cluster`` or ``dsmem`` say so, for
+    reductions in a cluster. Other reductions override them.
 
     Attributes:
         cluster: CTAs of a cluster that have equal parts of K of one tile.
@@ -121,8 +121,8 @@ class Reduction(ABC):
         return (Region("partials", self.received_bytes(config) + own),)
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Returns the mbarriers: one for each tile whose partials other CTAs send. It counts the bytes of all of
-        them."""
+        """Returns the mbarriers: one for each tile whose partials other CTAs send. A barrier counts the bytes of all
+        partials of its tile."""
         expected = (self.cluster - 1) * config.partial_bytes
         return (Barriers("partial_barriers", self.partial_slots(config), 1, expected),)
 
@@ -138,7 +138,8 @@ class Reduction(ABC):
         return cut and -(-k_blocks // -(-k_blocks // splits)) == splits
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule with ``whole`` and ``num_ctas`` filled in; None if there is nothing to cut, or no room.
+        """Returns the schedule with ``whole`` and ``num_ctas`` filled in. None if whole rounds leave no tile to cut, or
+        if the clusters cannot all run at once.
 
         Full rounds of all CTAs compute whole tiles. CTAs that multicast activations count as one CTA. The CTAs of a
         cluster share a tile, and all clusters run at once, on the ``share`` of the SMs that they can occupy.
@@ -205,8 +206,8 @@ class RowCuts(Reduction):
         return splits == config.row_parts
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule that `Reduction.laid_out` returns. None for less than a full round of tiles: smaller
-        tiles with longer k blocks are better then."""
+        """Returns the schedule that `Reduction.laid_out` returns. None if the tiles make less than a full round, as
+        smaller tiles with longer k blocks are faster then."""
         found = super().laid_out(schedule, num_sms, share)
         return found if found is not None and found.whole else None
 
@@ -240,8 +241,8 @@ class RangeSplitK(Reduction):
     the first tile began before the range, it adds the previous CTA's partials.
 
     A CTA waits only for the previous one, and only at its end, when it has published all parts that others need
-    (docs/design/forward_progress.md). That holds because ranges of less than a tile are refused. Some of them would be
-    the middle of a tile, published only at their end. Others would wait for them, 4 us on an H200.
+    (docs/design/forward_progress.md). That holds because ranges of less than a tile are refused. Some shorter ranges
+    would be the middle of a tile, published only at their end. Other CTAs would wait for such parts, 4 us on an H200.
 
     Attributes:
         end: k blocks that take as long as storing a tile's results. A tile counts as that many k blocks more, among
@@ -259,7 +260,8 @@ class RangeSplitK(Reduction):
         return splits == 1
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns equal work ranges of all tiles, which count as whole; None if a range is less than a tile."""
+        """Returns the schedule in which every SM has one CTA with an equal work range, and all tiles count as whole.
+        None if a range would be shorter than a tile."""
         tiles = schedule.num_tiles_cut
         return replace(schedule, whole=tiles, num_ctas=num_sms) if tiles >= num_sms else None
 
@@ -267,7 +269,8 @@ class RangeSplitK(Reduction):
         return schedule.num_ctas * schedule.config.block_rows * schedule.config.tile_m
 
     def launch_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost) -> float:
-        """Returns the clocks of a CTA's range: its share of all tiles' k blocks and ends."""
+        """Returns the clocks of a CTA: those of its range's k blocks, of storing results, and of the exchange of
+        partials."""
         units = schedule.whole * (schedule.k_blocks + self.end) / schedule.num_ctas
         products = (units - self.end) * cost.k_block_clocks(problem, schedule) * RANGE_SPREAD
         return products + cost.work_tile_clocks(problem, schedule.config) + RANGE_CLOCKS
@@ -282,8 +285,8 @@ class RangeSplitK(Reduction):
 
 @dataclass(frozen=True)
 class SequentialSplitK(Reduction):
-    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0. It adds them up
-    in the order of `WorkspaceSplitK`: the same bits without partial results in memory."""
+    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0. It adds the
+    parts up in the order of `WorkspaceSplitK`, so results have the same bits, without partial results in memory."""
 
     splits_k: ClassVar[bool] = False
     sequential: ClassVar[bool] = True

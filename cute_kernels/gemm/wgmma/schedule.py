@@ -141,8 +141,8 @@ def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Returns the time of `estimate_us` plus the wait for parts through memory that no other work hides, in
-    microseconds."""
+    """Returns the expected microseconds: those of `estimate_us`, plus `MainloopCost.all_cut_us` if all tiles are cut
+    and added through the workspace."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
         us += cost_of(schedule.config).all_cut_us(problem, schedule)
@@ -150,8 +150,8 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 
 def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Yields every shape of tiles, in every number of parts of K. `.invariant` has the schedules of batch-invariant
-    products."""
+    """Yields the schedules of every candidate configuration, one for each number of parts of K that it supports.
+    `.invariant` has the schedules of batch-invariant products."""
     for config in candidate_configs(problem):
         for splits in range(1, most_splits(config) + 1):
             schedule = schedule_of(problem, config, splits)
@@ -160,8 +160,8 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def most_splits(config: WgmmaConfig) -> int:
-    """Returns the most parts of K worth trying: one for tiles of `PAIRED_SHAPES`, since layers of few features have too
-    few such tiles."""
+    """Returns the most parts of K worth trying: one for tiles of `PAIRED_SHAPES` without a DSMEM reduction, which are
+    for layers of many features; else `MAX_SPLITS`."""
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
 
@@ -201,7 +201,7 @@ def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations whose parts of K meet in memory, or whose clusters exchange rows."""
+    """Returns configurations whose parts of K are added through the workspace, or whose clusters exchange rows."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
     rounds = ROUND_SHAPES if is_short(problem) else lone_shapes(problem)
     more = wide_shapes(problem) + crowded_shapes(problem) + rounds
@@ -209,7 +209,8 @@ def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
-    """Returns configurations of tiles of some shapes, tuples as in `SHAPES`, that are possible and not too large."""
+    """Returns the configurations of some shapes, tuples as in `SHAPES`, that can be compiled. It leaves out tiles for
+    whose rows a tile half as large would do."""
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
@@ -322,7 +323,8 @@ def is_short(problem: LinearProblem) -> bool:
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns tiles of 64 features for one warpgroup, if they are one round that occupies most SMs."""
+    """Returns shapes of one warpgroup with 64 features, for more than 48 rows, if one row of such tiles occupies more
+    than half of the SMs and at most all."""
     one_round = problem.num_sms // 2 < problem.num_tiles <= problem.num_sms
     return NARROW_SHAPES[:1] if one_round and problem.m > APART_TILE_M[0] else ()
 
@@ -344,7 +346,7 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     warpgroup.
 
     The CTA that stores a tile adds its parts. This takes 0.2 to 0.6 us less than an exchange of rows, with zero points
-    0.8 to 2 us. It also supports tiles of 48 rows.
+    0.8 to 2 us. This reduction also supports tiles of 48 rows, unlike the exchange of rows.
     """
     tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
@@ -354,7 +356,8 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
-    """Returns how many groups of MMAs of a tile run while the next one is decoded, as was measured to be fastest."""
+    """Returns how many groups of MMAs of a tile run while the next group is decoded: the number that was measured to be
+    the fastest."""
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
         several_groups = 0 < problem.format.group_size < block_k
@@ -374,8 +377,8 @@ here. Up to 8 rows `cute_kernels.gemm.choice.is_fitted` leaves only some of them
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Returns the configurations that ship: every tile in the most common formats, with those of batch-invariant
-    products. Other formats have one for few rows and one for many.
+    """Returns the configurations that ship: every shape of tiles in the most common formats, also those that only
+    batch-invariant products use. Of other formats one configuration for few rows and one for many ship.
 
     8-bit codes ship without zero points. Limbs ship with groups of 128 and, if CTAs make the limbs, with zero points.
     """

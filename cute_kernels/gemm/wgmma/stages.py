@@ -22,8 +22,7 @@ def of_format(problem: LinearProblem | GroupedProblem, **choices: Any) -> WgmmaC
 
 
 def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_BYTES) -> Config:
-    """Returns the configuration with as many pipeline stages as fit into shared memory, equally many for each of its
-    `k_warpgroups`.
+    """Returns the configuration with as many pipeline stages as fit into shared memory, a multiple of `k_warpgroups`.
 
     most: the most stages; spare: bytes of shared memory that are left for alignment.
     """

@@ -54,7 +54,8 @@ class SynchronousMainloop:
         return here, last
 
     def rows(self, lane) -> list[Any]:
-        """Returns, for each step of a TMA tile, the offset in bytes of the row that a lane passes to ldmatrix.
+        """Returns, for each k16 step of a TMA tile, the offset in bytes of the row whose address a lane passes to
+        ldmatrix.
 
         The four matrices are tokens 0 to 7 with the first and the second 8 inputs, then tokens 8 to 15 with the same
         inputs.

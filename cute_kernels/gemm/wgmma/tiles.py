@@ -152,7 +152,7 @@ class TileScheduler:
 
 
 class OneByOne:
-    """The numbers of a CTA's work tiles, if they count its own alone."""
+    """The numbering of a tile scheduler that counts only its own CTA's work tiles: from 0 on, one by one."""
 
     @property
     def first(self):
@@ -167,7 +167,7 @@ class OneByOne:
 class SequentialScheduler(OneByOne):
     """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
 
-    It takes the last part first: see `.reduction.SequentialReduction`.
+    The CTA computes the last part of each tile first: see `.reduction.SequentialReduction`.
     """
 
     shape: TileSizes
@@ -200,7 +200,7 @@ class ClusterTileScheduler:
 
     @property
     def count(self):
-        """The number after that of the CTA's only work tile."""
+        """One more than the number of the CTA's only work tile: where the loop over work tiles ends."""
         return self.first + 1
 
     @property
@@ -218,8 +218,8 @@ class ClusterTileScheduler:
 
 
 def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[Any, ...]:
-    """Returns the fields of a `TileSizes` except its grid, from a launch's arguments. whole, splits: their values if
-    the launch has no such arguments."""
+    """Returns the fields of a `TileSizes` except its grid, from a launch's arguments. whole, splits: the values of
+    these fields if the launch has no such arguments."""
     m, k = given.x.shape
     k_blocks = given.k_blocks
     whole, splits = given.whole if whole is None else whole, given.splits if splits is None else splits
@@ -230,12 +230,14 @@ def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[An
 
 
 def x_scales_of(given) -> dict[str, Any]:
-    """Returns where a launch has scales of rows of x, as fields of `TileSizes`."""
+    """Returns the fields of `TileSizes` that say where a launch has scales of rows of x; None for fields that it
+    lacks."""
     return {name: getattr(given, name, None) for name in ("x_scales", "x_scale_pitch")}
 
 
 def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
-    """Returns the numbering of tiles; None if a product has one token tile, whose tiles blocks alone number."""
+    """Returns the numbering of tiles; None if a product has only one token tile, so that a tile has the number of its
+    block."""
     if config.one_m_tile:
         return None
     blocks = cute.ceil_div(given.num_tiles, config.block_tiles * config.multicast)
