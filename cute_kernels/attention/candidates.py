@@ -41,8 +41,8 @@ STAGE_BYTES = 50 * 1024  # the most bytes of a tile of K and V where a warp take
 
 
 def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
-    """Returns the configurations worth considering for a problem, one per number of CTAs on an SM and of KV heads of a
-    CTA.
+    """Returns the configurations worth considering for a problem. They differ in how many CTAs share an SM and, for
+    formats with headers, in how many KV heads a CTA has.
 
     Raises ValueError if the kernels cannot read the caches.
     """

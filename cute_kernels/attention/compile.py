@@ -77,7 +77,8 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def _shipped_extend() -> list[ExtendConfig | UnpackConfig | CombineConfig]:
-    """Returns the configurations of extend attention that bundles hold: causal calls over pages of 64 tokens."""
+    """Returns the configurations of extend attention that bundles hold: causal calls over pages of 64 tokens, and of 16
+    for bf16 caches with head_dim 128."""
     problems = [AttentionProblem.ragged(128, name, name, "bf16", 64, CAUSAL_PAGES) for name in EXTEND_FORMATS]
     problems += [AttentionProblem.ragged(64, "bf16", "bf16", "bf16", 64, CAUSAL_PAGES)]
     problems += [AttentionProblem.ragged(128, "bf16", "bf16", "bf16", 16, CAUSAL_PAGES)]

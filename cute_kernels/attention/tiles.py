@@ -33,7 +33,7 @@ class MappedTile(RowTile):
 
 
 def copies_of(form: KvFormat) -> tuple[str, ...]:
-    """Returns the copies that can load a tile of the format into shared memory."""
+    """Returns the names of the ways to load a tile of the format into shared memory."""
     return ROW_COPIES if form.has_header else BARE_COPIES
 
 

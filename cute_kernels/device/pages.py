@@ -40,9 +40,9 @@ class Pages:
     lists: Lists | None = None
 
     def ask(self, request, token):
-        """Starts loading the table's entry for a token, which must exist. Returns (entry, row of the token in its
-        page). With lists, waits for the list's entry first. The returned entry is then the request's number if the
-        cache is not paged."""
+        """Starts loading the block table's entry for a token, which must exist. Returns (entry, row of the token in its
+        page). With ``lists``, first waits for the list's entry. The cache may be contiguous then: the result is
+        (request, row of the token in the request)."""
         index, place = self.page_size.divide_int(token)
         if self.lists is None:
             address = self.table + (Int64(request) * self.stride + index) * 4

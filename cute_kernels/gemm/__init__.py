@@ -66,8 +66,8 @@ def quantized_linear(
     """Computes activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
     Products are accumulated in fp32; bias, activation and residual are applied in fp32, too. The result is rounded
-    once. Works under ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no
-    gradient: the result never requires one.
+    once. Works under ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``, or
+    ``fp8_linear`` for products in FP8. It has no gradient: the result never requires one.
 
     Args:
         x: bf16 or fp16 [..., K], in the weight's ``dtype`` and on its device; any strides, and any leading size may be

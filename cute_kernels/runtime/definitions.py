@@ -164,8 +164,8 @@ def _class(node: ast.stmt, foreign: set[str]) -> Definition | None:
 
 
 def _table(node: ast.stmt, binds: tuple[str, ...]) -> Definition | None:
-    """Returns the definition of a table by class, in which each entry has a definition of its own; None for other
-    statements."""
+    """Returns the definition of a dict whose keys are all names, such as classes; each entry has a definition of its
+    own. Returns None for other statements."""
     table = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
     if not isinstance(table, ast.Dict) or not table.keys:
         return None

@@ -1,4 +1,5 @@
-"""Activations that kernels choose by the number of a launch: SiLU, the exact GELU, and SwiGLU."""
+"""The standard activations SiLU, exact GELU and SwiGLU. A kernel has code for all of them; an argument of its launch,
+``number``, says which to apply."""
 
 from __future__ import annotations
 

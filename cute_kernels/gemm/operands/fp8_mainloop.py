@@ -180,7 +180,7 @@ class Fp8Mainloop(StageByStage):
         return self.reader.load_x_scales(memory, stage, x_place + 4 * first, min(PIECE_M, tile_m - first))
 
     def groups(self, memory, stage, place) -> list[Group]:
-        """Returns the groups of a k block, tile by tile."""
+        """Loads a k block's scales, and returns its groups of MMAs (`Group`), tile after tile."""
         count, steps, found = groups_apart(self.config.format), X_GROUP // MMA_K, []
         for tile in range(self.config.n_tiles):
             if self.decoder.folds:

@@ -103,7 +103,7 @@ class DecodedCost(MainloopCost):
         return 1 - self.rates_of(problem, config).in_flight_gain if gains else 1.0
 
     def decode_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the clocks of decoding per k16 step of a tile, however few rows there are."""
+        """Returns the clocks that decoding takes per k16 step of a tile, without the part that grows with x's rows."""
         rates = self.rates_of(problem, config)
         decode = rates.decode + (self.row_scale if rates is self.interleaved and not config.group_size else 0)
         if config.format.has_zeros:

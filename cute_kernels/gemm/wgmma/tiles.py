@@ -249,7 +249,7 @@ class DenseRounds:
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileSizes:
-        """Returns the sizes of a launch, on the host."""
+        """Makes the `TileSizes` of a launch from its arguments ``given``. Runs on the host."""
         return TileSizes(*dense_sizes(config, given), grid=dense_grid(config, given), **x_scales_of(given))
 
     @staticmethod

@@ -54,8 +54,10 @@ _OF_TORCHAO = {"nvfp4": "FP4", "float4": "FP4", "e5m2": "E5M2", "float8": E4M3, 
 
 
 def declared_activations(config: Config, name: str) -> Declared | None:
-    """Returns the format to which a checkpoint rounds a layer's inputs; None for 16 bits. config: the layer's
-    configuration, as `config_of` returns it; for torchao, with the entry "tensor" of `said_of`."""
+    """Returns the format to which a checkpoint rounds a layer's inputs; None if it declares none that is known here.
+
+    config: the layer's configuration from `config_of`; for torchao, `said_of`'s entry "tensor" has to be added to it.
+    """
     attributes = (config.get("tensor") or {}).get("_data")
     if isinstance(attributes, Mapping):
         texts = (attributes.get(key) for key in ("act_quant_kwargs", "activation_quantization", "activation_dtype"))

@@ -199,8 +199,8 @@ class Lookahead:
         """Begins the step after ``step``, if it can begin and is likely to be asked for. ``step`` is already counted in
         ``columns``.
 
-        copies: of ``step``'s outputs, if ``step`` began early. The lane fills them before the next step overwrites the
-        outputs. Empty if the current stream ran ``step``.
+        copies: pairs of a copy and an output of ``step``; empty if ``step`` ran on the current stream. If ``step``
+        began early, the next step would overwrite its outputs, so the early steps' stream fills the copies first.
         """
         begins = self._begins(step, columns)
         if not begins and not copies:

@@ -68,9 +68,10 @@ EVERYTHING = Pattern(causal=False)
 def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """Makes a mask when transformers asks for one; the arguments are those of its `sdpa_mask`.
 
-    Returns bool [batch, 1, q_len, keys], True where a query sees a key, with a note that `pattern_of` reads. Returns
-    None if SDPA needs no mask, since the attention module's ``is_causal`` alone says which keys are seen. If a layer of
-    the model reads masks as eager attention does, returns the additive mask, never None.
+    Returns bool [batch, 1, q_len, keys], True where a query sees a key; where possible with a note that `pattern_of`
+    reads. Returns None if SDPA needs no mask, since the attention module's ``is_causal`` alone says which keys it
+    sees. If a layer of the model reads masks as eager attention does, returns the additive mask, never None. A recorded
+    step gets the mask of `_mask_of_recorded_step` instead.
     """
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)

@@ -23,7 +23,7 @@ HALF_ACC = HALF // 2  # accumulators of a thread
 
 @dataclass(frozen=True)
 class Rows:
-    """A thread's registers for its two rows, which every block changes."""
+    """A thread's state of its two rows, in registers that every block of tokens updates."""
 
     acc: RegisterTensor[Float32]  # fp32 [128] of the output
     scores: RegisterTensor[Float32]  # fp32 [32]

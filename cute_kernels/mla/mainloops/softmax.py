@@ -27,7 +27,7 @@ def scores_of(scores, row: int) -> list[Float32]:
 
 @cute.jit
 def mask(scores, flags, lane):
-    """Sets scores of tokens that do not exist to -inf. flags: a word of 8 bits for every 8 tokens."""
+    """Sets scores of tokens that do not exist to -inf. flags: one word for every 8 tokens, a bit each."""
     everything = flags[0]
     for i in cutlass.range_constexpr(1, len(flags)):
         everything = everything & flags[i]

@@ -340,7 +340,7 @@ class KeyRowsConsumer:
         return dots
 
     def wait_for(self, sums, dots) -> list[Any]:
-        """Waits for all MMAs; the sums and ``dots`` are valid then."""
+        """Waits for all MMAs. Updates ``sums`` in place, and returns the finished ``dots``."""
         own = [sums.values[i] for m in range(2) for i in self._places(m)]
         finished = wgmma.wait_for([*own, *dots], 0)
         self._set(sums, finished[: len(own)])

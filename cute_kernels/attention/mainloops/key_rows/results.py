@@ -162,7 +162,7 @@ class KeyRowsResults:
             ptx.store_shared(self.area(memory, place, place.group), 16 * WARPGROUP_THREADS * block, own)
 
     def receive(self, memory, sums, place, mma: int) -> None:
-        """Adds the accumulators that the other warpgroup has sent to those of an MMA."""
+        """Adds what the other warpgroup has sent to this warpgroup's accumulators of an MMA."""
         for block in range(self.columns // 2):
             words = ptx.load_shared_vector(self.area(memory, place, 1 - place.group), 16 * WARPGROUP_THREADS * block, 4)
             for index, word in zip(self.block_places(mma, block), words, strict=True):
