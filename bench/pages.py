@@ -359,8 +359,8 @@ def engines() -> str:
         'Milliseconds per token, prompts of 8192 tokens, random weights, CUDA graphs. "Before" is vLLM with the same '
         "weights and FP8, its fastest cache, on an H200 ([details](docs/tasks/vllm.md#what-it-brings))"
         f"{', for transformers SDPA with 16-bit weights' if is_warm else ''}. "
-        "Each model was timed in a run of its own. An engine of vLLM was "
-        "timed in several turns: a time is its least total less its least first token. With one request the plug-in's "
+        "Each model was timed in a run of its own. An engine of vLLM was timed in several turns: a time is its least "
+        "total less its least first token. With one request the plug-in's "
         f"slowest turn takes up to {_longest_turn(LATEST)} times the fastest one's time. "
         f"{perplexity.beside({'rows': [*load(LATEST)['rows'], *older['rows']]})} "
         "[Accuracy](docs/accuracy.md) has more."

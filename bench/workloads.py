@@ -54,7 +54,7 @@ class DecodeShape:
 
     @property
     def heads_first(self) -> DecodeShape:
-        """The same over a head-major cache."""
+        """This shape with a head-major cache."""
         return replace(self, cache_layout="HND")
 
     @property

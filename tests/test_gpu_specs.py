@@ -27,7 +27,7 @@ class Collected:
 
 
 def test_all_tests_that_need_a_gpu_can_be_collected_without_one():
-    """In this process, which has imported what takes longest and needs these tests for their kernels."""
+    """They are collected in this process, which has imported what takes longest and needs them for their kernels."""
     found = Collected()
     # Plugins that replace hooks of this process, whose own ones would be gone behind it.
     without = [option for name in ("cacheprovider", "faulthandler", "xdist") for option in ("-p", f"no:{name}")]

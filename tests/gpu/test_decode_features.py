@@ -80,7 +80,7 @@ BY_HEAD: dict[str, dict[str, Any]] = {
     "8 heads, head-major, 4 queries": {**PAGES_BY_HEAD, "q_len": 4},
     "8 heads, head-major, 3 queries, window of 333": {**PAGES_BY_HEAD, "q_len": 3, "window_size": 333, "sinks": True},
 }
-"""As engines have pages of rows with headers. Where lengths differ, CTAs take ranges of all requests' tiles."""
+"""Engines have pages of rows with headers like these. Where lengths differ, CTAs take ranges of all requests' tiles."""
 K8V4 = ("int8_token_head", "int4_g4")
 CASES = {
     f"{kv_format}, {name}": {"kv_format": kv_format, **options}

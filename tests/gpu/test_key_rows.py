@@ -6,6 +6,7 @@ All that no query of a request sees is poisoned: NaN rows, table entries that ar
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,8 +143,9 @@ def test_parts_of_a_fused_projection_give_the_same_bits(name):
     assert torch.equal(apart.run(), call.run()), "whichever kernel serves it"
 
 
-def test_a_plan_that_a_busy_stream_made_serves_another_one():
-    """What it keeps of equal requests is there for whoever launches next."""
+def equal_requests() -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Returns (queries of requests with equally many, a function that writes their decode attention into a tensor and
+    returns it)."""
     call = variant("e4m3_tensor", [16] * 20, [37 * i + 16 for i in range(20)])
     q = call.q.view(20, 16, *call.q.shape[1:])
 
@@ -151,6 +153,12 @@ def test_a_plan_that_a_busy_stream_made_serves_another_one():
         decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, out=out, **call.options)
         return out
 
+    return q, decode
+
+
+def test_a_plan_that_a_busy_stream_made_serves_another_one():
+    """What it keeps of equal requests is there for whoever launches next."""
+    q, decode = equal_requests()
     want, busy, other = decode(torch.empty_like(q)), torch.cuda.Stream(), torch.cuda.Stream()
     outs = [torch.full_like(q, torch.nan) for _ in range(2)]
     torch.cuda.synchronize()
@@ -166,13 +174,7 @@ def test_a_plan_that_a_busy_stream_made_serves_another_one():
 
 
 def test_which_kernel_serves_decode_attention_does_not_depend_on_whether_its_first_call_was_captured():
-    call = variant("e4m3_tensor", [16] * 20, [37 * i + 16 for i in range(20)])
-    q = call.q.view(20, 16, *call.q.shape[1:])
-
-    def decode(out: torch.Tensor) -> torch.Tensor:
-        decode_attention(q, *call.tensors[1:], kv_format=call.kv_format, out=out, **call.options)
-        return out
-
+    q, decode = equal_requests()
     want = decode(torch.empty_like(q))
     torch.cuda.synchronize()
     attention_ops.launch.plans.clear()  # kernels stay

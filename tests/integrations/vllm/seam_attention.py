@@ -129,7 +129,7 @@ def rows_of_pages(raw: torch.Tensor, formats: Any, head_size: int, kv_heads: int
 
 @check
 def appended_rows_lie_head_by_head_if_they_have_headers() -> None:
-    """In all of vLLM's layouts, and in pages of fewer tokens than it counts; the reference reads them there."""
+    """The reference reads the rows there, in all of vLLM's layouts, and in pages of fewer tokens than vLLM counts."""
     from cute_kernels import decode_attention, quantize_kv
     from cute_kernels.integrations.vllm import attention
 
