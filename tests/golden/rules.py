@@ -25,11 +25,15 @@ INSTRUCTIONS: dict[str, str] = {
     "linear_inputs_*": "",
     "linear_limb*": "",
     "*linear_wgmma_*mmasync*": "HMMA UTMALDG UBLKCP",
+    "linear_wgmma_e2m1*limbs*resident*loads*": "QGMMA UBLKCP",
+    "linear_wgmma_e2m1*limbs*resident*": "QGMMA UTMALDG UBLKCP",
     "linear_wgmma_*limbs*resident*loads*": "IGMMA UBLKCP",
     "linear_wgmma_*limbs*resident*": "IGMMA UTMALDG UBLKCP",
     "grouped_linear_wgmma_*limbs*": "IGMMA UTMALDG UBLKCP",
     "grouped_linear_wgmma_*entries*": "HGMMA UBLKCP",
     "*linear_wgmma_*": "HGMMA UTMALDG UBLKCP",
+    "grouped_linear_e2m1*_ranges*": "QGMMA UBLKCP",
+    "grouped_linear_e2m1*_assigned*": "QGMMA UBLKCP",
     "grouped_linear_*_ranges*": "IGMMA UBLKCP",
     "grouped_linear_*_assigned*": "IGMMA UBLKCP",
     "*linear_*": "HMMA UBLKCP",
@@ -41,8 +45,12 @@ INSTRUCTIONS: dict[str, str] = {
 }
 """By the first pattern that a symbol has: MMA instructions of just these kinds, and copies of these."""
 
-SPILLS = {"extend_unpack_*_token_head_*": 144, "extend_unpack_int4_*": 24}
-"""Bytes of stack, spilled and loaded again; docs/design/extend_attention.md says why. None elsewhere."""
+SPILLS = {
+    "extend_unpack_*_token_head_*": 144, "extend_unpack_int4_*": 24,
+    "linear_wgmma_e2m1*_m16n128x4k128_*resident16less1*": 56,
+}  # fmt: skip
+"""Bytes of stack, spilled and loaded again; docs/design/extend_attention.md and weight_only_few_rows.md say why. None
+elsewhere."""
 MOST_ACCESSES = 0.02  # of a kernel's instructions that may be to local memory
 
 

@@ -24,7 +24,7 @@ from cute_kernels.formats.weights import (
     shifted,
     weight_format,
 )
-from cute_kernels.formats.weights.fp4 import MOST_FOLDED, MXFP4_ANY
+from cute_kernels.formats.weights.fp4 import MOST_FOLDED, MXFP4, MXFP4_ANY
 from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
@@ -42,6 +42,8 @@ pytestmark = pytest.mark.gpu
 CUDA = "cuda"
 N, K = 200, 520  # tails of both
 ROWS = (1, 5, 16, 64, 300)
+LIMB_CASES = ((1, 4096, 4096), (5, 4096, 4096), (8, 8192, 8192), (3, 28672, 4096), (16, 28672, 4096))  # rows, N, K
+E4M3_LIMBS = 1e-4
 EXPERTS, PLACES = 4, (6, 900)
 # Of FP8 a scale a row, blocks of both kinds, and fp16 once.
 ELSEWHERE = [form for form in registered_formats() if form.codes_name not in ("w4", "w8", "w4f", "w8f", "e4m3")]
@@ -78,6 +80,10 @@ def problem_of(form: WeightFormat, dtype: torch.dtype, m: int, n: int = N, k: in
     return LinearProblem(m, n, k, padded_shape((n, k), form.group_size)[1], form, DTYPES[dtype], **options)
 
 
+def limb_problem(form: WeightFormat, m: int, n: int, k: int) -> LinearProblem:
+    return problem_of(form, torch.bfloat16, m, n, k)
+
+
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     found: list[KernelSpec] = []
@@ -87,6 +93,7 @@ def specs() -> list[KernelSpec]:
         found += [GemmSpec(chosen(problem).config) for problem in problems]
         for places in PLACES:
             found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
+    found += [GemmSpec(chosen(limb_problem(form, *case)).config) for form in (MXFP4, MXFP4_ANY) for case in LIMB_CASES]
     more = (HALF, (MXFP4_ANY, torch.bfloat16))
     found += [GemmSpec(chosen(problem_of(*each, m)).config) for each in more for m in ROWS]
     return list(dict.fromkeys(found))
@@ -103,6 +110,12 @@ def seen(weight: PackedWeight, problem: LinearProblem) -> torch.Tensor:
     return exact.to(weight.dtype).double() if rounds else exact
 
 
+def tolerance_of(problem: LinearProblem) -> float:
+    """Of fp32 results. The tensor cores add products in E4M3 with some 14 bits, those of 32 inputs at a time."""
+    config = chosen(problem).config
+    return E4M3_LIMBS if isinstance(config, WgmmaConfig) and config.limbs and problem.format.bytes_in_e4m3 else 3e-5
+
+
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
     assert float((found.double().cpu() - wanted).norm() / wanted.norm()) < tolerance
 
@@ -116,7 +129,8 @@ def test_there_is_a_format_from_a_file_of_its_own():
 def test_products_are_those_of_fp64(form, dtype, m):
     weight, x = weight_of(form, dtype), random(m, K, seed=m).to(dtype)
     found = quantized_linear(x.to(CUDA), weight.to(CUDA), out_dtype=torch.float32)
-    assert_near(found, x.double() @ seen(weight, problem_of(form, dtype, m)).T, 3e-5)
+    problem = problem_of(form, dtype, m)
+    assert_near(found, x.double() @ seen(weight, problem).T, tolerance_of(problem))
 
 
 @pytest.mark.parametrize(("form", "dtype"), [*CASES, HALF], ids=str)
@@ -145,6 +159,31 @@ def test_every_scale_of_mxfp4_returns_the_weights_bit_by_bit(most, m):
     x[torch.arange(m), inputs] = 1
     found = quantized_linear(x.to(CUDA), weight.to(CUDA))
     assert torch.equal(found.cpu(), weight.dequantize()[:, inputs].T)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), LIMB_CASES)
+@pytest.mark.parametrize("most", [MOST_FOLDED, 252])
+def test_limbs_in_e4m3_return_weights_bit_by_bit_and_sums_of_fp64(most, m, n, k):
+    """One-hot rows by scales of all sizes, then rows of normal and of very different inputs."""
+    generator = torch.Generator().manual_seed(m)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, most + 1, (n, k // 32), dtype=torch.uint8, generator=generator)
+    weight = pack_weight("mxfp4", codes, scales).to(CUDA)
+    config = chosen(limb_problem(weight.format, m, n, k)).config
+    assert isinstance(config, WgmmaConfig) and config.limbs
+    inputs = ((torch.arange(m) * 647 + 3) % k).to(CUDA)
+    x = torch.zeros(m, k, dtype=torch.bfloat16, device=CUDA)
+    x[torch.arange(m), inputs] = 1
+    assert torch.equal(quantized_linear(x, weight), weight.dequantize()[:, inputs].T)
+    weight = weight_of(MXFP4, torch.bfloat16, n, k)
+    dense, weight = weight.dequantize(torch.float64), weight.to(CUDA)
+    for x, most_error in (
+        (random(m, k), E4M3_LIMBS),
+        (random(m, k) * random(m, k, seed=1).mul(2).exp(), 4 * E4M3_LIMBS),
+    ):
+        x = x.bfloat16()
+        found = quantized_linear(x.to(CUDA), weight, out_dtype=torch.float32)
+        assert_near(found, x.double() @ dense.T, most_error)
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -204,4 +243,5 @@ def test_experts_are_multiplied_as_fp64_has_it(form, dtype, places):
         exact = weights[expert].dequantize(torch.float64)
         wanted = (x[begin:end].double() @ exact.T, x[begin:end].double() @ exact.to(dtype).double().T)
         rows = found[begin:end].double().cpu()
-        assert min(float((rows - one).norm() / one.norm()) for one in wanted) < 3e-5
+        most = E4M3_LIMBS if form.bytes_in_e4m3 else 3e-5
+        assert min(float((rows - one).norm() / one.norm()) for one in wanted) < most

@@ -1,4 +1,4 @@
-"""Activations in two limbs of 8 bits, written down independently of the kernels."""
+"""Activations in two limbs of 8 bits, integers or E4M3, written down independently of the kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 GROUP = 128
+ORDER = np.arange(GROUP).reshape(-1, 2, 8).transpose(0, 2, 1).reshape(-1)  # 0, 8, 1, 9, .. of each 16
 
 
 def limbs_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -13,17 +14,33 @@ def limbs_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     A scale is what a product of 16 times a code with a low limb counts. x: [rows, k], all of it finite.
     """
+    values, step = in_steps(x, 15)
+    fixed = np.rint(values).astype(np.int64)
+    low = (fixed + 128) % 256 - 128
+    high = (fixed - low) // 256
+    assert np.abs(high).max() <= 127
+    return np.stack([high, low], axis=2)[..., ORDER].astype(np.int8), (step / 16).astype(np.float32).T.copy()
+
+
+def e4m3_limbs_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The same in bytes of E4M3, uint8, whose sum is x over the scale. The high limb has an input's first four bits.
+
+    A scale is what a product of 2**-6 times a code with either limb counts.
+    """
+    values, step = in_steps(x, 7)
+    mantissa, exponent = np.frexp(values)
+    high = np.ldexp(np.trunc(mantissa * 16) / 16, exponent)
+    limbs = torch.from_numpy(np.stack([high, values - high], axis=2)[..., ORDER]).to(torch.float8_e4m3fn)
+    return limbs.view(torch.uint8).numpy(), (step * 64).astype(np.float32).T.copy()
+
+
+def in_steps(x: torch.Tensor, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, groups, 128] over each group's power of two, and these powers: magnitudes have ``bits`` bits."""
     rows, k = x.shape
     values = np.zeros((rows, -(-k // GROUP), GROUP))
     values.reshape(rows, -1)[:, :k] = x.double().numpy()
     largest = np.maximum(np.abs(values).max(axis=2), 2.0**-100)
-    # Below 2**15 - 128 in k blocks: 255.5 * 2**7 is the largest that a high limb of 127 leaves room for.
-    step = 2.0 ** (np.floor(np.log2(largest * 1.0000001)) - 14)
-    step = np.where(largest / step >= 255 * 2**7, 2 * step, step)
-    fixed = np.rint(values / step[..., None]).astype(np.int64)
-    low = (fixed + 128) % 256 - 128
-    high = (fixed - low) // 256
-    assert np.abs(high).max() <= 127
-    order = np.arange(GROUP).reshape(-1, 2, 8).transpose(0, 2, 1).reshape(-1)  # 0, 8, 1, 9, .. of each 16
-    limbs = np.stack([high, low], axis=2)[..., order].astype(np.int8)
-    return limbs, (step / 16).astype(np.float32).T.copy()
+    # As if 255/256 of a power were that power: of 16 bits 255.5 * 2**7 is the largest that a high limb of 127 takes.
+    step = 2.0 ** (np.floor(np.log2(largest * 1.0000001)) - (bits - 1))
+    step = np.where(largest / step >= 255 * 2.0 ** (bits - 8), 2 * step, step)
+    return values / step[..., None], step

@@ -30,7 +30,7 @@ from cute_kernels.gemm.wgmma.schedule import schedule_of
 from cute_kernels.gemm.wgmma.tiles import WorkTile
 from simulator import Altered, Lanes, stand_in
 from tests.attention import warp as machine
-from tests.linear.limbs import limbs_of
+from tests.linear.limbs import e4m3_limbs_of, limbs_of
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 
 STAGES, K = 8, 1152
@@ -67,7 +67,7 @@ CONFIGS = [
 FINE_CONFIGS = [
     replace(CONFIGS[i], format=integers(4, size)) for i, size in ((0, 32), (2, 32), (5, 64), (7, 32), (8, 64), (10, 32))
 ]
-FP4_CONFIGS = [replace(CONFIGS[i], format=MXFP4) for i in (0, 2, 7)]
+FP4_CONFIGS = [replace(CONFIGS[i], format=MXFP4) for i in (0, 2, 7, 9, 11, 12)]
 SHIFT_CONFIGS = [replace(CONFIGS[i], format=shifted(4, 128)) for i in (0, 2, 7, 8)]
 ZERO_CONFIGS = [replace(CONFIGS[i], format=integers(4, zero_points=True)) for i in (0, 2, 5, 7, 8, 10)]
 
@@ -77,7 +77,7 @@ class Cta:
 
     def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, begin: int, k_rank: int):
         self.config, self.weight, self.begin, self.k_rank = config, weight, begin, k_rank
-        self.limbs, self.scales = limbs_of(x)
+        self.limbs, self.scales = (e4m3_limbs_of if config.format.bytes_in_e4m3 else limbs_of)(x)
         self.rows, self.tile_m = len(x), config.tile_m
         self.shared = np.full(1 << 20, 0x7F, np.uint8)
         self.waited, self.released, self.met = 0, 0, 0

@@ -11,15 +11,16 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import MXFP4, integers
 from cute_kernels.gemm.wgmma import resident_rows
 from cute_kernels.gemm.wgmma.config import ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
 from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 from layouts import banks
+from simulator.gpu import Gpu
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
-from tests.linear.limbs import GROUP, limbs_of
+from tests.linear.limbs import GROUP, ORDER, e4m3_limbs_of, limbs_of
 from tests.linear.warpgroup import put_tma_tile
 
 X, X_SCALES, X_SUMS = 1 << 10, 1 << 18, 3 << 17
@@ -41,13 +42,15 @@ class LimbWarp(Warp):
         found = np.where(left >= right, halves(a), halves(b))
         return from_halves(np.where(np.isnan(left) | np.isnan(right), nan, found))
 
+    pack_e4m3x2 = Gpu.pack_e4m3x2
+
 
 def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, run_on) -> Warp:
     """Shared memory after all steps of all warps of a CTA that has k blocks [begin, end) of x [m, k]."""
     rows, k = x.shape
     gpu = LimbWarp(np.full(1 << 19, 0xAA, np.uint8), x.contiguous().view(torch.uint8).numpy().reshape(-1))
     run_on(gpu)
-    subject = resident_rows.ResidentRows(resident_rows.room_of(config))
+    subject = resident_rows.rows_in(resident_rows.room_of(config))
     parts = -(-rows // WGMMA_N_STEP)
     tile_m, count = parts * WGMMA_N_STEP, end - begin
     padded = torch.zeros(tile_m, end * GROUP, dtype=x.dtype)
@@ -89,20 +92,21 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, run_on) 
     return gpu
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "form"), [("bf16", integers(4)), ("fp16", integers(4)), ("bf16", MXFP4)], ids=str)
 @pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize(
     ("rows", "k", "begin", "end"),
     [(1, 4096, 0, 32), (16, 4096, 16, 32), (5, 1000, 0, 8), (9, 1192, 3, 10), (16, 640, 2, 5), (8, 3072, 8, 24)],
 )
-def test_limbs_lie_as_boxes_of_limbs_would(dtype: str, loads: bool, rows: int, k: int, begin: int, end: int, run_on):
+def test_limbs_lie_as_boxes_of_limbs_would(dtype, form, loads: bool, rows: int, k: int, begin: int, end: int, run_on):
     generator = torch.Generator().manual_seed(rows + k)
     x = (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) ** 8).to(DTYPES[dtype])
     x[0, : k // 2] = 0
-    found = made(replace(CONFIG, dtype=dtype, mainloop=ResidentLimbs(loads=loads)), x, begin, end, run_on).shared_memory
-    limbs, scales = limbs_of(x)
+    config = replace(CONFIG, format=form, dtype=dtype, mainloop=ResidentLimbs(loads=loads))
+    found = made(config, x, begin, end, run_on).shared_memory
+    limbs, scales = (e4m3_limbs_of if form.bytes_in_e4m3 else limbs_of)(x)
     parts = -(-rows // WGMMA_N_STEP)
-    zeros = np.zeros((parts * WGMMA_N_STEP - rows, *limbs.shape[1:]), np.int8)
+    zeros = np.zeros((parts * WGMMA_N_STEP - rows, *limbs.shape[1:]), limbs.dtype)
     limbs = np.concatenate([limbs, zeros])
     wanted = np.zeros(1 << 19, np.uint8)
     for k_block in range(begin, end):
@@ -129,6 +133,17 @@ def test_sums_of_a_group_are_those_of_its_limbs(dtype: str, loads: bool, run_on)
     found = made(config, x, 0, count, run_on).shared_memory[X_SUMS:].view(np.int32)[: 8 * count].reshape(count, 8)
     limbs = limbs_of(x)[0].astype(np.int64).sum(axis=-1)
     assert np.array_equal(found[:, :rows], (256 * limbs[..., 0] + limbs[..., 1]).T)
+
+
+def test_limbs_in_e4m3_add_up_to_x():
+    """bf16 numbers of at least 2**-7 of the largest exactly, the others within 2**-15 of it."""
+    x = torch.randn(64, 4 * GROUP, generator=torch.Generator().manual_seed(2)).bfloat16() ** 7
+    limbs, scales = e4m3_limbs_of(x)
+    sums = torch.from_numpy(limbs).view(torch.float8_e4m3fn).double().sum(2).numpy() * scales.T[..., None] / 64
+    wanted = x.double().numpy().reshape(64, 4, GROUP)[..., ORDER]
+    largest = np.abs(wanted).max(axis=2, keepdims=True)
+    assert np.abs(sums - wanted).max(initial=0, where=np.abs(wanted) >= largest / 2**7) == 0
+    assert (np.abs(sums - wanted) <= largest / 2**15).all() and (sums != wanted).any()
 
 
 @pytest.mark.parametrize("rows", [1, 16])

@@ -38,8 +38,10 @@ class WeightFormat(ABC):
         power_scales: whether stored scales are E8M0 bytes (exponents of two), and none is NaN.
         row_scales: whether rows have scales of a second level, fp32, which multiply the accumulators. Their bytes lie
             after a tile's group scales, as if they were scales of further groups: see `with_row_scales`.
-        codes_as_bytes: whether `byte_decoder` can convert codes to signed bytes, so that products with int8 limbs are
-            exact.
+        codes_as_bytes: whether `byte_decoder` can convert codes to bytes, so that few rows of x are multiplied in
+            limbs.
+        bytes_in_e4m3: whether these bytes are E4M3 numbers, and so are limbs. If not, both are signed integers, and
+            products are exact.
         nan_codes: codes that are NaN. Kernels do not test for them: `with_nan_codes` makes the scale of their group
             NaN.
         code_dtypes, given_scale_dtypes: dtypes that checkpoints use for bytes of codes, and for scales of one byte.
@@ -61,6 +63,7 @@ class WeightFormat(ABC):
     decode_cost: ClassVar[float] = 1.0
     stream_clocks: ClassVar[float] = 0.0
     limb_clocks: ClassVar[float] = 0.0
+    bytes_in_e4m3: ClassVar[bool] = False
     nan_codes: ClassVar[tuple[int, ...]] = ()
     code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
@@ -250,8 +253,8 @@ class WeightFormat(ABC):
         return False
 
     def byte_decoder(self, math: PackedMath) -> ByteDecoder:
-        """Makes the decoder from codes to signed bytes, for formats with `codes_as_bytes`. A byte is 16 times the
-        weight without its scale."""
+        """Makes the decoder from codes to bytes, for formats with `codes_as_bytes`. A byte is 16 times the weight
+        without its scale; in E4M3 it is 2**-6 times that weight."""
         raise NotImplementedError(f"{self.key} has no bytes of its codes")
 
     def e4m3_decoder(self) -> type[E4m3Decoder] | None:

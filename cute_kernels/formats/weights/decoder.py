@@ -38,7 +38,8 @@ class PackedMath(Protocol):
 
 
 class ByteDecoder(ABC):
-    """Decodes 4-bit codes of one format to signed bytes: 16 times the weight without its scale.
+    """Decodes 4-bit codes of one format to signed bytes: 16 times the weight without its scale. Formats with
+    `bytes_in_e4m3` have E4M3 numbers instead: 2**-6 times that weight.
 
     For formats with zero points the weight here is the code less 8, not less its zero point.
     """

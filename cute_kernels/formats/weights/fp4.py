@@ -6,8 +6,8 @@
 | `e2m1_g32e8m0any` | the same without a limit: weights of more than 12 may need it | 32 | none |
 | `e2m1_g16e4m3` (NVFP4) | E4M3, positive | 16 | fp32 for each row, alike in a tensor |
 
-Codes, scales and their products are exact in bf16. 16 times a code's number fits in a signed byte, so products with
-int8 limbs are exact, too. MMAs of int8 take 32 inputs, so they need groups of at least 32.
+Codes, scales and their products are exact in bf16, and codes are exact in E4M3. So few rows of x are multiplied in E4M3
+limbs. MMAs of bytes take 32 inputs, so they need groups of at least 32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ PAIRS = (0x000F000F, 1 << 12 | 1 << 6), (0x00F000F0, 1 << 8 | 1 << 2)
 SIGNS_AND_NUMBERS = 0x81C081C0
 TWO_TO_126, TWO_TO_120 = 0x7E807E80, 0x7B807B80  # in bf16
 HALF, MOST_FOLDED = 0x3F00, 128  # a bf16 number; the E8M0 byte of 2, times 2**126 bf16's largest power of two
-# Of magnitudes 0 to 3 and 4 to 7: 16 times their number; and 128 less 8 times their number, of 0 no such byte but 0.
-BYTES, LESS_THAN_128 = (0x18100800, 0x60403020), (0x74787C00, 0x50606870)
+E4M3_BITS = 0x1C1C1C1C  # where bytes of E4M3 have E2M1's exponent and mantissa
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 # Of magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 the E4M3 bytes, low byte first; the same times 2**-6, the 0.5 flushed, and
 # what a power of two more adds; bits of magnitudes and signs.
@@ -40,7 +39,7 @@ E4M3_ONE = 0x3C383000, 0x4C484440
 E4M3_TABLE = (0x0C080000, 0x08080800), (0x1C181410, 0x08080808)
 E4M3_SPREAD = 12  # powers of two from there to 2**6
 LEAST_BASE = E4M3_SPREAD + 1
-MAGNITUDES, SIGNS, CODE_SIGNS = 0x77777777, 0x80808080, 0x88888888
+MAGNITUDES, SIGNS = 0x77777777, 0x80808080
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +49,7 @@ class Fp4Format(ByteScales, WeightFormat):
 
     bits: int = 4
     group_size: int = 32
+    bytes_in_e4m3: ClassVar[bool] = True
 
     code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 
@@ -99,7 +99,7 @@ class MxFp4(PowerScales, Fp4Format):
     power_scales: ClassVar[bool] = True
     decode_cost: ClassVar[float] = 1.25
     stream_clocks: ClassVar[float] = 278.0  # an H200's, as all others: bench/results/linear_formats.json
-    limb_clocks: ClassVar[float] = 351.0
+    limb_clocks: ClassVar[float] = 210.0  # predicted from machine code: docs/design/weight_only_few_rows.md
 
     @property
     def title(self) -> str:
@@ -265,36 +265,15 @@ class E2m1Codes(E4m3Decoder):
 
 
 class Fp4Bytes(ByteDecoder):
-    """Converts FP4 codes to signed bytes by PRMT, with one table for positive codes and one for negative codes. 8 codes
-    take 11 instructions. Two of these are products, which have their own pipe.
-
-    If bit 3 of a selector is set, PRMT replicates the byte's first bit, which is 0 in both tables. So one of a code's
-    two lookups is 0. The lookup of a negative code, doubled, is 256 - 16 times the magnitude: the byte of the negative
-    number. No byte carries into the next.
-    """
+    """Converts FP4 codes to E4M3, times 2**-6. E2M1's bits are E4M3's sign, lower exponent bits and upper mantissa bit.
+    They only move to their places, so subnormal numbers need no special care. 8 codes take seven instructions."""
 
     def __init__(self, math: PackedMath) -> None:
         self.math = math
 
-    def masks(self, nothing) -> Any:
-        """Returns registers with one half of each table, since PRMT takes only one constant, and with the factor 2.
-
-        They are made from a product of floats, which is never in a uniform register: each lookup would have to copy it.
-        """
-        nothing = self.math.multiply(nothing, nothing)
-        return [nothing + self.math.word(value) for value in (BYTES[0], LESS_THAN_128[0], 2)]
-
     def fragment(self, word, masks) -> list[Any]:
-        math = self.math
-        turned = word ^ math.word(CODE_SIGNS)
-        first, second = self._four(word, turned, masks), self._four(word >> 16, turned >> 16, masks)
-        return [math.prmt(first, second, math.word(select)) for select in (EVEN_BYTES, ODD_BYTES)]
-
-    def _four(self, word, turned, masks) -> Any:
-        """Returns the bytes of the four codes in the lower half of ``word``. turned: the codes with opposite signs."""
-        math = self.math
-        plus = math.prmt(masks[0], math.word(BYTES[1]), word)
-        return math.prmt(masks[1], math.word(LESS_THAN_128[1]), turned) * masks[2] + plus
+        numbers, signs = self.math.word(E4M3_BITS), self.math.word(SIGNS)
+        return [(word << 2) & numbers | (word << 4) & signs, (word >> 2) & numbers | word & signs]
 
 
 MXFP4_ANY, MXFP4, NVFP4 = register(MxFp4(any_scale=True)), register(MxFp4()), register(NvFp4())

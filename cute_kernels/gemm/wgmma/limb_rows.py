@@ -28,14 +28,21 @@ INFINITY = 255 << FRACTION_BITS
 TOP_EXPONENT, ROUND_UP = 14, 1 << FRACTION_BITS - 7
 LEAST_EXPONENT = 127 - 100  # biased; of the least group maximum that has a scale: smaller scales are no fp32
 CODE_UNIT_BITS = 4  # bytes of codes are 16 times the codes
+# Of limbs and codes in E4M3. Their product for the largest input is at least the weight without scales and less than
+# twice it, so the largest scales overflow no earlier than results.
+E4M3_TOP_EXPONENT, E4M3_UNIT_BITS = 6, -6
 MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest integer in the lower bits
 
 
 class RowLimbs:
-    """Makes the limbs of a lane's 8 inputs of a row; its callers store them."""
+    """Makes the limbs of a lane's 8 inputs of a row; its callers store them.
 
-    def __init__(self, dtype: str):
-        self.dtype = dtype
+
+    top_exponent: of a group's largest input in fixed point. unit_bits: log2 of a byte for the code 1.
+    """
+
+    def __init__(self, dtype: str, top_exponent: int = TOP_EXPONENT, unit_bits: int = CODE_UNIT_BITS):
+        self.dtype, self.top_exponent, self.unit_bits = dtype, top_exponent, unit_bits
 
     @cute.jit
     def load(self, x, row, piece, row_pieces):
@@ -75,8 +82,8 @@ class RowLimbs:
     def scales_of(self, largest) -> tuple[Any, Any]:
         """Returns (the power of two that makes inputs fixed point, bits of its reciprocal divided by a code's unit)."""
         exponent = cutlass.max((largest + ROUND_UP) >> FRACTION_BITS, LEAST_EXPONENT)
-        factor = Uint32((254 + TOP_EXPONENT - exponent) << FRACTION_BITS).bitcast(Float32)
-        scale = (exponent - TOP_EXPONENT - CODE_UNIT_BITS) << FRACTION_BITS
+        factor = Uint32((254 + self.top_exponent - exponent) << FRACTION_BITS).bitcast(Float32)
+        scale = (exponent - self.top_exponent - self.unit_bits) << FRACTION_BITS
         finite = largest < INFINITY
         return factor, cutlass.select_(finite, Uint32(scale), Uint32(0x7FFFFFFF))
 

@@ -1,4 +1,4 @@
-"""The mainloop of int8 limbs for few rows: x is two 8-bit limbs, and accumulators in int32 are exact.
+"""The mainloops of limbs for few rows: x is two 8-bit limbs. With int8 limbs, accumulators in int32 are exact.
 
 16 times a 4-bit code's number is a signed byte, which a format's `ByteDecoder` makes. For integers it takes three
 instructions for 8 codes; bf16 takes 11. Decoding applies no scales: the accumulators of a group are scaled instead. x
@@ -11,15 +11,18 @@ Operands may have any order of k if both have the same one. In the blob of `layo
 a k16 step are inputs 2t, 2t + 8, 2t + 1, 2t + 9. Their lower halves are codes of row g, their upper halves codes of row
 g + 8. So x alternates between the first and the second eight of 16 inputs.
 
+FP4 codes become E4M3 by moving bits, in seven instructions for 8 codes, and bytes of integers by look-ups in eleven. So
+their x is in limbs of E4M3: see `E4m3Products`.
+
 Scaling integer products of weights in groups on the way from one accumulator to another is known from DeepGEMM and
 QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import cutlass
@@ -30,13 +33,13 @@ from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.formats.weights.decoder import ByteDecoder
 from cute_kernels.gemm.device_operands import scale_number
+from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
 from cute_kernels.gemm.wgmma.reading import StageReader, nothing
-from layouts.weights.hopper import STEP_K, TILE_N
+from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 MMA_K = 2 * STEP_K
-K_BLOCK_STEPS = LIMB_GROUP // STEP_K
 LIMB_BASE = 256
 CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of integers are 16 times codes less 8
 # Rows of x up to which a thread has registers for the products of two tiles at a time: 40 each, for two limbs a row.
@@ -70,6 +73,16 @@ class Part:
     x: Any
     zeros: Zeros | None = None
     shifts: Zeros | None = None
+
+
+@dataclass(frozen=True)
+class Later:
+    """Numbers that are loaded when they are needed, so that they take no registers before."""
+
+    load: Callable[[int], Any]
+
+    def __getitem__(self, some: slice) -> list[Any]:
+        return [self.load(i) for i in range(some.start, some.stop)]
 
 
 class LimbProducts:
@@ -109,17 +122,19 @@ class LimbProducts:
         parts = [Part(i, word, scale, x_scales, x, *more) for i, (word, scale, *more) in enumerate(of_tiles)]
         self.multiply_parts(acc, parts, masks, tile_m)
 
-    def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
+    def multiply_parts(self, acc, parts: Iterable[Part], masks, tile_m: int) -> None:
         """Adds the products of several tiles or k blocks to ``acc``. While the accumulators of one part are scaled, the
         MMAs of the next part run, if a thread has registers for both (`TOGETHER_TILE_M`)."""
-        started = self.start(self.operands(parts[0].words, masks), parts[0].x, tile_m)
-        for part, after in pairwise([*parts, None]):
+        parts = iter(parts)
+        first = next(parts)
+        started = self.start(self.operands(first.words, masks), first.x, tile_m)
+        for part, after in pairwise(chain((first,), parts, (None,))):
             assert part is not None
             following = self.operands(after.words, masks) if after else []
             ahead = after is not None and tile_m <= TOGETHER_TILE_M
             if after and ahead:
                 following = self.start(following, after.x, tile_m)
-            dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
+            dots = self.wait(started, 1 if ahead else 0)
             self.add(acc, part.tile, self.join(dots, part.zeros), part.scales, part.x_scales)
             if part.shifts is not None:
                 self.add_shifts(acc, part.tile, *part.shifts, part.x_scales)
@@ -127,39 +142,46 @@ class LimbProducts:
                 started = following if ahead else self.start(following, after.x, tile_m)
 
     def operands(self, words, masks) -> list[Any]:
-        """Returns the A operands of a tile's k block: two registers for each k16 step."""
-        steps = self.word_steps
+        """Returns the A operands of a part: two registers for each k16 step."""
         return [
             register
-            for step in range(K_BLOCK_STEPS)
-            for register in self.bytes_of.fragment(words[step // steps][step % steps], masks)
+            for chunk in words
+            for step in range(self.word_steps)
+            for register in self.bytes_of.fragment(chunk[step], masks)
         ]
 
     def start(self, operands, x, tile_m: int) -> list[Any]:
-        """Issues the MMAs of a tile's k block. Returns their accumulators, [group][limb][tokens / 2], high limbs
+        """Issues the MMAs of a part. Returns their accumulators, [group][limb][tokens / 2], high limbs
         first."""
         ready = wgmma.fence(operands)
         found: list[Any] = []
         dots: list[Any] = []
-        for step in range(LIMB_GROUP // MMA_K):
+        for step in range(len(ready) // 4):
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
-            dots = wgmma.multiply_bytes(dots, tile_m, ready[4 * step : 4 * step + 4], b)
+            dots = self.mma(dots, tile_m, ready[4 * step : 4 * step + 4], b)
             if (step + 1) % (LIMB_GROUP // MMA_K // self.groups) == 0:
                 found, dots = found + dots, []
         wgmma.commit()
         return found
 
+    def mma(self, dots, tile_m: int, a, b) -> list[Any]:
+        """Issues the MMA of 32 inputs by both limbs of ``tile_m`` rows."""
+        return wgmma.multiply_bytes(dots, tile_m, a, b)
+
+    def wait(self, dots, pending: int) -> list[Any]:
+        return wgmma.wait_for_dots(dots, pending)
+
     def join(self, dots, zeros: Any = None) -> list[Any]:
-        """Returns the exact int32 products of a tile's groups, joined from both limbs' accumulators, with zero points
-        subtracted from the codes."""
+        """Returns the products of a tile's groups as fp32, joined from both limbs' accumulators, with zero points
+        subtracted from the codes. They are exact int32 numbers before they are converted."""
         # A thread's i-th accumulator is of its row i // 2 % 2 of W (g or g + 8) and its row i // 4 * 2 + i % 2 of x.
         count = len(dots) // (2 * self.groups)
         firsts = [2 * count * group for group in range(self.groups)]
         products = [dots[first + i] * LIMB_BASE + dots[first + count + i] for first in firsts for i in range(count)]
-        if zeros is None:
-            return products
-        points, sums = zeros
-        return [one + points[i // 2 % 2] * sums[i // 4 * 2 + i % 2] for i, one in enumerate(products)]
+        if zeros is not None:
+            points, sums = zeros
+            products = [one + points[i // 2 % 2] * sums[i // 4 * 2 + i % 2] for i, one in enumerate(products)]
+        return [numbers.to_float(one) for one in products]
 
     def add(self, acc, tile: int, products, scales, x_scales) -> None:
         """Scales the products of a tile's groups and adds them to its accumulators."""
@@ -168,8 +190,8 @@ class LimbProducts:
             for i, value in enumerate(self.sum_groups(products, scales)):
                 acc[first + i] = ptx.fma(value, x_scales[i // 4 * 2 + i % 2], acc[first + i])
             return
-        for i, exact in enumerate(products):
-            value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
+        for i, product in enumerate(products):
+            value = product * x_scales[i // 4 * 2 + i % 2]
             acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
 
     def add_shifts(self, acc, tile: int, shifts, sums, x_scales) -> None:
@@ -181,21 +203,57 @@ class LimbProducts:
             acc[at] = ptx.fma(inputs[i // 4 * 2 + i % 2], shifts[i // 2 % 2], acc[at])
 
     def sum_groups(self, products, scales) -> list[Any]:
-        """Returns the sum of the products of all groups of a k block, each times the scale of its row."""
-        count, sums = len(products) // self.groups, []
+        """Returns the sum of the products of all groups of a part, each times the scale of its row."""
+        groups = len(scales) // 2
+        count, sums = len(products) // groups, []
         for i in range(count):
-            of_groups = [numbers.to_float(products[group * count + i]) for group in range(self.groups)]
-            total = of_groups[0] * scales[i // 2 % 2]
-            for group in range(1, self.groups):
-                total = ptx.fma(of_groups[group], scales[2 * group + i // 2 % 2], total)
+            total = products[i] * scales[i // 2 % 2]
+            for group in range(1, groups):
+                total = ptx.fma(products[group * count + i], scales[2 * group + i // 2 % 2], total)
             sums.append(total)
         return sums
 
 
-def limb_products(config: WgmmaConfig, stages: StageReader) -> LimbProducts:
+class E4m3Products(LimbProducts):
+    """The products of codes and limbs in E4M3.
+
+    Both limbs are in one unit, so they share accumulators: half as many as those of integers, in fp32. The tensor cores
+    add with some 14 bits, below the largest addend. So the low limb's products come first: after the high limb's, they
+    would round the sum a second time.
+
+    A part is half a k block: its accumulators take fewer registers, and MMAs of the first half run while the second one
+    is decoded. Groups have at most 64 inputs.
+    """
+
+    def multiply_parts(self, acc, parts: Iterable[Part], masks, tile_m: int) -> None:
+        halves = (
+            replace(
+                part,
+                words=part.words[i : i + 1],
+                scales=part.scales[self.groups * i : self.groups * (i + 1)],
+                x=wgmma.advanced(part.x, i * LIMB_GROUP // 2),
+            )
+            for part in parts
+            for i in range(2)
+        )
+        super().multiply_parts(acc, halves, masks, tile_m)
+
+    def mma(self, dots, tile_m: int, a, b) -> list[Any]:
+        low = wgmma.advanced(b, self.tile_m * wgmma.ROW_BYTES)
+        return wgmma.multiply_e4m3(wgmma.multiply_e4m3(dots, tile_m // 2, a, low), tile_m // 2, a, b)
+
+    def wait(self, dots, pending: int) -> list[Any]:
+        return wgmma.wait_for(dots, pending)
+
+    def join(self, dots, zeros: Any = None) -> list[Any]:
+        return dots
+
+
+def limb_products(config: WgmmaConfig | StreamConfig, word_steps: int) -> LimbProducts:
     """Returns the `LimbProducts` of a configuration."""
     bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
-    return LimbProducts(config.n_tiles, config.tile_m, stages.decoder.steps, bytes_of, config.k_block_groups)
+    products = E4m3Products if config.format.bytes_in_e4m3 else LimbProducts
+    return products(config.n_tiles, config.tile_m, word_steps, bytes_of, config.k_block_groups)
 
 
 class LimbReader:
@@ -218,10 +276,26 @@ class LimbReader:
         return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
-        """Loads (codes [tile], scales [tile] of the thread's rows of W, scales of its rows of x) of a stage."""
-        words = self.load_codes(memory, stage, place)
-        scales = [self.load_scales(memory, stage, place, i) for i in range(self.config.n_tiles)]
+        """Loads (codes [tile], scales [tile] of the thread's rows of W, scales of its rows of x) of a stage. With limbs
+        in E4M3 the first two are `Later`."""
+        tiles = range(self.config.n_tiles)
+        if self.config.format.bytes_in_e4m3:
+            words, scales = zip(*(self.load_later(memory, stage, place, i) for i in tiles), strict=True)
+        else:
+            words = self.load_codes(memory, stage, place)
+            scales = [self.load_scales(memory, stage, place, i) for i in tiles]
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
+
+    def load_later(self, memory, stage, place, tile: int) -> tuple[Later, Later]:
+        """Returns (codes [chunk], scales of the thread's two rows, group by group) of a tile."""
+        codes = memory.codes + stage * self.config.code_stage_bytes + place.code_offset
+        first = tile * self.config.k_block_tiles
+
+        def scale(number: int) -> Any:
+            word = self.load_scale_word(memory, stage, place, tile, number)
+            return scale_number(self.config, self.stages.decoder, word)
+
+        return Later(lambda chunk: ptx.load_shared_vector(codes, (first + chunk) * TILE_BYTES, 4)), Later(scale)
 
     def descriptor(self, memory, stage):
         """Returns the matrix descriptor of a stage's limbs."""
@@ -236,15 +310,14 @@ class LimbReader:
 
     def load_scale_words(self, memory, stage, place, tile: int) -> list[Any]:
         """Loads stored scales of the thread's two rows of a tile, group by group."""
-        groups = self.config.k_block_groups
-        row = (place.row // TILE_N + tile) * (groups * TILE_N) + place.row % TILE_N
+        return [self.load_scale_word(memory, stage, place, tile, i) for i in range(2 * self.config.k_block_groups)]
+
+    def load_scale_word(self, memory, stage, place, tile: int, number: int) -> Any:
+        """Loads one of `load_scale_words`."""
+        row = (place.row // TILE_N + tile) * (self.config.k_block_groups * TILE_N) + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
-        return [
-            ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size)
-            for group in range(groups)
-            for half in range(2)
-        ]
+        return ptx.load_shared_part(address, (8 * (number % 2) + TILE_N * (number // 2)) * size, size)
 
     def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
         """Loads, for each tile, (16 * (8 - zero point) of the thread's two rows, sums of its rows of x). Returns None
@@ -336,7 +409,7 @@ class LimbMainloop(StageByStage):
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
         self.config, self.stages = config, stages
         self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
-        self.products = limb_products(config, stages)
+        self.products = limb_products(config, stages.decoder.steps)
 
     def masks(self, shape, lane):
         return self.products.bytes_of.masks(nothing(shape, lane))

@@ -36,7 +36,7 @@ class ResidentMainloop:
     def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, stages: StageReader):
         self.config, self.limbs, self.stages = config, limbs, stages
         self.reader = LimbReader(config, stages, None, in_pairs=True)
-        self.products = limb_products(config, stages)
+        self.products = limb_products(config, stages.decoder.steps)
 
     def masks(self, shape, lane):
         return self.products.bytes_of.masks(nothing(shape, lane))

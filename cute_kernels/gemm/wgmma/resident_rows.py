@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -25,7 +25,7 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier, fence_init
 from cute_kernels.gemm.wgmma.config import ResidentConfig
-from cute_kernels.gemm.wgmma.limb_rows import MAGIC, RowLimbs
+from cute_kernels.gemm.wgmma.limb_rows import E4M3_TOP_EXPONENT, E4M3_UNIT_BITS, MAGIC, RowLimbs
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K
 from cute_kernels.gemm.wgmma.reading import Lane
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
@@ -48,6 +48,7 @@ MAGNITUDES = 0x7FFF7FFF
 # Added before the limbs are separated: the high limb is rounded, and the low limb's sign bit comes out inverted.
 HALF = 128
 SIGNS = 0x80808080
+E4M3_UPPER = 0xFFF00000  # sign, exponent and the first three mantissa bits of an fp32 number
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class RowsRoom:
         k_blocks: k blocks of x that there is room for.
         loads: whether consumer warps load x; if not, TMA loads it.
         sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
+        e4m3: whether limbs are E4M3 numbers.
     """
 
     dtype: str
@@ -90,14 +92,20 @@ class RowsRoom:
     k_blocks: int
     loads: bool = True
     sums: bool = False
+    e4m3: bool = False
 
 
 class ResidentRows:
-    """How the consumer warps of a :class:`.resident_kernel.ResidentKernel` load x and make limbs."""
+    """How the consumer warps of a :class:`.resident_kernel.ResidentKernel` load x and make limbs.
+
+    exponents: arguments of `RowLimbs`.
+    """
+
+    exponents: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, room: RowsRoom):
         self.room = room
-        self.limb_rows = RowLimbs(room.dtype)
+        self.limb_rows = RowLimbs(room.dtype, *self.exponents)
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """Returns the source of a launch's x."""
@@ -286,6 +294,31 @@ class ResidentRows:
             ptx.store_shared(address + tile_m * ROW_BYTES, 0, words[4:])
 
 
+class E4m3Rows(ResidentRows):
+    """Rows of x in two limbs of E4M3, whose sum is x in the group's unit.
+
+    The high limb has the first four significant bits of an input, the low limb those that follow. So bf16 inputs of at
+    least 2**-7 of the group's largest are exact; smaller ones are off by at most 2**-15 of it.
+    """
+
+    exponents = E4M3_TOP_EXPONENT, E4M3_UNIT_BITS
+
+    def fixed(self, words, factor) -> list[Any]:
+        """Returns 16 inputs in the group's unit, fp32."""
+        return [numbers.multiply(half, factor) for word in words for half in self.limb_rows.to_floats(word)]
+
+    def limbs(self, fixed) -> list[Any]:
+        high = [numbers.from_bits(numbers.bits(one) & Uint32(E4M3_UPPER)) for one in fixed]
+        low = [one - upper for one, upper in zip(fixed, high, strict=True)]
+        pairs = [numbers.pack_e4m3x2(limb[i], limb[8 + i]) for limb in (high, low) for i in range(8)]
+        return [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x5410)) for i in range(0, 16, 2)]
+
+
+def rows_in(room: RowsRoom) -> ResidentRows:
+    """Returns how rows are made for a room's limbs."""
+    return E4m3Rows(room) if room.e4m3 else ResidentRows(room)
+
+
 def room_of(config: ResidentConfig) -> RowsRoom:
     """Returns the room that a configuration's resident limbs have."""
     mainloop = config.mainloop
@@ -296,6 +329,7 @@ def room_of(config: ResidentConfig) -> RowsRoom:
         mainloop.k_blocks,
         mainloop.loads,
         config.format.sums_inputs,
+        config.format.bytes_in_e4m3,
     )
 
 
@@ -307,7 +341,7 @@ class ResidentLimbLoads:
 
     def __init__(self, config: ResidentConfig):
         self.config = config
-        self.rows = ResidentRows(room_of(config))
+        self.rows = rows_in(room_of(config))
         self.source: TmaSource | None = None
 
     def attach(self, operands, shape, memory, copy_x, x_view) -> None:

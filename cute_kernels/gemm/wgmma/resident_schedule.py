@@ -8,7 +8,7 @@ making all limbs in every CTA takes longer than a launch that makes them once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig
@@ -46,14 +46,15 @@ class WarpgroupsOf:
     loaded: bool = False
 
 
+# 28672 features are 128 such parts.
+SEVEN_TILES = WarpgroupsOf(4, n_tiles=2, spare=1, resident_k_blocks=16, most_stages=4)
 # Clusters of two, each CTA with half of K, by the rows of a tile. Each entry was the fastest for some product.
 RESIDENT_SHAPES = {
     8: (
         WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
         WarpgroupsOf(2, k_warpgroups=2),  # one tile, of small layers
         WarpgroupsOf(4, resident_k_blocks=16, most_stages=6),  # four
-        # Seven tiles: 28672 features are 128 such parts.
-        WarpgroupsOf(4, n_tiles=2, spare=1, resident_k_blocks=16, most_stages=4),
+        SEVEN_TILES,
         # One tile, for long rows: all limbs are made at once, since a chunk would wait for its x from L2.
         WarpgroupsOf(2, k_warpgroups=2, resident_k_blocks=64, chunks=False, least=33, loaded=True),
     ),
@@ -80,6 +81,17 @@ FINE_SHAPES = {
         WarpgroupsOf(4, k_warpgroups=4, resident_k_blocks=64, chunks=False, least=33, loaded=True),
     ),
 }
+# The same of limbs in E4M3. Two tiles of a warpgroup share the descriptors of limbs and the loop's other instructions.
+E4M3_SHAPES = {
+    8: (
+        WarpgroupsOf(4, n_tiles=2, k_warpgroups=4, loaded_stages=10),  # two tiles
+        WarpgroupsOf(4, k_warpgroups=4),  # one tile
+        WarpgroupsOf(4, n_tiles=2, k_warpgroups=2, resident_k_blocks=16, most_stages=6),  # four
+        SEVEN_TILES,
+        WarpgroupsOf(4, k_warpgroups=4, resident_k_blocks=64, chunks=False, least=33, loaded=True),
+    ),
+    16: (*RESIDENT_SHAPES[16][:2], replace(SEVEN_TILES, chunks=False)),
+}
 RESIDENT_CLUSTER = 2
 SPARE_BYTES = 2048  # of shared memory, for alignment
 
@@ -90,6 +102,7 @@ def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     if tile_m is None or problem.k_pad % LIMB_GROUP:  # groups of 32 and 64 may end within one of limbs
         return []
     shapes = FINE_SHAPES if problem.format.group_size < LIMB_GROUP else RESIDENT_SHAPES
+    shapes = E4M3_SHAPES if problem.format.bytes_in_e4m3 else shapes
     k_blocks = part_k_blocks(problem)
     configs = (
         resident_config(problem, tile_m, loads, shape)

@@ -34,10 +34,10 @@ from cute_kernels.gemm.stream.config import ROW_WARPS
 from cute_kernels.gemm.stream.epilogue import StreamEpilogue
 from cute_kernels.gemm.stream.kernel import FRAGMENT_BYTES, StreamLane, stage_acc
 from cute_kernels.gemm.stream.memory import allocate, init_barriers
-from cute_kernels.gemm.wgmma.limbs import LimbProducts, Part
+from cute_kernels.gemm.wgmma.limbs import Part, limb_products
 from cute_kernels.gemm.wgmma.loads import product
 from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
-from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, ResidentRows, RowsRoom, Source
+from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, RowsRoom, Source, rows_in
 from layouts.weights.hopper import TILE_BYTES
 
 # Named barriers. MEETING: the consumer warps. CONSUMERS, EPILOGUE: the producer warp arrives once mbarriers are
@@ -47,8 +47,9 @@ MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
 def room_of(config: RangeConfig) -> RowsRoom:
-    """Returns the shared memory layout of a configuration's limbs, from which `ResidentRows` makes them."""
-    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, config.activations.room_k_blocks(config))
+    """Returns the shared memory layout of a configuration's limbs, which `rows_in` fills."""
+    k_blocks, e4m3 = config.activations.room_k_blocks(config), config.format.bytes_in_e4m3
+    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, k_blocks, e4m3=e4m3)
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,7 @@ class RangeRoles:
     def __init__(self, config: RangeConfig, routing: Routing):
         self.config, self.routing = config, routing
         self.decoder = config.format.decoder(config.dtype, HopperMath(config.dtype))
-        self.word_steps = self.decoder.steps
-        self.rows = ResidentRows(room_of(config))
-        bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
-        groups = config.k_block_groups
-        self.products = LimbProducts(config.n_tiles, config.tile_m, self.word_steps, bytes_of, groups)
+        self.rows, self.products = rows_in(room_of(config)), limb_products(config, self.decoder.steps)
         self.parts = 2 if config.activations.half_last else 1  # of a k block, in which a tile's are counted
         self.epilogue = StreamEpilogue(config)
 
