@@ -99,7 +99,7 @@ class MxFp4(PowerScales, Fp4Format):
     power_scales: ClassVar[bool] = True
     decode_cost: ClassVar[float] = 1.25
     stream_clocks: ClassVar[float] = 278.0  # an H200's, as all others: bench/results/linear_formats.json
-    limb_clocks: ClassVar[float] = 210.0  # predicted from machine code: docs/design/weight_only_few_rows.md
+    limb_clocks: ClassVar[float] = 230.0  # with e4m3 of ResidentCost: docs/design/weight_only_few_rows.md
 
     @property
     def title(self) -> str:

@@ -130,7 +130,7 @@ class ResidentCost(MainloopCost):
     load = 9  # for 128 inputs of a row that warps load
     limb = 20  # for 128 inputs of a row that TMA loads, shared by warpgroups that interleave k blocks
     # For 128 inputs of a row, more than limbs of integers take: 88 instructions instead of 52 for 16 inputs.
-    e4m3 = 4.5
+    e4m3 = 6
     fill = 6  # for 128 inputs of a missing row that TMA fills in before the first weights arrive
     # For a further chunk of K, by whether warps load its rows.
     chunk: ClassVar[dict[bool, float]] = {True: 900, False: 300}

@@ -64,13 +64,13 @@ def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> d
 def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
     """Returns the fields of `TileMemory` that are barriers, by name: the pipeline and the addresses of other barriers.
     first: the address of the first barrier."""
-    found, count = {}, 0
+    found, arrivals, count = {}, {}, 0
     for group in config.barriers:
-        found[group.name] = first + count if count else first
+        found[group.name], arrivals[group.name] = first + count if count else first, group.arrivals
         count += group.count
     full, empty = (found.pop(name) for name in ("full", "empty"))
-    arrivals = config.mainloop.copies, config.stage_warps
-    return {"pipeline": Pipeline(full, empty, config.num_stages, *arrivals, config.multicast), **found}
+    declared = arrivals["full"], arrivals["empty"]
+    return {"pipeline": Pipeline(full, empty, config.num_stages, *declared, config.multicast), **found}
 
 
 def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:

@@ -300,6 +300,5 @@ class EntryKernel:
             codes=memory.codes + first * config.code_stage_bytes,
             scales=memory.scales + first * config.scale_stage_bytes,
             zeros=memory.zeros + first * config.zero_stage_bytes,
-            # A stage is released by the warps of its own warpgroup, not by those of both.
-            pipeline=replace(memory.pipeline.shifted(first, config.num_stages), releases=config.stage_warps),
+            pipeline=memory.pipeline.shifted(first, config.num_stages),
         )
