@@ -240,7 +240,7 @@ def test_sums_behind_the_last_row_are_not_read():
         poisoned.append(whole[:33])
     found = quantized_linear(with_parts(given, DeferredParts(*poisoned)), pair.up)
     assert torch.equal(found, want)
-    with pytest.raises(ValueError, match="^x: got deferred.squares on cpu, want it on cuda"):
+    with pytest.raises(ValueError, match="^x.deferred.squares: got a tensor on cpu, want it on cuda:0"):
         elsewhere = replace(given.deferred, squares=given.deferred.squares.cpu())
         quantized_linear(with_parts(given, elsewhere), pair.up)
 
