@@ -294,6 +294,37 @@ def _flashinfer_variants(inputs: DecodeInputs, page_size: int = 64) -> Iterator[
         yield Variant(label, call, lambda out: _tensor(out).unsqueeze(1))
 
 
+def _xqa_variants(inputs: DecodeInputs, page_size: int = 64) -> Iterator[Variant]:
+    """The kernel that FlashInfer's `trtllm_batch_decode_with_kv_cache` chooses on Hopper. It plans nothing."""
+    decode = importlib.import_module("flashinfer").decode
+    shape, device = inputs.shape, inputs.q.device
+    if "block_table" in inputs.options:
+        table = inputs.options["block_table"].clamp(min=0)
+    else:
+        pages = shape.batch * (shape.seq_len // page_size)
+        table = torch.arange(pages, dtype=torch.int32, device=device).view(shape.batch, -1)
+    dtype = torch.float8_e4m3fn if inputs.kv_format == "e4m3_tensor" else inputs.k_cache.dtype
+    size = (-1, page_size, shape.num_kv_heads, shape.head_dim)
+    caches = tuple(cache.view(dtype).view(size) for cache in (inputs.k_cache, inputs.v_cache))
+    k_scale, v_scale = (float(inputs.options.get(name, 1.0)) for name in ("k_scale", "v_scale"))
+    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)  # the kernel's semaphores start at 0
+    q = inputs.q.squeeze(1)
+
+    def call() -> object:
+        return decode.xqa_batch_decode_with_kv_cache(
+            q,
+            caches,
+            workspace,
+            table,
+            inputs.seq_lens,
+            shape.seq_len,
+            bmm1_scale=k_scale * shape.head_dim**-0.5,
+            bmm2_scale=v_scale,
+        )
+
+    yield Variant("XQA", call, lambda out: _tensor(out).unsqueeze(1))
+
+
 # -- FBGEMM ------------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +358,10 @@ PEERS = (
     Peer("FlashAttention-3", ("bf16", "fp16"), fa3_missing, _fa3_variants),
     Peer("FlashAttention-3 in FP8", ("e4m3_tensor",), fa3_missing, _fa3_variants, _in_pages, agreement=FP8_AGREEMENT),
     Peer("FlashInfer", ("bf16", "fp16", "e4m3_tensor"), module_missing("flashinfer"), _flashinfer_variants),
+    Peer("FlashInfer XQA", ("bf16", "fp16"), module_missing("flashinfer"), _xqa_variants),
+    Peer(
+        "FlashInfer XQA in FP8", ("e4m3_tensor",), module_missing("flashinfer"), _xqa_variants, agreement=FP8_AGREEMENT
+    ),
     Peer(
         "FBGEMM",
         ("bf16", "int4_g1", "int4_g4"),
