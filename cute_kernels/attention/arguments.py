@@ -6,7 +6,7 @@ they are head-major, 8-bit codes as bytes, all strides free but that of a row's 
 ``block_table``, else a request; seq_lens int32 [batch]. The others are addresses and numbers, which cost the caller
 less than tensors:
 
-    lse                  fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``
+    lse                  fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode`` is set
     workspace            fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for
                          every 4 their maximum in powers of 2 and their sum), every word EMPTY before and after
     k_scale, v_scale     fp32 scales beside the cache, ``*_scale_stride`` elements from a KV head's to the next head's
@@ -123,7 +123,7 @@ COMBINE = joined(
 
 @functools.lru_cache(maxsize=256)
 def decode_arguments(features: Features, paged: bool) -> LaunchArguments:
-    """Returns the arguments of a variant of decode attention with these features. paged: whether its caches are
+    """Returns the launch arguments of decode attention's variant with ``features``. paged: whether the caches are
     paged."""
     of_features = FEATURES if features != PLAIN or paged else ()
     of_transform = TRANSFORM if features.transformed else ()
@@ -135,6 +135,6 @@ def decode_arguments(features: Features, paged: bool) -> LaunchArguments:
 
 @functools.lru_cache(maxsize=256)
 def extend_arguments(features: Features) -> LaunchArguments:
-    """Returns the arguments of a variant of extend attention with these features."""
+    """Returns the launch arguments of extend attention's variant with ``features``."""
     options = (Argument(each.name, "address") for each in tensors_in(features))
     return joined(EXTEND.arguments, LISTS if features.by_head else (), options)

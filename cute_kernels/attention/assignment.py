@@ -2,14 +2,15 @@
 lengths.
 
 A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles, on which one CTA works at a time.
-If the lengths are alike, every row has as many parts as the launch has CTAs for it. A CTA then takes the part and row
-of its own number, so it may load its first tile before it knows any length.
+If the lengths are alike, every row is cut into one part for each of its CTAs. A CTA then takes the part and row of its
+own number, so it may load its first tile before it knows any length.
 
 If lengths differ, the tiles of all rows are numbered row by row, and CTA i takes range i of equal length (stream-K). So
 one request of 100,000 tokens among a thousand short ones is spread over the whole GPU, and all CTAs end together. The
 tiles of a range that belong to one row are a unit. A CTA processes the units of its range from the last row to the
-first. Where several ranges share a row, the CTAs of the row's later ranges combine it: it is their last unit. It is the
-first unit of the CTA of its first range. So no CTA waits for another one that has to process other units before.
+first. Where several ranges share a row, the CTAs of all these ranges but the first combine the row. For a combining CTA
+the row is the last unit; for the first range's CTA the row is the first unit. So a combining CTA never waits for a
+result that comes after other units.
 
 `tests/attention/cut_rows.py` says in plain Python how rows are cut.
 """
@@ -32,10 +33,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 class Requests:
     """Lengths and counts of the requests of a launch; run-time values.
 
-    address: of int32 lengths [batch]. max_seq_len: tokens that the cache has room for in a request. seen: the most
-    tokens at a request's end that its queries may see (:meth:`.terms.ScoreTerms.reach`); None if they see all. parts:
-    CTAs of a row. ranges: how many CTAs share the tiles of all requests where lengths differ: the first CTAs of the
-    grid; 0 if every row has ``parts`` parts whatever its length.
+    address: of int32 lengths [batch]. max_seq_len: tokens that the cache has room for in a request. seen: how many of a
+    request's last tokens its queries may see (:meth:`.terms.ScoreTerms.reach`); None if they see all. parts: CTAs of a
+    row. ranges: how many ranges the tiles of all requests are cut into where lengths differ; the grid's first CTAs take
+    one each. 0 if every row has ``parts`` parts whatever its length.
     """
 
     address: Int64
@@ -50,15 +51,15 @@ class Requests:
 class Range:
     """A CTA's range of the tiles of all rows, which are numbered together; run-time integers.
 
-    size: tiles of a range; 0 where lengths are alike. ahead: tiles of the range that lie before the row that is
-    processed; if the range begins inside that row, minus the row's tiles before the range.
+    size: tiles of a range; 0 where lengths are alike. ahead: how many of the range's tiles lie before the current row.
+    Negative if the range begins inside the row: -ahead tiles of the row lie before the range.
     """
 
     size: Int32
     ahead: Int32
 
     def has_more(self):
-        """Returns whether the range begins in a row before the one that is processed."""
+        """Returns whether the range begins in a row before the current one."""
         return self.ahead > 0
 
     def uniform(self) -> Range:
@@ -99,16 +100,16 @@ class Assigner:
         return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
 
     def fetch_first_length(self, requests, lane: Int32):
-        """Starts loading the first of the lengths that a lane reads; the load brings the next lengths into the
-        caches."""
+        """Starts loading the first length that a lane reads in `tiles_per_range`. The load also brings the lengths
+        after it into the caches."""
         return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
 
     @cute.jit
     def tiles_per_range(self, requests, first_length, lane: Int32):
-        """Returns the tiles of a range where the lengths differ; 0 where they are alike, so that each row has ``parts``
-        parts.
+        """Returns how many tiles a range has if the lengths differ. Returns 0 if they are alike: each row then has
+        ``parts`` parts.
 
-        first_length: as :meth:`fetch_first_length` returns it.
+        first_length: the result of :meth:`fetch_first_length`.
         """
         result = Int32(0)
         if requests.ranges > 0:
@@ -129,7 +130,7 @@ class Assigner:
 
     @cute.jit
     def tiles_of_row(self, requests, row: Int32):
-        """Returns the tiles of a row; 0 for a row that does not exist."""
+        """Returns how many tiles a row has; 0 for a row that does not exist."""
         tiles = Int32(0)
         if row < requests.batch:
             tiles = self.tiles_of(requests, self.length_of(requests, row))
@@ -137,8 +138,8 @@ class Assigner:
 
     @cute.jit
     def find_row(self, requests, tile: Int32, lane: Int32):
-        """Returns (the row that has tile number ``tile`` of all rows' tiles, the number of the row's first tile); past
-        the last tile, those of the last row."""
+        """Finds the row of tile ``tile``, where the tiles of all rows are numbered together. Returns (row, number of
+        the row's first tile). A number past the last tile finds the last row."""
         rows = self.rows_of_lane(requests)
         own = Int32(0)
         for i in cutlass.range(rows, unroll=1):
@@ -160,16 +161,16 @@ class Assigner:
         return ptx.warp_sum(found_row), ptx.warp_sum(found_start)
 
     def grid_work(self, requests, place, row, part, length) -> Work:
-        """Returns the unit of part ``part`` of a row, where each row has at most ``parts`` parts, which take its tiles
-        round-robin. There is no such unit if the returned part >= num_parts."""
+        """Returns part ``part`` of a row as a unit. A row has at most ``requests.parts`` parts, which take its tiles
+        round-robin. The unit does not exist if its part >= its num_parts."""
         tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
         num_parts = cutlass.min(tiles, requests.parts)
         begin, stride = (first + part) * self.tile_tokens, num_parts * self.tile_tokens
         return Work(place, row, part, num_parts, row * requests.parts, length, begin, length, stride)
 
     def range_work(self, requests, place, index, row, length, span) -> Work:
-        """Returns the unit that range ``index`` has in a row. There is no such unit if the returned part >=
-        num_parts."""
+        """Returns the unit of range ``index`` in a row: the tiles that lie in both. The unit does not exist if its part
+        >= its num_parts."""
         tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
         before = cutlass.max(-span.ahead, 0)  # tiles of the row that other ranges have
         part = (before + span.size - 1) // span.size
@@ -185,8 +186,8 @@ class Assigner:
         )
 
     def row_before(self, requests, work, span) -> tuple[Work, Range]:
-        """Returns (the unit that a range has in the row before that of ``work``, the range relative to that row). Waits
-        for that row's length, which :meth:`find_row` has brought into the L1 cache."""
+        """Moves a range to the row before the row of ``work``. Returns (the range's unit in the new row, the range
+        relative to the new row). Waits for the row's length, which :meth:`find_row` has brought into the L1 cache."""
         index, row = work.first_unit + work.part - work.request, work.request - 1
         length = self.length_of(requests, row)
         span = replace(span, ahead=span.ahead - self.tiles_of(requests, length)).uniform()

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cute_kernels.attention.decode_config import DecodeConfig
 from cute_kernels.device.cuda import WARP_THREADS
 
-# Barrier 0, that of all threads (`sync_threads`), is not used: warps whose work is done or other would have to arrive.
+# Barrier 0 (`sync_threads`) is not used: all threads would have to arrive, even those of warps that have ended.
 READY, CONSUMERS, PRODUCERS, MERGED = 1, 2, 3, 4
 ROWS_WRITTEN = 10  # any free number would do, 5 too; another one would compile all steps in one launch anew
 
@@ -25,8 +25,8 @@ def _ready_threads(config: DecodeConfig) -> int:
 
 
 def sync_merged(config: DecodeConfig) -> None:
-    """Synchronises consumer and producer warps once a unit's merged results are read, if the merge buffer overlaps the
-    ring. Consumer warps call it; producer warps call `await_merged`."""
+    """Synchronises all warps after a unit's merged results are read, if the merge buffer overlaps the ring. Consumer
+    warps call this function; producer warps call `await_merged`."""
     if not config.merge_offset:
         # Copies are about to overwrite what was stored and read.
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -62,7 +62,7 @@ class Given(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that every decode call (or every extend call) has, by name."""
+        """The tensors that no call lacks, by name: q, the caches, seq_lens, and for extend attention cu_seqlens_q."""
         ends = {} if self.cu_seqlens_q is None else {"cu_seqlens_q": self.cu_seqlens_q}
         return dict(zip(self._fields[:4], self[:4], strict=True)) | ends
 
@@ -77,8 +77,8 @@ class AttentionCall:
         k, v: the caches.
         seq_lens: int32 [batch].
         block_table: int32 [batch, max_pages], columns contiguous, or None for contiguous caches.
-        num_kv_heads, max_seq_len: of the caches; max_seq_len counts the tokens that a request's row of the table, or
-            its contiguous cache, has room for.
+        num_kv_heads: KV heads of the caches. max_seq_len: the tokens that a request's row of the table, or its
+            contiguous cache, has room for.
         page_size: tokens of a page; max_seq_len for contiguous caches, whose requests are one block each.
         num_blocks: pages of the cache; the batch for contiguous caches.
         head_major: whether the caches are "HND".
@@ -89,13 +89,13 @@ class AttentionCall:
         sinks, alibi_slopes: fp32 [num_q_heads], contiguous.
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
         v_rotation, v_factor: the parts of V's transform that the kernel has to undo (the reference ignores them).
-        bias: over [batch, q_len, num_q_heads, max_seq_len].
+        bias: added to the scores [batch, q_len, num_q_heads, max_seq_len].
         terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that the call uses.
         score_tensors: their tensors, by name.
         tail: the keys of unfinished blocks, for a K format in blocks; None for others.
         blocks: which of a request's blocks each KV head reads; None for all tokens.
         num_splits: as given.
-        out: where the result goes, contiguous, as q but for the head_dim of V; None for a new one.
+        out: the tensor for the result, contiguous, with q's shape but V's head_dim; None if the call makes a new one.
 
     For extend attention, whose requests differ in their numbers of queries:
         cu_seqlens_q: int32 [batch + 1]: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
@@ -174,12 +174,12 @@ class AttentionCall:
 
     @property
     def has_keys(self) -> bool:
-        """Whether there is room for a token that a query may see."""
+        """Whether the call may have keys: it has ``new`` tokens, or its cache has room for a token."""
         return self.new is not None or (self.k.cache.numel() > 0 and self.max_seq_len > 0)
 
     def first_seen(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns int64 [batch]: the first position that some query sees. A window hides all earlier positions from
-        every query."""
+        """Returns [batch]: for each request the first position that any of its queries sees. A window hides all earlier
+        positions."""
         if self.window is None:
             return torch.zeros_like(lengths)
         return (lengths - self.q_len - self.window + 1).clamp(min=0)
@@ -206,9 +206,9 @@ class AttentionCall:
         )
 
     def in_pages(self) -> AttentionCall:
-        """Returns a call with chosen blocks in the sizes that kernels want: ``max_seq_len`` becomes the tokens that a
-        list has room for. Without a block table, ``page_size`` becomes a block's tokens: the blocks of a contiguous
-        cache count as its pages."""
+        """Returns this call, which has chosen blocks, with the sizes that kernels want. ``max_seq_len`` becomes the
+        tokens that a block list has room for. Without a block table, ``page_size`` becomes the tokens of a block:
+        kernels take the blocks of a contiguous cache as pages."""
         assert self.blocks is not None
         page_size = self.blocks.tokens if self.block_table is None else self.page_size
         return replace(self, page_size=page_size, max_seq_len=self.blocks.list.shape[2] * self.blocks.tokens)
@@ -245,8 +245,8 @@ class AttentionCall:
     def _of(
         self, own: slice, k: CacheOperand, v: CacheOperand, lengths: torch.Tensor, **changes: object
     ) -> AttentionCall:
-        """Returns the call of the queries ``own`` of one request, with the given keys, values, lengths and further
-        ``changes``."""
+        """Returns a decode call of one request's queries ``own``, over the keys ``k`` and values ``v``. Its other
+        fields are this call's, but for ``lengths`` and ``changes``."""
         q = self.q[own].unsqueeze(0)
         return replace(self, cu_seqlens_q=None, q=q, k=k, v=v, seq_lens=lengths, **changes)
 
@@ -260,7 +260,8 @@ class AttentionCall:
         return replace(request_call, causal=False, bias=Bias.of(bias, shape))
 
     def new_tokens(self, own: slice) -> AttentionCall:
-        """Returns the call of one request over its own queries' tokens alone, which are not in the cache."""
+        """Returns a decode call of one request's queries ``own`` over their own tokens alone: rows of ``new``, not of
+        the cache."""
         assert self.new is not None
         count = own.stop - own.start
         form = format_of(checks.Q_DTYPES[self.q.dtype])
@@ -386,7 +387,7 @@ def make_extend_call(
     **options: Any,
 ) -> AttentionCall:
     """Makes a call of extend attention from the arguments of `extend_attention`, with the checks of :func:`make_call`.
-    options: the options that both functions have."""
+    options: the arguments that `extend_attention` shares with `decode_attention`."""
     forms = extend_checks.check_formats(kv_format)
     if unpack is True:
         extend_checks.check_unpack(forms)
@@ -448,8 +449,8 @@ def make_extend_call(
 
 
 def unpack_tree_mask(words: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. tokens: numbers of tokens,
-    counted from the first new one. Those below 0 are older tokens, which every query sees."""
+    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. tokens: each column's token,
+    counted from the request's first new token. Negative numbers are older tokens, which every query sees."""
     last = words.shape[1] * 32 - 1
     at = tokens.clamp(0, max(last, 0))
     bits = words[:, at // 32] >> (at % 32) & 1 if last >= 0 else words.new_zeros(len(words), len(tokens))

@@ -74,8 +74,8 @@ def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
 
 
 def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
-    """Returns how a CTA of ``heads`` KV heads loads rows with headers: "bulk", "map" or, with 0 heads, "word". most:
-    the most KV heads that a CTA has room for."""
+    """Returns how a CTA loads rows with headers: "bulk", "map" or "word". heads: KV heads of the CTA, 0 for "word".
+    most: the most KV heads that a CTA has room for."""
     if not heads:
         return "word"
     if not MAPPED_HEADS <= heads < most or problem.appends:
@@ -84,7 +84,7 @@ def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, mos
 
 
 def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> bool:
-    """Returns whether tensor maps can load the rows with headers of ``heads`` of a token's KV heads."""
+    """Returns whether tensor maps can load rows with headers, ``heads`` KV heads of a token at a time."""
     dims = (problem.head_dim, problem.v_head_dim)
     rows = [(format_of(name), dim) for name, dim in zip(names, dims, strict=True) if format_of(name).has_header]
     token_bytes = [problem.num_kv_heads * form.row_bytes(dim) for form, dim in rows]
@@ -93,14 +93,14 @@ def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> 
 
 
 def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
-    """Returns (KV heads of a CTA, how it loads rows with headers), the most heads first. 0 heads stand for one head
-    whose rows are copied by words.
+    """Returns pairs (KV heads of a CTA, how it loads rows with headers), the most heads first. 0 heads stand for one
+    head whose rows are copied by words.
 
-    If CTAs take fewer heads than they have room for, the same number of CTAs cuts each row into fewer parts. Tensor
-    maps then load the rows, or one bulk copy for each token. Fewer heads are worth considering in two cases. One is
-    INT4 with more queries than one block, where parts are large and each CTA has much to multiply. The other is one
-    block of queries of few requests, whose time goes into start-up and partial results. Where each head has pages of
-    its own, a CTA takes one head, and a map loads it if its tokens' rows are not contiguous.
+    If CTAs take fewer heads than they have room for, the same number of CTAs cuts each row into fewer parts. Fewer
+    heads are worth considering for INT4 with more queries than one block: parts are large, and each CTA has much to
+    multiply. They are also worth considering for one block of queries of few requests, whose time goes into start-up
+    and partial results. If each head has pages of its own, a CTA takes one head. A tensor map loads the head's rows if
+    they are not contiguous.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
@@ -152,8 +152,8 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
 
 
 def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
-    """Returns (warps that take different queries of a KV head, blocks of 8 queries for each of these warps). Queries
-    beyond them take more CTAs."""
+    """Returns how a CTA divides the queries of a KV head: (warps, blocks of 8 queries for each warp). Further queries
+    take more CTAs."""
     wide = _target_warps(problem.head_dim, problem.v_head_dim) == WIDE_WARPS
     per_warp = 2 if problem.rows > BLOCK_QUERIES and not wide else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
@@ -162,9 +162,9 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _groups(form: KvFormat) -> int:
-    """Returns how many groups of columns of a row take registers. Keys in blocks count as at least four groups, because
-    their scales multiply the queries. With so many groups, an SM has registers for one CTA if warps have two blocks of
-    queries, and for none if they have four."""
+    """Returns the number of a row's groups, as registers count it. Keys in blocks count as at least four groups,
+    because their scales multiply the queries. With four groups, an SM has registers for one CTA if warps have two
+    blocks of queries, and for none if warps have four."""
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 
@@ -183,8 +183,8 @@ def _fits_four_blocks(problem: AttentionProblem) -> bool:
 
 
 def _borrows_registers(problem: AttentionProblem) -> bool:
-    """Returns whether eight consumer warps need over 168 registers a thread, so that producer warps lend them some.
-    They need as many with four query blocks each, or with two query blocks and several INT4 groups.
+    """Returns whether eight consumer warps need over 168 registers a thread, of which producer warps then lend them
+    some. They do with four query blocks a warp, or with two query blocks a warp and several INT4 groups.
 
     Two blocks with four groups take 218 registers, which an SM has for one CTA only. Spills would go to the L2 cache,
     since the ring leaves the L1 cache no room.
@@ -253,8 +253,8 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
     One CTA to an SM is fastest for few long rows; it has 8 warps (4 for head_dim 512). Two or four CTAs, whose
     beginnings and ends overlap, are faster for many rows. They have shorter rings and fewer warps, as many as the
-    registers allow: two CTAs of 8 warps and a producer leave 96 to a thread, which is enough for one group of one kind
-    of codes.
+    registers allow: two CTAs of 8 warps and a producer leave 96 registers to a thread. That is enough for one kind of
+    codes with one group.
     """
     costs, groups = costs_of(base.formats), max(_groups(form) for form in base.formats)
     int4, roles = costs == {"int4"}, base.num_roles
@@ -289,8 +289,8 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512), and the largest tiles of which a ring of
-    three fits shared memory (of two, where queries lie there, too)."""
+    """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512), and the largest tiles of which three fit
+    shared memory. Two have to fit if queries lie in shared memory, too."""
     target = _target_warps(*base.head_dims)
     ctas_per_sm = 1 if target == WIDE_WARPS else ctas_per_sm
     slices = max(1, target // ctas_per_sm // base.num_roles)
@@ -342,5 +342,5 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
 
 
 def costs_of(forms: Iterable[KvFormat]) -> set[str]:
-    """Returns the kinds of decoding of K and V: keys of ``SM_RATE_ADVANTAGE``."""
+    """Returns the kinds of decoding that the formats need, as keys of ``SM_RATE_ADVANTAGE``."""
     return {form.decode.cost for form in forms if form.decode is not None}

@@ -122,9 +122,9 @@ def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
 
 
 def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless decode attention's kernel can number the queries of a KV head, the heads and the CTAs:
-    it divides by multiplying with reciprocals of `RECIPROCAL_BITS` bits. One bound is enough for all three, since a CTA
-    has 8 rows of queries or more."""
+    """Raises ValueError if a call has too many queries or heads for decode attention's kernel. The kernel divides
+    numbers of queries, heads and CTAs by multiplying with reciprocals of `RECIPROCAL_BITS` bits. One bound is enough
+    for all three, since a CTA has at least 8 rows of queries."""
     most, most_heads = 1 << RECIPROCAL_BITS, 1 << 31 - RECIPROCAL_BITS
     if q_len * num_q_heads**2 > most * num_kv_heads or num_kv_heads > most_heads:
         wanted = f"q_len * num_q_heads**2 / num_kv_heads of at most {most}, and at most {most_heads} KV heads"
@@ -139,7 +139,7 @@ def check_row(name: str, cache: torch.Tensor, form: KvFormat, head_dim: int) -> 
 
 
 def head_dim_of_row(form: KvFormat, row: int) -> int:
-    """Returns the head_dim whose rows have ``row`` elements, which must exist; symbolic sizes stay symbolic."""
+    """Returns the head_dim whose rows have ``row`` elements; there has to be one. ``row`` may be symbolic."""
     header = form.row_elements(0)  # row sizes are a header and a multiple of head_dim
     return (row - header) * HEAD_DIMS[0] // (form.row_elements(HEAD_DIMS[0]) - header)
 
@@ -157,14 +157,14 @@ def check_value_rows(v_cache: torch.Tensor, form: KvFormat) -> int:
 
 
 def check_readable(name: str, form: KvFormat, head_dim: int) -> None:
-    """Raises ValueError for a format and head_dim that no kernel reads, for CPU tensors, too."""
+    """Raises ValueError if no kernel reads ``form`` at ``head_dim``, even for CPU tensors."""
     reason = cannot_read(form, head_dim)
     if reason is not None:
         raise ValueError(f"kv_format: got {form.name} for {name}, want a format that is read at its head_dim: {reason}")
 
 
 def check_blocks(forms: tuple[KvFormat, KvFormat], page_size: int | None) -> None:
-    """Raises ValueError for values in blocks of tokens, and for keys in blocks where a page does not hold whole blocks.
+    """Raises ValueError if V's format has blocks of tokens, or if K's has them and a page does not hold whole blocks.
     page_size: None for contiguous caches."""
     keys, values = forms
     if values.in_blocks:
@@ -179,8 +179,8 @@ def check_blocks(forms: tuple[KvFormat, KvFormat], page_size: int | None) -> Non
 def check_tail(
     form: KvFormat, rows: torch.Tensor | None, slots: torch.Tensor | None, batch: int, heads: tuple[int, int]
 ) -> None:
-    """Checks that keys in blocks, and no others, come with the tokens of their unfinished block. Raises TypeError or
-    ValueError. heads: KV heads and head_dim."""
+    """Raises TypeError or ValueError unless k_tail (``rows``) and tail_slots (``slots``) fit K's format. Keys in blocks
+    of tokens need both; other formats want None. heads: (KV heads, head_dim)."""
     wanted = {
         "k_tail": (rows, f"fp16 [slots, {TAIL_TOKENS}, {heads[0]}, {heads[1]}], where the newest keys wait,"),
         "tail_slots": (slots, f"int32 [{batch}], a slot of k_tail for each request,"),
@@ -215,7 +215,7 @@ def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, pag
 def check_given_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int] | None:
-    """Returns a given scale's strides, from head to head and from column to column, in elements; None without a scale.
+    """Returns a given scale's strides in elements: (from head to head, from column to column). None without a scale.
 
     Raises TypeError or ValueError unless the scale fits the format: fp32 [] or [1] ("tensor"), [num_kv_heads]
     or [num_kv_heads, 1] ("head"), [num_kv_heads, head_dim] ("channel"), or None for a format that has none.
@@ -250,10 +250,10 @@ def check_given_scale(
 
 
 def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Returns the strides of the bias in elements over ``shape`` [batch, q_len, num_q_heads, max_seq_len], 0 where it
-    repeats.
+    """Returns the strides, in elements, with which the bias broadcasts to ``shape`` [batch, q_len, num_q_heads,
+    max_seq_len]. They are 0 where the bias repeats.
 
-    Raises TypeError or ValueError unless the bias is fp32 or bf16 and broadcasts to that shape.
+    Raises TypeError or ValueError unless the bias is fp32 or bf16 and broadcasts to ``shape``.
     """
     check_dtype("attn_bias", bias, *BIAS_DTYPES)
     padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)

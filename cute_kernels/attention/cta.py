@@ -18,7 +18,7 @@ from cute_kernels.formats.scores.terms import QueryColumn
 
 @dataclass(frozen=True)
 class Tail:
-    """Addresses of the keys whose block is not full yet, and of each request's slot among them."""
+    """Addresses of k_tail, the keys of unfinished blocks, and of tail_slots, each request's slot of k_tail."""
 
     rows: Int64
     slots: Int64
@@ -29,9 +29,10 @@ class FeatureValues:
     """Run-time values of the features that a variant has.
 
     window: keys that a query sees, itself included. soft_cap: in natural units. sinks, alibi_slopes: addresses of fp32
-    [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
-    shift, out_factor: addresses of fp32 [batch, q_len, num_q_heads] and [num_kv_heads, v_head_dim], None where nothing
-    is transformed. tensors: addresses of the tensors of registered options, by name.
+    [num_q_heads]. bias: the bias's address. bias_strides: its elements from one request, query, head and key position
+    to the next. shift: address of q_shift, fp32 [batch, q_len, num_q_heads]. out_factor: address of fp32 [num_kv_heads,
+    v_head_dim]. Both are None where nothing is transformed. tensors: addresses of the tensors of registered options, by
+    name.
     """
 
     window: Int32
@@ -50,8 +51,8 @@ class FeatureValues:
 class Results:
     """The addresses that a CTA writes to: output, log-sum-exps and workspace; run-time values.
 
-    shifts: address of the queries' shifts and the softmax's scale; out_factor: address of the output's factors. Both
-    are None without their feature.
+    shifts: (address of the queries' shifts, softmax scale). out_factor: address of the factors of the output's columns.
+    Either is None without its feature.
     """
 
     out: Int64
@@ -65,8 +66,7 @@ class Results:
 
 @dataclass(frozen=True)
 class GivenScales:
-    """The fp32 scales beside the caches: their addresses, and the elements from one KV head's scales to the next
-    head's."""
+    """The fp32 scales beside the caches: addresses, and strides in elements from one KV head to the next."""
 
     k_scale: Int64
     v_scale: Int64
@@ -74,7 +74,7 @@ class GivenScales:
     v_stride: Int32
 
     def of_keys(self, head):
-        """Returns the address of a KV head's scales of K."""
+        """Returns the address of K's scales of a KV head."""
         return self.k_scale + Int64(head) * self.k_stride * 4
 
     def of_values(self, head):
@@ -83,8 +83,7 @@ class GivenScales:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The rows of q in global memory: the address, and bytes from one request, and from one query position, to the
-    next.
+    """The rows of q in global memory: their address, and the strides in bytes of requests and of query positions.
 
     The rows of a position's heads touch; q may be a view of something larger, such as a fused projection.
     """
@@ -106,7 +105,7 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class Cta:
-    """The values that a thread knows before its CTA's first unit, for all units; run-time values."""
+    """The run-time values that a thread needs for all units of its CTA, known before the first unit."""
 
     roles: Roles
     tiles: Tiles
@@ -124,7 +123,7 @@ class Cta:
 
 @dataclass(frozen=True)
 class Roles:
-    """A warp's part of its CTA's tiles; run-time integers."""
+    """The KV head, queries and slice of tokens that a warp takes of its CTA's tiles; run-time integers."""
 
     head: Int32  # of the CTA's KV heads
     first_row: Int32  # of the queries of that KV head
@@ -133,7 +132,8 @@ class Roles:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of a launch; run-time integers. ``x_reciprocal``: the factor that replaces division by x."""
+    """Sizes of a launch; run-time integers. ``x_reciprocal`` is a factor: multiplication by it replaces division by
+    x."""
 
     batch: Int32
     q_len: Int32
@@ -149,7 +149,7 @@ class DecodeSizes:
 
 @dataclass(frozen=True)
 class Place:
-    """The heads and queries of a CTA, for any request; run-time integers.
+    """The first KV head and the first row of queries that a CTA takes of any request; run-time integers.
 
     The queries of a KV head are numbered as ``rows``: query position times group plus head of the group.
     """
@@ -167,7 +167,8 @@ class Place:
         return query, (self.first_head + head) * self.shape.group + within
 
     def column(self, config: DecodeConfig, roles: Roles, t, column: int) -> QueryColumn:
-        """Returns the query of an accumulator column of a lane; past the last query, the last one."""
+        """Returns the query to which a lane's accumulator column belongs; for columns past the last query, the last
+        query. t: lane % 4."""
         row = roles.first_row + column // 2 * BLOCK_QUERIES + 2 * t + column % 2
         query, head = self.query_of(config, roles.head, cutlass.min(row, self.shape.group * self.shape.q_len - 1))
         return QueryColumn(query, head)
@@ -177,9 +178,9 @@ class Place:
 class Work:
     """A CTA's unit: a part of a request's tokens; run-time integers.
 
-    part, num_parts: the unit's number among the request's, and how many there are. first_unit: number of the request's
-    part 0 among the partial results of all requests. length: tokens of the request. The unit has the tiles that begin
-    with token ``begin`` and every ``stride`` tokens after it, before ``stop``.
+    part: the unit's number among the request's parts, of which there are num_parts. first_unit: number of the request's
+    part 0 among the partial results of all requests. length: tokens of the request. The unit's tiles begin at tokens
+    ``begin``, ``begin + stride`` and so on, before ``stop``.
     """
 
     place: Place
@@ -210,10 +211,11 @@ class Work:
         return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
 
     def output_row(self, query_row):
-        """Returns the row of q and out for a query row of the request."""
+        """Returns the row of out, as [batch * q_len * num_q_heads, v_head_dim], of the request's query row
+        ``query_row``."""
         return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
 
     def partial_row(self, query_row, part):
-        """Returns the row of the workspace for the partial result of part ``part`` for a query row."""
+        """Returns the workspace's row for the partial result that part ``part`` has of a query row."""
         rows = self.place.shape.q_len * self.place.shape.num_q_heads
         return Int64(self.first_unit + part) * rows + query_row

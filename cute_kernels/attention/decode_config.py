@@ -134,7 +134,7 @@ class DecodeConfig:
     def lends_registers(self) -> bool:
         """Whether the producer warps, a warpgroup of their own, leave registers to both consumer warpgroups.
 
-        Producers that copy words do not: their loops need more than they would keep.
+        Producers that copy words lend none, since their loops need these registers.
         """
         alone = (self.pipeline.producer_warps, self.pipeline.ctas_per_sm) == (4, 1)
         return alone and self.num_warps == 8 and "word" not in self.copies
@@ -201,12 +201,12 @@ class DecodeConfig:
 
     @property
     def token_bits(self) -> tuple[int, ...]:
-        """Which token of a block is in which MMA row, see :mod:`layouts.kv.tile`."""
+        """The order of a block's tokens in the rows of an MMA, see :mod:`layouts.kv.tile`."""
         return tiles_of(self)[0].token_bits
 
     @property
     def tile_bytes(self) -> tuple[int, int]:
-        """Bytes of shared memory of K and of V of one tile."""
+        """Bytes of shared memory of a tile of K, and of a tile of V."""
         k_tile, v_tile = tiles_of(self)
         return _round_up(k_tile.num_bytes, RAW_TILE_ALIGNMENT), _round_up(v_tile.num_bytes, RAW_TILE_ALIGNMENT)
 
@@ -244,9 +244,10 @@ class DecodeConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of shared memory of the ring and the merge; so large that no more than ``ctas_per_sm`` CTAs fit an SM.
+        """Bytes of shared memory for the ring and the merge buffer, raised until no more than ``ctas_per_sm`` CTAs fit
+        an SM.
 
-        With more CTAs the SMs would have unequal shares.
+        If an SM held more CTAs, SMs would have unequal shares.
         """
         too_little = self.limits.sm_shared_bytes // (self.pipeline.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
         merged = self.merge_offset + self.merge_bytes
@@ -263,7 +264,8 @@ class DecodeConfig:
 
     @property
     def name(self) -> str:
-        """A C identifier that tells configurations apart; common parts of K and V stand in it once."""
+        """A C identifier that tells configurations apart. If K and V have the same format or copy, the name has it
+        once."""
         formats, copies = joined(self.k.format, self.v.format), joined(*self.copies)
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         work = f"{self.mainloop.name}_{self.pipeline.name}"
@@ -290,7 +292,7 @@ class DecodeConfig:
         )
 
     def _problem_of_blocks(self) -> str | None:
-        """Returns why keys, or values, that are written by blocks of tokens cannot be read, or None."""
+        """Returns why this configuration cannot read caches in blocks of tokens, or None."""
         k, v = self.formats
         if v.in_blocks:
             return f"{v.name} caches are of keys alone"
@@ -303,13 +305,13 @@ class DecodeConfig:
         return "keys in blocks after an append in the same call" if self.after_append else None
 
     def _problem_of_heads(self) -> str | None:
-        """Returns why KV heads cannot have pages of their own, or None."""
+        """Returns why this configuration cannot read caches in which each KV head has its own pages, or None."""
         if self.features.by_head and (self.mainloop.num_heads > 1 or self.units or not self.page_tokens):
             return "pages of each KV head for a CTA of several, or cut by lengths, or without pages"
         return None
 
     def _problem_of_maps(self) -> str | None:
-        """Returns why tensor maps cannot bring raw rows, or None."""
+        """Returns why tensor maps cannot load raw rows, or None."""
         for load in (self.k, self.v):
             if load.copy != "map":
                 continue
@@ -334,7 +336,7 @@ class DecodeConfig:
 
 @lru_cache(maxsize=4096)
 def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
-    """Returns the shared-memory images of K and of V of one tile, which agree about the order of tokens."""
+    """Returns the shared-memory layouts of a tile of K and of a tile of V. Both have the same order of tokens."""
     return plan_tiles(_tile(config, "k", config.k), _tile(config, "v", config.v))
 
 
@@ -351,15 +353,16 @@ def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
 
 
 def copies_per_tile(config: DecodeConfig) -> int:
-    """Returns how many copies bring one tile of K and V; tensor maps of bare elements bring one head at a time."""
+    """Returns how many copies load one tile of K and V. A tensor map of rows without headers loads one head at a
+    time."""
     heads = [1 if isinstance(tile, RowTile) else config.mainloop.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
 
 def lane_tokens(config: DecodeConfig) -> int:
-    """Returns the tokens of a tile that one lane copies in bulk; they lie in one page. Where a copy brings more tokens,
-    the lane with its first token issues it."""
+    """Returns how many tokens of a tile each lane copies in bulk. They lie in one page. If a copy brings more tokens
+    than these, the lane with the copy's first token issues it."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
         return min(config.page_tokens or config.tile_tokens, config.tile_tokens)

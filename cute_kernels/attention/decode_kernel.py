@@ -1,13 +1,13 @@
-"""Split-KV decode attention in one launch: a ring of tiles, online softmax in registers, a combine by a row's last
-splits.
+"""Split-KV decode attention in one launch: a ring of tiles, online softmax in registers, and a combine by the CTAs of a
+row's last splits.
 
 A CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`). Producer warps keep a
 ring of K and V tiles full (:mod:`.loads.ring`, :mod:`.loads.copies`). A consumer warp waits for a tile, and takes its
 KV head, its blocks of 8 queries and its slice of the tokens. It keeps scores, probabilities and output in registers
 (:mod:`.mainloops.warp`). Only the two :mod:`.readers` know the formats of K and V; only :mod:`.mainloops.logits` knows
 what changes scores before the softmax. In the loop, consumer warps wait for each other only at the tile in which the
-request ends. At the end they merge in shared memory, and the parts of a row through a workspace
-(:mod:`.combine.merge`). The order is fixed, so the output is bitwise reproducible.
+request ends. At the end consumer warps merge their results in shared memory; the parts of a row are merged through a
+workspace (:mod:`.combine.merge`). The order of merging is fixed, so the output is bitwise reproducible.
 
     warps                             what they do
     0 to num_warps - 1                consumers: a KV head, blocks of queries and a slice of every tile each
@@ -73,8 +73,8 @@ from cute_kernels.formats.scores import tensors_in
 class DecodeKernel:
     """One compiled variant of decode attention; :class:`DecodeConfig` says which.
 
-    rows: in a kernel that appends for itself, the object that rotates the queries and writes the newest token's rows of
-    K and V (see :class:`cute_kernels.kv_cache.step_rows.NewRows`); else None.
+    rows: None, except in a kernel that also appends. There it is the object that rotates the queries and writes the
+    newest token's rows of K and V (:class:`cute_kernels.kv_cache.step_rows.NewRows`).
     """
 
     def __init__(self, config: DecodeConfig, rows: Any = None):
@@ -147,7 +147,8 @@ class DecodeKernel:
         )
 
     def feature_values(self, given) -> FeatureValues:
-        """Returns the values of features; 0 for those that the launch has no arguments for."""
+        """Returns the run-time values of the features. Without features the launch has no arguments for them: all
+        values are 0."""
         config = self.config
         if not config.has_features:
             strides = Int64(0), Int64(0), Int64(0), Int64(0)
@@ -253,7 +254,7 @@ class DecodeKernel:
                 self.process(cta, work, q, state, issued, pages, expected)
 
     def is_expected(self, work):
-        """Returns whether a unit of the CTA's own row begins with the CTA's early tile."""
+        """Returns whether a unit of the CTA's own row begins with the tile that the CTA has loaded early."""
         return (work.part < work.num_parts) & (work.begin == work.part * self.config.tile_tokens)
 
     @cute.jit
@@ -278,8 +279,8 @@ class DecodeKernel:
 
     @cute.jit
     def process(self, cta, work, q, state, issued, pages, known):
-        """Processes the CTA's only unit. state, issued: as `take_early_tile` returns them. pages: as
-        `RingFiller.make_early_pages` returns them. known: as `is_expected` returns it."""
+        """Processes the CTA's only unit. state, issued: the results of `take_early_tile`. pages: the result of
+        `RingFiller.make_early_pages`. known: the result of `is_expected`."""
         config = self.config
         if cta.warp < config.num_warps:
             self.borrow_registers()
@@ -301,16 +302,16 @@ class DecodeKernel:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
 
     def knows_pages(self, work, expected):
-        """Returns whether the pages that were loaded early are those of the unit's tiles. They are those of every n-th
-        tile, for the n CTAs that the grid has for a row. So the unit has to be expected, and its row has to have n
-        parts."""
+        """Returns whether the unit's tiles lie in the pages that the CTA has looked up early. It has looked up the
+        pages of every n-th tile, where the grid has n CTAs for a row. So the unit has to be expected, and its row has
+        to have n parts."""
         return expected & (work.num_parts == cute.arch.grid_dim()[0])
 
     @cute.jit
     def attend_unit(self, cta, work, q, state: PipelineState):
-        """Loads the queries of a unit, while its first tile is on its way, and attends to it.
+        """Loads the queries of a unit, while its first tile is on its way, and attends to the unit's tiles.
 
-        Returns the pipeline state after its last tile.
+        Returns the pipeline state after the unit's last tile.
         """
         if const_expr(self.appends):
             addresses = self.rows.make(cta, work, q)
@@ -325,8 +326,8 @@ class DecodeKernel:
 
     @cute.jit
     def process_range(self, cta, requests, q, first_length, work, early, pages):
-        """Processes ``work``, the CTA's part of its own row. Where lengths differ, processes instead the units of its
-        range of tiles, from the last row to the first."""
+        """Processes ``work``, the CTA's part of its own row. If lengths differ, processes the units of the CTA's range
+        of tiles instead, from the last row to the first."""
         config, place, lane = self.config, work.place, cta.lane
         size = self.assigner.tiles_per_range(requests, first_length, lane)
         span = Range(size, Int32(0))
@@ -366,7 +367,7 @@ class DecodeKernel:
                 self.filler.finish()
 
     def roles(self, warp, first_row) -> "Roles":
-        """Returns which KV head, queries and tokens of its CTA's tiles a warp takes."""
+        """Returns the KV head, the queries and the slice of tokens that a warp takes of its CTA's tiles."""
         config = self.config
         query_block = warp // config.mainloop.num_heads % config.mainloop.num_query_blocks
         return Roles(
@@ -376,7 +377,8 @@ class DecodeKernel:
         )
 
     def query_addresses(self, place, roles, q, request, lane):
-        """Returns the address of the lane's query in each of the warp's blocks; g = lane // 4 is its number in a block.
+        """Returns the address of the lane's query in each of the warp's blocks of queries: query lane // 4 of the
+        block.
 
         Lanes past the last query take the last query's address; their results are never stored.
         """

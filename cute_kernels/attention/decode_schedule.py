@@ -1,8 +1,8 @@
 """Chooses the configuration of a decode call, and the splits that its rows are cut into. Plain Python, no GPU.
 
-Decode attention reads every byte of the cache once. So its time is that of streaming these bytes at the memory's rate,
-plus two overheads of the schedule: SMs with smaller shares than others, and the merge of the splits. The model below
-adds up all three; its constants were measured on an H200 (docs/design/decode_attention.md says how).
+Decode attention reads every byte of the cache once. So it takes the time to stream these bytes at the memory's rate,
+plus two overheads of the schedule. SMs have unequal shares, and the splits have to be merged. The model below adds up
+all three times; its constants were measured on an H200 (docs/design/decode_attention.md says how).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class DecodeSchedule:
 
     Attributes:
         config: the compiled variant.
-        num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
+        num_splits: CTAs that share the tokens of a row. A row is a request and the KV heads of a CTA.
         head_blocks: CTAs per split that cover all query heads.
         more_rows: rows of CTAs beyond the batch, so that there is a CTA for each range.
-        ranges: CTAs of each head block that share the tiles of all requests where lengths differ; 0 if every row has
-            ``num_splits`` splits whatever its length.
+        ranges: how many ranges the tiles of all requests are cut into where lengths differ; each head block has a CTA
+            for each range. 0 if every row has ``num_splits`` splits whatever its length.
     """
 
     config: DecodeConfig
@@ -77,8 +77,8 @@ def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> D
 
 
 def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) -> DecodeSchedule:
-    """Returns the schedule with a configuration and splits, and with ranges if the configuration cuts rows by their
-    lengths."""
+    """Returns the schedule of a configuration with ``splits`` splits. It also has ranges if the configuration cuts rows
+    by their lengths."""
     blocks = head_blocks(problem, config)
     if not config.units or not 1 < problem.batch <= MAX_CUT_BATCH:
         return DecodeSchedule(config, splits, blocks)
@@ -87,9 +87,9 @@ def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) ->
 
 
 def ranges_of(places: int, head_blocks: int) -> int:
-    """Returns how many ranges share the tiles of all requests. Their CTAs, over all head blocks, take the fewest waves
-    that keep `WELL_FILLED` of the GPU busy, or else the best number up to `MOST_WAVES`. places: CTAs that the GPU holds
-    at a time."""
+    """Returns the number of ranges that the tiles of all requests are cut into; each head block has a CTA for each
+    range. All CTAs together take as few waves as keep `WELL_FILLED` of the GPU busy. If none up to `MOST_WAVES` do,
+    they take the number of waves that keeps most of the GPU busy. places: CTAs that the GPU holds at a time."""
     counts = [max(1, waves * places // head_blocks) for waves in range(1, MOST_WAVES + 1)]
     busy = {count: count * head_blocks / (-(-count * head_blocks // places) * places) for count in counts}
     return next((count for count in counts if busy[count] >= WELL_FILLED), max(counts, key=lambda count: busy[count]))
@@ -98,9 +98,9 @@ def ranges_of(places: int, head_blocks: int) -> int:
 def most_combiners(problem: AttentionProblem, schedule: DecodeSchedule) -> int:
     """Returns how many CTAs may combine a row.
 
-    They wait for each other, so all of them have to be resident together: in half of the GPU, since another launch may
-    hold the other half. Where rows are cut into ranges, CTAs of other heads lie between those of a row and may wait,
-    too.
+    Combining CTAs wait for each other, so all have to be resident together. They may fill half of the GPU, since
+    another launch may hold the other half. With ranges, CTAs of other heads lie between the CTAs of a row, and may wait
+    as well.
     """
     places = problem.num_sms * schedule.config.pipeline.ctas_per_sm // 2
     return max(1, places // schedule.head_blocks if schedule.ranges else places)
@@ -110,8 +110,9 @@ def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, 
     """Returns the expected cost of each (configuration, splits); costs compare only with each other.
 
     Costs are microseconds where the possible lengths are known. A block table as wide as an engine's longest request
-    says nothing of the actual lengths: the best option for 128k tokens takes up to 1.3 times the best time for 8k.
-    Costs are then the weighted mean, over `LIKELY_TOKENS` and the longest, of times relative to the best option's.
+    says nothing of the actual lengths. The best option for 128k tokens can take 1.3 times as long as the best option
+    for 8k, if requests have 8k. So with a wide table a cost is the weighted mean, over `LIKELY_TOKENS` and the longest
+    length, of the option's time divided by the best option's.
     """
     by_heads = len({config.mainloop.num_heads for config, _ in options}) > 1
     if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:
@@ -136,7 +137,7 @@ def head_blocks(problem: AttentionProblem, config: DecodeConfig) -> int:
 
 
 def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
-    """Returns the numbers of splits worth considering; only one split for configurations made for many short rows."""
+    """Returns the numbers of splits worth considering: 1 alone for configurations made for many short rows."""
     if _is_for_short_rows(config):
         return range(1, 2)
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
@@ -146,10 +147,11 @@ def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
 
 
 def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:
-    """Returns the microseconds that the model expects if every row has max_seq_len tokens, without the launch itself.
+    """Returns the microseconds that the model expects if every row has max_seq_len tokens. The launch's own overhead is
+    not included.
 
-    by_heads: whether the configuration is compared with others that have another number of KV heads. Then the costs of
-    several queries and of copies of single tokens count, too.
+    by_heads: whether the compared configurations differ in their KV heads. Then the model also counts the costs of
+    several queries and of copies of single tokens.
     """
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
@@ -184,8 +186,8 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
 
 
 def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int) -> float:
-    """Returns the microseconds in which partial results of all queries but the first are written and read;
-    `COMBINE_PER_SPLIT_US` covers those of the first."""
+    """Returns the microseconds in which partial results are written and read, for all queries but each request's first.
+    `COMBINE_PER_SPLIT_US` covers the first query's."""
     if num_splits == 1:
         return 0.0
     rows = problem.batch * (problem.q_len - 1) * problem.num_q_heads

@@ -12,7 +12,8 @@ from cute_kernels.attention.call import AttentionCall
 
 
 def check_device_values(call: AttentionCall) -> None:
-    """Raises ValueError naming the request (and the position) of the first length or page that cannot be right.
+    """Raises ValueError for the first length or page that cannot be right. The message names the request (and the
+    position).
 
     Reads lengths, and the pages that hold a token which some query sees, so it waits for the device.
     """
@@ -42,7 +43,7 @@ def check_device_values(call: AttentionCall) -> None:
 
 
 def _check_requests(call: AttentionCall) -> None:
-    """Raises ValueError naming the request (and the position) of the first number that cannot be right.
+    """Raises ValueError for the first number that cannot be right. The message names the request (and the position).
 
     Reads where requests begin, lengths, and the pages that hold a token which some query sees, so it waits for the
     device.

@@ -150,9 +150,9 @@ def extend_attention(
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         tree_mask: int32 [total_q, words], contiguous, for trees of drafts. Bit j % 32 of word j // 32 says whether the
-            query sees its request's new token j, 0 to q_len - 1. All queries see the older tokens; none sees a new
-            token without a word. It replaces causal, and is refused together with window_size or alibi_slopes.
-            :func:`pack_tree_mask` makes it of booleans.
+            query sees its request's new token j, 0 to q_len - 1. All queries see the older tokens. No query sees a new
+            token that its words have no bit for. The mask replaces causal, and is refused together with window_size or
+            alibi_slopes. :func:`pack_tree_mask` makes it of booleans.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: the tensor for the result, contiguous, in memory that no other argument has.
 
@@ -163,21 +163,21 @@ def extend_attention(
         transform: the transform that the cache was written with, see :class:`cute_kernels.kv_cache.CacheTransform`. q,
             new_k, new_v and the result are untransformed. PyTorch's operations do it, before and after the kernels.
             Not with a softcap where K has a center.
-        num_splits: the number of parts, 1 to 32, that the keys of 128 rows of queries are cut into (a row is a query of
-            one query head), each for another CTA. Default: chosen for the shapes, 1 where there is work enough. If
+        num_splits: the number of parts, 1 to 32, that the keys of 128 rows of queries are cut into. A row is a query of
+            one query head; each part has its own CTA. Default: chosen for the shapes, 1 where there is work enough. If
             given, a request's result does not depend on the rest of the batch.
         sm_margin: SMs that are left to other kernels that run meanwhile, as in FlashAttention-3.
-        unpack: whether a launch first converts the cache to 16-bit rows, once for all queries. They take 4 bytes times
-            batch, tokens a request may have, num_kv_heads and head_dim. Default: where there are queries enough for it
-            to pay, up to 512 MiB. With ``num_splits`` the default unpacks no format with a scale per row, whose results
-            would round differently. True: always. Refused for INT8 with several groups a row, and where K or V has 16
-            bits.
+        unpack: whether a launch first converts the cache to 16-bit rows, once for all queries. The rows take 4 bytes
+            times batch, tokens a request may have, num_kv_heads and head_dim. Default: if there are queries enough for
+            unpacking to pay, and the rows take at most 512 MiB. With ``num_splits`` the default unpacks no format with
+            a scale per row, whose results would round differently. True: always. Refused for INT8 with several groups a
+            row, and where K or V has 16 bits.
         max_seq_len: an upper bound of seq_lens that the caller knows. It bounds the memory of ``unpack`` where the
             cache has room for more. Results of longer requests are undefined.
         fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the
-            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128. It takes 2 bytes times batch,
-            tokens a request may have, num_kv_heads and head_dim, for any number of queries. docs/extend.md says
-            what it gains and what errors it makes. On the CPU the reference implementation rounds nothing.
+            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128. The call then needs 2 bytes
+            times batch, tokens a request may have, num_kv_heads and head_dim, for any number of queries. docs/extend.md
+            says what it gains and what errors it makes. On the CPU the reference implementation rounds nothing.
         score_options: as for :func:`cute_kernels.decode_attention`; no tensor may have a size of q_len. Not with
             new_k, new_v, a tree_mask, or a transform whose K has a center.
         block_list, block_counts, block_tokens: attention over chosen blocks, the same for all queries of a request and

@@ -31,7 +31,7 @@ def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
 
 
 def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
-    """Raises ValueError if caches of these formats cannot be unpacked, for a call that asks for it."""
+    """Raises ValueError if caches of these formats cannot be unpacked. Called if the call asks for unpacking."""
     reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
     if forms[0].is_coded != forms[1].is_coded:
         reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"
@@ -40,7 +40,8 @@ def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
 
 
 def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:
-    """Raises TypeError or ValueError where the call asks for FP8 products and cannot have them."""
+    """Raises TypeError if ``asked_for`` is no bool, ValueError if the call asks for FP8 products and cannot have
+    them."""
     if type(asked_for) is not bool:
         raise TypeError(f"fp8_products: got {asked_for!r}, want True or False")
     if not asked_for:
@@ -94,8 +95,8 @@ def check_query(q: torch.Tensor) -> None:
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:
-    """Raises ValueError unless tensor maps can load K or V of tokens outside a cache, [tokens, num_kv_heads, head_dim]:
-    contiguous rows on multiples of 16 bytes."""
+    """Raises ValueError unless tensor maps can load ``rows``: K or V outside a cache, [tokens, num_kv_heads, head_dim].
+    Maps need contiguous rows on multiples of 16 bytes."""
     if rows.is_contiguous() or not rows.numel():
         return
     found, strides = f"{name}: got strides {rows.stride()} for shape {shape_of(rows)}", strides_of(rows)

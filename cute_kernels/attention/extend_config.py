@@ -101,7 +101,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_heads(self) -> int:
-        """KV heads of a work tile: one, or with key rows and tiles of 64 tokens two, one for each warpgroup."""
+        """KV heads of a work tile. With key rows and tiles of 64 tokens there are two, one for each warpgroup; else
+        there is one."""
         return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
 
     @property
@@ -140,7 +141,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def ragged(self) -> bool:
-        """Whether K and V are no cache, but :class:`RaggedKeys`: all requests' tokens one after the other."""
+        """Whether K and V are :class:`RaggedKeys` instead of a cache: all requests' tokens one after the other."""
         return isinstance(self.keys, RaggedKeys)
 
     @property
@@ -149,17 +150,17 @@ class ExtendConfig(ReadsCache):
 
     @property
     def fp8(self) -> bool:
-        """Whether MMAs are FP8; else they are of 16 bits."""
+        """Whether MMAs multiply FP8 numbers; otherwise they multiply 16-bit numbers."""
         return isinstance(self.keys, UnpackedKeys) and self.keys.fp8
 
     @property
     def coded(self) -> bool:
-        """Whether the cache holds codes, of K or of V."""
+        """Whether the cache holds codes of K, of V, or of both."""
         return any(form.is_coded for form in self.formats)
 
     @property
     def mixed(self) -> bool:
-        """Whether one of K and V has 16 bits and the other one codes."""
+        """Whether one of K and V has 16-bit rows and the other has codes."""
         return self.coded and not all(form.is_coded for form in self.formats)
 
     @property
@@ -169,7 +170,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def decoded(self) -> tuple[bool, bool]:
-        """Whether producers decode K's rows, and V's."""
+        """Whether producers decode K's rows, and whether they decode V's."""
         k, v = (form.is_coded and not self.unpacked for form in self.formats)
         return k, v
 
@@ -192,13 +193,14 @@ class ExtendConfig(ReadsCache):
 
     @property
     def cache_types(self) -> tuple[str | None, str | None]:
-        """The types of K and V as the kernel is given them: "bf16", "fp16" or "e4m3"; None for rows with codes."""
+        """The types of the tensors K and V that the kernel takes: "bf16", "fp16" or "e4m3"; None for rows with
+        codes."""
         k, v = (None if own else kind for own, kind in zip(self.decoded, self.operand_types, strict=True))
         return k, v
 
     @property
     def operand_types(self) -> tuple[str, str]:
-        """The types of K's and V's operands, and so of queries and of probabilities: "bf16", "fp16" or "e4m3". Codes
+        """The types of K's and V's operands: "bf16", "fp16" or "e4m3". Queries have K's type, probabilities V's. Codes
         become fp16 exactly."""
         if self.fp8:
             return "e4m3", "e4m3"
@@ -217,7 +219,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def cache_bytes(self) -> tuple[int, int]:
-        """Bytes of an element of K and of V as the kernel is given them."""
+        """Bytes of an element of the tensors K and V that the kernel takes."""
         k, v = (1 if own else self.operand_bytes for own in self.decoded)
         return k, v
 
@@ -230,7 +232,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def scale_words(self) -> tuple[int, int]:
-        """Registers in which a lane holds scales of its producer warp's rows, of K and of V; 0 where rows have no
+        """How many registers of a lane hold scales of its producer warp's rows: of K, and of V. 0 where rows have no
         scale."""
         k, v = (
             max(form.num_groups * self.warp_rows // WARP_THREADS, 1) if has_token_scale(form) else 0
@@ -240,8 +242,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_fillers(self) -> tuple[int, int]:
-        """Warps that arrive on the full barrier of a tile of K, and of V. If K has 16 bits and V's rows have scales,
-        all of K's warps arrive, since they publish the powers of 2 of V's tile."""
+        """How many warps arrive on the full barrier of a tile of K, and of a tile of V. If K has 16 bits and V's rows
+        have scales, all of K's warps arrive, since they publish the powers of 2 of V's tile."""
         k, v = (self.tile_warps if own else 1 for own in self.decoded)
         return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
 
@@ -252,13 +254,14 @@ class ExtendConfig(ReadsCache):
 
     @property
     def channel_scales(self) -> tuple[bool, bool]:
-        """Whether K's and V's columns have scales: queries are multiplied with K's, the output with V's."""
+        """Whether K's columns have scales, which queries are multiplied with; whether V's have, which the output is
+        multiplied with."""
         return has_channel_scales(self.formats[0]), has_channel_scales(self.formats[1])
 
     @property
     def scale_runs(self) -> int:
-        """Parts of a tile that have powers of 2 of their own: what one producer warp decodes, or the whole tile if
-        unpacked."""
+        """How many parts of a tile have a power of 2 each. A part is what one producer warp decodes, or the whole
+        tile."""
         return self.tile_warps if self.decodes and any(self.tile_scales) else 1
 
     @property
@@ -298,7 +301,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_bytes(self) -> tuple[int, int]:
-        """Bytes of a tile of K, and of one of V."""
+        """Bytes of a tile of K, and of a tile of V."""
         k, v = (self.tile_tokens * columns * self.operand_bytes for columns in self.operand_columns)
         return k, v
 

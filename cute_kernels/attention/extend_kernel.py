@@ -3,7 +3,7 @@
 A CTA draws work tiles of 128 rows (positions x heads of a KV head's group) from a counter (:mod:`.work_tiles`).
 Producer warps fill tiles of keys and of values in shared memory, 128 tokens at head_dim 128. They load 16-bit tiles by
 TMA (:mod:`.loads.tma`) and decode rows of codes once for all 128 rows of queries (:mod:`.loads.rows`). Two consumer
-warpgroups multiply them (:mod:`.mainloops.tiles`).
+warpgroups multiply the tiles (:mod:`.mainloops.tiles`).
 
     warps                    what they do
     0 to 3, 4 to 7           consumers: the first and the last rows of a work tile (of key rows: 64 of a
@@ -102,7 +102,7 @@ class ExtendKernel:
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def room(self, max_pages, tokens):
-        """Returns how many tokens a request may have. tokens: of a block of the cache."""
+        """Returns how many tokens a request may have. tokens: tokens of a block of the cache."""
         if self.config.unpacked:
             return max_pages
         return max_pages * tokens if self.config.page_tokens else tokens
@@ -136,8 +136,8 @@ class ExtendKernel:
 
     @cute.jit
     def produce(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
-        """Fills the tiles of all work tiles of the CTA. The first producer warp finds the work tiles and publishes
-        them."""
+        """Fills tiles of K and V for all work tiles of the CTA. The first producer warp finds the work tiles and
+        publishes them."""
         if const_expr(self.config.key_rows is not None):
             self.producer.prefetch_maps(source)
         state, slot = memory.pipelines[0].producer_state(), memory.work.consumer_state()
@@ -162,8 +162,8 @@ class ExtendKernel:
 
     @cute.jit
     def publish(self, shape, lengths, memory, tile: Int32, slot: PipelineState, lane: Int32):
-        """Publishes work tile ``tile`` to the CTA. If it is empty, draws others until one is not, or until none is
-        left. Returns the number of the published one."""
+        """Publishes work tile ``tile`` to the CTA's warps. If the tile is empty, draws further tiles until one is not
+        empty, or none is left. Returns the last tile's number."""
         found = Int32(0)
         request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
         q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)

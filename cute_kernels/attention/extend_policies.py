@@ -52,8 +52,8 @@ KEY_ROWS_GROUPS = (1, 2, 4)  # groups of columns with scales of their own, for n
 
 
 def cannot_unpack(form: KvFormat) -> str | None:
-    """Returns why a cache cannot be unpacked to 16-bit rows, or None. form: its format, one that extend attention
-    reads."""
+    """Returns why a cache in ``form`` cannot be unpacked to 16-bit rows, or None. Extend attention has to read
+    ``form``."""
     if not form.is_coded:
         return f"{form.name} rows are of 16 bits"
     if has_token_scale(form) and form.num_groups > 1:
@@ -62,17 +62,18 @@ def cannot_unpack(form: KvFormat) -> str | None:
 
 
 def has_channel_scales(form: KvFormat) -> bool:
-    """Returns whether every column of a KV head has an fp32 scale, beside the cache."""
+    """Returns whether a format has an fp32 scale beside the cache for every column of a KV head."""
     return form.given_scale == "channel"
 
 
 def has_head_scale(form: KvFormat) -> bool:
-    """Returns whether all rows of a KV head have an fp32 scale in common, beside the cache."""
+    """Returns whether a format has an fp32 scale beside the cache that all rows of a KV head share."""
     return form.given_scale in ("tensor", "head")
 
 
 def has_token_scale(form: KvFormat) -> bool:
-    """Returns whether every row, or every group of a row, has an fp32 scale that is multiplied into its tile."""
+    """Returns whether extend attention multiplies rows by scales of their own, one for each row or group, as it fills a
+    tile."""
     return form.extend is not None and form.extend.scales == "row"
 
 
@@ -84,7 +85,7 @@ def cannot_read(form: KvFormat) -> str | None:
 
 
 def cannot_multiply_fp8(formats: tuple[KvFormat, KvFormat], head_dim: int) -> str | None:
-    """Returns why there are no FP8 products over caches of K's and V's formats, or None."""
+    """Returns why FP8 products cannot be computed over caches of these formats, K's and V's; None if they can."""
     for form in formats:
         if form.codes != "e4m3" or form.extend is None or form.extend.scales != "outside":
             return f"FP8 products want e4m3_tensor or e4m3_head caches, not {form.name}"
@@ -97,7 +98,7 @@ class ReadsCache:
     """The base of configurations that read rows of two cache formats, with the properties that follow from the formats.
 
     Attributes:
-        k_format, v_format: names of the formats. head_dim: of rows.
+        k_format, v_format: names of the formats. head_dim: elements of a row of K or V.
     """
 
     k_format: str
@@ -126,13 +127,13 @@ class ReadsCache:
 
     @property
     def operand_columns(self) -> tuple[int, int]:
-        """Columns of a tile of K, and of one of V."""
+        """Columns of a tile of K, and of a tile of V."""
         return self.columns, self.columns // self.value_parts
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
-        """Whether tiles of K and of V have scales: powers of 2, each for some of the tile's rows. Rows are multiplied
-        by their own scales, divided by that power of 2."""
+        """Whether tiles of K, and tiles of V, have scales: powers of 2, each for some of the tile's rows. A row is
+        multiplied by its own scale divided by the power of 2."""
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     def problem_of_rows(self) -> str | None:
@@ -148,7 +149,7 @@ class ReadsCache:
 
 
 def columns_of(head_dim: int) -> int:
-    """Returns the columns of operands that hold rows of head_dim, which is one of `EXTEND_HEAD_DIMS`."""
+    """Returns how many columns operands have for rows of ``head_dim``, one of `EXTEND_HEAD_DIMS`."""
     return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
 
 
@@ -157,9 +158,9 @@ class ProducerPipeline:
     """The pipeline in which tiles are loaded.
 
     Attributes:
-        tile_tokens: keys and values of a tile.
+        tile_tokens: tokens of a tile of K or V.
         num_stages: tiles of K, and of V, in shared memory.
-        producer_warps: 4 or 8; where they decode, half of them decode K and half V.
+        producer_warps: 4 or 8. If producers decode, half of the warps decode K and half decode V.
     """
 
     tile_tokens: int = 128
@@ -172,11 +173,11 @@ TWO_STAGES = ProducerPipeline()
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """The policy for K and V that are rows of a cache. With pages, ``page_tokens`` tokens (a power of two) are always
-    contiguous; with 0, all tokens of a request are.
+    """The policy for K and V that are rows of a cache.
 
-    mapped: for :mod:`.mainloops.key_rows`, whether tensor maps bring rows with their headers. If not, these are
-        copied in pieces of 16 bytes, or of words. Rows without headers always come by maps.
+    page_tokens: how many tokens are always contiguous, a power of two; 0 if all tokens of a request are. mapped: for
+    :mod:`.mainloops.key_rows`, whether tensor maps load rows that have headers. If not, such rows are copied in pieces
+    of 16 bytes, or word by word. Rows without headers are always loaded by maps.
     """
 
     page_tokens: int = 0
@@ -188,7 +189,7 @@ TOKEN_BY_TOKEN = CachedKeys()
 
 @dataclass(frozen=True)
 class RaggedKeys:
-    """The policy for K and V in 16 bits, without a cache: all requests' tokens lie one after the other, as queries
+    """The policy for K and V in 16 bits outside a cache. Tokens of all requests lie one after the other, as queries
     do."""
 
 
@@ -197,10 +198,10 @@ class UnpackConfig(ReadsCache):
     """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
 
     Attributes:
-        k_format, v_format: of the cache. dtype: of the rows that it makes: "fp16", or "e4m3" for codes as they are,
-            with V's tiles transposed, see :mod:`.mainloops.fp8`.
-        head_dim: of rows.
-        page_tokens, head_major: as :class:`CachedKeys` and the features of attention have them.
+        k_format, v_format: names of the cache's formats. dtype: the dtype of the unpacked rows. It is "fp16", or "e4m3"
+            for codes as they are, with V's tiles transposed, see :mod:`.mainloops.fp8`.
+        head_dim: elements of a row.
+        page_tokens, head_major: as in :class:`CachedKeys` and in attention's features.
     """
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_unpack"
@@ -215,7 +216,7 @@ class UnpackConfig(ReadsCache):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of the rows that it writes."""
+        """Bytes of an element of the unpacked rows."""
         return 1 if self.dtype == "e4m3" else ELEMENT_BYTES
 
     @property
@@ -224,12 +225,12 @@ class UnpackConfig(ReadsCache):
 
     @property
     def warp_rows(self) -> int:
-        """Rows of a tile that a warp takes."""
+        """Rows of a tile that a warp unpacks."""
         return self.tile_tokens // UNPACK_WARPS
 
     @property
     def layout(self) -> str:
-        """The cache's layout, in its kernels' names."""
+        """The part of kernels' names that says the cache's layout."""
         return (f"_p{self.page_tokens}" if self.page_tokens else "") + ("_head_major" if self.head_major else "")
 
     @property
@@ -255,8 +256,8 @@ class UnpackConfig(ReadsCache):
 
 @dataclass(frozen=True)
 class UnpackedKeys:
-    """The policy for K and V that :mod:`.loads.unpack` made of a cache, as rows of 16 bits. Requests follow each other,
-    head by head. Zeros fill a request's last tile.
+    """The policy for K and V that :mod:`.loads.unpack` has made of a cache, as rows of 16 bits. Rows are ordered by
+    request, head and token. Zeros fill a request's last tile.
 
     fp8: whether rows stay E4M3 codes, with V's tiles transposed, and MMAs are FP8.
     """
@@ -269,11 +270,12 @@ Keys: TypeAlias = CachedKeys | RaggedKeys | UnpackedKeys
 
 @dataclass(frozen=True)
 class KeyRows:
-    """The shared memory, in bytes, of a CTA that multiplies keys, as rows, with ``tile_rows`` queries.
+    """The sizes of the shared memory, in bytes, of a CTA whose MMAs have keys as rows and ``tile_rows`` queries as
+    columns.
 
     Attributes:
-        tile_bytes: of a tile's codes, K's and V's. header_bytes: of a tile's headers where they lie apart from the
-            codes, else 0.
+        tile_bytes: bytes of a tile's codes, of K and of V. header_bytes: bytes of a tile's headers, of K and of V; 0
+            where they lie beside the codes.
         heads: KV heads of a work tile.
     """
 
@@ -294,7 +296,8 @@ class KeyRows:
 
     @property
     def group_told_bytes(self) -> int:
-        """Bytes that the warps of a warpgroup exchange: a number of each warp and one of all, for each query."""
+        """Bytes through which the warps of a warpgroup exchange numbers: for each query one number a warp, and one of
+        all warps."""
         return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
 
     @property

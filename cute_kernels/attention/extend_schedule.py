@@ -50,7 +50,7 @@ MAX_UNPACKED_BYTES = 2**29  # the most memory that a call takes for unpacked row
 
 
 def choose(problem: AttentionProblem) -> ExtendConfig:
-    """Returns the configuration that reads the cache as it lies."""
+    """Returns the configuration that reads the cache as it lies, without unpacking."""
     formats = problem.k_format, problem.v_format
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),
@@ -65,8 +65,8 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
 
 
 def choose_newer(config: ExtendConfig) -> ExtendConfig:
-    """Returns the configuration for the queries' own tokens in 16 bits, which merges its result with that of ``config``
-    over the cache."""
+    """Returns the configuration for a second launch over the queries' own tokens, in 16 bits. The launch merges its
+    result with the result of ``config`` over the cache."""
     return ExtendConfig(
         k_format=config.q_dtype,
         v_format=config.q_dtype,
@@ -81,7 +81,7 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
 
 
 def heads_of_tile(num_kv_heads: int) -> int:
-    """Returns the KV heads of a work tile of key rows: two where their number is even, else one."""
+    """Returns how many KV heads a work tile of key rows has: two if ``num_kv_heads`` is even, else one."""
     return 2 - num_kv_heads % 2
 
 
@@ -89,8 +89,8 @@ def key_rows_of(
     config: ExtendConfig, tile_rows: int = MOST_COLUMNS, mapped: bool = False, tile_heads: int = 1
 ) -> ExtendConfig | None:
     """Returns the variant of ``config`` with keys as rows of MMAs and ``tile_rows`` queries as columns; None if it
-    cannot be compiled. mapped: whether tensor maps can load rows with their headers. tile_heads: as `heads_of_tile`
-    returns it."""
+    cannot be compiled. mapped: whether tensor maps can load rows with their headers. tile_heads: the result of
+    `heads_of_tile`, or 1."""
     tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
     least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
@@ -106,8 +106,8 @@ def key_rows_of(
 
 
 def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
-    """Returns the configurations of key rows for launches of ``config`` with few queries a request. The one for the
-    fewest queries comes first. mapped, tile_heads: as for :func:`key_rows_of`."""
+    """Returns the key-row variants of ``config``, for launches with few queries a request; the variant for the fewest
+    queries comes first. mapped, tile_heads: as for :func:`key_rows_of`."""
     configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
@@ -115,9 +115,9 @@ def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int 
 def serves_key_rows(
     config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> bool:
-    """Returns whether a launch is faster with ``config``, of key rows, than with tiles of 128 rows. That holds where a
-    request's queries fit one work tile of a KV head, and there are enough work tiles. All requests are taken to have
-    equally many queries."""
+    """Returns whether a launch is faster with ``config``, which has key rows, than with tiles of 128 rows. It is faster
+    if a request's queries fit one work tile of a KV head, and there are work tiles enough. All requests are taken to
+    have equally many queries."""
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
     return rows <= config.tile_rows and KEY_ROWS_TILES * batch * num_kv_heads >= num_sms
 
@@ -125,8 +125,9 @@ def serves_key_rows(
 def decodes_with_key_rows(
     configs: list[ExtendConfig], batch: int, q_len: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> ExtendConfig | None:
-    """Returns the configuration of key rows that is faster than decode attention's own kernel, or None. That kernel's
-    warps decode for 32 rows at most. INT4 stays with that kernel, which does not round keys."""
+    """Returns the first of ``configs``, all with key rows, that is faster than decode attention's own kernel; None if
+    none is. The kernel's warps decode a row for 32 queries at most. INT4 stays with decode's kernel, which does not
+    round keys."""
     if q_len * (num_q_heads // num_kv_heads) <= DECODE_ROWS:
         return None
     exact = [config for config in configs if all(_is_exact(form) for form in config.formats)]
@@ -135,7 +136,8 @@ def decodes_with_key_rows(
 
 
 def _is_exact(form: KvFormat) -> bool:
-    """Returns whether operands are the codes, unrounded, and scales are applied to scores and probabilities."""
+    """Returns whether key rows multiply a format's codes unrounded, and apply its scales to scores and
+    probabilities."""
     if form.extend is None or form.num_groups > 1 or has_channel_scales(form):
         return False
     return form.extend.scales in ("outside", "row")
@@ -147,8 +149,8 @@ def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
 
 
 def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
-    """Returns the two configurations that replace ``config`` by two launches: the first makes 16-bit rows of the cache,
-    the second attends to them."""
+    """Returns the configurations of two launches that replace one of ``config``. The first launch unpacks the cache to
+    16-bit rows, the second attends to these rows."""
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
@@ -169,7 +171,8 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 
 def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
-    """Chooses configurations for FP8 products, as :func:`choose_unpacked` does for products of 16 bits."""
+    """Returns the configurations of two launches that replace one of ``config``. The first launch unpacks the cache to
+    E4M3 codes, the second multiplies in FP8."""
     unpack, attention = choose_unpacked(config)
     return replace(unpack, dtype="e4m3"), replace(
         attention,
@@ -181,7 +184,8 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 
 def _unpacked_as(form: KvFormat) -> str:
-    """Returns the name of the first format whose unpacked rows attention reads as it reads those of ``form``."""
+    """Returns the name of the first format whose unpacked rows attention reads in the same way as unpacked rows of
+    ``form``."""
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
         reader = other.extend
@@ -193,11 +197,11 @@ def _unpacked_as(form: KvFormat) -> str:
 
 
 def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
-    """Returns the number of queries from which on a launch of ``batch`` requests gains by unpacking; None if it never
-    does.
+    """Returns the least number of queries with which a launch of ``batch`` requests gains by unpacking; None if no
+    number does.
 
-    group: query heads of a KV head. window: keys that a query sees. Unpacking a token of a KV head costs the bytes of
-    its rows. Each query that sees the token then saves decoding time.
+    group: query heads of a KV head. window: keys that a query sees. Unpacking a token costs the time to move the bytes
+    of its rows. Each query that sees the token then saves decoding time.
     """
     if config.why_as_it_lies is not None:
         return None
@@ -209,15 +213,16 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 
 
 def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int | None:
-    """Returns the number of SMs for decoding concurrently with a prefill, over 16-bit caches; None where both are
-    faster one after the other. decode_bytes: bytes of the cache that decoding reads.
+    """Returns how many SMs decoding takes while a prefill runs on the others; None if both are faster one after the
+    other. decode_bytes: bytes of the cache that decoding reads.
 
-    A few SMs stream at full rate, and MMAs need all SMs. Codes need all SMs for either, since decoding them is work.
+    Running both together pays for 16-bit caches: a few SMs stream at full rate, while MMAs need all SMs. With codes,
+    streaming needs all SMs as well, since decoding them is work.
     """
     decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
 
     def time(sms: int) -> float:
-        """Returns the time of the longer of the two calls, in us."""
+        """Returns the microseconds of both calls together, if decoding takes ``sms`` SMs."""
         own = decode_us * max(1.0, STREAMING_SMS / sms)
         return STREAMS_US + SIDE_BY_SIDE_COST * max(own, prefill_us * num_sms / (num_sms - sms))
 
@@ -226,7 +231,7 @@ def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int |
 
 
 def room_of(max_seq_len: int, head_dim: int) -> int:
-    """Returns the tokens of unpacked keys that a request has room for, in whole tiles."""
+    """Returns how many tokens of unpacked keys a request has room for: max_seq_len, rounded up to whole tiles."""
     tokens = TILE_TOKENS[columns_of(head_dim)]
     return -(-max_seq_len // tokens) * tokens
 
@@ -235,7 +240,7 @@ def count_tiles(
     total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
 ) -> int:
     """Returns the number of work tiles of a launch, some of them empty. A request has at most one empty tile for each
-    KV head, or for each ``tile_heads`` of them."""
+    KV head, or for each ``tile_heads`` KV heads."""
     return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 
@@ -253,8 +258,7 @@ def choose_splits(
 ) -> int:
     """Returns the number of parts that each work tile's keys are cut into, so that the busiest CTA has the least work.
 
-    Lengths are known on the device alone. Queries count as if all requests had equally many, and keys as if all had
-    max_seq_len.
+    The host does not know the lengths. It takes all requests to have equally many queries, and max_seq_len keys each.
     """
     if not (total_q and batch):
         return 1
@@ -263,7 +267,7 @@ def choose_splits(
     blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
-        """Returns the time of the busiest CTA, in blocks of keys."""
+        """Returns the time of the busiest CTA, in units of the time of one block of keys."""
         extra = PARTIAL_COST if splits > 1 else 0.0
         rounds = -(-tiles * splits // num_sms)
         return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)

@@ -1,4 +1,4 @@
-"""Plans decode calls with several queries a request over codes by key rows, where these are faster.
+"""Plans decode calls that run faster with key rows: calls with several queries a request over caches of codes.
 
 Decode attention's own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainloops.key_rows` decodes
 them once for up to 72 rows.
@@ -25,9 +25,9 @@ from cute_kernels.runtime.operator import Plan
 def plan_of(call: AttentionCall) -> Plan | None:
     """Returns the plan of a decode call that runs with key rows; None for other calls.
 
-    Fixed splits are excluded, since they set the order in which decode's own kernel adds. The kernel needs a cu_seqlens
-    tensor, which a plan keeps. A plan that is made while a graph is captured does not, since the tensor would lie in
-    the graph's memory: each launch makes a new one.
+    Calls with fixed splits are excluded, since they set the order in which decode's own kernel adds. The kernel needs a
+    cu_seqlens tensor, which a plan keeps. A plan made while a graph is captured keeps none, since the tensor would lie
+    in the graph's memory. Each launch makes a new tensor then.
     """
     dims = {call.head_dim, call.v.head_dim}
     if call.num_splits is not None or not call.k.form.is_coded or dims != {KEY_ROWS_HEAD_DIM}:
@@ -63,8 +63,8 @@ def plan_of(call: AttentionCall) -> Plan | None:
 @per_gpu
 @lru_cache(maxsize=256)
 def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Returns the result of `_new_ends`, which is made once. Waits for the copy to the GPU, since the next launch may
-    be on another stream."""
+    """Returns the kept result of `_new_ends`. When it is made, waits for the GPU, since the next launch may be on
+    another stream."""
     return _new_ends(batch, q_len, torch.device("cpu")).to(device)
 
 

@@ -1,7 +1,8 @@
 """The launches of attention: what a plan keeps from call to call, and the arguments of each call.
 
 Decode attention is one launch, except where its calls go to key rows (:mod:`.few_queries`). Extend attention has three
-algorithms: the cache is read as it lies; it is unpacked first, for many queries; or its keys are rows of MMAs, for few.
+algorithms. For many queries the cache is unpacked first; for few queries its keys are rows of MMAs; otherwise it is
+read as it lies.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class DecodeLaunch:
             native code it compares the shape, strides, dtype, alignment and device of every tensor with its compiled
             signature. It launches on torch's current stream of the tensors' device.
         new_out, new_lse: shapes and dtypes of results that the caller gives no tensor for.
-        k_view, v_view: dtypes that the function takes the caches as, None for their own.
-        num_words: of workspace, 0 if there is nothing to combine.
+        k_view, v_view: dtypes as which the kernel takes the caches; None for the caches' own dtypes.
+        num_words: words of the workspace; 0 if there is nothing to combine.
         mode: the bits of a launch's mode that do not depend on the call.
     """
 
@@ -60,10 +61,10 @@ class DecodeLaunch:
         """Launches on the current stream of the plan's device, which is the current device. Returns (out or a new
         tensor, lse if asked for).
 
-        ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: for a
-        decode step in one launch: k and v of the newest tokens, [batch, num_kv_heads, head_dim] each, and where a
-        transform's constants lie. This is one flat function, without objects on the way, because each decoding step of
-        a model waits for it once a layer.
+        ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: None,
+        except for a decode step in one launch. Then (k, v, constants, extras): what the step appends. k and v are of
+        the newest tokens, [batch, num_kv_heads, head_dim] each. This is one flat function, without objects on the way,
+        because each decoding step of a model waits for it once a layer.
         """
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:
@@ -97,9 +98,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 class Keys(NamedTuple):
     """The arguments of attention over a cache.
 
-    k_cache, v_cache: in the dtypes that the kernels take. lengths: the seq_lens of :mod:`.arguments`. out, lse:
-    written; lse only if given. softmax_scale: None for the plan's. options: all options; a block table is contiguous.
-    prefix_only: 1 to leave out the queries' own tokens.
+    k_cache, v_cache: in the dtypes that the kernels take. lengths: the seq_lens of :mod:`.arguments`. out, lse: tensors
+    for the results; lse may be None. softmax_scale: None for the plan's own scale. options: all options; a block table
+    is contiguous. prefix_only: 1 to leave out the queries' own tokens.
     """
 
     q: torch.Tensor
@@ -116,7 +117,7 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtendLaunch:
-    """One launch of attention and, where its keys are cut, the launch that combines the parts.
+    """One launch of attention and, if its keys are cut into splits, the launch that combines the splits.
 
     Attributes:
         send: the compiled kernel, which compares every tensor with its compiled signature. It takes by name the
@@ -125,7 +126,8 @@ class ExtendLaunch:
         num_sms: SMs that a launch may use.
         max_seq_len: tokens that a request may have.
         num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
-        combine: the compiled kernel that combines splits, its arguments by name; None where keys are never split.
+        combine: the compiled kernel that combines splits; it takes its arguments by name. None where keys are never
+            split.
     """
 
     send: Callable[..., Any]
@@ -146,7 +148,7 @@ class ExtendLaunch:
         **own: int,
     ) -> None:
         """Launches attention and, with several splits, the combine. other: (out, lse) of another launch to merge with.
-        own: arguments of unpacked keys."""
+        own: arguments that only unpacked keys have, by name."""
         q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
@@ -177,7 +179,7 @@ class ExtendLaunch:
             )  # fmt: skip
 
     def splits_of(self, q: torch.Tensor, max_seq_len: int | None) -> int:
-        """Returns the number of splits of a launch. max_seq_len: a bound of its requests' lengths, if known."""
+        """Returns the number of splits of a launch. max_seq_len: an upper bound of the requests' lengths, or None."""
         if self.combine is None:
             return 1
         if self.num_splits is not None:
@@ -192,9 +194,9 @@ class UnpackedLaunch:
     """A launch that unpacks the cache, and a launch of attention over the unpacked rows.
 
     Attributes:
-        send: the compiled kernel that makes rows of 16 bits of the cache, its arguments by name. config: what it was
-            compiled from.
-        attention: the launch over these rows.
+        send: the compiled kernel that unpacks the cache to rows of 16 bits; it takes its arguments by name. config: the
+            kernel's configuration.
+        attention: the launch of attention over the unpacked rows.
     """
 
     send: Callable[..., Any]
@@ -207,17 +209,18 @@ class UnpackedLaunch:
         return 2 * rows * self.config.head_dim * self.config.element_bytes
 
     def tokens(self, max_seq_len: int | None) -> int:
-        """Returns a bound of the requests' tokens: ``max_seq_len`` or the cache's, the smaller."""
+        """Returns an upper bound of the requests' tokens: the lesser of ``max_seq_len``, if given, and what the cache
+        has room for."""
         most = self.attention.max_seq_len
         return most if max_seq_len is None else min(most, max_seq_len)
 
     def room(self, max_seq_len: int | None) -> int:
-        """Returns the most tokens of a request that the unpacked rows have memory for."""
+        """Returns how many tokens of a request the unpacked rows have memory for."""
         return room_of(self.tokens(max_seq_len), self.config.head_dim)
 
     def call(self, keys: Keys) -> None:
-        """Unpacks the cache, then launches attention over the unpacked rows. keys: as `ExtendLaunch.call` takes
-        them."""
+        """Unpacks the cache, then launches attention over the unpacked rows. keys: the arguments, as for
+        `ExtendLaunch.call`."""
         config, attention, max_seq_len = self.config, self.attention, keys.options["max_seq_len"]
         room = self.room(max_seq_len)
         shape = (attention.batch, attention.num_kv_heads, room, config.head_dim)
@@ -239,9 +242,9 @@ class UnpackedLaunch:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A launch, and the calls that it supports. ``supports(queries, max_seq_len)`` returns whether it supports a call;
-    an algorithm without this function supports all calls. max_seq_len: a bound of the requests' lengths, or None.
-    ``launch.call`` takes :class:`Keys`, and launches on the current stream."""
+    """A launch, and which calls it supports. ``supports(queries, max_seq_len)`` returns whether the launch supports a
+    call; None if it supports all calls. max_seq_len: an upper bound of the requests' lengths, or None. ``launch.call``
+    takes :class:`Keys`, and launches on the current stream."""
 
     launch: ExtendLaunch | UnpackedLaunch
     supports: Callable[[int, int | None], bool] | None = None
@@ -253,11 +256,13 @@ class ExtendLaunches:
     only the number of queries may differ.
 
     Attributes:
-        algorithms: the first that supports a call runs it; the last supports all calls.
-        k_view, v_view: dtypes that the kernels take the caches as, None for their own.
-        copies_table: whether the block table's rows lie apart, so that it is copied: kernels want it contiguous.
+        algorithms: the algorithms in the order in which they are tried. The first that supports a call runs the call;
+            the last supports all calls.
+        k_view, v_view: dtypes as which the kernels take the caches; None for the caches' own dtypes.
+        copies_table: whether the block table has gaps between rows. Kernels want a contiguous table, so it is copied
+            then.
         has_cache: whether the cache has room for a token.
-        newer: the launch over the queries' own tokens, where these are not in the cache.
+        newer: the launch over the queries' own tokens; None if they are in the cache.
     """
 
     algorithms: tuple[Algorithm, ...]
@@ -291,8 +296,8 @@ class ExtendLaunches:
         return GPU.empty(*blank(tuple(q.shape[:2]), torch.float32))
 
     def call(self, keys: Keys) -> None:
-        """Launches attention over the cache. ``keys`` have the caches in their own dtypes, and a block table of any
-        stride."""
+        """Launches attention over the cache. ``keys`` has the caches in their own dtypes; its block table may have gaps
+        between rows."""
         options = keys.options
         if self.copies_table:  # the copy may be freed before it is read: its memory is reused in the stream's order
             options = options | {"block_table": options["block_table"].contiguous()}
@@ -304,7 +309,7 @@ class ExtendLaunches:
         self.launch_for(keys.q.shape[0], options["max_seq_len"]).call(keys)
 
     def launch_for(self, num_queries: int, max_seq_len: int | None) -> ExtendLaunch | UnpackedLaunch:
-        """Returns the launch of the first algorithm that supports a call. max_seq_len: a bound of its requests'
-        lengths, if known."""
+        """Returns the launch of the first algorithm that supports a call. max_seq_len: an upper bound of the requests'
+        lengths, or None."""
         found = (each for each in self.algorithms if each.supports is None or each.supports(num_queries, max_seq_len))
         return next(found).launch

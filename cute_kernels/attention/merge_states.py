@@ -1,8 +1,8 @@
 """Merges attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.kernel`.
 
-With lse = log(sum of exp(score)), the attention over both sets is the average of the two weighted by exp(lse), exactly.
-So a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a long context in
-parts.
+With lse = log(sum of exp(score)), attention over two sets of keys is the average of both results, weighted by exp(lse).
+This is exact. So a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a
+long context can be attended to in parts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def merge_states(
     """Merges attention over two disjoint sets of keys into attention over their union, exactly.
 
     Args:
-        out_a, out_b: bf16, fp16 or fp32 [batch, q_len, num_heads, head_dim] or [tokens, num_heads, head_dim], of one
-            shape and dtype; rows a multiple of 16 bytes.
+        out_a, out_b: bf16, fp16 or fp32 [batch, q_len, num_heads, head_dim] or [tokens, num_heads, head_dim]; both of
+            one shape and dtype. A row has a multiple of 16 bytes.
         lse_a, lse_b: fp32, the shape without head_dim: natural log of the sum of exponentials of the scores, as
             ``decode_attention(..., return_lse=True)`` gives it. -inf for a part without keys, or +inf, as FlashMLA
             returns. Such a part is ignored, and its out may hold anything.
@@ -70,10 +70,10 @@ def merge_states(
 def merge_over_ranks(
     out: torch.Tensor, lse: torch.Tensor, group: torch.distributed.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges attention over the keys of all ranks, each of which has attended to its own: context parallelism.
+    """Merges the attention of all ranks, where each rank has attended to its own keys (context parallelism).
 
     Args:
-        out, lse: this rank's, as `merge_states` takes them, of one shape on all ranks. A rank whose part has no keys
+        out, lse: this rank's result, as for `merge_states`; the shape is the same on all ranks. A rank without keys
             passes lse -inf.
         group: the ranks that hold the parts; default: all ranks.
 
@@ -95,7 +95,8 @@ def merge_over_ranks(
 
 
 def check_states(**tensors: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless the tensors, by their arguments' names, are states of one shape."""
+    """Raises TypeError or ValueError unless the tensors are states of one shape. Messages call them by their
+    keywords."""
     check_tensors(**tensors)
     first, out = next(iter(tensors.items()))
     if out.dim() not in NDIMS:
@@ -140,8 +141,8 @@ def _checked(states: States) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _plan_of(state: tuple[torch.Tensor, torch.Tensor]) -> Plan | None:
-    """Returns the plan of calls with the state's dtype and number of dimensions, for all shapes; None if the state has
-    no elements."""
+    """Returns a plan for all calls whose states have this state's dtype and number of dimensions. Returns None if the
+    state has no elements."""
     out, _ = state
     if not out.numel():
         return None

@@ -1,8 +1,9 @@
 """Batches in which some requests decode and others prefill: two kernels run concurrently, each with its own requests.
 
-One query a request is limited by bandwidth, hundreds are limited by MMAs. Over 16-bit caches the two kernels do not
-slow each other much, if both have SMs to run on. So a prefill leaves some SMs free, and decoding runs on these. Over
-codes both need all SMs, and the kernels run one after the other; docs/design/extend_attention.md has the figures.
+Requests with one query are limited by bandwidth, requests with hundreds of queries by MMAs. Over 16-bit caches the two
+kernels do not slow each other much, if both have SMs to run on. So a prefill leaves some SMs free, and decoding runs on
+these. Over codes both kernels need all SMs, so they run one after the other. docs/design/extend_attention.md has the
+figures.
 """
 
 from __future__ import annotations
@@ -92,21 +93,21 @@ def mixed_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes :func:`extend_attention` of a batch whose first requests decode, with one query each.
 
-    `decode_attention` computes these requests, on a GPU possibly on a stream of its own, for which the current stream
-    waits. CUDA graphs capture both.
+    `decode_attention` computes the requests that decode. On a GPU it may run on a stream of its own, for which the
+    current stream waits. CUDA graphs capture both streams.
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`.
         num_decodes: requests 0 to num_decodes - 1 have exactly one query each, as engines order batches. A GPU does not
             check it, since cu_seqlens_q is not read on the host.
         return_lse: also return the log-sum-exp of the scores, as :func:`extend_attention` does.
-        out: the tensor for the result, as q, contiguous.
+        out: the tensor for the result, contiguous, with q's shape and dtype.
         options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,
-            as both calls have them; fp8_products, as :func:`extend_attention` has it.
+            as for both calls; fp8_products, as for :func:`extend_attention`.
 
     Other Parameters:
-        sm_margin: SMs that the kernel of the other requests leaves to decoding, which then runs concurrently. Default:
-            chosen by the work of both. Over quantised caches both need all SMs, so they run one after the other.
+        sm_margin: SMs that extend attention leaves to decoding, which then runs concurrently. Default: chosen by the
+            work of both kernels. Over quantised caches both need all SMs, so they run one after the other.
         unpack, max_seq_len: as for :func:`extend_attention`.
 
     Returns the results of :func:`extend_attention`.
@@ -192,8 +193,8 @@ def _margin_of(
     options: dict[str, Any],
     of_extend: dict[str, Any],
 ) -> int | None:
-    """Returns the number of SMs for decoding, or None if the kernels run one after the other. Does not check arguments:
-    both calls do.
+    """Returns the number of SMs for decoding, or None if the kernels run one after the other. Does not check arguments,
+    since the calls of both kernels do.
 
     All requests are taken to have the greatest possible length.
     """
@@ -214,7 +215,7 @@ def _margin_of(
 
 
 def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
-    """Raises ValueError unless the batch can be divided in two; the calls for both parts check the rest."""
+    """Raises ValueError unless the batch can be divided in two parts. The calls of both parts check the rest."""
     check_query(q)
     check_shape("seq_lens", seq_lens, "batch")
     batch, queries = seq_lens.shape[0], q.shape[0]
@@ -240,8 +241,8 @@ def _part_of(caches: dict[str, torch.Tensor], options: dict[str, Any], part: sli
 
 
 def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:
-    """Runs ``first`` on the current stream and ``beside`` concurrently on another stream, for which the current stream
-    waits. Returns the result of ``first``."""
+    """Runs ``first`` on the current stream, and ``beside`` concurrently on another stream. The current stream waits for
+    the other stream at the end. Returns the result of ``first``."""
     index = torch.cuda.current_device() if device.index is None else device.index
     side = _streams.get(index)
     if side is None:

@@ -1,5 +1,5 @@
-"""The operands of a call beside q, as kernels and reference take them: caches with scales and tails, a bias, chosen
-blocks."""
+"""The operands of a call besides q: caches with scales and tails, a bias, chosen blocks. Kernels and reference take
+them in this form."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from cute_kernels.formats.kv import KvFormat
 BLOCK_TOKENS = (64, 128)
 BLOCK_NAMES = ("block_list", "block_counts", "block_tokens")
 POSITIONAL = ("window_size", "alibi_slopes", "attn_bias", "score_options", "q_shift", "k_tail", "new_k", "tree_mask")
-"""Options that need positions in the whole request, or keys outside the cache."""
+"""Options that need positions in the whole request, or keys outside the cache. Calls over chosen blocks refuse them."""
 
 
 @dataclass(frozen=True, eq=False)
 class GivenScale:
-    """A scale that lies beside the cache: of head h and column d it is element h * head_stride + d * channel_stride.
+    """Scales that lie beside the cache. The scale of head h and column d is element h * head_stride + d *
+    channel_stride.
 
-    tensor: fp32, on the cache's device. A stride is 0 where one scale serves all heads, or all columns.
+    tensor: fp32, on the cache's device. head_stride is 0 if all heads share a scale, channel_stride if all columns do.
     """
 
     tensor: torch.Tensor
@@ -38,12 +39,14 @@ class CacheOperand:
     Attributes:
         cache: 4 dimensions as the call's layout orders them; rows are contiguous, other strides free.
         form: the cache's format.
-        head_dim: elements that a row stands for.
-        block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
-            or KV head to the next. The row of a token lies at block * block_stride + place in the block * token_stride
-            + head * head_stride; the sum may exceed 32 bits.
-        tokens_touch: whether tokens lie one after the other: with all their KV heads or, head-major, within a head.
-        heads_touch: whether KV heads lie one after the other: within a token or, head-major, with a block's tokens.
+        head_dim: elements of K or V that a row stands for.
+        block_stride, token_stride, head_stride: strides in bytes of blocks (a page, or a request's contiguous cache),
+            tokens and KV heads. A row lies at block * block_stride + token of the block * token_stride + head *
+            head_stride, which may exceed 32 bits.
+        tokens_touch: whether tokens lie one after the other without gaps: with all KV heads or, head-major, in each
+            head.
+        heads_touch: whether KV heads lie one after the other without gaps: in each token or, head-major, with all
+            tokens of a block.
         scale: the scale beside the cache; None for a format without one.
     """
 
@@ -64,9 +67,10 @@ class CacheOperand:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The keys of each request's block that is not full, for a format in blocks; they are kept beside the cache.
+    """The keys of unfinished blocks, for a format in blocks of tokens. They are kept beside the cache.
 
-    rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, by position modulo 64. slots: int32 [batch].
+    rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous; the key at position p has row p % 64. slots: int32
+    [batch], each request's slot.
     """
 
     rows: torch.Tensor
@@ -75,16 +79,16 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """An additive bias, fp32 or bf16. The element for (request, query, head, key) is found at the dot product of this
-    index with ``strides``, which are 0 where the bias repeats."""
+    """An additive bias, fp32 or bf16. ``strides`` has a stride in elements for request, query, head and key; it is 0
+    where the bias repeats."""
 
     tensor: torch.Tensor
     strides: tuple[int, int, int, int]
 
     @staticmethod
     def of(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> Bias:
-        """Returns a checked bias over ``shape`` [batch, q_len, num_q_heads, max_seq_len]; raises as
-        `checks.check_bias`."""
+        """Checks a bias, and returns it with its strides over ``shape`` [batch, q_len, num_q_heads, max_seq_len].
+        Raises as `checks.check_bias` does."""
         return Bias(bias, checks.check_bias(bias, shape))
 
 
@@ -92,8 +96,8 @@ class Bias:
 class ChosenBlocks:
     """The blocks of ``tokens`` tokens that each KV head of a request reads.
 
-    list: int32 [batch, num_kv_heads, max_blocks], ascending; from ``counts`` on its entries may be anything. counts:
-    int32 [batch, num_kv_heads].
+    list: int32 [batch, num_kv_heads, max_blocks], numbers of blocks, ascending. Only the first ``counts`` entries of
+    each KV head count. counts: int32 [batch, num_kv_heads].
     """
 
     list: torch.Tensor
@@ -102,8 +106,8 @@ class ChosenBlocks:
 
     @staticmethod
     def of(options: Mapping[str, Any], heads: tuple[int, int], device: torch.device) -> ChosenBlocks | None:
-        """Returns the chosen blocks of a call with these options; None for a call over all tokens. heads: batch and KV
-        heads.
+        """Returns the chosen blocks of a call with these options; None for a call over all tokens. heads: (batch,
+        num_kv_heads).
 
         Raises TypeError and ValueError, naming the argument, what came and what is wanted.
         """
@@ -125,8 +129,8 @@ class ChosenBlocks:
         return ChosenBlocks(block_list, block_counts, block_tokens)
 
     def seen(self, keys_at: torch.Tensor) -> torch.Tensor:
-        """Returns bool [batch, num_kv_heads, tokens]: whether each key at positions ``keys_at`` [tokens] lies in a
-        chosen block."""
+        """Returns bool [batch, num_kv_heads, tokens]: whether the keys at positions ``keys_at`` [tokens] lie in chosen
+        blocks."""
         known = torch.arange(self.list.shape[2], device=self.list.device) < self.counts[..., None]
         chosen = (self.list[..., None] == keys_at // self.tokens) & known[..., None]
         return chosen.any(dim=2)
@@ -134,8 +138,8 @@ class ChosenBlocks:
     def check_whole_pages(
         self, caches: Blocks, k: CacheOperand, v: CacheOperand, block_table: torch.Tensor | None
     ) -> None:
-        """Raises ValueError unless a chosen block is a number of whole pages or, of contiguous caches, a request's
-        memory is a number of whole blocks."""
+        """Raises ValueError unless a chosen block consists of whole pages. Of contiguous caches, a request's memory has
+        to consist of whole blocks."""
         tokens = self.tokens
         if block_table is not None:
             if tokens % caches.tokens:
@@ -179,8 +183,8 @@ def check_caches(
     head_major: bool,
     block_table: torch.Tensor | None,
 ) -> Blocks:
-    """Returns the blocks of both caches, after checks of the sizes that they must share, but not of their rows. query:
-    q's batch and heads."""
+    """Checks the sizes that both caches have to share, and returns their blocks. Does not check rows. query: (batch of
+    q, heads of q)."""
     batch, num_q_heads = query
     tokens_name = "max_seq_len" if block_table is None else "page_size"
     inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"
@@ -234,5 +238,5 @@ def operand_of(
 
 
 def part_of(operand: CacheOperand, part: slice) -> CacheOperand:
-    """Returns the part of a contiguous cache that has the requests ``part``."""
+    """Returns the part of a contiguous cache that belongs to the requests ``part``."""
     return replace(operand, cache=operand.cache[part])

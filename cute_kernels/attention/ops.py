@@ -1,4 +1,5 @@
-"""Calls the kernels: plan and launch in eager mode, the reference on a CPU, registered operators under torch.compile.
+"""Computes calls of attention: by plan and launch in eager mode, by the reference on a CPU, by registered operators
+under torch.compile.
 
 Both calls of attention share this path: a call of extend attention has ``cu_seqlens_q``, one of decode attention has
 none.
@@ -52,10 +53,10 @@ _NOT_IN_KEYS = dict.fromkeys((*ROWS_OF_QUERIES, "max_seq_len"))
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns the key of a call's plan. It leaves out what the compiled function compares: K's shape, which follows
-    from V's and q's, and the strides of elements. It has the caches' dtypes, since kernels take signed bytes as
-    unsigned ones, and their strides, for which the plan has chosen copies. It has q's strides with several queries,
-    since they decide whether key rows serve the call."""
+    """Returns the key of a call's plan. K's shape follows from V's and q's, and is left out, as are strides of
+    elements: the compiled function compares them. The caches' dtypes count, since kernels take signed bytes as unsigned
+    bytes. The caches' strides count, since the plan has chosen copies for them. With several queries q's strides count,
+    since they decide whether key rows support the call."""
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
         check_optional_positive("softmax_scale", softmax_scale)
@@ -81,8 +82,8 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
     """Returns the key of a plan of extend attention. The number of queries and the longest length change from step to
-    step and are left out. Two facts about them count: whether there are queries, and whether a call may be refused for
-    their number, in which case it has no plan."""
+    step, and are left out. Two facts about the number of queries count: whether it is 0, and whether the call may be
+    refused because of it. A refused call has no plan."""
     if options["max_seq_len"] is not None:
         check_optional_count("max_seq_len", options["max_seq_len"])
     of_queries = {name: options[name] for name in ROWS_OF_QUERIES if options[name] is not None}
@@ -112,29 +113,30 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
 
 
 def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns the part of the caches' strides that decides a plan; None where there are no gaps."""
+    """Returns the caches' strides for a plan's key; None if both caches are contiguous."""
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
     return None if dense else (k_cache.stride(), v_cache.stride())
 
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the part of complete options that decides a plan. The part of a tensor is everything but its contents,
-    with its alignment; the part of another option is its value.
+    """Returns the part of a plan's key that complete options decide. For a tensor it has everything but the contents,
+    alignment included; for another option it has the value.
 
-    Some options change no plan. The key has them nevertheless, since a call with a known key is not checked again.
+    Options that change no plan are in the key, too, since a call with a known key is not checked again.
     """
     return tuple([x if x is None or type(x) in _VALUES else _key_of(x) for x in options.values()])
 
 
 def _key_of(value: Any) -> Any:
-    """Returns the part of a value that decides a plan. The value is a tensor, tensors by name, or anything else."""
+    """Returns the part of a plan's key that an option's value decides. The value is a tensor, tensors by name, or
+    anything else."""
     if isinstance(value, torch.Tensor):
         return identity(value)
     return (*value, options_key(value)) if type(value) is dict else value
 
 
 def _call_of(given: Given) -> AttentionCall:
-    """Makes the call of these arguments, with its checks."""
+    """Makes the checked call of the arguments ``given``."""
     named = {name: getattr(given, name) for name in ("kv_format", "softmax_scale", "num_splits", "out")}
     named |= given.options or {}
     if given.cu_seqlens_q is None:
@@ -143,8 +145,8 @@ def _call_of(given: Given) -> AttentionCall:
 
 
 def _checked(given: Given) -> AttentionCall:
-    """Returns the call of these arguments, after all checks that need not wait for the device; in debug mode lengths
-    and pages are checked as well."""
+    """Returns the call of the arguments ``given``, after all checks that need not wait for the device. In debug mode it
+    also checks lengths and pages."""
     call = _call_of(given._replace(softmax_scale=None))
     check_alignment(call)
     if arguments.DEBUG:
@@ -169,7 +171,8 @@ def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 launch = launcher(_key, _checked, _plan_of, without_tokens)
-"""Attention on CUDA tensors: (out, lse or None). ``options`` of decode attention is None for a call that uses none."""
+"""Computes attention on CUDA tensors: (out, lse or None). ``options`` of decode attention is None for a call that uses
+none."""
 
 
 @as_kernels
@@ -193,8 +196,7 @@ def launch_splits(
     softmax_scale: float | None,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches attention with fixed splits. Returns the results of ``decode_attention_splits``, each split's own among
-    them."""
+    """Launches attention with fixed splits. Returns the results of ``decode_attention_splits``."""
     check_optional_positive("softmax_scale", softmax_scale)
     given = Given(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
     call = _checked(given)
@@ -255,8 +257,8 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """Returns the operator of decode or of extend attention. more: tensors that the other operator lacks. of_it:
-    options that the other operator lacks."""
+    """Returns the operator of decode attention or of extend attention. more: schema of its tensors that the other
+    operator lacks. of_it: schema of such options."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
         f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}, {OF_BLOCKS}) -> (Tensor, Tensor)",
@@ -271,17 +273,17 @@ _extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", OF_EXTEND, N
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """Returns whether all optional tensors have classes that a direct call can take; others need the registered
+    """Returns whether a direct call can take all optional tensors. Tensors of other classes need the registered
     operator."""
     kinds = [*map(type, values)]
     return _PLAIN.issuperset(kinds) or not any(issubclass(kind, torch.Tensor) for kind in {*kinds} - _PLAIN)
 
 
 def path_of(given: Given) -> Callable[[Given], tuple[torch.Tensor, Any]]:
-    """Returns the one of :func:`launch`, :func:`reference` and :func:`dispatch` that computes a call.
+    """Returns the function that computes a call: :func:`launch`, :func:`reference` or :func:`dispatch`.
 
-    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
-    argument that is no tensor at all.
+    :func:`dispatch` is for calls that are being traced, and for tensors of other classes than torch.Tensor. Raises
+    TypeError for an argument that has to be a tensor and is not.
     """
     if is_compiling():
         return dispatch

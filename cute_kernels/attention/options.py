@@ -1,4 +1,4 @@
-"""Options of attention's calls: each is named once, as torch's schemas have it, with its default."""
+"""The options of attention's calls. Each is written once, with its default, in the syntax of torch's schemas."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ OF_NUMBERS = "float? softmax_scale=None, int? num_splits=None"
 
 
 def defaults_of(*schemas: str) -> dict[str, Any]:
-    """Returns the options of schemas and their defaults, in order."""
+    """Returns the options in ``schemas`` with their defaults, in order."""
     arguments = [argument.split()[1].split("=") for schema in schemas for argument in schema.split(", ")]
     return {name: ast.literal_eval(default) for name, default in arguments}
 
 
 NO_OPTIONS = cast("CallOptions", defaults_of(OF_BOTH, OF_BIAS, OF_DECODE))
-"""The defaults of decode attention's options, in the order that every complete set of options has. ``score_options`` or
-`OF_BLOCKS` come after them, in calls that have some."""
+"""The defaults of decode attention's options. Every complete set of options has this order. In calls that have
+``score_options`` or `OF_BLOCKS`, these come last."""
 
 NO_EXTEND_OPTIONS = defaults_of(OF_BOTH, OF_EXTEND)
 """The defaults of extend attention's options."""
@@ -89,8 +89,7 @@ class BlockOptions(TypedDict, total=False):
 
 
 class ScoreOptions(AttentionOptions, total=False):
-    """The options of `AttentionOptions`, and an additive bias; :func:`cute_kernels.attention.decode_attention`
-    documents each."""
+    """`AttentionOptions` and an additive bias; :func:`cute_kernels.attention.decode_attention` documents each."""
 
     attn_bias: torch.Tensor | None
 
@@ -132,7 +131,7 @@ def options_of(
     k_tail: torch.Tensor | None = None,
     tail_slots: torch.Tensor | None = None,
 ) -> CallOptions | None:
-    """Returns the complete options of decode attention, or None where all have their defaults, as in most calls."""
+    """Returns the complete options of decode attention; None if all have their defaults, as in most calls."""
     plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
     if plain and q_shift is k_tail is tail_slots is None and causal is True and cache_layout == "NHD":
         return None
@@ -154,13 +153,13 @@ def options_of(
 
 
 def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallOptions:
-    """Returns complete options with ``more``: registered options or chosen blocks. options: None for the defaults."""
+    """Returns ``options`` (None: the defaults) with ``more`` options added: registered options or chosen blocks."""
     return cast(CallOptions, {**(options or NO_OPTIONS), **more})
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every option of a call of decode attention, with defaults for those not given. Raises TypeError for an
-    option that it does not have."""
+    """Returns every option of a call of decode attention, with defaults for options that are not given. Raises
+    TypeError for an unknown option."""
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"{name}: got it as an option of attention, want one of {', '.join(OPTIONS)}")
@@ -168,10 +167,10 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_seen(window: WindowSize | None) -> int | None:
-    """Returns a window as the number of keys that a query sees, its own among them; None for all keys.
+    """Returns the number of keys that a query sees through a window, its own key included; None for all keys.
 
-    window: that number, or FlashAttention's pair (left, right), in which -1 stands for no bound. Keys after the query's
-    own are never seen through a window, so right is 0.
+    window: the number itself, or FlashAttention's pair (left, right), in which -1 stands for no bound. A window hides
+    the keys after the query's own, so right has to be 0.
     """
     if not isinstance(window, (tuple, list)):
         return window

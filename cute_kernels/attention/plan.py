@@ -1,4 +1,4 @@
-"""The plans of calls: compiled kernels, the numbers of their launches, and the choice between them."""
+"""Makes the plans of calls: compiled kernels, the numbers of their launches, and the choice between launches."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
 
 
 def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
-    """Returns the bitwise or of the address and strides that decide where copies of raw rows begin and end."""
+    """Returns the bitwise or of all numbers of bytes that decide where copies of raw rows begin and end: the cache's
+    address, and strides."""
     bits = operand.cache.data_ptr() | operand.block_stride
     # Copies of several tokens are cut where the block ends.
     bits |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
@@ -99,7 +100,7 @@ def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
 
 def decode_launch(call: AttentionCall, *, after_append: bool = False) -> DecodeLaunch:
     """Returns the launch of a checked call of decode attention. after_append: whether the launch directly follows an
-    append of the newest tokens that lets it start early.
+    append of the newest tokens, and may start before the append has ended.
     """
     problem = problem_of(call, after_append=after_append)
     schedule = make_schedule(problem, call.num_splits)
@@ -109,7 +110,7 @@ def decode_launch(call: AttentionCall, *, after_append: bool = False) -> DecodeL
 def decode_launch_of(
     call: AttentionCall, problem: AttentionProblem, schedule: DecodeSchedule, send: Callable[..., Any]
 ) -> DecodeLaunch:
-    """Returns the launch of a checked call with a schedule; ``send``: the compiled kernel, bound to its constant
+    """Returns the launch of a checked call with a given schedule. send: the compiled kernel, bound to its constant
     arguments."""
     return DecodeLaunch(
         send=send,
@@ -134,8 +135,8 @@ def decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[...
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """Returns (arguments that follow from the plan alone, where in a call's options the other arguments are looked
-    up)."""
+    """Returns how the kernel gets the arguments of features: (arguments that are constant for a plan, where in a call's
+    options the other arguments are found)."""
     config = schedule.config
     features = config.features
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
@@ -169,8 +170,8 @@ def _scale_strides(call: AttentionCall) -> dict[str, int | float]:
 
 
 def _lists(call: AttentionCall) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """Returns (arguments that follow from the plan alone, where in a call's options the others are looked up) of chosen
-    blocks; both are empty without chosen blocks."""
+    """Returns how the kernel gets the arguments of chosen blocks, in the form of `known_arguments`. Both dicts are
+    empty without chosen blocks."""
     if (blocks := call.blocks) is None:
         return {}, {}
     numbers = dict(zip(LIST_STRIDES, (*blocks.list.stride(), *blocks.counts.stride()), strict=True))
@@ -187,7 +188,7 @@ def _score_tensors(features: Features) -> dict[str, Place]:
 
 
 def workspace_words(schedule: DecodeSchedule, problem: AttentionProblem) -> int:
-    """Returns the words of the partial results of all units; 0 if no row has more than one unit."""
+    """Returns how many words the partial results of all units take; 0 if no row has more than one unit."""
     if schedule.num_splits == 1 and not schedule.ranges:
         return 0
     units = max(problem.batch * schedule.num_splits, problem.batch + schedule.ranges)
@@ -212,8 +213,8 @@ def extend_launches(call: AttentionCall, config: ExtendConfig | None = None) -> 
 
 
 def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
-    """Returns the configurations of a call's launches: over the cache, and over the queries' own tokens if these are
-    given apart."""
+    """Returns the configurations of a call's launches: over the cache, and over the queries' own tokens if they are
+    outside the cache."""
     config = choose(problem_of(call)) if config is None else config
     if call.new is None:
         return [config]
@@ -223,8 +224,8 @@ def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[
 
 
 def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[AlgorithmsOf]) -> tuple[Algorithm, ...]:
-    """Returns the algorithms of calls whose configuration is ``config``, up to the first that supports all calls. Those
-    after it would never be chosen, so they are not compiled."""
+    """Returns the algorithms for calls with configuration ``config``, up to the first that supports all calls. Later
+    algorithms would never be chosen, so they are not compiled."""
     algorithms: list[Algorithm] = []
     for algorithms_of in kinds:
         algorithms += algorithms_of(call, config)
@@ -234,8 +235,8 @@ def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[Al
 
 
 def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Returns the algorithm that unpacks the cache to 16-bit rows and attends to these; none if the cache is never
-    unpacked."""
+    """Returns the algorithm that unpacks the cache and attends to the unpacked rows. Returns an empty list if the cache
+    is never unpacked."""
     least = _queries_to_unpack_for(call, config)
     if least is None:
         return []
@@ -257,7 +258,7 @@ def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | None:
-    """Returns the number of queries from which on a call's cache is unpacked; None if it never is."""
+    """Returns the least number of queries for which a call's cache is unpacked; None if it never is."""
     if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False or call.blocks:
         return None
     if call.unpack is True or call.fp8_products:
@@ -269,15 +270,16 @@ def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | N
 
 
 def _table_pages(call: AttentionCall) -> int:
-    """Returns how many pages a request has; 0 for a contiguous cache, unless it is read by a list of its blocks."""
+    """Returns how many pages a request has. A contiguous cache has 0 pages or, with chosen blocks, its blocks as
+    pages."""
     if call.block_table is not None:
         return call.block_table.shape[1]
     return 0 if call.blocks is None else call.k.cache.shape[1] // call.page_size
 
 
 def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Returns the algorithms with keys as rows of MMAs and a request's few queries as columns. Fixed splits exclude
-    them: a request's bits would depend on how many queries others have."""
+    """Returns the algorithms with keys as rows of MMAs and a request's few queries as columns. There are none with
+    fixed splits: a request's bits would depend on the number of queries in the batch."""
     if call.num_splits is not None or call.unpack is True or call.fp8_products:
         return []
     if not lies_in_pieces(call):
@@ -291,8 +293,8 @@ def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig]:
-    """Returns configurations of key rows for a call of ``config`` with few queries a request; the one for the fewest is
-    first."""
+    """Returns the key-row variants of ``config`` for a call with few queries a request; the variant for the fewest
+    queries comes first."""
     return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.num_kv_heads))
 
 
@@ -334,8 +336,8 @@ def lies_in_maps(call: AttentionCall) -> bool:
 
 
 def _lies_in_maps(operand: CacheOperand) -> bool:
-    """Returns whether a tensor map can describe K or V. Rows of a multiple of 16 bytes may lie anywhere; in others, a
-    token's heads must lie one after the other."""
+    """Returns whether a tensor map can describe K or V. Blocks and tokens have to begin at multiples of 16 bytes. Rows
+    do, too, or a token's rows lie one after the other."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
@@ -346,9 +348,9 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Returns whether copies can load K or V. Rows of a multiple of 16 bytes are loaded in pieces of 16. Rows of bytes
-    after a scale are loaded with all pieces that they touch; blocks have to begin with a piece. Other rows are loaded
-    in words."""
+    """Returns whether copies of aligned pieces of 16 bytes, or of words, can load K or V. Rows of a multiple of 16
+    bytes are loaded in pieces, and have to begin with one. Rows of bytes after a scale are loaded with all pieces that
+    they touch; blocks have to begin with a piece. Other rows are loaded in words, and may lie anywhere."""
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
         places |= operand.token_stride | operand.head_stride
@@ -358,7 +360,7 @@ def _lies_in_pieces(operand: CacheOperand) -> bool:
 
 
 def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
-    """Returns the launch of attention with a configuration, and its compiled kernels."""
+    """Makes the launch of attention with a configuration; loads its compiled kernels."""
     arch, cannot_split = arch_of(call.q.device.index), config.merges or call.num_splits == 1
     return ExtendLaunch(
         send=_extend_sender(call, config),
@@ -392,9 +394,10 @@ def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., A
 
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
-    """Returns the specs of all kernels that calls with ``config`` may launch, except the kernels over new tokens.
+    """Returns the specs of all kernels that calls with ``config`` may launch, except kernels over the queries' own
+    tokens.
 
-    splits: whether keys may be cut.
+    splits: whether keys may be cut into splits.
     """
     specs: list[KernelSpec] = [AttentionSpec(config), *([combine_spec(config)] if splits else [])]
     few = [few for mapped in (True, False) for heads in (2, 1) for few in choose_key_rows(config, mapped, heads)]
@@ -414,8 +417,8 @@ def combine_spec(config: ExtendConfig) -> AttentionSpec:
 
 
 def check_columns(name: str, scale: GivenScale) -> None:
-    """Raises ValueError unless the scales of a head's columns lie side by side, a multiple of 16 bytes from the next
-    head's."""
+    """Raises ValueError unless the scales of a head's columns are contiguous and each head's scales begin at multiples
+    of 16 bytes."""
     apart = scale.head_stride * scale.tensor.element_size() % ALIGNMENT and scale.tensor.shape[0] > 1
     if scale.channel_stride != 1 or apart:
         raise ValueError(
@@ -446,8 +449,8 @@ def check_alignment(call: AttentionCall) -> None:
 
 
 def _check_strides(name: str, operand: CacheOperand, alignment: int) -> None:
-    """Raises ValueError unless the rows of a cache are aligned, and its tokens less than `MAX_TOKEN_STRIDE` bytes
-    apart."""
+    """Raises ValueError unless the strides of a cache are multiples of ``alignment`` bytes and tokens lie less than
+    `MAX_TOKEN_STRIDE` bytes apart."""
     strides = operand.block_stride, operand.token_stride, operand.head_stride
     if any(stride % alignment for stride in strides):
         raise ValueError(f"{name}: got rows {strides} bytes apart, want multiples of {alignment}")

@@ -1,5 +1,5 @@
-"""The policies that a decode attention kernel is composed of, as data. Each has its fields, its part of a CTA and of
-the kernel's name, and says why a configuration cannot have it. There are no GPU types here."""
+"""The policies that a decode attention kernel is composed of, as data. Each policy has its fields, its part of a CTA
+and its part of the kernel's name. It says why a configuration cannot have it. There are no GPU types here."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CacheLoad:
 
     Attributes:
         format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
-        head_dim: numbers of a row: of q and K, or of V and out.
-        copy: "bulk" (cp.async.bulk of raw rows), "map" (tensor map over the bytes of raw rows, where a CTA takes some
-            of a token's heads), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for caches whose rows
-            are not 16-byte aligned).
+        head_dim: how many numbers a row has; q has as many as K, out as many as V.
+        copy: "bulk" (cp.async.bulk of raw rows), "map" (a tensor map over words of raw rows, for CTAs that take some of
+            a token's heads), "tma" (a tensor map with a swizzle, for rows without headers), or "word" (cp.async of 4
+            bytes, for caches whose rows are not 16-byte aligned).
     """
 
     format: str
@@ -51,17 +51,17 @@ class CacheLoad:
 
 @dataclass(frozen=True)
 class WarpMma:
-    """The mainloop in which every consumer warp multiplies by itself, with mma.sync.
+    """The mainloop in which consumer warps multiply independently, with mma.sync.
 
     A CTA has ``num_heads * num_query_blocks * num_slices`` consumer warps. Each takes one KV head of a tile,
     ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
 
     Attributes:
         num_heads: KV heads of a CTA.
-        num_query_blocks: per KV head, warps that take different query heads.
-        blocks_per_warp: blocks of 8 query heads that a warp carries; they share its decoded operands. 1, 2 or 4: with
-            4 the queries of keys that are codes lie in shared memory, since registers have room for accumulators
-            alone.
+        num_query_blocks: how many warps take different query heads of a KV head, for each slice.
+        blocks_per_warp: blocks of 8 query heads that a warp carries: 1, 2 or 4. The blocks share the warp's decoded
+            operands. With 4 blocks, and keys that are codes, queries lie in shared memory, since registers only have
+            room for accumulators.
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
     """
@@ -82,9 +82,9 @@ class WarpMma:
         return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and k.form.is_coded
 
     def role_query_bytes(self, k: CacheLoad) -> int:
-        """Returns the bytes of shared memory for the queries of one role, the warps with the same queries; 0 if these
-        stay in registers. They lie as vectors of all blocks: B registers, which hold 8 columns of a block, and for
-        every group of columns the sums of two query heads."""
+        """Returns the bytes of shared memory for the queries of one role (the warps with the same queries); 0 if
+        queries stay in registers. A lane has vectors with a word for each block: a vector for each B register, of 8
+        columns, then two for each group's sums."""
         vectors = k.head_dim // 8 + 2 * k.form.num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
 
@@ -93,7 +93,7 @@ class WarpMma:
         return self.num_heads * self.num_query_blocks * self.role_query_bytes(k)
 
     def problem(self) -> str | None:
-        """Returns why there is no such mainloop, or None."""
+        """Returns why this mainloop cannot be compiled, or None."""
         if self.blocks_per_warp not in (1, 2, MAX_BLOCKS_PER_WARP):
             return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
         return None
@@ -108,11 +108,11 @@ class CopyPipeline:
 
     Attributes:
         num_stages: tiles of the ring.
-        producer_warps: warps that only load tiles; those without a part of a tile are idle. Four of them lend registers
-            to eight consumer warps.
-        ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
-        early_tiles: tiles asked for before the request's length is known, 0 or 1; loads past the length are wasted. 0
-            with ``after_append``.
+        producer_warps: warps that only load tiles; warps with nothing to copy are idle. Four producer warps lend
+            registers to eight consumer warps.
+        ctas_per_sm: how many CTAs are to be resident on one SM; the number bounds a thread's registers.
+        early_tiles: how many tiles are loaded before the request's length is known, 0 or 1; a load past the length is
+            wasted. 0 with ``after_append``.
     """
 
     num_stages: int = 3
@@ -142,11 +142,11 @@ THREE_STAGES = CopyPipeline()
 
 @dataclass(frozen=True)
 class TokenRuns:
-    """The runs of a cache's bytes that certainly lie together.
+    """Which parts of a cache certainly lie together in memory.
 
     Attributes:
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
-        page_tokens: tokens that lie together in a paged cache, a power of two; 0 for contiguous caches.
+        page_tokens: how many tokens lie together in a paged cache, a power of two; 0 for contiguous caches.
     """
 
     contiguous: bool = True
@@ -157,7 +157,7 @@ class TokenRuns:
         return ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
 
     def problem(self) -> str | None:
-        """Returns why there is no such cache, or None."""
+        """Returns why no kernel can have these runs, or None."""
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         return None
@@ -167,5 +167,5 @@ WHOLE_CACHE = TokenRuns()
 
 
 def joined(of_k: str, of_v: str) -> str:
-    """Joins the names of K's and V's parts; equal names stand once."""
+    """Joins a part of K's name and a part of V's; if both are equal, returns one of them."""
     return of_k if of_k == of_v else f"{of_k}_{of_v}"

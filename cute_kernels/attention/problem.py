@@ -1,4 +1,4 @@
-"""The problem of a call: the properties that its schedule depends on. Plain Python, no GPU."""
+"""The problem of a call: all properties of the call that its schedule depends on. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Everything about a call that its schedule depends on; lengths are not part of it, since they are on the device.
+    """Everything about a call that its schedule depends on. Lengths are not part of it, since the host does not know
+    them.
 
     Attributes:
         batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.
@@ -22,13 +23,15 @@ class AttentionProblem:
         q_len: queries of a request.
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
         features: the features of the call beyond softmax(q K^T) V.
-        aligned: for caches of rows with headers, whether bulk copies begin and end on multiples of 16 bytes.
-        tokens_touch: whether the tokens of such caches lie one after the other, so that a copy may take several.
+        aligned: for caches of rows with headers, whether bulk copies of the rows begin and end on multiples of 16
+            bytes.
+        tokens_touch: for caches of rows with headers, whether tokens lie one after the other, so that a copy may take
+            several.
         heads_touch: whether the rows of a token's heads lie one after the other; True for head-major caches.
         num_sms: SMs of the GPU.
         after_append: whether the newest tokens are appended in the same call.
-        appends: whether the attention kernel itself appends them, in one launch.
-        tree: whether a mask says which new tokens a query sees.
+        appends: whether the attention kernel itself appends the newest tokens.
+        tree: whether a tree's mask says which new tokens a query sees.
     """
 
     batch: int
@@ -85,7 +88,7 @@ class AttentionProblem:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token and KV head."""
+        """Bytes of a token's K and V rows of one KV head."""
         return format_of(self.k_format).row_bytes(self.head_dim) + format_of(self.v_format).row_bytes(self.v_head_dim)
 
     @property
@@ -95,5 +98,5 @@ class AttentionProblem:
 
     @property
     def rows(self) -> int:
-        """Queries per KV head of a request: of all its positions and of the group's heads."""
+        """Rows of queries that a request has for a KV head: q_len positions times the group's query heads."""
         return self.group * self.q_len

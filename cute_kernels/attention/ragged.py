@@ -32,15 +32,15 @@ def ragged_attention(
     softmax_scale: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes (out, lse) as :func:`cute_kernels.extend_attention` with the same options does.
+    """Computes (out, lse) of :func:`cute_kernels.extend_attention` over K and V outside a cache.
 
     Args:
-        q: bf16 or fp16 [total_q, num_q_heads, head_dim]; k, v: [total_k, num_kv_heads, head_dim], alike.
-        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], from 0 on: where requests begin. A request's queries are its
-            last tokens.
+        q: bf16 or fp16 [total_q, num_q_heads, head_dim]. k, v: [total_k, num_kv_heads, head_dim], in q's dtype.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], from 0 on: where each request's queries, and its keys, begin. A
+            request's queries are its last tokens.
         options: causal, window_size, softcap, sinks, alibi_slopes.
 
-    Raises TypeError and ValueError, naming the argument, as `extend_attention`.
+    Raises TypeError and ValueError, naming the argument, as `extend_attention` does.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     complete = NO_EXTEND_OPTIONS | options
@@ -81,12 +81,12 @@ def _without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
-"""The calls on CUDA tensors: (q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, all options)."""
+"""Computes a call on CUDA tensors from (q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, all options)."""
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
-    """Returns the checked call. Its cache is contiguous, with all of K and V as the tokens of one request; seq_lens are
-    where requests end."""
+    """Returns the checked call. All of K and V count as one request's tokens in a contiguous cache. seq_lens are the
+    positions in it at which requests end."""
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
         raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")

@@ -2,8 +2,8 @@
 
 The last `q_len` tokens of each request attend to the first `seq_lens[b]` tokens of its K and V cache. Everything is
 written for reading: fetch and dequantise a block of tokens, score, mask, running softmax, accumulate. The loop over
-blocks of tokens exists only to bound memory; softmax state carries over between blocks as in FlashAttention's online
-softmax (Milakov and Gimelshein, 2018). So the result does not depend on the block size beyond rounding.
+blocks of tokens only bounds memory. Softmax state carries over between blocks, as in online softmax (Milakov and
+Gimelshein, 2018), so the block size changes the result by rounding alone.
 
 For one query at position p, one key at position j and query head h:
 
@@ -40,7 +40,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 class Partial(NamedTuple):
-    """Attention over a part of each request's tokens; parts combine exactly (see `combine`).
+    """Attention over a part of each request's tokens. `combine` joins parts exactly.
 
     out: [batch, q_len, num_q_heads, v_head_dim], normalised over the part, 0 where the part is empty.
     max: [batch, q_len, num_q_heads], the greatest score, natural units, -inf where the part is empty.
@@ -68,12 +68,12 @@ def decode_attention_reference(
     compute_dtype: torch.dtype = torch.float32,
     **options: Unpack[CallOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention as the module's text defines it; arguments as :func:`cute_kernels.decode_attention`.
+    """Computes decode attention as this module defines it, with the arguments of :func:`cute_kernels.decode_attention`.
 
     compute_dtype: float32, or float64 for use as a yardstick.
 
-    Returns out [batch, q_len, num_q_heads, v_head_dim] and lse [batch, q_len, num_q_heads], both in `compute_dtype`:
-    not rounded to q's dtype, so that a kernel's error can be measured against them. Works on CPU and CUDA; reads
+    Returns out [batch, q_len, num_q_heads, v_head_dim] and lse [batch, q_len, num_q_heads], both in `compute_dtype`.
+    Neither is rounded to q's dtype, so that a kernel's error can be measured against them. Works on CPU and CUDA; reads
     lengths and pages on the host.
 
     Raises TypeError and ValueError as `decode_attention`, and ValueError for lengths and pages that cannot be right.
@@ -98,9 +98,9 @@ def extend_attention_reference(
 
     compute_dtype: float32, or float64 for use as a yardstick.
 
-    Returns out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads], both in `compute_dtype`: not rounded to
-    q's dtype, so that a kernel's error can be measured against them. Queries of no request give out 0 and lse -inf.
-    Works on CPU and CUDA; reads lengths and pages on the host.
+    Returns out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads], both in `compute_dtype`. Neither is
+    rounded to q's dtype, so that a kernel's error can be measured against them. Queries of no request give out 0 and
+    lse -inf. Works on CPU and CUDA; reads lengths and pages on the host.
 
     Raises TypeError and ValueError as `extend_attention`, and ValueError for lengths and pages that cannot be right.
     """
@@ -110,7 +110,8 @@ def extend_attention_reference(
 
 
 def attention_of(call: AttentionCall, compute_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of a checked call, as `decode_attention_reference` or `extend_attention_reference`."""
+    """Returns (out, lse) of a checked call, as `decode_attention_reference` or `extend_attention_reference` returns
+    them."""
     if call.extends:
         return _attention_of_requests(call, compute_dtype)
     stop = call.seq_lens.to(torch.int64)
@@ -134,7 +135,7 @@ def _attention_of_requests(call: AttentionCall, compute_dtype: torch.dtype) -> t
 def _attention_with_new_tokens(
     call: AttentionCall, own: slice, request: AttentionCall, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of one request whose own queries' tokens are not in the cache."""
+    """Returns (out, lse) of one request whose queries' own tokens are not in the cache."""
     new = call.new_tokens(own)
     older, newer = request.seq_lens.to(torch.int64) - request.q_len, new.seq_lens.to(torch.int64)
     zero = torch.zeros_like(older)
@@ -164,8 +165,8 @@ def merge_states_reference(
     """Computes attention over the union of two disjoint sets of keys from the attention over each.
 
     out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. A part with lse -inf is
-    ignored, and its out may hold anything; where both are, out is 0 and lse -inf. +inf means the same: MLA decode
-    returns it for a query without keys. Returns both in `compute_dtype`.
+    ignored, and its out may hold anything; +inf counts as -inf, since MLA decode returns it for a query without keys.
+    Where both parts are ignored, out is 0 and lse -inf. Returns (out, lse) in `compute_dtype`.
     """
     lse_a, lse_b = (lse.to(compute_dtype).masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     top = torch.maximum(lse_a, lse_b)
@@ -192,8 +193,8 @@ def decode_attention_splits_reference(
     softmax_scale: float | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes attention of one query a request, cut into `num_splits` parts, and the contribution of each part. Each
-    part has an even share of the request's tokens, rounded up; the last ones may have fewer or none.
+    """Computes attention of one query a request over `num_splits` parts of its tokens, and the contribution of each
+    part. Parts have equal shares of the tokens, rounded up; the last parts may have fewer tokens or none.
 
     Returns out [batch, 1, num_q_heads, v_head_dim], split_out [batch, num_splits, num_q_heads, v_head_dim] (normalised
     per split), split_max and split_sum [batch, num_splits, num_q_heads] as in `Partial`, all in `compute_dtype`.
@@ -213,7 +214,8 @@ def decode_attention_splits_reference(
 
 
 def combine(split_out: torch.Tensor, split_max: torch.Tensor, split_sum: torch.Tensor) -> Partial:
-    """Joins parts stacked along dim 1 ([batch, num_splits, num_q_heads(, v_head_dim)]) into one, without that dim."""
+    """Joins parts that are stacked along dim 1, [batch, num_splits, num_q_heads(, v_head_dim)], into one part without
+    this dim."""
     total_max = split_max.amax(dim=1)
     weight = split_sum * _exp_difference(split_max, total_max.unsqueeze(1))
     total_sum = weight.sum(dim=1)
@@ -224,7 +226,7 @@ def combine(split_out: torch.Tensor, split_max: torch.Tensor, split_sum: torch.T
 def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute_dtype: torch.dtype) -> Partial:
     """Computes attention over tokens [start[b], stop[b]) of each request b (int64 [batch]), without the sinks.
 
-    Rows of the cache that no query sees may be fetched, but do not count: they may hold anything, NaN included.
+    Rows of the cache that no query sees may hold anything, NaN included. They may be fetched, but do not count.
     """
     batch, q_len, heads, group = call.batch, call.q_len, call.num_kv_heads, call.group
     queries = call.q.reshape(batch, q_len, heads, group, call.head_dim).to(compute_dtype) * call.softmax_scale
@@ -260,8 +262,8 @@ def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute
 
 
 def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
-    """Returns bool [batch, q_len, tokens]: which keys at positions `keys_at` [tokens] each query sees, whether or not
-    its request is that long."""
+    """Returns bool [batch, q_len, tokens]: which keys at positions `keys_at` [tokens] each query sees. Requests'
+    lengths are not considered."""
     distance = query_positions(call)[:, :, None] - keys_at
     seen = torch.ones_like(distance, dtype=torch.bool)
     if call.causal:
@@ -272,7 +274,8 @@ def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
 
 
 def query_positions(call: AttentionCall) -> torch.Tensor:
-    """Returns the queries' positions, int64 [batch, q_len]; negative where a request has fewer tokens than queries."""
+    """Returns the queries' positions, int64 [batch, q_len]. Some are negative if a request has fewer tokens than
+    queries."""
     steps = torch.arange(call.q_len, device=call.q.device) - call.q_len
     return call.seq_lens.to(torch.int64)[:, None] + steps
 
@@ -292,7 +295,7 @@ def scores_of(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor, ke
 def fetch(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns tokens `keys_at` [tokens] of every request, dequantised: [batch, tokens, num_kv_heads, head_dim].
 
-    Positions in pages that no query sees come from some page of the cache.
+    For positions in pages that no query sees, the tokens come from an arbitrary page of the cache.
     """
     if operand.form.in_blocks:
         return _fetch_blocks(call, keys_at, dtype)
@@ -315,8 +318,8 @@ def rows_at(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor) -
 
 
 def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Fetches neighbouring tokens' keys in blocks, as `fetch` does: whole blocks from the cache, others from the
-    tail."""
+    """Does what `fetch` does for keys in blocks, at neighbouring positions: fetches whole blocks from the cache, other
+    tokens from the tail."""
     assert call.tail is not None
     form, size = call.k.form, call.k.form.block_tokens
     first = int(keys_at[0]) // size * size
@@ -338,7 +341,7 @@ def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | N
 
 
 def _exp_difference(value: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """Returns exp(value - top), and 0 for -inf - -inf: nothing seen weighs nothing."""
+    """Returns exp(value - top), but 0 where both are -inf: a part without keys has no weight."""
     return torch.exp(value - top.masked_fill(top == -torch.inf, 0))
 
 

@@ -1,4 +1,4 @@
-"""The rows of caches that attention's kernels can read, and the copies that bring them into shared memory."""
+"""Says which rows of caches decode attention's kernels can read, and which copies can load them into shared memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take wh
 
 
 def map_paddings(token_words: int) -> tuple[int, ...]:
-    """Returns two choices of how many words a tensor map loads besides the words of a token's heads.
+    """Returns two choices of how many more words a tensor map loads than a token's heads have.
 
-    A tensor map loads whole vectors and begins at one. So up to three words before the heads' own words come along;
-    none or two if the heads have an even number of words. The second choice has one vector more, which may spare bank
+    A tensor map loads whole vectors of four words. So up to three words before the heads' own words are loaded, too;
+    none or two if the heads have an even number of words. The second choice has one vector more, which may avoid bank
     conflicts.
     """
     before = {0: 0, 2: 2}.get(token_words % MAP_WORDS, MAP_WORDS - 1)
@@ -26,14 +26,14 @@ def map_paddings(token_words: int) -> tuple[int, ...]:
 
 
 class MappedTile(RowTile):
-    """Raw rows of some of a token's heads as a tensor map loads them, with their neighbours in the cache."""
+    """Raw rows of some of a token's heads, and neighbouring words of the cache, as a tensor map loads them."""
 
     def copies(self) -> list[tuple[int, int]]:
         return [(1, padding) for padding in map_paddings(self.token_words)]
 
 
 def copies_of(form: KvFormat) -> tuple[str, ...]:
-    """Returns the names of the ways to load a tile of the format into shared memory."""
+    """Returns the names of the copies that can load a tile of the format into shared memory, as in `CacheLoad.copy`."""
     return ROW_COPIES if form.has_header else BARE_COPIES
 
 
@@ -63,7 +63,7 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
 
 
 def map_problem(form: KvFormat, head_dim: int, num_heads: int) -> str | None:
-    """Returns why no tensor map loads the rows of ``num_heads`` heads of a token, or None. Callers check the tokens'
+    """Returns why a tensor map cannot load a token's rows of ``num_heads`` heads, or None. Callers check the tokens'
     strides."""
     words = num_heads * form.row_bytes(head_dim) // WORD_BYTES
     if words + max(map_paddings(words)) > MAX_BOX:

@@ -1,10 +1,10 @@
 """Attention over a transformed cache: the PyTorch operations before and after the kernels.
 
-For decode attention q becomes q', and the kernel adds the part of the scores that K's center has taken off.
+For decode attention q is transformed to q'. The kernel adds what the scores lack since K's center was subtracted.
 
-For extend attention both sources of keys have to be in one basis: q becomes q', and new K and V, which are exact,
-become k' and v' rounded to their 16 bits. The result is transformed back, and the part of the scores that K's center
-has taken off is added to the log-sum-exp.
+For extend attention the cache and the new tokens have to be in one basis: q is transformed to q', and new K and V to k'
+and v', rounded to 16 bits. The result is transformed back. What the scores lack since K's center was subtracted is
+added to the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def transform_query(
     layout: str,
     sees_shift: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (q', its shift or None) of a q that is not transformed yet; ``sees_shift``: whether the result depends on
-    the shift.
+    """Transforms q. Returns (q', q_shift or None). sees_shift: whether the attention's result depends on the shift.
 
     Raises:
         TypeError, ValueError: the transform does not fit the caches, or q has been through one.
@@ -54,14 +53,14 @@ def transform_query(
 
 
 def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Returns a result with V's transform undone; writes it into ``out`` if that is given."""
+    """Undoes V's transform in ``result``. Returns the new result, in ``out`` if given."""
     restored = transform.restore(result)
     return restored if out is None else out.copy_(restored)
 
 
 class Inputs(NamedTuple):
-    """The kernels' inputs, and the queries' q . k_center [total_q, num_q_heads] (``shift``), None where no result
-    depends on it."""
+    """The kernels' inputs. shift: q . k_center of the queries, [total_q, num_q_heads]; None if no result depends on
+    it."""
 
     q: torch.Tensor
     new_k: torch.Tensor | None
@@ -112,7 +111,8 @@ def results_of(
     softmax_scale: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (out, lse) over K and V before the transform; ``sinks``: sinks that the kernels did not apply."""
+    """Returns (out, lse) as if K and V had not been transformed, from the kernels' ``result`` and ``lse``. sinks: sinks
+    that the kernels have not applied."""
     if inputs.shift is not None:
         assert lse is not None
         scale = result.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

@@ -24,13 +24,13 @@ def attend_to_trees(
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `decode_attention` with a tree's mask, by `extend_attention`: (out, lse).
+    """Computes `decode_attention` with a tree's mask by calling `extend_attention`. Returns (out, lse).
 
     Args:
         q, out: [batch, q_len, num_q_heads, head_dim].
-        k_cache, v_cache, seq_lens: as `decode_attention` has them.
+        k_cache, v_cache, seq_lens: as for `decode_attention`.
         tree_mask: int32 [batch, q_len, words].
-        options: as `extend_attention` has them; those of `REFUSED` are refused.
+        options: as for `extend_attention`; options in `REFUSED` are refused.
 
     Raises TypeError and ValueError, naming the argument, what came and what is wanted.
     """

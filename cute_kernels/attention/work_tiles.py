@@ -1,11 +1,12 @@
 """The work tiles of a CTA: each is 128 rows of queries of one request that share a KV head.
 
-A work tile's keys may be cut into splits, each for another CTA (:mod:`.combine.kernel` combines their results).
+A work tile's keys may be cut into splits, for different CTAs. :mod:`.combine.kernel` combines the splits' results.
 
 Queries are ragged: how many a request has is known on the device alone. A request b after `cu` queries of others has
-its first work tile in slot ``cu * group / 128 + b``, rounded down. So slots are found by a search over requests,
-without a sum over them, and at most one slot of a request stays empty. A ticket counter hands out slots to CTAs, the
-last queries of a request first, which see most keys. The CTA that draws the last ticket makes the counter EMPTY again.
+its first work tile in slot ``cu * group / 128 + b``, rounded down. So a CTA finds the request of a slot by a search,
+without a sum over requests. At most one slot of a request stays empty. A ticket counter hands out slots to CTAs. The
+last queries of a request come first, since they see most keys. The CTA that draws the last ticket makes the counter
+EMPTY again.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class ExtendSizes:
 
     Attributes:
         total_q: queries of all requests.
-        batch, num_q_heads, max_seq_len: of the tensors.
-        group: query heads of a KV head. kv_heads: KV heads, or pairs of them where a work tile has two; times the parts
-            of V's columns.
+        batch, num_q_heads, max_seq_len: sizes of the tensors.
+        group: query heads of a KV head. kv_heads: how many work tiles cover all KV heads and all parts of V's columns.
         splits: parts that each work tile's keys are cut into.
-        num_slots: work tiles of a KV head; num_tiles: of all KV heads, each split counted.
+        num_slots: slots, each for the work tiles of the same queries. num_tiles: work tiles of all slots, KV heads and
+            splits.
         window: keys that a query sees, itself included.
     """
 
@@ -61,14 +62,15 @@ class Work:
 
     Attributes:
         request: END after the last work tile.
-        part: which KV head (`head`), which part of V's columns (`value_part`) and which part of its keys (`split`),
-            in a word.
-        first_row: its first row among the request's rows; row = query * group + head of the group.
+        part: three numbers in a word: the KV head (`head`), the part of V's columns (`value_part`) and the split of the
+            keys (`split`).
+        first_row: number of the work tile's first row among the request's rows; row = query * group + head of the
+            group.
         num_rows: rows of the request.
-        q_start: the request's first query.
-        before: position of that query, the number of tokens before it; negative if there are more queries than tokens.
-        kv_start, kv_stop: keys of the request are tokens 0 to kv_stop - 1. In ragged caches token 0 lies kv_start
-            tokens after the beginning; else kv_start is 0.
+        q_start: number of the request's first query among all queries.
+        before: position of the request's first query; negative if the request has more queries than tokens.
+        kv_start, kv_stop: the request's keys are its tokens 0 to kv_stop - 1. With ragged keys, token 0 is token
+            kv_start of the whole tensor; else kv_start is 0.
     """
 
     request: Int32
@@ -81,13 +83,13 @@ class Work:
     kv_stop: Int32
 
     def words(self) -> list[Uint32]:
-        """Returns the words that are sent to the consumers."""
+        """Returns the work tile as words, which are published to the consumers."""
         places = (self.request, self.part, self.first_row, self.num_rows)
         return [Uint32(value) for value in (*places, self.q_start, self.before, self.kv_start, self.kv_stop)]
 
     @staticmethod
     def of_words(words) -> Work:
-        """Makes a work tile from words; its numbers are the same in all lanes of a warp."""
+        """Makes a work tile of words, which all lanes of a warp have alike."""
         return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
 
     @property
@@ -99,10 +101,9 @@ class Work:
         return self.part >> PART_SHIFT & 1
 
     def of_head(self, tile_heads: int, index) -> Work:
-        """Returns the work of number ``index`` of the ``tile_heads`` KV heads of a work tile.
+        """Returns the work on one KV head of a work tile, which has ``tile_heads`` KV heads: on the ``index``-th.
 
-        In the work tile, `head` counts groups of ``tile_heads`` KV heads; in the result, KV heads. The other bits of
-        ``part`` stay.
+        The work tile's `head` counts groups of ``tile_heads`` KV heads; the result's `head` counts KV heads.
         """
         if tile_heads == 1:
             return self
@@ -115,11 +116,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a launch; addresses of int32.
+    """Addresses of the lengths of a launch, all int32.
 
-    cu_seqlens_q: [batch + 1]. seq_lens: [batch], or, for ragged keys, where each request's begin, [batch + 1]. counter:
-    of work tiles; None for a launch without a counter. prefix_only: 1 if a request's last tokens, the queries' own, are
-    left to another launch, else 0. lists: the blocks that KV heads read, or None.
+    cu_seqlens_q: [batch + 1]. seq_lens: [batch]; for ragged keys [batch + 1], where each request's keys begin. counter:
+    the ticket counter of work tiles; None for a launch without one. prefix_only: 1 if the queries' own tokens are left
+    to another launch, else 0. lists: the blocks that KV heads read, or None.
     """
 
     cu_seqlens_q: Int64
@@ -134,8 +135,9 @@ class Span:
     """The keys that a work tile sees; run-time integers.
 
     Attributes:
-        first_position, last_position: of its first and last query, negative where there are more queries than keys.
-        begin, end: blocks of tokens [begin, end); none if they are equal.
+        first_position, last_position: positions of the work tile's first and last query. They are negative if the
+            request has more queries than keys.
+        begin, end: numbers of the blocks of tokens, [begin, end).
     """
 
     first_position: Int32
@@ -145,11 +147,10 @@ class Span:
 
 
 def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
-    """Returns (position of a request's first query, end of the tokens that a launch reads). kv_len: the loaded length;
-    it is clamped.
+    """Returns (position of a request's first query, end of the tokens that a launch reads). kv_len: the request's
+    length as it was loaded; this function clamps it.
 
-    prefix_only: 1 if the queries' own tokens are left to another launch, so that they need no room in the cache; else
-    0.
+    prefix_only: 1 if the queries' own tokens are left to another launch, else 0. If 1, they need no room in the cache.
     """
     most = max_seq_len + cutlass.select_(prefix_only != 0, queries, Int32(0))
     kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
@@ -158,7 +159,7 @@ def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
 
 
 class Worker:
-    """Finds work tiles and the keys that they see, for a configuration and its score options."""
+    """Finds work tiles, and the keys that their queries see, for a configuration and its score options."""
 
     def __init__(self, config: ExtendConfig, terms: ScoreTerms):
         self.terms = terms
@@ -175,7 +176,7 @@ class Worker:
         return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
 
     def length_of(self, lengths: Lengths, request, head):
-        """Returns the length of a request or, with lists, the tokens of a KV head's list."""
+        """Returns the length of a request or, with lists, how many tokens a KV head's list has."""
         length = self.load(lengths.seq_lens, request)
         if lengths.lists is None:
             return length
@@ -184,8 +185,8 @@ class Worker:
 
     @cute.jit
     def find(self, shape: ExtendSizes, lengths: Lengths, tile: Int32, lane: Int32):
-        """Returns work tile number ``tile`` as `Work` fields; num_rows is at most first_row where there is no such
-        tile."""
+        """Returns the fields of `Work` for work tile number ``tile``. If the tile is empty, first_row is negative or at
+        least num_rows."""
         cu_seqlens = lengths.cu_seqlens_q
         outer, head = shape.kv_heads.divide_int(tile)
         columns = Int32(0)
@@ -218,7 +219,7 @@ class Worker:
 
     @cute.jit
     def draw(self, shape: ExtendSizes, counter: Int64, lane: Int32):
-        """Returns the number of the CTA's next work tile; it is at least num_tiles if there is none left."""
+        """Draws the number of the CTA's next work tile. It is at least num_tiles if no tile is left."""
         ticket = Int32(0)
         if lane == 0:
             # EMPTY is -1, so the first ticket is 0. CTAs draw num_tiles tickets in all: each began with a tile of its
@@ -229,7 +230,7 @@ class Worker:
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
 
     def span(self, shape: ExtendSizes, work: Work) -> Span:
-        """Returns the range of keys that a work tile sees."""
+        """Returns the keys that some query of a work tile sees, as blocks of tokens."""
         first, _ = shape.group.divide_int(work.first_row)
         last, _ = shape.group.divide_int(cutlass.min(work.first_row + self.rows, work.num_rows) - 1)
         first_position, last_position = work.before + first, work.before + last
@@ -245,8 +246,8 @@ class Worker:
         return Span(first_position, last_position, begin + before, begin + after)
 
     def is_masked(self, work: Work, span: Span, block):
-        """Returns whether causality or lengths hide some key of a block from some query; score options are not
-        considered."""
+        """Returns whether causality, the tree's mask or lengths may hide some key of a block from some query. Score
+        options are not considered."""
         stop = work.kv_stop
         if self.features.causal:
             stop = cutlass.min(span.first_position + 1, stop)
@@ -255,7 +256,7 @@ class Worker:
         return (block + 1) * self.tokens > stop
 
     def first_valid(self, shape: ExtendSizes, work: Work):
-        """Returns the first token that some query of the request sees. Rows before it, and from kv_stop on, may be
-        anything."""
+        """Returns the first token that some query of the request sees. Rows before this token, and from kv_stop on, may
+        hold anything."""
         seen = self.terms.reach(shape, 1)
         return Int32(0) if seen is None else cutlass.max(work.before + 1 - seen, 0)

@@ -63,16 +63,17 @@ def quantize_kv(
     transform: CacheTransform | None = None,
     operand: Literal["k", "v"] | None = None,
 ) -> torch.Tensor:
-    """Converts numbers to cache rows. The bytes equal those of the formats in :mod:`cute_kernels.formats.kv`.
+    """Converts numbers to cache rows, with the same bytes as the formats in :mod:`cute_kernels.formats.kv`.
 
     Args:
-        x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192, 256 or 512. Contiguous, or
-            in dense blocks at equal distances, such as a part of a fused projection.
+        x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim]; head_dim 64, 80, 96, 128, 192, 256 or 512. It is
+            contiguous, or consists of dense blocks at equal distances, such as a part of a fused projection.
         kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
-        out: the tensor for the rows, contiguous or in blocks as x: for example the pages of ``kv[:, 0]``.
-        transform, operand: the transform of the cache, and whether x is "k" (after RoPE) or "v". Rows then hold
-            transformed numbers, as `append_kv` writes them. Rotations are for head_dim 64, 128 and 256.
+        out: the tensor for the rows; contiguous, or dense blocks at equal distances, such as the pages of ``kv[:, 0]``.
+        transform: the transform of the cache. Rows then hold transformed numbers, as `append_kv` writes them. Rotations
+            are for head_dim 64, 128 and 256.
+        operand: whether x is "k" (after RoPE) or "v"; given together with ``transform``.
 
     Returns:
         Rows [..., num_kv_heads, row] in the format's dtype: out, or a new tensor.
@@ -99,12 +100,12 @@ def dequantize_kv(
     """Converts cache rows to numbers, computed in fp32 and rounded once to ``dtype``.
 
     Args:
-        rows: [..., num_kv_heads, row] in ``kv_format``, contiguous or in blocks as :func:`quantize_kv` takes them.
+        rows: [..., num_kv_heads, row] in ``kv_format``; contiguous, or dense blocks at equal distances.
         kv_format: a name in :data:`cute_kernels.formats.kv.FORMATS`.
         head_dim: columns of a row.
         dtype: bf16, fp16 or fp32.
         scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
-        out: the tensor for the numbers, contiguous or in blocks as ``rows``.
+        out: the tensor for the numbers; contiguous, or dense blocks at equal distances.
 
     Returns:
         [..., num_kv_heads, head_dim] in ``dtype``: out, or a new tensor.

@@ -1,7 +1,7 @@
 """`append_and_extend`, which attends to a cache while it writes the new tokens into the cache.
 
-Attention reads the new tokens in 16 bits from ``new_k`` and ``new_v``, and reads only older tokens from the cache. So
-the launch that quantises the new tokens can overlap with all of attention.
+Attention reads the new tokens in 16 bits from ``new_k`` and ``new_v``, and only older tokens from the cache. So the
+append can overlap with all of attention.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def append_and_extend(
     return_lse: bool = False,
     **options: Unpack[AppendedOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes :func:`extend_attention` with new tokens outside the cache, and :func:`append_kv` of the same tokens
-    concurrently.
+    """Computes :func:`extend_attention` with new tokens outside the cache, and concurrently appends the new tokens as
+    :func:`append_kv` does.
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`. seq_lens count the new
@@ -80,8 +80,8 @@ def append_and_extend(
         return_lse: also return the log-sum-exp of the scores, fp32 [total_q, num_q_heads], natural log.
         options: further arguments of :func:`extend_attention`.
 
-    Returns what :func:`extend_attention` does. On a GPU the append runs on a second stream, for which the current
-    stream waits; CUDA graphs capture both. If the arguments of attention are refused, nothing is appended.
+    Returns what :func:`extend_attention` returns. On a GPU the append runs on a second stream, for which the current
+    stream waits. CUDA graphs capture both streams. If the arguments of attention are refused, nothing is appended.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.

@@ -14,10 +14,11 @@ says which of q, seq_lens and block_table are used; the unused ones may be any t
     k_center ... q_shift             of a transform, see :class:`cute_kernels.kv_cache.operands.Transforms`; q_out then
                                      gets the transformed q
 
-The bulk kernels (`bulk_arguments`) take num_rows numbers [head_dim], of which ``numbers`` is the first row alone, and
-rows, both in blocks: further arguments are the rows of a block and the bytes from one block to the next. scale, fp32,
-is for formats with a scale beside the cache; row ``row`` belongs to head ``row % num_heads``. Every ``*_divisor`` is
-`divisor_of` the argument that it is named after. center and factor of a transform are fp32 [num_heads, head_dim].
+The bulk kernels (`bulk_arguments`) convert between num_rows rows of numbers [head_dim] and as many cache rows. The
+tensor ``numbers`` is the first row of numbers alone. Both kinds of rows lie in blocks: further arguments are how many
+rows a block has, and the bytes from one block to the next. scale, fp32, is for formats with a scale beside the cache;
+row ``row`` belongs to head ``row % num_heads``. Every ``*_divisor`` is `divisor_of` the argument that it is named
+after. center and factor of a transform are fp32 [num_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ FILL = LaunchArguments(
         *arguments("int32", "max_pages", "max_blocks"),
     )
 )
-"""The arguments of the kernel that fills blocks of keys: k_new fp16 [tokens, num_kv_heads, head_dim]; k_tail fp16
-[slots, 64, num_kv_heads, head_dim]; tail_slots int32 [batch]; the cache, lengths, bounds and block table of an append;
-the greatest number of blocks that new tokens of one request touch."""
+"""The arguments of the kernel that fills blocks of keys. k_new: fp16 [tokens, num_kv_heads, head_dim]. k_tail: fp16
+[slots, 64, num_kv_heads, head_dim]. tail_slots: int32 [batch]. max_blocks: the greatest number of blocks that new
+tokens of one request touch. The others are the arguments of an append."""
 CONSTANTS = ("k_center", "k_factor", "q_factor", "v_factor")
 TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 
 
 @functools.cache
 def append_arguments(transformed: bool) -> LaunchArguments:
-    """Returns the arguments of an append; ``transformed``: to caches with a transform."""
+    """Returns the launch arguments of an append. transformed: whether the caches have a transform."""
     return joined(APPEND, TRANSFORM if transformed else ())
 
 
@@ -69,5 +70,6 @@ BULK = (
 
 @functools.cache
 def bulk_arguments(transformed: bool) -> LaunchArguments:
-    """Returns the arguments for whole caches; ``transformed``: with a transform."""
+    """Returns the launch arguments of the bulk kernels. transformed: whether numbers are transformed before they are
+    quantised."""
     return joined(BULK, arguments("address", "center", "factor") if transformed else ())

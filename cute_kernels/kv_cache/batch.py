@@ -30,8 +30,8 @@ class Batch:
         num_new_tokens: how many of each sequence's last tokens this step writes.
         size: rows of the tensors.
         version: the page table's version at the last update.
-        shared: a sequence whose new tokens lie in pages that other sequences use, too, so that they must not be
-            written; or None.
+        shared: a sequence whose new tokens must not be written, since they lie in pages that other sequences use, too;
+            or None.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Batch:
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        """int32 [size]: tokens of each sequence, those of this step included; 0 for padding."""
+        """int32 [size]: tokens of each sequence, this step's new tokens included; 0 for padding."""
         return self._lens[: self.size]
 
     @property
     def cu_seqlens(self) -> torch.Tensor | None:
-        """int32 [size + 1]: where each row's new tokens begin; None if every row has exactly one."""
+        """int32 [size + 1]: where each row's new tokens begin; None if every row has exactly one new token."""
         return None if self._one_token_each else self._starts[: self.size + 1]
 
     @property
@@ -103,12 +103,13 @@ class Batch:
 
         Args:
             seq_ids: distinct sequences, already extended by their new tokens.
-            num_new_tokens: how many of each sequence's last tokens are new: one number for all, or one for each.
-                Padding rows have as many in the first case, none in the second.
+            num_new_tokens: how many of each sequence's last tokens are new: one number for all, or one for each. With
+                one number for all, padding rows have as many new tokens; otherwise they have none.
             pad_to: number of rows of the tensors; default: the number of sequences.
 
         Raises:
-            ValueError: an unknown sequence, one named twice, more than max_batch, or more new tokens than it has.
+            ValueError: a sequence is unknown, is named twice or has fewer tokens than new tokens; or there are more
+                than max_batch sequences.
         """
         check_distinct(seq_ids)
         counts = per_sequence("num_new_tokens", num_new_tokens, len(seq_ids))

@@ -1,7 +1,7 @@
 """The kernels that convert whole caches: numbers to rows, and rows to numbers.
 
 Each *team* of lanes converts several rows. Neighbouring teams take neighbouring rows, so a CTA reads one run of bytes
-at a time. A team loads all its rows before it works on the first.
+at a time. A team starts loading all its rows before it converts the first.
 """
 
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class BulkKernel:
 
     @cute.jit
     def restore(self, raw, numbers, row, scale, head, valid, lane):
-        """Dequantises the first row in ``raw`` and stores its numbers."""
+        """Dequantises the first row in ``raw``, and stores the row's numbers at row ``row`` of ``numbers``."""
         words = [raw[i] for i in range(self.code_words)]
         header = raw[self.code_words] if const_expr(self.cache_row.has_header) else None
         if valid:

@@ -34,8 +34,8 @@ MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
 class Quantize(NamedTuple):
-    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`. half: the part of a transform that applies to x
-    (`half_of`)."""
+    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`. half: the part of the transform that applies to x,
+    from `half_of`; or None."""
 
     x: torch.Tensor
     kv_format: str
@@ -44,7 +44,7 @@ class Quantize(NamedTuple):
     half: CacheTransform | None = None
 
     def numbers(self) -> torch.Tensor:
-        """Returns the numbers to quantise: x after its part of the transform, if there is one."""
+        """Returns the numbers to quantise: x, transformed if there is a ``half``."""
         if self.half is None:
             return self.x
         check_half(self.half, self.x)
@@ -90,7 +90,7 @@ def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTrans
 
 
 def check_half(half: CacheTransform, x: torch.Tensor) -> None:
-    """Raises ValueError unless the result of `half_of` fits numbers [..., heads, head_dim]."""
+    """Raises ValueError unless ``half``, from `half_of`, fits numbers x [..., heads, head_dim]."""
     for array in half.arrays.values():
         if array.shape != x.shape[-2:]:
             raise ValueError(f"transform: got constants {shape_of(array)}, want {list(x.shape[-2:])}, x's heads")
@@ -156,10 +156,11 @@ def _check_blocks(name: str, tensor: torch.Tensor) -> None:
 
 
 def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Returns (rows of a dense block, elements from the start of one block to the next).
+    """Returns how a tensor's rows lie in memory, as dense blocks: (rows of a block, elements from one block to the
+    next).
 
-    Rows are those of the last dimension; a contiguous tensor is one block. Returns None unless all blocks are equally
-    large and equally far apart.
+    A row is one index of all dimensions but the last. A contiguous tensor is one block. Returns None unless all blocks
+    are equally large and equally far apart.
     """
     *outer, (size, stride) = zip(tensor.shape, tensor.stride(), strict=True)
     if not tensor.numel():
@@ -187,7 +188,7 @@ def _result(
     device: torch.device,
     **read: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns ``out`` after checking it, or a new tensor of the first of ``dtypes``."""
+    """Checks ``out`` and returns it. If ``out`` is None, returns a new tensor of the first of ``dtypes``."""
     if out is None:
         return torch.empty(shape, dtype=dtypes[0], device=device)
     check_tensors(out=out)

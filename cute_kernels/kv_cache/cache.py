@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 def _pages(
     forms: Sequence[KvFormat], shape: tuple[int, ...], head_dim: int, device: torch.device | None
 ) -> torch.Tensor:
-    """Returns zeros for K or V of all layers: [layers, *shape, row], or a tuple of [*shape, row] if formats differ."""
+    """Makes pages of zeros for K or for V of all layers: a tensor [layers, *shape, row], or a tuple of tensors [*shape,
+    row] if layers differ in format."""
     alike = all(form == forms[0] for form in forms)
     made = tuple(
         torch.zeros(*layers, *shape, form.row_elements(head_dim), dtype=form.cache_dtype, device=device)
@@ -70,10 +71,10 @@ def _pages(
 class KVCache:
     """The pages of K and V of all layers, and the sequences that own them.
 
-    A page number means the same page in every layer. A sequence's length counts the tokens that it has pages for:
-    `allocate` and `extend` make it grow. Call `extend` once per step, before any layer's `append`, which writes the
-    last tokens. `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every
-    method that takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
+    A sequence has the same page numbers in every layer. Its length counts the tokens that it has pages for: `allocate`
+    and `extend` make it grow. Call `extend` once per step, before any layer's `append`, which writes the last tokens.
+    `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every method that
+    takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
 
     Not thread-safe; run all of a cache's device work on one stream, so that a page is not reused before its last reader
     is done.
@@ -81,17 +82,18 @@ class KVCache:
     Args:
         num_layers, num_pages: pages per layer.
         page_size: tokens per page, a multiple of 16 from 16 to 256.
-        num_kv_heads, head_dim: of K; V has the same heads and ``v_head_dim`` (default: head_dim).
+        num_kv_heads: KV heads of K and of V. head_dim: columns of K's heads; V's have ``v_head_dim`` (default:
+            head_dim).
         kv_format: a name in `cute_kernels.formats.kv.FORMATS`; "int4", "int8" or "fp8" for the recommended format of
-            that kind; or a pair of names for K and V. To choose by layer: a mapping from a layer's number (-1: all
-            others) to a name or pair, or the path of a file (``*.json``, see `LayerFormats`).
+            that kind; or a pair of names for K and V. To choose by layer, pass a mapping from a layer's number (-1: all
+            other layers) to a name or pair, or the path of a file (``*.json``, see `LayerFormats`).
         cache_layout: "NHD" ([num_pages, page_size, num_kv_heads, row] in a layer) or "HND" ([num_pages, num_kv_heads,
             page_size, row]).
         dtype: of q, k and v: bf16 or fp16. A dense format must have the same dtype.
         device: where the pages lie. On a CPU the reference implementations run.
         max_seq_len: the most tokens of a sequence, which set the block table's width; default: the tokens of all pages.
-        max_seqs: the most sequences at a time; only for keys in blocks ("int4_channel32"), whose last rows lie outside
-            the pages.
+        max_seqs: the most sequences at a time. Only for keys in blocks ("int4_channel32"), whose newest rows lie
+            outside the pages.
         transform: how K and V are written: a `CacheTransform` for all layers, or a sequence with a transform or None
             for each layer. `set_constants` sets the result of a calibration.
 
@@ -214,7 +216,7 @@ class KVCache:
             self.tails.fork(seq_id, new_id)
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Keeps a sequence's first ``num_tokens`` tokens, as speculative decoding does when it rejects tokens.
+        """Cuts a sequence back to its first ``num_tokens`` tokens, as speculative decoding does when it rejects tokens.
 
         With keys in blocks, up to 32 tokens can always be removed; more only if a multiple of 32 tokens is kept. Raises
         ValueError otherwise.
@@ -244,7 +246,7 @@ class KVCache:
 
         Args:
             layer: 0 to num_layers - 1.
-            batch: as updated for this step. k and v hold its new tokens, sequence by sequence.
+            batch: as updated for this step. k and v hold the batch's new tokens, sequence by sequence.
             k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], before RoPE if ``rope`` is given.
             options: ``q``, ``q_out``, ``qkv_bias``, ``rope``, ``position_ids``, ``q_norm``, ``k_norm``, ``norm_eps``,
                 ``q_shift`` of `append_kv`.
@@ -253,8 +255,8 @@ class KVCache:
             The rotated q, or None without q. If the layer has a transform, q is transformed, too.
 
         Raises:
-            ValueError: sequences have changed since the batch was updated, its new tokens lie in shared pages, or a
-                scale was never given. Further errors are those of `append_kv`.
+            ValueError: sequences have changed since the batch was updated, the batch's new tokens lie in shared pages,
+                or a scale was never given. Further errors are those of `append_kv`.
         """
         self._check_append(layer, batch)
         given: dict[str, Any] = {**self._layer(layer, batch), **options}
@@ -299,20 +301,22 @@ class KVCache:
     def attend(
         self, layer: int, batch: Batch, q: torch.Tensor, *, q_transformed: bool | None = None, **options: Any
     ) -> Any:
-        """Attends with the newest tokens over a layer: `decode_attention` with the cache's arguments filled in.
+        """Computes attention of the newest tokens' queries over a layer: `decode_attention` with the cache's arguments
+        filled in.
 
         Args:
             layer: 0 to num_layers - 1.
             batch: as updated for this step.
             q: [batch.size, q_len, num_q_heads, head_dim], queries of each sequence's last q_len tokens, rotated.
-            q_transformed: required for a layer with a transform: True for q as `append` returns it, False for q after
-                RoPE alone, which is then transformed here in a few more launches. Leave it None for other layers.
+            q_transformed: required for a layer with a transform, None for other layers. True: q is a result of
+                `append`. False: q has only been rotated, and is transformed here in a few more launches.
             options: further arguments of `decode_attention`: ``softmax_scale``, ``window_size``, ``return_lse``,
                 ``out`` and so on. With transformed queries a soft cap, sinks, ``score_options`` and the log-sum-exp
                 need ``q_shift``, as `append` has written it.
 
         Returns:
-            As `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
+            The result of `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also
+            lse.
 
         Raises:
             ValueError: sequences have changed since the batch was updated, a scale was never given, or the layer's
@@ -442,8 +446,8 @@ class KVCache:
         return self._constants.keys
 
     def export_sequence(self, seq_id: SeqId) -> ExportedSequence:
-        """Copies a sequence's rows of all layers, and their layers' keys, for `import_sequence` of another cache.
-        Raises ValueError if the sequence is unknown, keys are in blocks, or layers differ in format."""
+        """Copies a sequence's rows of all layers, with the layers' keys, for another cache's `import_sequence`. Raises
+        ValueError if the sequence is unknown, keys are in blocks, or layers differ in format."""
         sequence = self._pages[seq_id]
         if self.tails is not None:
             raise ValueError(
@@ -456,7 +460,7 @@ class KVCache:
         return ExportedSequence(k, v, self.keys)
 
     def import_sequence(self, seq_id: SeqId, exported: ExportedSequence) -> None:
-        """Makes a sequence from rows that `export_sequence` has copied from a cache.
+        """Makes a sequence from rows that another cache's `export_sequence` has copied.
 
         Raises:
             TypeError: ``exported`` is no `ExportedSequence`.

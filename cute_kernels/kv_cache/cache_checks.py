@@ -1,4 +1,4 @@
-"""Checks of the formats, scales and queries that `KVCache` is given."""
+"""Checks the arguments of `KVCache`: sizes, formats, scales and queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_sizes(
     head_dims: tuple[object, object],
     max_seq_len: object,
 ) -> None:
-    """Raises TypeError or ValueError if a size of a cache is invalid. head_dims: of K and V."""
+    """Raises TypeError or ValueError if a size of a cache is invalid. head_dims: (K's head_dim, V's head_dim)."""
     for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads)):
         check_count(name, value, 1)
     if max_seq_len is not None:
@@ -34,7 +34,8 @@ def check_sizes(
 
 
 def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
-    """Raises ValueError unless every sequence has q_len new tokens. The operators check the other shapes."""
+    """Raises ValueError unless each of ``counts``, the sequences' new tokens, is q_len, which q's shape has. The
+    operators check the other shapes."""
     q_len = q.shape[1] if q.dim() == 4 else None
     wrong = next((count for count in counts if q_len is not None and count != q_len), None)
     if wrong is not None:
@@ -55,7 +56,7 @@ def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvForm
 
 
 def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tuple[tuple[KvFormat, KvFormat], ...]:
-    """Returns (K's format, V's format) of each layer, as `formats_for` does for one. Raises ValueError if only some
+    """Returns (K's format, V's format) of each layer, checked as by `formats_for`. Raises ValueError if only some
     layers have keys in blocks."""
     check_layers(kv_format, num_layers)
     found = tuple(formats_for(formats_of_layer(kv_format, layer), dtype) for layer in range(num_layers))
@@ -66,8 +67,8 @@ def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tu
 
 
 def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
-    """Raises ValueError unless ``max_seqs`` is given for keys in blocks, which attention must be able to read, and None
-    for other keys."""
+    """Raises ValueError unless ``max_seqs`` is given for keys in blocks and is None for other keys. Also raises
+    ValueError for keys in blocks that attention cannot read at ``head_dim``."""
     if (max_seqs is None) == keys.in_blocks:
         want = "the number of sequences that there may be at a time" if keys.in_blocks else "None"
         raise ValueError(f"max_seqs: got {max_seqs!r}, want {want} for {keys.name} keys")
@@ -78,8 +79,8 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Returns whether q of a layer with a transform is already transformed. Raises ValueError if ``given`` is None, or
-    if the options need a shift of transformed q and lack it."""
+    """Returns ``given``: whether q is already transformed, for a layer with a transform. Raises ValueError if ``given``
+    is None, or if the options need q_shift for a transformed q and lack it."""
     if given is None:
         raise ValueError(
             f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
@@ -95,8 +96,8 @@ def is_transformed(layer: int, transform: CacheTransform, given: bool | None, op
 
 
 def sees_shift(options: dict[str, Any]) -> bool:
-    """Returns whether attention with these options depends on absolute scores, which centred keys shift by a
-    constant."""
+    """Returns whether the result of attention with these options depends on absolute scores. Centred keys shift all
+    scores of a query by a constant."""
     asked = options.get("return_lse") or options.get("score_options")
     return bool(asked) or any(options.get(name) is not None for name in ("softcap", "sinks"))
 

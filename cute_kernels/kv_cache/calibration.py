@@ -1,4 +1,4 @@
-"""Scales that lie beside the cache, found ahead of time from samples of K or V.
+"""Finds scales that lie beside the cache, ahead of time, from samples of K or V.
 
 The least scale without saturation maps the greatest magnitude to the greatest code (absmax). A few outliers can make
 that scale too coarse for all other numbers. Then a scale from a percentile of the magnitudes is better, although
@@ -91,7 +91,7 @@ class Calibrator:
         return scale.masked_fill(scale == 0, 1).reshape(scale_shape(self.granularity, *self._top.shape))
 
     def _take(self, size: torch.Tensor) -> None:
-        """Adds the magnitudes ``size``, fp32 [samples, num_kv_heads, head_dim], to the maxima or the histogram."""
+        """Updates the maxima or the histogram with magnitudes ``size``, fp32 [samples, num_kv_heads, head_dim]."""
         if not len(size):
             return
         assert self._top is not None
@@ -111,7 +111,8 @@ class Calibrator:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def _percentile(self, counts: torch.Tensor) -> torch.Tensor:
-        """Returns the upper end of the bin that holds the percentile, fp32 [scales]; infinity for the last bin."""
+        """Returns, for each scale, the upper end of the bin in which the percentile lies, fp32 [scales]; infinity for
+        the last bin."""
         rank = torch.ceil(counts.sum(1, keepdim=True).double() * self.percentile / 100)
         found = (counts.cumsum(1) < rank).sum(1)
         upper = ((found + _FIRST_KEY) << _SHIFT).to(torch.int32).view(torch.float32)
@@ -125,7 +126,7 @@ def compute_kv_scale(
     method: Method = "absmax",
     percentile: float = 99.9,
 ) -> torch.Tensor:
-    """Computes the scale of a format that keeps it beside the cache, for samples x of K or of V of one layer.
+    """Computes a format's scale beside the cache from samples x of one layer's K or V.
 
     Args:
         x: floating [..., num_kv_heads, head_dim] as it goes into the cache (K after RoPE), or several such tensors.
@@ -147,7 +148,7 @@ def compute_kv_scale(
 
 
 def scale_shape(granularity: str, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Returns the shape of a scale beside the cache, as it broadcasts over [..., num_kv_heads, head_dim]."""
+    """Returns the shape in which a scale beside the cache broadcasts over [..., num_kv_heads, head_dim]."""
     return {"tensor": (), "head": (num_kv_heads, 1), "channel": (num_kv_heads, head_dim)}[granularity]
 
 

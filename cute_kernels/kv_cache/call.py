@@ -1,4 +1,4 @@
-"""`AppendCall`, one call of append as data, and its checks; their errors name the argument."""
+"""`AppendCall`, one call of append as data, and its checks. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POSITION_DTYPES = (torch.int32, torch.int64)
 
 
 class AppendCall(NamedTuple):
-    """The arguments of `append_kv`, which documents them, in the operator's order."""
+    """The arguments of `append_kv`, in the operator's order; `append_kv` documents them."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -81,12 +81,12 @@ class AppendCall(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Requests of the call; 0 where only slots are given."""
+        """Requests of the call; 0 if only slots are given."""
         return 0 if self.seq_lens is None else self.seq_lens.shape[0]
 
     @property
     def has_places(self) -> bool:
-        """Whether some token may have a place: without requests, all tokens are padding."""
+        """Whether some token may have a place in the caches. Without requests and slots, all tokens are padding."""
         return self.num_tokens > 0 and (self.seq_lens is None or self.batch > 0)
 
     @property
@@ -292,7 +292,7 @@ def _check_extras(call: AppendCall) -> None:
 
 
 def _check_transform(call: AppendCall) -> None:
-    """Checks that a transform fits the heads, and the tensor of shifts the queries."""
+    """Raises TypeError or ValueError unless the transform fits the heads, and q_shift fits the queries."""
     transform, shift = call.transform, call.q_shift
     check_transform("transform", transform)
     if transform is not None:

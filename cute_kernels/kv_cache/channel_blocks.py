@@ -1,8 +1,9 @@
-"""The append of keys in blocks: new keys wait in 16 bits until their block is full, and then its rows are written.
+"""Appends keys in blocks. New keys wait in 16 bits until their block of tokens is full; then the block's rows are
+written.
 
-An append is two launches. The first (`.kernel`) is the append of every other format, except that it writes keys in fp16
-to a temporary. The second (`.channel_blocks_kernel`) puts these keys into the ring of 64 rows beside the cache, and
-writes the blocks that they complete. Lengths on the device decide which blocks are complete.
+An append is two launches. The first (`.kernel`) is an ordinary append, except that it writes keys in fp16 to a
+temporary. The second (`.channel_blocks_kernel`) copies these keys into the ring of 64 rows beside the cache, and writes
+the blocks that they complete. Lengths on the device decide which blocks are complete.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
 
 
 class Fill(NamedTuple):
-    """The arguments of the second launch: the keys of the first launch, fp16 [tokens, num_kv_heads, head_dim], and
-    where to write them."""
+    """The arguments of the second launch: the keys that the first launch has written, fp16 [tokens, num_kv_heads,
+    head_dim], and where they go."""
 
     k_new: torch.Tensor
     k_tail: torch.Tensor
@@ -49,7 +50,7 @@ def append(
     k_tail: torch.Tensor | None,
     tail_slots: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Appends keys in blocks; the counterpart of `cute_kernels.kv_cache.ops.append`."""
+    """Appends keys in blocks, as `cute_kernels.kv_cache.ops.append` appends other keys."""
     given = AppendCall(*call, *(extras or ()))
     fill = _checked(given, k_tail, tail_slots)
     dim = 1 if given.cache_layout == "NHD" else 2
@@ -63,8 +64,8 @@ def append(
 
 
 def _checked(call: AppendCall, rows: torch.Tensor | None, slots: torch.Tensor | None) -> Fill:
-    """Returns the checked arguments of an append's second launch; raises TypeError or ValueError as `append_kv`
-    does."""
+    """Checks an append of keys in blocks, and returns the arguments of its second launch. Raises TypeError or
+    ValueError as `append_kv` does."""
     k_format, v_format = call.formats
     if call.slot_mapping is not None or call.seq_lens is None:
         raise ValueError(
@@ -109,7 +110,7 @@ def launch(*given: Any) -> None:
 
 
 def _fill(fill: Fill, index: int) -> None:
-    """Launches the second kernel on the current device, which has this index."""
+    """Launches the second kernel on the current device, whose number is ``index``."""
     tokens, _, head_dim = fill.k_new.shape
     if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
         raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
@@ -131,7 +132,7 @@ def _fill(fill: Fill, index: int) -> None:
 
 
 def reference(*given: Any) -> None:
-    """Computes the second launch in plain PyTorch: the definition of its result, and the implementation for CPU
+    """Computes the second launch in plain PyTorch. This defines the launch's result, and is the implementation for CPU
     tensors."""
     fill = Fill(*given)
     _check_slots(fill)
@@ -172,7 +173,8 @@ def _check_slots(fill: Fill) -> None:
 
 
 def _page_of(fill: Fill, shape: torch.Size, request: int, base: int) -> tuple[int | None, int]:
-    """Returns (page, row of the page) of a block; None where the cache has no page for it."""
+    """Returns (page, row of the page) of the block that begins at position ``base``. The page is None if the cache has
+    none for the block."""
     index, row = divmod(base, shape[1])
     page = request if index == 0 else -1
     if fill.block_table is not None:

@@ -1,9 +1,11 @@
-"""The kernel that fills blocks of keys: it adds new keys to the waiting ones, and writes the rows of each full block.
+"""The kernel that fills blocks of keys. It adds new keys to the keys that wait beside the cache, and writes the rows of
+each block that becomes full.
 
-A CTA takes one block of 32 tokens of one request's KV head; a thread takes two neighbouring columns of the block. Keys
-of older positions come from the ring of 64 rows beside the cache, new keys from the append's temporary. Only the first
-two blocks of a request with new tokens may need rows of the ring. Their CTAs also put the newest rows into the ring.
-Each of these CTAs writes the half of the ring that it reads, so none overwrites rows that another has yet to read.
+A CTA takes one block of 32 tokens of one request's KV head; a thread takes two neighbouring columns of the block. Older
+keys come from the ring of 64 rows beside the cache, new keys from the append's temporary. Of the blocks with a
+request's new tokens, only the first two may need rows of the ring. The CTAs of these two blocks also write the newest
+rows into the ring. Each writes the half of the ring that it reads, so no CTA overwrites rows that another still has to
+read.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Keys:
-    """Where keys are read; run-time values: addresses, and the number of KV heads."""
+    """Addresses of the new keys, the ring and its slots, and the number of KV heads; run-time values."""
 
     new: Int64
     tail: Int64
@@ -57,15 +59,15 @@ class Requests:
 
 
 class ColumnPair:
-    """Two neighbouring columns of a block: makes their codes, scales and shifts, and says where these are written."""
+    """Encodes two neighbouring columns of a block, and says where their scales and shifts are written."""
 
     def __init__(self, head_dim: int):
         self.header_words = head_dim // BLOCK_TOKENS
         self.units = head_dim // UNIT_COLUMNS
 
     def encode(self, words) -> tuple[list[Uint32], list[Any]]:
-        """Encodes fp16 pairs of 32 tokens. Returns (a byte with two codes for each token, (scale, shift) of both
-        columns)."""
+        """Encodes 32 tokens' words, each with the fp16 numbers of both columns. Returns (for each token a byte with two
+        codes, for each column a word with scale and shift)."""
         halves = (ptx.half2_low_to_float, ptx.half2_high_to_float)
         columns = [[half(words[i]) for i in range(BLOCK_TOKENS)] for half in halves]
         found = [
@@ -84,7 +86,7 @@ class ColumnPair:
 
 
 class FillKernel:
-    """One compiled variant, for one format and head_dim of keys."""
+    """One compiled variant of the kernel that fills blocks, for a format and head_dim of keys."""
 
     def __init__(self, keys: WrittenRows):
         self.num_threads = keys.head_dim // 2  # of a CTA; each has two columns
@@ -141,7 +143,7 @@ class FillKernel:
     @cute.jit
     def keep(self, new, tail, token_bytes, start, length, base):
         """Writes new rows into the half of the ring that the block at ``base`` uses. Blocks use both halves
-        alternately; the rows are those of the newest block that uses this half."""
+        alternately. The rows belong to the newest block that uses this half."""
         last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         last = last - (last - base) % TAIL_TOKENS
         position = cutlass.max(last, start)

@@ -21,7 +21,7 @@ SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
 
 
 class _RowSpec(KernelSpec):
-    """The common part of the specs: a kernel whose key names the formats of its rows."""
+    """The base of the specs of kernels that read or write cache rows."""
 
     family: ClassVar[str] = "kv_cache"
 
@@ -108,8 +108,8 @@ class BulkSpec(_RowSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Returns the specs that bundles hold and CI compiles: appends with RoPE over the whole head in Llama's order, each
-    in a variant for decode and in one for all other calls.
+    """Returns the specs that bundles hold and CI compiles: appends with RoPE over the whole head in Llama's order. Each
+    has a variant for decode and a variant for all other calls.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """
@@ -131,7 +131,7 @@ def shipped_specs() -> list[KernelSpec]:
 def fake_tensors(config: AppendConfig, memory: cute.AddressSpace) -> dict[str, Any]:
     """Returns fake tensors for an append, by name. A compiled function takes only tensors that match the fake ones.
 
-    memory: the DSL's address space of the tensors; global memory, except in tests.
+    memory: the tensors' address space in the DSL: global memory, except in tests.
     """
     import cutlass
     import cutlass.cute as cute

@@ -29,8 +29,8 @@ HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
 def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
-    """Returns the number of lanes that share a row: a power of two that gives each lane an even number of columns for
-    every head_dim, if possible ``lane_columns``.
+    """Returns the number of lanes that share a row, a power of two. For every head_dim each lane then has an even
+    number of columns: ``lane_columns`` if possible.
 
     Groups of columns are then whole numbers of lanes for up to 8 groups a row.
     """
@@ -43,11 +43,10 @@ def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
 
 
 def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> int:
-    """Returns the alignment in bytes that every row of a cache needs, so that ``lanes`` lanes can access their parts of
-    a row.
+    """Returns the alignment in bytes that rows of a cache need for ``lanes`` lanes to access their parts of a row.
 
-    It is the widest access, up to 16 bytes, that fits a lane's part of the codes. Rows with words in front of the codes
-    need at least 4.
+    The alignment is the widest access, up to 16 bytes, that fits a lane's part of the codes. Rows with words in front
+    of the codes need at least 4 bytes.
     """
     form = format_of(kv_format)
     header, row_bytes = form.header_bytes, form.row_bytes(head_dim)
@@ -56,8 +55,8 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 
 def other_rotation(width: int, head_dim: int) -> str | None:
-    """Returns, as text for a message, the possible rotations if Hadamard blocks of ``width`` are impossible in rows of
-    ``head_dim`` columns; else None. Each lane must own a power of two of columns."""
+    """Returns None if lanes can rotate rows of ``head_dim`` columns in Hadamard blocks of ``width`` columns. Otherwise
+    returns a text for a message, which says the possible rotations. Each lane must own a power of two of columns."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and (head_dim & (head_dim - 1) or head_dim > 256):
@@ -67,7 +66,7 @@ def other_rotation(width: int, head_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class RowTransform:
-    """The steps of a cache transform on rows, as compile-time facts.
+    """Which steps a cache transform has on rows, known at compile time.
 
     Attributes:
         center, factor: whether K has a center; whether K and q have factors.
@@ -85,7 +84,7 @@ class RowTransform:
 
     @property
     def num_parts(self) -> int:
-        """The greatest number of arrays of constants that a row needs, among rows of K, q and V."""
+        """How many arrays of constants a row needs: the greatest of the numbers for rows of K, of q and of V."""
         return max(max(self.center, self.shift) + self.factor, int(self.v_factor))
 
     @property
@@ -97,7 +96,8 @@ class RowTransform:
 
 
 def row_transform_of(given: CacheTransform | None, shift: bool) -> RowTransform | None:
-    """Returns the row transform of a cache transform, with or without queries' shifts; None if it changes nothing."""
+    """Returns the steps of a cache transform on rows; None if it changes nothing. shift: whether the kernel writes the
+    queries' shifts."""
     if given is None or given.identity:
         return None
     return RowTransform(
@@ -167,12 +167,12 @@ class AppendConfig:
 
     Attributes:
         k, v: formats and sizes of the rows that are written.
-        dtype: "bf16" or "fp16", of q, k and v.
+        dtype: the dtype of q, k and v, "bf16" or "fp16".
         prologue: the steps before the transform.
-        lane_columns: columns of a row that a lane should own if it owns whole RoPE pairs (``runs`` is 2), as in
-            `team_lanes`. Otherwise that number is `LANE_ELEMENTS`.
-        leads: whether attention over the same caches is launched as this kernel's programmatic dependent. Then the
-            kernel lets attention start early, and leaves the SMs' shared memory to it.
+        lane_columns: how many columns of a row a lane should own (see `team_lanes`) if it owns whole RoPE pairs, that
+            is, if ``runs`` is 2. Otherwise a lane should own `LANE_ELEMENTS`.
+        leads: whether attention over the same caches is launched as this kernel's programmatic dependent. If so, the
+            kernel lets attention start early, and leaves the SMs' shared memory to attention.
         decode: whether every token is its request's only new one, at the last position. The kernel then has no code for
             slots, position ids and bounds of requests; see `for_decode`.
         transform: the steps on rows between RoPE and quantisation; None for none.
@@ -194,11 +194,11 @@ class AppendConfig:
         return cls(rows, rows, dtype, prologue)
 
     def for_decode(self) -> AppendConfig:
-        """Returns the configuration for calls where every token is its request's only new one (``decode``); it is
-        faster there.
+        """Returns the configuration for calls in which every token is its request's only new token (``decode``), which
+        is faster for such calls.
 
-        A warp then runs most of its code once, so fetching instructions takes longer than arithmetic. With twice the
-        lanes to a row, a lane has half the instructions.
+        In such a call a warp runs most of its code once, so fetching instructions takes longer than arithmetic. With
+        twice as many lanes to a row, a lane has half the instructions.
         """
         return replace(self, decode=True, lane_columns=LANE_ELEMENTS)
 
@@ -214,8 +214,8 @@ class AppendConfig:
 
     @property
     def runs(self) -> int:
-        """Runs of columns of a row that a lane owns: 2 if it owns one run in each half, so that it has whole RoPE
-        pairs; else 1."""
+        """How many runs of a row's columns a lane owns. With 2 it owns one run in each half of the row, and so whole
+        RoPE pairs. Otherwise 1."""
         whole = self.prologue.rotary_dim == self.k.head_dim == self.v.head_dim and self.k.head_dim in (64, 128, 256)
         return 2 if self.prologue.rope == "half" and whole else 1
 
@@ -229,7 +229,7 @@ class AppendConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM is assumed to hold at a time."""
+        """How many CTAs an SM is assumed to hold at a time."""
         counts = DECODE_CTAS_PER_SM if self.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
             extras = self.decode and (self.prologue.has_bias or self.prologue.has_norm)  # whose words wait in registers
@@ -238,16 +238,16 @@ class AppendConfig:
 
     @property
     def least_ctas(self) -> int:
-        """The least number of CTAs that the registers of an SM must have room for (``min_blocks_per_mp``). Transforms
-        need more registers, so for them it is only `ctas_per_sm`."""
+        """For how many CTAs an SM must at least have registers (``min_blocks_per_mp``). With a transform the number is
+        only `ctas_per_sm`, since the kernel needs more registers."""
         return RESIDENT_WARPS // NUM_WARPS if self.transform is None else self.ctas_per_sm
 
     @property
     def smem_percent(self) -> int:
         """The percentage of an SM's combined L1 and shared memory that this kernel requests as shared memory.
 
-        It is 100 if attention follows (``leads``): with less, attention could not start on an SM before this kernel is
-        done there. Otherwise it is 0.
+        The percentage is 100 if attention follows (``leads``), else 0. With less than 100, attention could not start on
+        an SM before this kernel has ended there.
         """
         return 100 if self.leads else 0
 
@@ -285,7 +285,7 @@ class BulkConfig:
     Attributes:
         direction: "quantize" (numbers to rows) or "dequantize" (rows to numbers).
         kv_format: name of the rows' format.
-        dtype: "bf16", "fp16" or "fp32", of the numbers.
+        dtype: the dtype of the numbers, "bf16", "fp16" or "fp32".
         head_dim: columns of a row.
         transform: the steps on numbers before quantisation, as a transform of K; None for none.
     """
@@ -348,15 +348,16 @@ def _choose(condition, chosen, other):
 
 
 def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
-    """Returns (q heads, KV heads) that a team takes of its token: the fewest for which one wave of CTAs suffices.
+    """Returns how many heads of its token a team takes: (q heads, KV heads). They are the fewest for which one wave of
+    CTAs suffices.
 
-    A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads, or ``ratio`` times fewer KV heads (at least 1), since rows of
-    K and V are more work.
+    A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads. It takes ``ratio`` times fewer KV heads (at least 1), since
+    rows of K and V are more work.
 
-    So few tokens are spread over the whole GPU; with many tokens, more heads share the work of making a token's angles.
+    So few tokens are spread over the whole GPU. With many tokens, more heads share the work of making a token's angles.
 
     Args:
-        blocks: CTAs along the tokens.
+        blocks: how many CTAs the tokens take, for one group of heads.
         num_q_heads, num_kv_heads: heads of a token; a team's heads are all of q, all of k or all of v.
         wave: CTAs that the GPU holds at a time.
         select: a function of (condition, value if true, value if false); the kernel's launch code passes the DSL's.
@@ -371,10 +372,10 @@ def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choo
 
 
 def divisor_of(divisor: int) -> int:
-    """Returns the number that replaces ``divisor`` in the kernels' divisions: ceil(2**63 / divisor) as a signed 64-bit
+    """Returns the number by which kernels multiply to divide by ``divisor``: ceil(2**63 / divisor) as a signed 64-bit
     number.
 
-    For value < 2**63 / divisor, floor(value / divisor) is the upper 64 bits of 2 * value times this number.
+    For value < 2**63 / divisor, floor(value / divisor) is the upper 64 bits of 2 * value times the returned number.
     """
     magic = -(-(2**63) // divisor)
     return magic - 2**64 if magic >= 2**63 else magic

@@ -25,7 +25,7 @@ FORMAT, VERSION = "cute_kernels.cache_constants", "1"
 _NAME = re.compile(r"layers\.(\d+)\.(k_center|k_factor|v_factor|k_scale|v_scale)")
 
 Scales: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
-"""K's and V's scale of a layer; None for a format that keeps no scale beside the cache."""
+"""K's and V's scale of a layer. A scale is None for a format that keeps none beside the cache."""
 
 
 class ConstantsError(ValueError):
@@ -37,8 +37,8 @@ class CacheConstants:
     """Constants of a model's cache, layer by layer.
 
     Args:
-        transforms: one for each layer; None for a layer without a transform.
-        scales: (K's, V's) for each layer, fp32, as `append_kv` takes them; () if no layer has scales.
+        transforms: the transform of each layer, or None.
+        scales: (K's scale, V's scale) of each layer, fp32, as `append_kv` takes them; () if no layer has scales.
         about: the origin of the constants, as texts by name: "model", "kv_format", "tokens", "method" and so on.
 
     Raises:

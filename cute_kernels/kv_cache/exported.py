@@ -1,5 +1,5 @@
-"""`ExportedSequence`, a sequence's rows from one cache for another: on another GPU, on the host, or in a store of
-prefixes."""
+"""`ExportedSequence`, a sequence's rows on their way from one cache to another. They may go to another GPU, the host,
+or a store of prefixes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ExportedSequence:
     """A sequence's rows of all layers, byte for byte as in the cache, with the layers' keys.
 
     Attributes:
-        k, v: [num_layers, tokens, num_kv_heads, row] in K's and V's format.
-        keys: `KVCache.keys` of the source cache, which stand for format, sizes, scales and transform of every layer.
+        k, v: rows of K and of V, [num_layers, tokens, num_kv_heads, row].
+        keys: `KVCache.keys` of the source cache. A layer's key stands for its formats, sizes, scales and transform.
     """
 
     k: torch.Tensor
@@ -55,8 +55,8 @@ def layer_key(
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     transform: CacheTransform | None,
 ) -> str:
-    """Returns a key of the formats, sizes, scales and transform of a layer. Two layers have equal keys exactly if each
-    can read the other's rows."""
+    """Returns a layer's key, which stands for its formats, sizes, scales and transform. Two layers have equal keys
+    exactly if each can read the other's rows."""
     parts = [f"{form.name} x {dim}" for form, dim in zip(formats, head_dims, strict=True)]
     parts.append(f"{num_kv_heads} heads")
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):

@@ -2,11 +2,12 @@
 scatters them into the cache, and writes the rotated q.
 
 A *team* of lanes takes one token and a few of its q heads, k heads or v heads. The teams of a CTA take different tokens
-and the same heads, so a CTA runs one of three loops. A team starts loading its first rows and the inputs of its token's
-place. It makes the token's angles once, then works row by row in registers. Teams share nothing.
+and the same heads, so a CTA runs one of three loops: for q, k or v. A team first starts loading its first rows, and
+what it needs to find the token's place in the cache. It makes the token's angles once, then works row by row in
+registers. Teams share nothing.
 
-K and V of a token without a place (an unmapped page, a position outside the table or the cache, slot -1) are not
-written. Its q is written all the same.
+K and V of a token without a place are not written: the page is unmapped, the position lies outside the table or the
+cache, or the slot is -1. The token's q is written all the same.
 """
 
 import cutlass
@@ -191,10 +192,10 @@ class AppendKernel:
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane):
-        """Starts loading the inputs of places and angles, without waiting.
+        """Starts loading what `locate` and `make_angles` need, without waiting.
 
-        Returns (length of the token's request if each request has one token, the token's position id, its slot). A
-        number that is not given or not needed is 0. Fills ``steps`` with the turns per position.
+        Returns (length of the token's request if each request has one new token, the token's position id, the token's
+        slot). A number that is not given or not needed is 0. Fills ``steps`` with the turns per position.
         """
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
@@ -241,10 +242,11 @@ class AppendKernel:
 
     @cute.jit
     def locate(self, where, is_q, token, lane, length, slot):
-        """Returns (position for RoPE, whether the token has a place, page, row of the page) of a team's token.
+        """Finds the place of a team's token. Returns (position for RoPE, whether the token has a place, page, row of
+        the page).
 
-        ``length`` and ``slot`` are results of `ask`. The load of the page may still be running, and its number may be
-        invalid. Teams of q heads do not look for a page.
+        ``length`` and ``slot`` are results of `ask`. The page number may still be loading, and may turn out invalid.
+        Teams of q heads do not look for a page.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
         if const_expr(self.config.decode):
@@ -277,8 +279,8 @@ class AppendKernel:
 
     @cute.jit
     def find_page(self, where, request, position, inside):
-        """Returns (page, row of the page, whether the place exists) of a request's position. The place exists if
-        ``inside`` holds and the block table or cache reaches the position."""
+        """Returns where a request's position lies: (page, row of the page, whether the place exists). The place exists
+        if ``inside`` holds and the block table or cache reaches the position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
@@ -292,8 +294,8 @@ class AppendKernel:
 
     @cute.jit
     def find_request(self, where, token, lane):
-        """Returns the last request that begins at or before a token. Each lane of a team tests one request at a
-        time."""
+        """Returns the last request whose first new token is ``token`` or comes before it. Each lane of a team tests one
+        request at a time."""
         lanes = self.config.lanes
         team_lane = lane % lanes
         low, span = Int32(0), where.batch
@@ -351,7 +353,7 @@ class AppendKernel:
 
     @cute.jit
     def turn_q(self, values, asked, constants, cos, sin, extras, heads, done, place):
-        """Applies bias, norm, RoPE and transform to a q row, the team's ``done``-th."""
+        """Applies bias, norm, RoPE and transform to row number ``done`` of the team's q heads."""
         head = heads.first + done
         given = (extras.q_bias, extras.q_norm, extras.norm_eps)
         self.turn(values, asked, cos, sin, given, head, Q_ROWS_IN_FLIGHT, place.lane)
@@ -431,7 +433,7 @@ class AppendKernel:
             values[i] = value
 
     def advance(self, raw, ahead):
-        """Moves each of the ``ahead`` rows in ``raw`` one slot towards the first, which is dropped."""
+        """Drops the first of the ``ahead`` rows in ``raw``, and moves each other row one slot forward."""
         for i in range((ahead - 1) * self.row_words):
             raw[i] = raw[i + self.row_words]
 

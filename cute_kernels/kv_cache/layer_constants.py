@@ -1,4 +1,4 @@
-"""The constants of each layer of a `KVCache`: scales that lie beside the cache, and a transform."""
+"""Keeps the constants of each layer of a `KVCache`: scales that lie beside the cache, and a transform."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LayerConstants:
     """The scales and transforms of all layers. Scales are NaN until `set_scales`.
 
     Args:
-        formats: of K and V, by layer.
-        shape: (num_layers, num_kv_heads, K's head_dim, V's).
+        formats: (K's format, V's format) of each layer.
+        shape: (num_layers, num_kv_heads, K's head_dim, V's head_dim).
         device: where scales and transforms lie.
 
     Attributes:
@@ -62,7 +62,7 @@ class LayerConstants:
         )
 
     def scales(self, layer: int) -> Scales:
-        """Returns K's and V's scale of a layer; None for a format that keeps no scale beside the cache."""
+        """Returns K's and V's scale of a layer. A scale is None for a format that keeps none beside the cache."""
         return self._scales[layer]
 
     def check_given(self, layer: int) -> None:
@@ -84,8 +84,8 @@ class LayerConstants:
         self._given.add(layer)
 
     def checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:
-        """Returns each layer's transform on the device. Raises ValueError if a transform has other sizes than the
-        layer; the message names argument and layer."""
+        """Checks transforms, and returns each layer's transform on the device. Raises ValueError if a transform has
+        other sizes than its layer. The message names argument and layer."""
         transforms = check_transforms(name, given, self._num_layers)
         for layer, transform in enumerate(transforms):
             if transform is not None:

@@ -11,7 +11,7 @@ class MemoryReport:
 
     Attributes:
         kv_format: such as "int4_g4", or "int8_token_head + int4_g4" if K and V differ.
-        layer_bytes: bytes of K and V pages, one per layer.
+        layer_bytes: bytes of K's and V's pages, a number for each layer.
         scale_bytes: bytes of the scales that lie beside the pages, all layers.
         page_size: tokens per page.
         pages: pages of each layer.
@@ -19,7 +19,7 @@ class MemoryReport:
         pages_shared: pages that more than one sequence refers to.
         sequences: number of sequences.
         tokens: sum of the sequences' lengths.
-        tokens_stored: the same sum, with shared tokens counted once.
+        tokens_stored: tokens in pages; tokens that several sequences share count once.
         token_bytes: bytes of K and V of one token, all layers.
         token_bytes_bf16: bytes of K and V of one token in bf16, all layers.
         tail_bytes: bytes of the newest keys of formats in blocks, which lie beside the pages, all layers.
@@ -41,7 +41,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all layers' pages, of scales and of keys whose block is not full."""
+        """Bytes of all layers' pages, of scales, and of the keys beside the pages."""
         return sum(self.layer_bytes) + self.scale_bytes + self.tail_bytes
 
     @property

@@ -1,16 +1,17 @@
-"""`Moments`, which finds a layer's cache transform from samples, so that noise of K's quantiser harms attention's
-output least.
+"""`Moments`, which finds a layer's cache transform from samples. The transform minimises the harm that quantisation
+noise of K does to attention's output.
 
 A group's quantiser makes noise that grows with the group's size. After a rotation over w columns, the error of the
 score of query i for key t has the variance (sum_d f_d^2 k_td^2) * (sum_e q_ie^2 / f_e^2) / w, up to a constant. Here d
 and e run over one block of columns, k is centred, and f are the factors. To first order an error of the score moves the
 query's output by that error times p_it (v_t - o_i), where p_it is the attention's weight and o_i the output. Summed
-over queries and keys the squared error is
+over queries and keys, the squared error is
 
     sum_de M_de f_d^2 / f_e^2,    M_de = sum_it p_it^2 |v_t - o_i|^2 k_td^2 q_ie^2,
 
-which is convex in log f, and least if row and column sums of its terms are equal. A few cheap steps *balance* M so
-(Osborne, 1960). Without the attention's weights M_de = s_d t_e, and the result is f_d = (t_d / s_d) ** 1/4.
+which is convex in log f, and least if row sums and column sums of its terms are equal. A few cheap steps *balance* M in
+this way (Osborne, 1960). Without the attention's weights M_de = s_d t_e, with s_d = sum_t k_td^2 and t_e = sum_i
+q_ie^2. The result is then f_d = (t_d / s_d) ** 1/4.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Moments:
                 columns if those are more. Default: k_rotation, or all columns without a rotation.
             center: whether K's mean is subtracted.
             factors: whether K's channels are multiplied by the factors f of the module's text.
-            v_factors: whether V's channels are multiplied by the inverse square root of their size, weighted by
-                attention.
+            v_factors: whether V's channels are multiplied by the inverse square roots of their magnitudes, which are
+                weighted by attention.
             seed: seed of the random signs before a rotation.
 
         Raises:
@@ -145,9 +146,9 @@ class Moments:
 
 
 def group_of(form: KvFormat, head_dim: int) -> int:
-    """Returns how many columns of a row, or tokens of a column, share a scale.
+    """Returns how many columns of a row share a scale or, for a format in blocks, how many tokens of a column.
 
-    It is 1 for formats that gain nothing from a transform of channels: their codes have an exponent, or each channel
+    Returns 1 for formats that gain nothing from a transform of channels: their codes have an exponent, or each channel
     has a scale of its own.
 
     Examples:
@@ -167,8 +168,8 @@ def can_rotate(head_dim: int) -> bool:
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the queries' contributions to each key: (sum_i p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim],
-    sum_i p_it^2 [heads, tokens]), fp32. q: [heads, group, tokens, head_dim]; k, v: [heads, tokens, head_dim]."""
+    """Returns two sums over queries i, for each key t, in fp32: p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim],
+    and p_it^2 [heads, tokens]. q: [heads, group, tokens, head_dim]. k, v: [heads, tokens, head_dim]."""
     tokens = k.shape[1]
     weighted, weights = torch.zeros_like(k), k.new_zeros(k.shape[:2])
     places = torch.arange(tokens, device=k.device)
@@ -186,10 +187,10 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 
 
 def _balanced(importance: torch.Tensor, block: int) -> torch.Tensor:
-    """Returns the factors f, fp32 [heads, columns], that minimise the sum of M_de f_d^2 / f_e^2. The sum has all pairs
-    d, e of a block of ``block`` columns.
+    """Returns the factors f, fp32 [heads, columns], that minimise the sum of M_de f_d^2 / f_e^2 over all columns d and
+    e of each block of ``block`` columns.
 
-    Each block's geometric mean is 1. importance: fp64 [heads, columns, columns].
+    The geometric mean of a block's factors is 1. importance: M, fp64 [heads, columns, columns].
     """
     heads, columns = importance.shape[:2]
     blocks = columns // block
@@ -205,7 +206,7 @@ def _balanced(importance: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _levelled(noise: torch.Tensor) -> torch.Tensor:
-    """Returns noise ** -1/4, scaled to geometric mean 1 for each head: fp32 [heads, columns]."""
+    """Returns noise ** -1/4, scaled so that each head's geometric mean is 1: fp32 [heads, columns]."""
     floor = (_LEAST_SHARE * noise.mean(-1, keepdim=True)).clamp(min=torch.finfo(torch.float64).tiny)
     logs = -0.25 * noise.maximum(floor).log()
     return _factor(logs - logs.mean(-1, keepdim=True))
@@ -218,8 +219,8 @@ def _factor(logs: torch.Tensor) -> torch.Tensor:
 def _signed(
     factor: torch.Tensor | None, width: int, like: torch.Tensor, columns: int, generator: torch.Generator
 ) -> torch.Tensor | None:
-    """Returns the factor, times random signs if a rotation of ``width`` follows: fp32 [heads, columns]. None if there
-    is neither."""
+    """Multiplies a factor by random signs if a rotation follows (``width`` > 1): fp32 [heads, columns]. Without a
+    factor returns the signs alone; without a rotation returns ``factor``, which may be None."""
     if width == 1:
         return factor
     signs = (torch.randint(0, 2, (len(like), columns), generator=generator) * 2 - 1).float().to(like.device)

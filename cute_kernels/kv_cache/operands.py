@@ -14,7 +14,7 @@ from cute_kernels.kv_cache.config import GROUP_BITS, HAS_Q
 
 @dataclass(frozen=True)
 class Inputs:
-    """Addresses of q, k and v, their strides in bytes from token to token, and sizes. num_q_heads is 0 without q."""
+    """Addresses of q, k and v, the strides in bytes of their tokens, and sizes. num_q_heads is 0 without q."""
 
     q: Int64
     k: Int64
@@ -29,8 +29,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """Addresses that are written, and their strides in bytes: per token of q_out, and per (page, token, head) of the
-    caches."""
+    """Addresses of q_out and the caches, which are written, and strides in bytes: of q_out's tokens, and of the caches'
+    (pages, tokens, heads)."""
 
     q_out: Int64
     k_cache: Int64
@@ -60,7 +60,8 @@ class Where:
 
 @dataclass(frozen=True)
 class Constants:
-    """Addresses of a transform's constants, 0 where there is none: fp32 [num_kv_heads, head_dim]."""
+    """Addresses of a transform's constants, fp32 [num_kv_heads, head_dim]. An address is 0 where the transform has no
+    such constants."""
 
     k_center: Int64
     k_factor: Int64
@@ -70,7 +71,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Terms:
-    """Addresses of biases and of the norms' weights, 0 where there is none, and the norms' epsilon."""
+    """Addresses of biases and of norm weights, 0 for those that are not given, and the norms' epsilon."""
 
     q_bias: Int64
     k_bias: Int64
@@ -82,10 +83,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Transforms:
-    """Addresses of a transform's constants and of the tensor of score shifts; 0 where there is none.
+    """Addresses of a transform's constants and of q_shift. An address is 0 where there is no such tensor.
 
-    Constants are fp32 [num_kv_heads, head_dim], q_shift is fp32 [tokens, num_q_heads]. ``group_reciprocal`` serves to
-    find a q head's KV head, see `GROUP_BITS`.
+    Constants are fp32 [num_kv_heads, head_dim], q_shift is fp32 [tokens, num_q_heads]. Multiplication by
+    ``group_reciprocal`` turns a q head's number into its KV head's, see `GROUP_BITS`.
     """
 
     k_center: Int64
@@ -99,8 +100,8 @@ class Transforms:
 
 @dataclass(frozen=True)
 class Extras:
-    """Addresses of biases, norm weights and scales, 0 where there is none, and the norms' epsilon. ``transforms`` is
-    None in variants without a transform."""
+    """Addresses of biases, norm weights and scales, 0 for those that are not given, and the norms' epsilon.
+    ``transforms`` is None in variants without a transform."""
 
     q_bias: Int64
     k_bias: Int64
@@ -118,11 +119,11 @@ class Shares:
     """How the heads of a token are distributed among CTAs.
 
     Attributes:
-        q_rows, kv_rows: q heads, or KV heads, that a team takes.
-        kv_chunks: the number of chunks of K's heads, and of V's; a team takes one chunk. Chunks are numbered: first
-            K's, then V's, then q's.
-        by_kind: whether the grid has tokens along x and chunks along y, so that a wave's CTAs are in order of chunks.
-        few: whether so few CTAs are launched that attention, if it follows, may start at once.
+        q_rows, kv_rows: how many q heads, or KV heads, a team takes: a chunk.
+        kv_chunks: how many chunks K's heads make, and V's. K's chunks are numbered first, then V's, then q's.
+        by_kind: whether the grid has tokens along x and chunks along y, so that CTAs are in order of chunks; else in
+            order of tokens.
+        few: whether the launch has so few CTAs that attention, if it follows, may start at once.
     """
 
     q_rows: Int32
@@ -144,7 +145,7 @@ class Heads:
 class Place:
     """A team's token and lane, and the page and row where its K and V are written.
 
-    Nothing is written unless ``valid`` holds and the page is one of the cache's. ``page`` may still be loading.
+    Nothing is written unless ``valid`` holds and the cache has the page. ``page`` may still be loading.
     """
 
     token: Int32
@@ -185,8 +186,8 @@ def targets_of(given) -> Targets:
 
 
 def where_of(given, k_by_token: bool = False) -> Where:
-    """Returns the arguments that decide where K and V are written. k_by_token: K's rows are written in the order of
-    tokens, so only V's cache has pages."""
+    """Makes the `Where` of a launch from its arguments. k_by_token: whether K's rows are written in the order of
+    tokens; then only V's cache has pages."""
     cache_shape = _any((given.v_cache if k_by_token else given.k_cache).shape)
     return Where(
         seq_lens=ptx.address(given.seq_lens),
@@ -230,10 +231,10 @@ def _transforms_of(given) -> Transforms:
 
 
 def _any(value) -> Any:
-    """Returns its argument. To type checkers the shape or strides of a DSL tensor become a plain tuple."""
+    """Returns its argument, the shape or strides of a DSL tensor. Type checkers then take it for a plain tuple."""
     return value
 
 
 def _byte_strides(tensor) -> Any:
-    """Returns the strides in bytes of all dimensions but the last."""
+    """Returns a tensor's strides in bytes, for all dimensions but the last."""
     return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])

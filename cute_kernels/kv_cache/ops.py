@@ -26,8 +26,8 @@ __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
 def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
     """Appends on the device where the tensors are.
 
-    Together the arguments are the fields of an `AppendCall`; two tuples take less time to make than that object.
-    ``extras``: the fields from cu_seqlens on, or None if all of them are None, as in most calls.
+    ``call`` and ``extras`` together are the fields of an `AppendCall`, which would take longer to make. ``extras``: the
+    fields from cu_seqlens on, or None if all of them are None, as in most calls.
 
     Traced calls and tensor subclasses go through the registered operator. Raises TypeError for an argument that is no
     tensor.
@@ -41,8 +41,8 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns the key of a call's plan. The compiled function checks that k has v's tokens and heads, that V's cache
-    has K's pages, and that rows fit their head_dim. So the only shapes in the key are those of v and of K's cache."""
+    """Returns the key of a call's plan. Its only shapes are v's and that of K's cache. The compiled function checks the
+    rest: k has v's tokens and heads, V's cache has K's pages, and rows fit their head_dim."""
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
      transform), extras = given  # fmt: skip
     return (
@@ -87,14 +87,14 @@ def _without_tokens(call: AppendCall) -> torch.Tensor | None:
 
 
 launch = launcher(_key, _checked, _plan_of, _without_tokens)
-"""Appends on CUDA tensors; returns the rotated q, None without q. Its argument is the pair (call, extras) of
+"""Appends on CUDA tensors. Returns the rotated q, or None without q. Takes one argument, the pair (call, extras) of
 :func:`append`."""
 
 
 @as_kernels
 def reference(call: AppendCall) -> torch.Tensor | None:
-    """Checks a call, values included, and computes it in plain PyTorch. Returns q rounded to its dtype, None without
-    q."""
+    """Checks a call, values included, and computes it in plain PyTorch. Returns the rotated q in q's dtype, or None
+    without q."""
     check_append(call)
     check_append_values(call)
     q = append_kv_reference(call) if call.has_places else None
@@ -109,8 +109,8 @@ def reference(call: AppendCall) -> torch.Tensor | None:
 def _call_of(*arguments: Any) -> AppendCall:
     """Returns the call that the operator's arguments stand for.
 
-    They have no q_out, the rope is a text, and the transform comes in parts. Arguments at the end that were not given
-    are missing.
+    Unlike a call, the arguments have no q_out, ``rope`` is a text, and the transform comes in parts. Last arguments
+    that were not given are missing.
     """
     rope = None if arguments[7] is None else rope_of(arguments[7])
     extras, q_shift, parts = arguments[12:22], (*arguments[22:23], None)[0], arguments[23:]

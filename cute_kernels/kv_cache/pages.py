@@ -1,8 +1,8 @@
-"""`PageTable`, which knows the pages of each sequence, their reference counts and the free pages. It is on the host
-only and holds no tensors.
+"""`PageTable`, which knows the pages of each sequence, the pages' reference counts and the free pages. It lives on the
+host and holds no tensors.
 
 Pages are shared as in vLLM's PagedAttention (Kwon et al., 2023): a fork refers to its parent's pages. A sequence that
-is about to write into a page of several sequences first gets its own copy.
+is about to write into a page of several sequences first gets its own copy of the page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SeqId = Hashable
 
 
 class OutOfPagesError(RuntimeError):
-    """The error of a request that needs more pages than are free; the request has changed nothing.
+    """The error of a request for more pages than are free. The request has changed nothing.
 
     Attributes:
         needed: pages that the request would have taken.
@@ -31,7 +31,7 @@ class OutOfPagesError(RuntimeError):
 
 
 class PageCopy(NamedTuple):
-    """A copy of a shared page that must be made before the next write."""
+    """A copy of a shared page that the caller must make before the next write."""
 
     source: int
     target: int
@@ -39,7 +39,7 @@ class PageCopy(NamedTuple):
 
 @dataclass
 class SequencePages:
-    """One sequence: its pages in token order, its length in tokens, and a stamp that no other page list has."""
+    """One sequence: its pages in token order, its length in tokens, and a stamp that identifies this list of pages."""
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
@@ -52,10 +52,10 @@ class PageTable:
     Args:
         num_pages: number of pages.
         page_size: tokens a page holds.
-        max_seq_len: tokens a sequence may reach; default: as many as all pages hold.
+        max_seq_len: the most tokens of a sequence; default: the tokens of all pages.
 
     Attributes:
-        version: grows with every change of any sequence.
+        version: a number that grows with every change of a sequence.
         num_shared: pages that more than one sequence refers to.
     """
 
@@ -130,10 +130,11 @@ class PageTable:
         self.version += 1
 
     def extend(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int]) -> list[PageCopy]:
-        """Lengthens sequences, all or none; returns the copies to make before the new tokens are written.
+        """Lengthens either all of the sequences or none. Returns the copies of pages to make before the new tokens are
+        written.
 
-        A sequence whose last page is partly filled and shared gets a page of its own. If several sequences of one call
-        share such a page, the last of them keeps it, unless a sequence outside the call shares it, too.
+        A sequence whose last page is partly filled and shared gets a page of its own. If only sequences of this call
+        share the page, the last of them keeps it.
         """
         counts = self._counts(seq_ids, num_tokens)
         needed = 0
@@ -176,7 +177,7 @@ class PageTable:
         self.version += 1
 
     def free(self, seq_id: SeqId) -> None:
-        """Forgets a sequence; pages that no other refers to become free."""
+        """Forgets a sequence. Its pages become free if no other sequence refers to them."""
         self._release(self[seq_id].pages)
         del self._sequences[seq_id]
         self.version += 1
@@ -199,7 +200,8 @@ class PageTable:
         return copy
 
     def _page_written_next(self, sequence: SequencePages) -> int | None:
-        """Returns the partly filled page that the next token goes to; None if the next token needs a new page."""
+        """Returns the partly filled page into which the next token is written; None if the next token needs a new
+        page."""
         return sequence.pages[-1] if sequence.length % self.page_size else None
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -242,8 +244,8 @@ class PageTable:
 
 
 def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> list[int]:
-    """Returns a count for each sequence. ``counts`` is one count for all or one for each; anything else raises
-    TypeError or ValueError."""
+    """Returns a count for each sequence. counts: one count for all sequences, or one for each. Raises TypeError or
+    ValueError for anything else."""
     if not isinstance(counts, Sequence):
         check_count(name, counts, 0)
         return [counts] * num_sequences

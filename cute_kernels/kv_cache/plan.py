@@ -1,5 +1,4 @@
-"""`AppendPlan`, the part of an append that stays the same from call to call: compiled function, angles, launch
-numbers."""
+"""`AppendPlan`, the part of an append that is kept from call to call: compiled function, angles, launch numbers."""
 
 from __future__ import annotations
 
@@ -50,11 +49,11 @@ class AppendPlan:
     Attributes:
         send: the compiled kernel, bound to its constant arguments; it takes the other arguments
             (:mod:`cute_kernels.kv_cache.arguments`) by name. In native code it compares the shape, strides, dtype,
-            alignment and device of every tensor that it is given with what it was compiled for. It launches on torch's
-            current stream of the tensors' device.
+            alignment and device of every tensor with its compiled signature. It launches on torch's current stream of
+            the tensors' device.
         phase_steps: the turns per position of the angles, kept alive because ``send`` holds its address.
         new_q_out: arguments of `GPU.empty` that allocate the rotated q if the caller gives no tensor; None without q.
-        k_view, v_view: the dtype as which the function takes a cache; None for the cache's own.
+        k_view, v_view: dtypes as which the kernel takes the caches; None for the caches' own dtypes.
         head_major: whether the caches are "HND".
         seq_lens, block_table: placeholders for calls without lengths or block table.
     """
@@ -98,9 +97,9 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     """Returns the configuration of the kernel that a call uses. ``leads``: whether attention over the same caches is
     launched as the kernel's dependent.
 
-    Calls with one token a request, at the end of its length, use the decode kernel. Appends that lead use the general
-    kernel, with which attention was measured. A single token of a cache with a transform is an exception: it uses the
-    decode kernel, which has less code to fetch (docs/design/kv_append.md).
+    Calls with one new token a request, at the request's end, use the decode kernel. Appends that lead use the general
+    kernel, with which attention was measured. There is one exception: a single token, of a cache with a transform, uses
+    the decode kernel, which has less code to fetch (docs/design/kv_append.md).
     """
     rope = call.rope
     config = AppendConfig(
@@ -157,9 +156,9 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
 
 
 def _sender(call: AppendCall, config: AppendConfig, **fixed: int | float) -> Callable[..., Any]:
-    """Returns the compiled kernel, bound to the arguments that follow from the plan alone.
+    """Returns the compiled kernel, bound to its constant arguments.
 
-    Calls of one plan lack the same extras, so the plan binds these to 0.
+    All calls of a plan lack the same extras, so the arguments of these extras are 0.
     """
     transformed = config.transform is not None
     declared, function = append_arguments(transformed), load(AppendSpec(config), arch_of(call.k.device.index))

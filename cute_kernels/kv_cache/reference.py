@@ -12,7 +12,7 @@ from cute_kernels.kv_cache.call import AppendCall
 def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
     """Writes the call's k and v into its caches. Returns the rotated q in ``compute_dtype``, None without q.
 
-    compute_dtype: float32, or float64 for a more exact comparison. q is not rounded to its own dtype, so that a
+    compute_dtype: float32, or float64 for a more exact comparison. The result is not rounded to q's dtype, so that a
     kernel's error can be measured. K and V of tokens without a place (see `places`) are not written.
     """
     positions, pages, rows = places(call)
@@ -52,7 +52,8 @@ def transform(
 
 
 def shifts(call: AppendCall, q: torch.Tensor | None) -> torch.Tensor:
-    """Returns q . k_center of queries [tokens, num_q_heads, head_dim] that are not transformed yet."""
+    """Returns q . k_center, [tokens, num_q_heads], of queries q [tokens, num_q_heads, head_dim] before the
+    transform."""
     assert call.transform is not None and q is not None
     shift = call.transform.shift(q)
     assert shift is not None
@@ -64,8 +65,8 @@ def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (request of each token, number of tokens from this one to the request's last, both included), int64
-    [tokens].
+    """Returns two int64 [tokens]: each token's request, and how many tokens there are from the token to the request's
+    last, both included.
 
     Tokens outside ``cu_seqlens`` have request -1.
     """
@@ -80,10 +81,10 @@ def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (position for RoPE, page, row of the page) of each token, int64 [tokens]; page -1 where nothing is
-    written.
+    """Returns three int64 [tokens]: each token's position for RoPE, its page, and its row of the page. The page is -1
+    for a token that is not written.
 
-    Nothing is written for slots, positions and pages that are negative or outside the cache or the block table. A
+    A token is not written if its slot, position or page is negative, or outside the cache or the block table. A
     contiguous cache has one page per request.
     """
     positions = torch.zeros(call.num_tokens, dtype=torch.int64, device=call.k.device)
@@ -114,15 +115,16 @@ def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def quantize(form: KvFormat, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Quantises numbers [..., num_kv_heads, head_dim] to rows. A scale per head may have the shape [num_kv_heads],
-    too."""
+    """Quantises numbers [..., num_kv_heads, head_dim] to rows. A scale for each head may have the shape
+    [num_kv_heads]."""
     return form.quantize(x, shaped_scale(form, scale))
 
 
 def scatter(
     call: AppendCall, cache: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """Writes rows [tokens, num_kv_heads, row] to their places; rows of tokens without a place are not written."""
+    """Writes rows [tokens, num_kv_heads, row] to their tokens' places in the cache, except rows of tokens without a
+    place."""
     if cache.element_size() == 1:
         cache, values = cache.view(torch.uint8), values.view(torch.uint8)
     written = pages >= 0

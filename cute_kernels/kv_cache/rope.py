@@ -6,7 +6,7 @@ evaluated here in double precision.
 
 An angle is kept as a fraction of a turn in 64-bit fixed point: ``phase = position * frequency mod 2**64`` is one
 integer multiplication whose overflow drops whole turns. The usual fp32 product position * inv_freq is off by up to 4e-3
-radians at position 128k. Here the only error is the frequencies' rounding to double: 1e-11 radians at 128k.
+radians at position 128k. Here the only error is that frequencies are rounded to double: 1e-11 radians at 128k.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class NtkScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling, by wavelength. Frequencies of wavelengths above ``original_max_position / low_freq_factor``
-    are divided by ``factor``. Frequencies of wavelengths below ``original_max_position / high_freq_factor`` stay, and
-    those between are blended."""
+    """Llama 3.1's scaling, by wavelength. Frequencies with wavelengths above ``original_max_position /
+    low_freq_factor`` are divided by ``factor``. Frequencies with wavelengths below ``original_max_position /
+    high_freq_factor`` stay. Frequencies in between are blended."""
 
     factor: float
     low_freq_factor: float
@@ -229,8 +229,8 @@ class Rope:
         return self.scaling.frequencies(self.rotary_dim, self.theta)
 
     def phase_steps(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Returns the turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``. The tensor is cached
-        per device."""
+        """Returns, for each pair, the turns per position in units of 2**-64: int64 [rotary_dim / 2] on ``device``. The
+        tensor is cached per device."""
         return _phase_steps(self, torch.device(device))
 
     def rotation(
@@ -267,7 +267,7 @@ def _to_text(rope: Rope) -> str:
 
 @functools.lru_cache(maxsize=256)
 def rope_of(text: str) -> Rope:
-    """Returns the Rope with this ``text``, the form in which a Rope passes through an operator's schema."""
+    """Returns the Rope whose ``text`` is given. A Rope passes through an operator's schema as text."""
     rotary_dim, theta, interleaved, scaling = ast.literal_eval(text)
     made = _SCALINGS[scaling[0]](*scaling[1:]) if scaling else None
     return Rope(rotary_dim, theta, interleaved, made)

@@ -1,8 +1,8 @@
 """`Rotator`, RoPE on a team's row: it makes angles once per token, then rotates rows in registers.
 
-A lane owns a run of columns. Interleaved pairs lie in one lane. The other column of a half-split pair lies ``rotary_dim
-/ 2`` columns away: in a register that is known at compile time, of a lane at a fixed distance. If the distance is whole
-lanes, a column takes one shuffle; otherwise it takes two, from the lanes above and below.
+A lane owns a run of columns. Interleaved pairs lie in one lane. The columns of a half-split pair lie ``rotary_dim / 2``
+apart: in lanes at a fixed distance, in registers known at compile time. If the distance is whole lanes, a column takes
+one shuffle; otherwise it takes two, from the lanes above and below.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ class Rotator:
     Args:
         style: "none", "half" or "interleaved".
         rotary_dim: columns that are rotated.
-        head_dim, lanes: columns of a row and lanes that share it.
-        runs: runs of columns that a lane owns: 1, or 2 where one from each half makes whole pairs.
+        head_dim: columns of a row. lanes: lanes that share a row.
+        runs: how many runs of columns a lane owns: 1, or 2 (one in each half of the row, which make whole pairs).
     """
 
     def __init__(self, style: str, rotary_dim: int, head_dim: int, lanes: int, runs: int = 1):
@@ -40,12 +40,13 @@ class Rotator:
         self.num_angles = 0 if style == "none" else self.count // (2 if self.interleaved or self.halves else 1)
 
     def make_angles(self, cos, sin, steps, position: Int32, factor: Float32, lane: Int32) -> None:
-        """Fills ``cos`` and ``sin`` with the cosines and sines of the lane's columns (of its pairs if interleaved),
-        times ``factor``.
+        """Fills ``cos`` and ``sin`` with cosines and sines times ``factor``: one of each for each column of the lane,
+        or for each pair if the lane has whole pairs.
 
         steps: the result of `load_steps`.
 
-        The sine of a half-split pair's first column is negated. Columns that are not rotated get any angle.
+        If the columns of a pair lie in different lanes, the first column's sine is negated. Columns that are not
+        rotated get any angle.
         """
         # The sign of a position is that of its sine; what is left needs the upper 32 bits of a product modulo 2**64.
         size = Uint32(cutlass.max(position, -position))
@@ -80,7 +81,7 @@ class Rotator:
         return words
 
     def _pair(self, lane: Int32, i: int):
-        """Returns the pair of the lane's i-th angle; any pair for columns that are not rotated."""
+        """Returns the number of the pair of the lane's i-th angle; any pair for columns that are not rotated."""
         if self.interleaved or self.halves:
             return cutlass.min(lane * self.num_angles + i, self.half - 1)
         column = self._column(lane, i)
@@ -88,7 +89,7 @@ class Rotator:
         return cutlass.min(index, self.half - 1)
 
     def rotate(self, values, cos, sin, lane: Int32) -> None:
-        """Rotates the lane's columns in place; all lanes of the warp take part."""
+        """Rotates the lane's columns in place. All lanes of the warp have to call it."""
         turned: list[Any] = []
         if self.interleaved:
             for i in range(self.num_angles):
@@ -110,7 +111,7 @@ class Rotator:
                 values[i] = cutlass.select_(self._column(lane, i) < self.rotary_dim, turned[i], values[i])
 
     def _partner(self, values, i: int, lane: Int32):
-        """Returns the other column of the pair of the lane's i-th column."""
+        """Returns the value of the other column of the pair to which the lane's i-th column belongs."""
         if self.even and self.whole:
             return cute.arch.shuffle_sync_bfly(values[i], offset=self.distance)
         base = cute.arch.lane_idx() - lane

@@ -1,12 +1,12 @@
 """`RowExtras`, the steps on rows of q, k and v before RoPE: biases, and the norm of q and k.
 
-In decode, a team has one to four rows. It loads biases and norm weights together with the rows, since a load at the
-place of use would add its latency. Prefill loads them at the place of use: its other rows hide the latency, and
+In decode, a team has one to four rows. It loads biases and norm weights together with the rows, since later loads would
+add their latency. In prefill, biases and norm weights are loaded where they are used: other rows hide the latency, and
 registers are scarce.
 
-If branches on addresses decide which steps are applied, the compiler copies the loop over rows for each case. In decode
-a warp runs its code once, and would wait for the copies to be fetched. With ``one_code`` there are no branches: an
-absent argument becomes a number that changes nothing.
+If branches on addresses decided which steps are applied, the compiler would copy the loop over rows for each case. In
+decode a warp runs its code once, and would wait for the copies to be fetched. With ``one_code`` there are no such
+branches: a missing bias or weight is replaced by numbers that change nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
 
 @dataclass(frozen=True)
 class Asked:
-    """The registers of loads in flight. bias: biases of a team's next rows; norm: the lane's norm weights. Each has one
-    unused word if there is nothing to load."""
+    """The registers of loads in flight. bias: biases of a team's next rows. norm: the lane's norm weights. Either has
+    one unused word if there is nothing to load."""
 
     bias: RegisterTensor[Uint32]
     norm: RegisterTensor[Uint32]
@@ -58,8 +58,7 @@ class RowExtras:
 
     @cute.jit
     def ask(self, asked: Asked, extras, heads, is_q, is_v, lane):
-        """Starts loading the biases of a team's first rows and the norm weights in decode; otherwise it does
-        nothing."""
+        """In decode, starts loading the biases of a team's first rows, and the norm weights. Otherwise does nothing."""
         if const_expr(self.asks_bias):
             base = cutlass.select_(is_q, extras.q_bias, cutlass.select_(is_v, extras.v_bias, extras.k_bias))
             most = cutlass.select_(is_q, Int32(Q_ROWS_IN_FLIGHT), Int32(ROWS_IN_FLIGHT))
@@ -76,7 +75,7 @@ class RowExtras:
 
     @cute.jit
     def ask_norm(self, asked: Asked, weight, lane):
-        """Starts loading the norm's weights at an address, if there is one."""
+        """Starts loading the norm weights at address ``weight``, unless it is 0."""
         if const_expr(self.asks_norm):
             if weight != 0:
                 for i, word in enumerate(self.k_elements.piece.load(weight, lane)):
@@ -84,7 +83,7 @@ class RowExtras:
 
     @cute.jit
     def ask_bias(self, asked: Asked, base, elements: Elements, head, ahead, count, lane):
-        """Starts loading the biases of the next ``count`` heads from ``head`` on, but at most ``ahead`` of them."""
+        """Starts loading the biases of ``count`` heads from ``head`` on, but of at most ``ahead`` heads."""
         if const_expr(self.one_code):
             piece = elements.piece
             first = ptx.pinned(base + Int64(head * elements.row_bytes + lane * piece.num_bytes))
@@ -105,8 +104,8 @@ class RowExtras:
 
     @cute.jit
     def add_bias(self, values, asked: Asked, base, elements: Elements, head, ahead, lane):
-        """Adds the bias of ``head`` to a row's values. Then moves each of the ``ahead`` loaded biases one row towards
-        the first."""
+        """Adds the bias of ``head`` to a row's values. If biases are loaded ahead, drops the used bias and moves each
+        other one row forward."""
         if const_expr(self.one_code):
             for i, term in enumerate(elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])):
                 values[i] = numbers.add(values[i], term)
@@ -143,7 +142,7 @@ class RowExtras:
                     values[i] = values[i] * root * factors[i]
 
     def root_of(self, values, eps):
-        """Returns the reciprocal root of the mean square of a row."""
+        """Returns 1 / sqrt(mean square of a row + eps)."""
         total = Float32(0.0)
         for i in range(self.k_elements.count):
             total = ptx.fma(values[i], values[i], total)

@@ -1,10 +1,10 @@
-"""`RowTransformer`, which applies a cache transform to a team's rows after RoPE: centre, factor and rotation of k,
-factor and rotation of v, and their counterparts for q.
+"""`RowTransformer`, which applies a cache transform to a team's rows after RoPE. k has a centre, factors and a
+rotation; v has factors and a rotation; q gets what keeps its scores equal.
 
 :mod:`cute_kernels.formats.kv.transforms` defines the steps; here they work in registers, between RoPE and quantisation.
 Constants are fp32 [num_kv_heads, head_dim], some KiB that every CTA reads, so most CTAs find them in the L2 cache. The
-constants of a team's first row are loaded with the row; those of later rows, as soon as the row before has used its
-own.
+constants of a team's first row are loaded with the row. The constants of a later row are loaded as soon as the row
+before has used its own constants.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class RowTransformer:
     :class:`cute_kernels.kv_cache.operands.Transforms`."""
 
     def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int):
-        """Makes the transformer. parts: the steps of the transform. head_dims: of K and V. lanes: lanes of a team.
-        runs: runs of columns of a lane."""
+        """Makes the transformer. parts: the steps of the transform. head_dims: (K's head_dim, V's head_dim). lanes:
+        lanes of a team. runs: runs of columns of a lane."""
         self.parts, self.lanes = parts or RowTransform(), lanes
         k_dim, v_dim = head_dims
         self.k_constants = Elements("fp32", k_dim, lanes, runs)
@@ -38,7 +38,7 @@ class RowTransformer:
 
     @property
     def num_constants(self) -> int:
-        """Number of a lane's constants for one row."""
+        """How many constants a lane needs for one row."""
         return self.parts.num_parts * max(self.k_constants.count, self.v_constants.count)
 
     @cute.jit
@@ -59,16 +59,16 @@ class RowTransformer:
             self.ask_k(constants, given, head, lane)
 
     def addresses(self, given):
-        """Returns three lists of addresses: the constants of K, of q and of V, each in the order in which they are
-        applied to rows."""
+        """Returns three lists of the constants' addresses: for rows of K, of q and of V. Each list is in the order in
+        which the constants are applied."""
         parts = self.parts
         of_k = [given.k_center] * parts.center + [given.k_factor] * parts.factor
         of_q = [given.k_center] * parts.shift + [given.q_factor] * parts.factor
         return of_k, of_q, [given.v_factor] * parts.v_factor
 
     def address_of(self, given, part: int, is_q, is_v):
-        """Returns the address of the ``part``-th constants of q, k or v, whichever the team has; 0 if there are
-        fewer."""
+        """Returns the address of constants number ``part`` of q, k or v, whichever the team has; 0 if there are no such
+        constants."""
         of_k, of_q, of_v = (own[part] if part < len(own) else Int64(0) for own in self.addresses(given))
         return cutlass.select_(is_q, of_q, cutlass.select_(is_v, of_v, of_k))
 
@@ -86,7 +86,7 @@ class RowTransformer:
         self.ask_queries(constants, given, self.kv_head(given, q_head), lane)
 
     def ask_queries(self, constants, given, kv_head, lane):
-        """Starts loading the ``constants`` of the q heads that read ``kv_head``."""
+        """Starts loading the ``constants`` that the q heads of ``kv_head`` share."""
         for part, base in enumerate(self.addresses(given)[1]):
             self._load(constants, self.k_constants, part, base, kv_head, lane)
 
@@ -150,7 +150,7 @@ class RowTransformer:
             values[i] = numbers.multiply(values[i], constants[self.parts.shift * count + i])
 
     def shift_of(self, values, centres):
-        """Computes q . k_center of the team's row.
+        """Returns q . k_center of the team's row.
 
         The order of the sum does not depend on the number of lanes, so all kernels return the same bits.
         """

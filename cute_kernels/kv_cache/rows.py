@@ -1,9 +1,9 @@
 """Rows of a KV cache in registers: a team of lanes turns a row of numbers into a format's bytes, and back.
 
-``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run. So a group of
-columns that shares a scale is a whole number of lanes, and xor shuffles leave the group's extremes in every lane.
-(FBGEMM's quantiser shuffles down instead, which leaves them in the first lane only.) Every division is rounded as IEEE
-754 says: for equal fp32 numbers, codes equal those of :mod:`layouts.kv` bit for bit.
+``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run. So the columns
+that share a scale, a group, are a whole number of lanes, and xor shuffles leave a group's extremes in every lane.
+(FBGEMM's quantiser shuffles down instead, which leaves the extremes in the first lane only.) Every division is rounded
+as IEEE 754 says: for equal fp32 numbers, codes equal those of :mod:`layouts.kv` bit for bit.
 
 A format names the class of its rows (`cute_kernels.formats.kv.KvFormat.writer`): `DenseRow` for plain elements, a
 subclass of `ScaledRow` for codes with an fp32 scale, or any other class.
@@ -37,7 +37,7 @@ MAGIC_VALUE = 8388608.0
 
 @dataclass(frozen=True)
 class DenseRow:
-    """A row of bf16 or fp16 cache elements; arguments as for `CodedRow`."""
+    """A row of bf16 or fp16 cache elements. Its arguments are those of `CodedRow`."""
 
     kv_format: str
     head_dim: int
@@ -71,7 +71,8 @@ class DenseRow:
 
 @dataclass(frozen=True)
 class WaitingRow(DenseRow):
-    """A row of keys that waits in fp16 for its block to be full (`layouts.kv.channel_blocks`): saturated, NaN as 0."""
+    """A row of keys in fp16, which waits until its block is full (`layouts.kv.channel_blocks`). Numbers saturate, and
+    NaN becomes 0."""
 
     by_token: ClassVar[bool] = True
 
@@ -89,11 +90,11 @@ class WaitingRow(DenseRow):
 
 @dataclass(frozen=True)
 class CodedRow:
-    """The common part of rows of small codes, which may have a header word with the scale of each group.
+    """The base of rows of codes. A row may have a header: a word for each group of columns, with the group's scale.
 
-    A kernel quantises in steps and may branch between them: `measure` a lane's values, `repair` them if the result is
-    `unusual`, `reduce` over the group, `encode`. Rows of bytes whose values share divisors have more steps:
-    `find_steps`, and if a divisor or value is `awkward`, `tame` both.
+    A kernel quantises in steps, between which it may branch. It calls `measure` for a lane's values, `repair` if the
+    result is `unusual`, `reduce` over the group, then `encode`. Rows of bytes whose values share divisors have more
+    steps: `find_steps`, and `tame` if a divisor or value is `awkward`.
 
     Args:
         kv_format: name of the format.
@@ -117,32 +118,33 @@ class CodedRow:
 
     @property
     def limit(self) -> float:
-        """The largest magnitude. Before all other steps, larger numbers saturate, and NaN becomes 0."""
+        """The largest magnitude that can be encoded. Before all other steps, larger numbers saturate, and NaN becomes
+        0."""
         raise NotImplementedError
 
     @property
     def num_steps(self) -> int:
-        """Number of divisors that `find_steps` returns; 0 if `encode` finds divisors by itself."""
+        """How many divisors `find_steps` returns; 0 if `encode` finds divisors by itself."""
         return 0
 
     @property
     def num_headers(self) -> int:
-        """Number of words in front of the codes, one per group of columns."""
+        """How many header words lie in front of the codes: one for each group of columns."""
         return self.form.header_bytes // 4
 
     @property
     def count(self) -> int:
-        """Number of columns of a lane."""
+        """How many columns of a row a lane has."""
         return self.head_dim // self.lanes
 
     @property
     def sets(self) -> int:
-        """Number of groups that a lane's columns belong to: a *set* is the lane's columns of one group."""
+        """How many sets of columns a lane has. A *set* is a lane's columns of one group."""
         return self.runs if self.num_headers >= self.runs else 1
 
     @property
     def num_statistics(self) -> int:
-        """The number of statistics that `measure` returns of a lane's values."""
+        """How many statistics `measure` returns for all of a lane's values."""
         return self.sets * self.set_statistics
 
     def of_set(self, values, s: int) -> list:
@@ -160,7 +162,7 @@ class CodedRow:
 
     @property
     def group_lanes(self) -> int:
-        """Number of lanes that share a group of columns."""
+        """How many lanes share a group of columns."""
         return self.lanes * self.sets // max(self.num_headers, 1)
 
     @property
@@ -176,7 +178,7 @@ class CodedRow:
         return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
 
     def store_header(self, row: Int64, lane: Int32, header: list[Uint32]) -> None:
-        """Writes the header words of the lane's groups. All lanes of a group write the same word, in one access."""
+        """Writes the header words of the lane's groups. All lanes of a group write the group's word, in one access."""
         for s, word in enumerate(header):
             offset = 4 * (self.num_headers // self.sets) * s
             numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), offset, [word])
@@ -200,7 +202,8 @@ class NibbleRow(CodedRow):
         return FP16_MAX
 
     def measure(self, values) -> list[Float32]:
-        """Returns the smallest and the largest value of each of the lane's sets; both are NaN if any value is."""
+        """Returns the smallest and the largest value of each of the lane's sets. Both are NaN if a value of the set
+        is."""
         found = []
         for own in (self.of_set(values, s) for s in range(self.sets)):
             found += [in_pairs(numbers.min_or_nan, own), in_pairs(numbers.max_or_nan, own)]
@@ -257,20 +260,20 @@ class ScaledRow(CodedRow):
 
     @property
     def num_steps(self) -> int:
-        """Number of divisors of the lane's values; 0 if there is no divisor, or if every column has its own."""
+        """How many divisors the lane's values have; 0 if there is no divisor, or if every column has its own."""
         return self.sets if self.has_header or self.given_scale in ("tensor", "head") else 0
 
     def pack(self, ratios: list[Float32]) -> list[Uint32]:
-        """Rounds ratios, whose magnitudes are at most `code_max`, to codes (ties to even), and packs these in the row's
-        order from bit 0 on. Returns the words of one run; the last word may not be full."""
+        """Rounds ratios, whose magnitudes are at most `code_max`, to codes (ties to even). Packs the codes in the row's
+        order, from bit 0 on. Returns the words of one run, of which the last may not be full."""
         raise NotImplementedError
 
     def unpack(self, words, count: int) -> list[Float32]:
-        """Returns the first ``count`` codes of a run's words as numbers, exactly."""
+        """Returns the first ``count`` codes in a run's words as fp32 numbers, exactly."""
         raise NotImplementedError
 
     def measure(self, values) -> list[Float32]:
-        """Returns the largest magnitude of each of the lane's sets; it is NaN if any value is."""
+        """Returns the largest magnitude of each of the lane's sets. It is NaN if a value of the set is."""
         sets = [[ptx.absolute(value) for value in self.of_set(values, s)] for s in range(self.sets)]
         return [in_pairs(numbers.max_or_nan, sizes) for sizes in sets]
 
@@ -283,7 +286,7 @@ class ScaledRow(CodedRow):
         return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
 
     def load_scale(self, scale: Int64, head: Int32, lane: Int32):
-        """Loads a head's scale that lies beside the cache: one number, or one per column of the lane."""
+        """Loads a head's scale that lies beside the cache: one number, or one for each column of the lane."""
         if self.given_scale == "channel":
             return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
                 scale + Int64(head) * (4 * self.head_dim), lane
@@ -292,13 +295,14 @@ class ScaledRow(CodedRow):
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:
-        """Returns the divisors of the lane's sets. Headers hold these divisors, not the ones that `tame` changes."""
+        """Returns the divisors of the lane's sets. Headers hold these divisors, even if `tame` replaces them for the
+        division."""
         if self.has_header:
             return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Returns whether `quotient_of` could be inexact or saturate for some value, or a value is NaN. This is
+        """Returns whether some value is NaN, or its quotient could be inexact or saturate in `quotient_of`. This is
         rare."""
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
         if not self.has_header:
@@ -306,14 +310,14 @@ class ScaledRow(CodedRow):
         return ~functools.reduce(operator.and_, plain)
 
     def tame(self, value: Float32, step: Float32) -> tuple[Float32, Float32]:
-        """Returns a value and a divisor that are not `awkward` and have the same code as the given ones."""
+        """Replaces a value and a divisor by a pair that is not `awkward` and gives the same code."""
         divisor = Divisor(step, None if self.has_header else self.code_max)
         return divisor.tame(self.repair(value)), divisor.tame_step
 
     def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32] | None]:
         """Returns (codes in whole words, header words of the lane's groups or None).
 
-        values, steps: values and the result of `find_steps`, both after `tame` if they were `awkward`.
+        values, steps: the values and the result of `find_steps`. If they were `awkward`, both have gone through `tame`.
         """
         if not self.has_header and self.given_scale is None:
             return self._pack([values[i] for i in range(self.count)]), None
@@ -331,7 +335,7 @@ class ScaledRow(CodedRow):
         return self._pack(ratios), header
 
     def _pack(self, ratios: list[Float32]) -> list[Uint32]:
-        """Packs the lane's codes, run by run."""
+        """Rounds and packs all of the lane's ratios, run by run."""
         size = self.count // self.runs
         return [word for end in range(0, len(ratios), size) for word in self.pack(ratios[end : end + size])]
 
@@ -391,8 +395,8 @@ def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheR
 
 
 def encode_nibbles(values, low: Float32, high: Float32) -> tuple[list[Uint32], Uint32]:
-    """Encodes finite numbers from ``low`` to ``high``. Returns codes for `pack_nibbles`, and the header word (fp16
-    scale, fp16 shift)."""
+    """Encodes finite numbers from ``low`` to ``high`` in 4 bits. Returns codes for `pack_nibbles`, and the header word
+    (fp16 scale, fp16 shift)."""
     spread = over_constant(numbers.add(high, -low), MAX_CODE)
     header = ptx.pack_f16x2(spread, low)
     step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
@@ -410,8 +414,8 @@ def encode_nibbles(values, low: Float32, high: Float32) -> tuple[list[Uint32], U
 
 
 def pack_nibbles(rounded: list[Uint32]) -> Uint32:
-    """Packs up to 8 codes into the nibbles of a word. A code lies in the low bits of an fp32 number of at least
-    `numbers.ROUNDER` / 16."""
+    """Packs up to 8 codes into the nibbles of a word. A code is given as the bits of the fp32 number (`numbers.ROUNDER`
+    + code) / 16, whose low bits are the code."""
     word = rounded[-1]
     for code in reversed(rounded[:-1]):
         word = (word << 4) + code

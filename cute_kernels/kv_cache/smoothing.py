@@ -1,14 +1,15 @@
-"""Smoothing of K: outlier channels are divided by a factor and q is multiplied by it, so that scores stay the same.
+"""Smoothing of K: outlier channels of K are divided by factors and q is multiplied by them, so that scores stay the
+same.
 
 The keys of trained models have a few channels much larger than the rest (KIVI, Liu et al., 2024; KVQuant, Hooper et
-al., 2024). In a format whose scale covers a whole row or group, these channels cost all others their resolution.
-SmoothQuant (Xiao et al., 2023) moves factors from one operand to the other. Here each channel of K is divided by a
-factor before the cache, and q is multiplied by it. Scores do not change, and no kernel is needed: the factors are
-folded into the projections' weights.
+al., 2024). In a format whose scale covers a whole row or group, these channels cost all other channels their
+resolution. SmoothQuant (Xiao et al., 2023) moves factors from one operand of a product to the other. Here each channel
+of K is divided by a factor before the cache, and q is multiplied by it. Scores do not change, and no kernel is needed:
+the factors are folded into the projections' weights.
 
 **The pairing rule.** RoPE rotates columns in pairs, (i, i + rotary_dim / 2) in the half-split form and (2i, 2i + 1) in
-the interleaved one. Scaling commutes with a rotation only if both columns of a pair have the same factor. So factors
-that are folded into weights, that is before RoPE, must be equal within each pair. `smooth_keys(rope=...)` makes such
+the interleaved one. Scaling commutes with a rotation only if both columns of a pair have the same factor. Factors that
+are folded into weights act before RoPE, so they must be equal within each pair. `smooth_keys(rope=...)` makes such
 factors, and `fold` refuses others. Columns from rotary_dim on may have any factors.
 """
 
@@ -25,7 +26,7 @@ _LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a d
 
 @runtime_checkable
 class RotaryPairs(Protocol):
-    """The part of a `Rope` that smoothing needs: the pairs of columns that it rotates together."""
+    """The part of a `Rope` that smoothing needs: which pairs of columns are rotated together."""
 
     @property
     def rotary_dim(self) -> int: ...
@@ -50,7 +51,7 @@ def smooth_keys(
     alpha: float = 0.5,
     rope: RotaryPairs | None = None,
 ) -> torch.Tensor:
-    """Returns factors f for which k / f is easier to quantise than k; multiply q by f.
+    """Returns factors f for which k / f is easier to quantise than k. q has to be multiplied by f.
 
     f = max|k| ** alpha / max|q| ** (1 - alpha) per channel; without q_samples f = max|k| ** alpha. Each head's factors
     are scaled to geometric mean 1, since a common factor of a head would only change the range of q.
@@ -59,8 +60,8 @@ def smooth_keys(
         k_samples: floating [..., num_kv_heads, head_dim], finite.
         q_samples: floating [..., num_q_heads, head_dim]; num_q_heads a multiple of num_kv_heads.
         alpha: 0 to 1; the part of the outliers that moves to q. With 1, all of K's channels become equally large.
-        rope: the rotation, if the factors will be folded before it: both columns of a pair then count with the larger
-            magnitude of the two. None if the factors are applied after the rotation, or there is no rotation.
+        rope: the rotation, if the factors will be folded into weights before it. Both columns of a pair then count with
+            the larger of their magnitudes. None if the factors are applied after the rotation, or there is no rotation.
 
     Returns:
         fp32 [num_kv_heads, head_dim], positive.
@@ -171,7 +172,7 @@ def pairs(rope: RotaryPairs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
-    """Returns [heads, head_dim] with both columns of a rotated pair set to the larger of the two."""
+    """Returns ``top`` [heads, head_dim] with both columns of each rotated pair set to the pair's maximum."""
     if rope is None:
         return top
     first, second = pairs(rope)

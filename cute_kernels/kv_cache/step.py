@@ -115,16 +115,16 @@ def append_and_decode(
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim], before norm and RoPE; q_len 1 to 16.
         k, v: [batch, q_len, num_kv_heads, head_dim] in q's dtype; V may have another head_dim. q, k and v may be views
             of one fused QKV tensor: the last two dimensions contiguous, tokens evenly spaced.
-        k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as `decode_attention` has them.
-            The slot of a new token must belong to its request alone.
+        k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as for `decode_attention`. The slot of
+            a new token must belong to its request alone.
         seq_lens: int32 [batch], tokens of each request after the append. New tokens take positions seq_lens[b] - q_len
             to seq_lens[b] - 1; tokens at negative positions are not written. There is no slot_mapping: a token at
             another place than its position's could be read before it is written.
-        qkv_bias: (q's, k's, v's), each [heads * head_dim] in q's dtype, or None.
-        rope, q_norm, k_norm, norm_eps: as `append_kv` has them.
+        qkv_bias: (bias of q, bias of k, bias of v), each [heads * head_dim] in q's dtype, or None.
+        rope, q_norm, k_norm, norm_eps: as for `append_kv`.
         position_ids: int32 or int64 [batch, q_len], contiguous: positions for RoPE in place of those in the cache.
-        softmax_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias, num_splits: as `decode_attention`
-            has them.
+        softmax_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias, num_splits: as for
+            `decode_attention`.
         transform: how the cache is written, as for `append_kv`. The append transforms q as well, and the result is
             attention over the original K and V. Attention undoes V's rotation in its epilogue for blocks of up to 128
             columns; wider blocks take a dozen more launches. If V's transform is folded into the projections around
@@ -133,8 +133,8 @@ def append_and_decode(
         out: the tensor for the result, contiguous.
 
     Returns:
-        As `decode_attention`: out [batch, q_len, num_q_heads, head_dim of V] in q's dtype, with ``return_lse`` also
-        lse, fp32 [batch, q_len, num_q_heads], natural log.
+        The result of `decode_attention`: out [batch, q_len, num_q_heads, head_dim of V] in q's dtype, with
+        ``return_lse`` also lse, fp32 [batch, q_len, num_q_heads], natural log.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted, and
@@ -198,9 +198,8 @@ def append_kv(
     transform. Then it quantises k and v to the cache's format, and rounds q to its dtype.
 
     Args:
-        k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192, 256 or 512, not
-            necessarily the same. They may be views of one fused QKV tensor: the last two dimensions contiguous, any
-            token stride.
+        k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192, 256 or 512; V's may differ
+            from K's. They may be views of one fused QKV tensor: the last two dimensions contiguous, any token stride.
         k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
             page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous
             and do not overlap, nor do K and V; other strides are free.
@@ -215,8 +214,9 @@ def append_kv(
             a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
             Columns are contiguous; the stride of rows is free.
-        q, q_out: [tokens, num_q_heads, head_dim] like k, and the tensor for the rotated q, which may be q itself.
-        qkv_bias: (q's, k's, v's), each [heads * head_dim] in k's dtype, or None.
+        q: [tokens, num_q_heads, head_dim], dtype and strides as for k. q_out: the tensor for the rotated q, which may
+            be q itself.
+        qkv_bias: (bias of q, bias of k, bias of v), each [heads * head_dim] in k's dtype, or None.
         rope: see :class:`Rope`.
         position_ids: int32 or int64 [tokens], below 2**31: positions for RoPE in place of those in the cache. They are
             needed if rope and slot_mapping are given and seq_lens is not.

@@ -1,4 +1,4 @@
-"""The compiler call and launch arguments of a step in one launch."""
+"""Compiles steps in one launch, and lists their launch arguments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NEW_ROWS = (
     *arguments("address", "phase_steps"),
     *arguments("float32", "rope_factor"),
 )
-"""The arguments besides attention's: k and v [batch, num_kv_heads, head_dim] of the newest tokens, with any stride of
-requests; phase_steps and rope_factor as in an append. Constants of a transform, biases and norms are those of an
-append, too. Attention's q is the q before RoPE."""
+"""The arguments besides attention's. k, v: [batch, num_kv_heads, head_dim] of the newest tokens, with any stride of
+requests. phase_steps, rope_factor, and the constants of a transform, biases and norms: as in an append. Attention's q
+is the q before RoPE."""
 POSITIONS = (*arguments("address", "position_ids"), *arguments("int64", "position_bytes"))
 """Arguments for given positions: the address of int32 or int64 [batch], and the bytes of an element."""
 

@@ -82,8 +82,8 @@ def serving_config(
 ) -> StepConfig | None:
     """Returns the result of `step_config` if one launch is faster than two; else None.
 
-    Steps on queries besides RoPE delay the beginning of each CTA. With many waves of CTAs a separate append is then
-    faster: measured at 15 waves, but not at 4 (docs/design/kv_append.md).
+    Steps on queries besides RoPE delay the beginning of each CTA. With such steps and many waves of CTAs, a separate
+    append is faster: measured at 15 waves, but not at 4 (docs/design/kv_append.md).
     """
     config = step_config(schedule.config, append, positions)
     if config is None or not config.queries_meet_more:
@@ -96,7 +96,7 @@ def serving_config(
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
     """Returns the configuration of one launch that appends and attends, or None if it cannot be compiled.
 
-    Rows equal those of `append_kv` bit for bit, since the same number of lanes sums up a norm.
+    It writes the same rows as `append_kv`, bit for bit, since as many lanes sum up a norm.
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:

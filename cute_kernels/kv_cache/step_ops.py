@@ -58,7 +58,8 @@ from cute_kernels.runtime.plans import ALIGNMENT, identity
 EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 NO_EXTRAS: Extras = (None,) * len(EXTRA_NAMES)
 NO_STEP_OPTIONS = ("q_shift", "k_tail", "tail_slots")
-"""Options of append or attention that a step does not take: it makes them itself, or does not support their caches."""
+"""Options of append or attention that a step does not take. It makes q_shift itself, and does not support caches with a
+tail."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class StepPlan:
         append, attention: the plans of the two kernels.
         q_shape: the shape of attention's queries.
         token_shapes: the shapes of the append's q, k and v.
-        cu_seqlens: the bounds of the requests' new tokens; None if each request has one.
+        cu_seqlens: the bounds of the requests' new tokens; None if each request has one new token.
         has_extras: whether the append gets arguments that most appends lack (`AppendCall.extras`).
         q_shift: arguments of `GPU.empty` that allocate the queries' shifts; None if these are not needed.
         restores: whether attention undoes V's transform in its output.
@@ -117,8 +118,9 @@ class StepPlan:
 
 
 def _key(step: Step) -> tuple[Any, ...]:
-    """Returns the key of a step's plan. It has everything for which the second launch could be refused after the first
-    one. The first compiled function checks the rest, as `cute_kernels.runtime.operator.launcher` says."""
+    """Returns the key of a step's plan. The key has everything because of which the second launch could be refused
+    after the first one. The first launch's compiled function checks the rest, as
+    `cute_kernels.runtime.operator.launcher` says."""
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
     if softmax_scale is not None:
@@ -191,8 +193,8 @@ launch = launcher(_key, _checked, _plan_of, lambda calls: attention_ops.without_
 
 
 def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """Returns the two calls that a step stands for. Attention's q is a stand-in with the shape and dtype of the
-    append's result.
+    """Returns the calls of append and of attention that a step stands for. Attention's q is a stand-in with the shape
+    and dtype of the append's result.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
@@ -276,7 +278,7 @@ def _check_values(append: AppendCall, attention: AttentionCall) -> None:
 
 @as_kernels
 def reference(step: Step) -> tuple[torch.Tensor, Any]:
-    """Computes a step on CPU tensors. Returns (out in q's dtype, lse fp32 whether or not the call wants it)."""
+    """Computes a step on CPU tensors. Returns (out in q's dtype, lse in fp32, even without ``return_lse``)."""
     softmax_scale, out = step.softmax_scale, step.out
     check_optional_positive("softmax_scale", softmax_scale)
     append, attention = make_calls(step)
@@ -292,7 +294,7 @@ def reference(step: Step) -> tuple[torch.Tensor, Any]:
 
 
 def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
-    """Calls the registered operator. Returns (out, lse whether or not the call wants it)."""
+    """Calls the registered operator. Returns (out, lse), even without ``return_lse``."""
     out = step.out
     if out is not None:
         check_out(out, step.q, step.v.shape[3])  # before anything is appended
@@ -345,7 +347,7 @@ _operator = Operator(
 
 
 def path_of(step: Step) -> Callable[[Step], tuple[torch.Tensor, Any]]:
-    """Returns which of :func:`launch`, :func:`reference` and :func:`dispatch` runs a step.
+    """Returns the function that runs a step: :func:`launch`, :func:`reference` or :func:`dispatch`.
 
     Traced calls and tensor subclasses go through the registered operator. Raises TypeError for an argument that is no
     tensor.

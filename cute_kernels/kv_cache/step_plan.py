@@ -1,4 +1,4 @@
-"""The arguments of a step, and `OneLaunchPlan`: what stays the same from call to call of a step in one launch."""
+"""The arguments of a step, and `OneLaunchPlan`, the part of a step in one launch that is kept from call to call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Extras = tuple[torch.Tensor | None, ...]
 class Step(NamedTuple):
     """The arguments of a step, as :func:`cute_kernels.kv_cache.step.append_and_decode` has them.
 
-    ``extras`` and ``options`` (see `NO_OPTIONS`) are complete, or None for a step that uses none of them.
+    ``extras`` has all of `Extras`, ``options`` all of `NO_OPTIONS`. Either is None for a step that uses none of them.
     """
 
     q: torch.Tensor
@@ -104,7 +104,7 @@ class OneLaunchPlan:
 
 
 def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
-    """Returns attention's options, plus the factors by which it undoes V's transform in its output."""
+    """Returns attention's options, with the factors added by which attention undoes V's transform in its output."""
     assert transform is not None
     return {**(options or NO_OPTIONS), "out_factor": transform.out_factor}
 

@@ -34,8 +34,8 @@ from cute_kernels.kv_cache.rows import make_row
 
 @dataclass(frozen=True)
 class NewRowOperands:
-    """Addresses and strides of the newest tokens and the caches; run-time values. Strides are in bytes: of requests for
-    k and v; of blocks, tokens and heads for the caches."""
+    """Addresses and strides of the newest tokens and of the caches; run-time values. k and v have a stride of requests,
+    the caches have strides of blocks, tokens and heads, all in bytes."""
 
     k: Int64
     v: Int64
@@ -65,7 +65,7 @@ class NewPlace:
 
 @dataclass(frozen=True)
 class Coming:
-    """The registers of a row in flight: its words, the transform's constants, and biases and norm weights
+    """The registers of a row that is being loaded: its words, the transform's constants, and biases and norm weights
     (``asked``)."""
 
     words: RegisterTensor[Uint32]
@@ -74,7 +74,7 @@ class Coming:
 
 
 class NewRows:
-    """Makes the rows of the newest token of a CTA's work tile.
+    """Makes rotated queries, and the newest token's rows of K and V, for a CTA of a step in one launch.
 
     Attributes:
         shared_bytes: bytes of shared memory for the rotated queries.
@@ -175,7 +175,7 @@ class NewRows:
         return self.query_addresses(cta, work)
 
     def coming(self, num_words: int) -> Coming:
-        """Makes the registers for a row in flight, with its constants and extras."""
+        """Makes the registers for loading a row, its constants, biases and norm weights."""
         constants = cute.make_rmem_tensor(max(self.transformer.num_constants, 1), Float32)
         return Coming(cute.make_rmem_tensor(num_words, Uint32), constants, self.row_extras.registers())
 
@@ -186,16 +186,18 @@ class NewRows:
         return cutlass.min(work.place.shape.group - work.place.first_row, self.attention.head_queries)
 
     def own_head(self, cta):
-        """Returns the index, in the CTA, of the KV head whose queries the warp rotates."""
+        """Returns the KV head whose queries the warp rotates, counted from the CTA's first."""
         return cta.roles.head if self.attention.mainloop.num_heads > 1 else 0
 
     def first_row(self, cta):
-        """Returns the first query of its KV head that a warp rotates. The warps of a head take its queries in turn."""
+        """Returns the number of the first query of its KV head that a warp rotates. The warps of a head take the head's
+        queries in turn."""
         turn = cta.warp // self.attention.mainloop.num_heads if self.attention.mainloop.num_heads > 1 else cta.warp
         return turn * self.teams
 
     def fetch_query(self, query, cta, work, q, row, lane) -> None:
-        """Starts loading query ``row`` of the warp's KV head and its bias; past the last query, the last one."""
+        """Starts loading query ``row`` of the warp's KV head, and the query's bias. Past the last query, loads the last
+        query."""
         shape, first = work.place.shape, work.place.first_row
         row = first + cutlass.min(row, self.count_of(work) - 1)
         head = (work.place.first_head + self.own_head(cta)) * shape.group + row
@@ -206,7 +208,7 @@ class NewRows:
     @cute.jit
     def rotate_queries(self, query, cta, work, q, cos, sin, team, lane):
         """Rotates the warp's share of the CTA's queries, and stores them in shared memory. ``query``: the warp's first
-        query, in flight. Teams without a query repeat the last one."""
+        query, which is being loaded. Teams without a query repeat the last query."""
         elements, count, terms = self.k_elements, self.count_of(work), cta.new[0].terms
         values = cute.make_rmem_tensor(elements.count, Float32)
         step = self.attention.num_warps // self.attention.mainloop.num_heads * self.teams
@@ -226,7 +228,7 @@ class NewRows:
             self.store_shared(elements, target, lane, elements.pack(values))
 
     def store_shared(self, elements: Elements, row, lane, words) -> None:
-        """Stores a lane's runs of a row where `query_addresses` finds them."""
+        """Stores a lane's runs of a row in shared memory. row: the row's address."""
         piece = elements.piece
         for run in range(piece.runs):
             own = words[run * piece.run_words : (run + 1) * piece.run_words]
@@ -235,8 +237,8 @@ class NewRows:
                 ptx.store_shared(row + lane * piece.num_bytes, offset, own[first : first + piece.unit // 4])
 
     def query_addresses(self, cta, work) -> list[Any]:
-        """Returns the shared addresses of the lane's query in each of the warp's blocks. Lanes past the last query use
-        the last one."""
+        """Returns the shared addresses of the lane's query in each of the warp's blocks. Lanes past the last query get
+        the last query's address."""
         place, roles = work.place, cta.roles
         addresses = []
         for block in range(self.attention.mainloop.blocks_per_warp):
@@ -255,8 +257,8 @@ class NewRows:
         return max(1, min(wanted, self.attention.num_warps // 2))
 
     def writes(self, cta, elements) -> Any:
-        """Returns whether the warp writes rows of K, or of V if ``elements`` are V's. The last warps write, since with
-        few queries they have none."""
+        """Returns whether the warp writes rows of K or, if ``elements`` are V's, rows of V. The last warps write, since
+        they have no queries to rotate if there are few."""
         last, of_k = self.attention.num_warps - 1, int(elements is self.k_elements)
         if self.writers == 1:
             return cta.warp == max(last - of_k, 0)
@@ -278,8 +280,8 @@ class NewRows:
                 self.fetch_row(fresh, cta, work, self.v_elements, self.first_head(cta), team, lane)
 
     def fetch_row(self, fresh, cta, work, elements, base, team, lane) -> None:
-        """Starts loading a team's row of K or V with its bias and constants: the row of the CTA's KV head ``base`` +
-        team, or of the last head past it."""
+        """Starts loading a team's row of K or V with its bias and constants. The row belongs to the CTA's KV head
+        ``base`` + team, or to the last head if there is no such head."""
         new, of_k, head = cta.new[0], elements is self.k_elements, self.head_of(work, base, team)
         source, stride = (new.k, new.k_stride) if of_k else (new.v, new.v_stride)
         source = source + Int64(work.request) * stride + Int64(head * elements.row_bytes)
@@ -296,7 +298,8 @@ class NewRows:
 
     @cute.jit
     def write_newest(self, fresh, cta, work, place, cos, sin, team, lane):
-        """Writes the newest token's rows of the CTA's KV heads. ``fresh``: the row that `fetch_newest` loads."""
+        """Writes the newest token's rows of the CTA's KV heads. ``fresh``: the row that `fetch_newest` has started
+        loading."""
         new = cta.new[0]
         if self.writes(cta, self.k_elements):
             angles = (cos, sin) if const_expr(self.append.prologue.rope != "none") else None
@@ -336,7 +339,7 @@ class NewRows:
                 store_row(cache_row, encoded, cache + row, lane)
 
     def add_terms(self, values, asked, terms, elements, lane) -> None:
-        """Applies bias and norm to a row of K, or only the bias to a row of V."""
+        """Adds the bias to a row of K or V, and normalises a row of K."""
         if elements is self.k_elements:
             self.row_extras.add_bias(values, asked, terms.k_bias, elements, 0, 1, lane)
             self.row_extras.normalise(values, asked, terms.k_norm, terms.norm_eps, lane)

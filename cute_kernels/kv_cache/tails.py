@@ -20,15 +20,15 @@ class KeyTails:
     """One ring of 64 keys for each sequence (`layouts.kv.channel_blocks`), in numbered slots.
 
     Once newer keys have replaced a full block in the ring, the block exists only in the cache, in 4 bits. So a sequence
-    can be cut back to the start of any block, or into a block that the ring still has.
+    can be cut back to the start of any block, or to any token of a block that the ring still has.
 
     Args:
         form: the format of the keys.
         shape: (layers, sequences at a time, KV heads, head_dim).
-        page_size: tokens of a page, a multiple of a block's.
+        page_size: tokens of a page, a multiple of a block's tokens.
 
     Attributes:
-        rows: fp16 [layers, sequences, 64, KV heads, head_dim]; [layer] is what `append_kv` takes as k_tail.
+        rows: fp16 [layers, sequences, 64, KV heads, head_dim]. rows[layer] is the k_tail of `append_kv`.
 
     Raises ValueError if such a cache is impossible.
     """
@@ -107,11 +107,11 @@ def append_then_attend(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     options: dict[str, Any],
 ) -> Any:
-    """Appends, then attends, for keys in blocks: the counterpart of `KVCache.append_and_attend`. The two calls cannot
-    overlap, since a launch between them fills blocks.
+    """Does for keys in blocks what `KVCache.append_and_attend` does for others: appends, then attends. The two calls
+    cannot overlap, since a launch between them fills blocks.
 
-    append, attend: those of a `KVCache`, for one layer and batch. transform: the layer's. qkv, options: as
-    `KVCache.append_and_attend` has them.
+    append, attend: the methods of a `KVCache`, for one layer and batch. transform: the layer's transform. qkv, options:
+    as for `KVCache.append_and_attend`.
     """
     q, k, v = qkv
     for_append = {name: options.pop(name) for name in APPEND_OPTIONS if name in options}

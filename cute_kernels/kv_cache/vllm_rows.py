@@ -7,7 +7,7 @@ normalised matrix, with k_factor = sqrt(head_dim) * s; q gets the inverse factor
 
 The transform has two uses. To read bytes that vLLM has written, call ``ZeroPointRow(d).dequantize(rows)``, then
 `original_keys` and `restore` of the transform. To write with vLLM's rotation, pass the transform to a cache of
-``int4_g1`` rows. These have as many bytes, but fp16 shifts in place of 4-bit zero points, so a row's range need not
+``int4_g1`` rows. Such rows have as many bytes, but fp16 shifts instead of 4-bit zero points, so a row's range need not
 contain 0.
 """
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of rows, with the residual sum in the same launch.
+"""RMSNorm and LayerNorm of rows. The sum with a residual may be computed in the same launch.
 
 Read on in `call` (a call and its checks), `reference` (the definition), `config`, `kernel`, `compile`, `ops`.
 """
@@ -74,8 +74,8 @@ def rms_norm(
             x.
         order: int32 [n], a permutation of 0 to n - 1: y[..., i] is y[..., order[i]] of a call without ``order``. Pass
             `PackedWeight.perm` of a layer in act-order, and the layer need not reorder y. Values are checked on the
-            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import. Otherwise wrong values read outside the row
-            on a GPU.
+            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import. Otherwise wrong values make a GPU read
+            outside the row.
         input_scale: [n] in x's dtype: the rounded y is multiplied by it and rounded again. Pass
             `PackedWeight.input_scale`, and the layer need not multiply. If all of the layer's order and scale are
             applied here, call the layer with ``replace(weight, perm=None, input_scale=None)``.

@@ -1,9 +1,9 @@
 """The launch arguments of the norm kernels; no other module lists them.
 
 Tensor: out [rows, n], of the configuration's dtype. Addresses, multiples of 16 bytes: x and residual, whose rows are
-x_stride and residual_stride elements apart; total [rows, n], the sum of both; weight and bias [n]. Arguments that a
-configuration does not use are not read. inverse_n: 1 / n. For a layer's inputs (`NormConfig.inputs`) there are also
-order, int32 [n], and factors [n] in x's dtype.
+x_stride and residual_stride elements apart; total [rows, n], the tensor for their sum; weight and bias [n]. Arguments
+that a configuration does not use are not read. inverse_n: 1 / n. For a layer's inputs (`NormConfig.inputs`) there are
+also order, int32 [n], and factors [n] in x's dtype.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
 
 
 def _check_places(call: NormCall) -> None:
-    """Raises ValueError if results overlap with each other or with an input. A result may replace a whole x or
-    residual."""
+    """Raises ValueError if results overlap with each other or with an input. A result may lie exactly where x or
+    residual lies."""
     outputs = {name: t for name, t in call.tensors.items() if name in ("out", "residual_out")}
     if len(outputs) == 2:
         check_apart("residual_out", outputs["residual_out"], {"out": outputs["out"]})

@@ -9,7 +9,7 @@ NormKind = Literal["rms", "layer"]
 DTYPES = ("bf16", "fp16")
 ORDERED, SCALED, BOTH = "ordered", "scaled", "ordered_scaled"
 INPUTS = {(False, False): "", (True, False): ORDERED, (False, True): SCALED, (True, True): BOTH}
-"""The value of `NormConfig.inputs`, by (whether results are permuted, whether they are multiplied by a scale)."""
+"""The value of `NormConfig.inputs` for (whether results are permuted, whether results are multiplied by a scale)."""
 VECTOR = 8  # elements of 16 bits in one access of 16 bytes
 THREADS = (64, 128, 256, 512, 1024)
 VECTORS = (1, 2, 4)
@@ -54,7 +54,7 @@ class NormConfig:
 
     @property
     def asks_early(self) -> bool:
-        """Whether weights are loaded before the wait for the previous kernel. They are if registers can hold them and a
+        """Whether weights are loaded before the wait for the previous kernel: if registers can hold weights and a
         row."""
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
@@ -92,10 +92,10 @@ class NormConfig:
 
 
 def launch_shape(n: int) -> tuple[int, int]:
-    """Returns (threads, vectors of a thread) for rows of n columns, n a multiple of 8 up to MAX_COLUMNS.
+    """Returns (threads of a CTA, vectors of a thread) for rows of n columns; n is a multiple of 8 up to MAX_COLUMNS.
 
-    It takes the fewest vectors with at most `USUAL_THREADS` threads, then the fewest threads. A row's time is the
-    latency of its loads and of one or two reductions, not its bytes.
+    Chooses the fewest vectors with which `USUAL_THREADS` threads suffice, then the fewest threads. A row takes the
+    latency of its loads and of one or two reductions, however many bytes it has.
     """
     shapes = [(t, v) for v in VECTORS for t in THREADS if n <= t * v * VECTOR <= MAX_COLUMNS]
     return min(shapes, key=lambda shape: (shape[0] > USUAL_THREADS, shape[1] > 2, shape[1], shape[0]))

@@ -21,11 +21,12 @@ VECTOR_BYTES = 2 * VECTOR
 
 
 class LayerInputs:
-    """Makes a layer's inputs from the results of `.kernel.NormKernel`, for a configuration with `NormConfig.inputs`.
+    """Makes a quantised layer's inputs from a norm's results, inside `.kernel.NormKernel`, for a configuration with
+    `NormConfig.inputs`.
 
     Args:
-        sums_bytes: bytes of shared memory that the kernel itself uses for sums.
-        unpack, pack: convert packed pairs to fp32 numbers, and round these to packed pairs.
+        sums_bytes: bytes of shared memory that the kernel uses for sums.
+        unpack, pack: functions that convert a packed pair to fp32 numbers, and round fp32 numbers to a packed pair.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class LayerInputs:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory, those for the kernel's sums included."""
+        """Bytes of shared memory that a CTA needs, including the kernel's sums."""
         return self.room_offset + (2 * self.config.columns if self.config.ordered else 0)
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
@@ -54,8 +55,9 @@ class LayerInputs:
         return [word for at in offsets for word in ptx.load_global_words(start, at, 4, constant=False)]
 
     def make(self, vectors, columns, asked, memory) -> list[Any]:
-        """Scales and permutes a row. Returns the vectors at ``columns`` of the result; products are rounded to the
-        row's dtype. vectors: those at ``columns`` of the norm's result. memory: shared memory of `shared_bytes`."""
+        """Scales and permutes a row. Returns the result's vectors at ``columns``; products are rounded to the row's
+        dtype. vectors: the norm's results at ``columns``. asked: the result of `ask`. memory: shared memory of
+        `shared_bytes`."""
         orders, factors = asked
         if factors:
             vectors = [self.times(vector, words) for vector, words in zip(vectors, factors, strict=True)]
@@ -73,6 +75,7 @@ class LayerInputs:
         return self.pack([value * factor for value, factor in pairs])
 
     def gather(self, room, places) -> list[Any]:
-        """Gathers a vector of the row's elements at ``places``, as packed pairs."""
+        """Loads the row's elements with numbers ``places`` from shared memory. Returns them as a vector of packed
+        pairs."""
         halves = [ptx.load_shared_part(room + Int32(place) * 2, 0, 2) for place in places]
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]

@@ -1,8 +1,8 @@
-"""The norm kernel: a CTA takes a row, which stays in registers from the loads to the store.
+"""The norm kernel. A CTA takes one row, which stays in registers from the loads to the store.
 
-Weights do not depend on the previous kernel, so they are loaded before the wait for it (programmatic dependent launch).
-The next kernel may start, and load its weights, as soon as all CTAs of this one have started. The order of each sum
-does not depend on the number of rows.
+Weights do not depend on the previous kernel, so they are loaded before the wait for that kernel's end (programmatic
+dependent launch). The next kernel may start, and load its weights, as soon as all CTAs of this kernel have started. The
+order of each sum does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cute_kernels.norm.inputs import LayerInputs
 
 @dataclass(frozen=True)
 class Rows:
-    """Addresses and strides of tensors with one row for each CTA; run-time values."""
+    """Addresses and strides of the tensors of which each CTA takes one row; run-time values."""
 
     x: Int64
     residual: Int64
@@ -111,8 +111,8 @@ class NormKernel:
         return self.inputs.ask(order, factors, places)
 
     def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
-        """Returns the results as packed words: value * scale * (weight + weight_offset), plus the bias if there is
-        one."""
+        """Returns the norm's results as packed words: value * scale * (weight + weight_offset), plus the bias if there
+        is one."""
         results = []
         for v, vector in enumerate(vectors):
             normed = [value * scale * (w + weight_offset) for value, w in zip(vector, weights[v], strict=True)]
@@ -145,18 +145,18 @@ class NormKernel:
         return [self.pack(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
     def add(self, a: Sequence[Uint32], b: Sequence[Uint32]) -> list[Any]:
-        """Returns the sum of two vectors, rounded as a separate addition rounds it."""
+        """Returns the sum of two vectors, rounded to their dtype."""
         return self.pack_all([x + y for x, y in zip(self.unpack(a), self.unpack(b), strict=True)])
 
     @cute.jit
     def store(self, start, element, columns, vectors, n):
-        """Stores a thread's vectors of a row, except those past its end."""
+        """Stores a thread's vectors of a row, except vectors past the row's end."""
         for column, words in zip(columns, vectors, strict=True):
             if column < n:
                 ptx.store_global(start + (element + column) * 2, words)
 
     def row_sum(self, vectors, columns, n, sums, thread):
-        """Returns the sum over a row, the same in every thread. ``sums``: shared memory of one fp32 a warp."""
+        """Returns the sum over a row, in every thread. sums: shared memory with one fp32 for each warp."""
         parts = [lanes.in_pairs(operator.add, vector) for vector in vectors]
         counted = [cutlass.select_(column < n, part, Float32(0.0)) for column, part in zip(columns, parts, strict=True)]
         own = lanes.lane_sum(lanes.in_pairs(operator.add, counted), lanes.neighbours(self.config.warp))

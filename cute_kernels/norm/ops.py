@@ -27,7 +27,7 @@ Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 def norm(call: NormCall) -> Any:
-    """Computes y, or (y, sum) with a residual, on the device where the tensors are."""
+    """Computes a norm on the device where the tensors are. Returns y, or with a residual (y, sum)."""
     y, total = route(cuda=launch, cpu=_on_cpu, operator=_through_operator, **call.tensors)(call)
     return y if call.residual is None else (y, total)
 
@@ -57,7 +57,7 @@ def _on_cpu(call: NormCall) -> Results:
 
 @dataclass(frozen=True)
 class NormPlan:
-    """The part of a launch that stays the same between calls of the same shapes, strides, dtypes, device and options.
+    """The part of a launch that is kept for calls of the same shapes, strides, dtypes, device and options.
 
     Attributes:
         send: the compiled kernel, which takes its tensors by name; None if there is no row.
@@ -104,8 +104,8 @@ def _checked(call: NormCall) -> NormCall:
 
 
 def _may_meet(call: NormCall) -> bool:
-    """Returns whether a given output shares its storage with another tensor of the call. Then each call is checked,
-    since a plan's key cannot say whether they overlap.
+    """Returns whether a given output may overlap with another tensor of the call: both share a storage. Such calls are
+    always checked, since a plan's key cannot say whether tensors overlap.
 
     An output that replaces a whole x or residual does not count.
     """
@@ -167,7 +167,7 @@ def _call_of(x, weight, bias, residual, kind, eps, weight_offset, order=None, in
 
 
 def _both(results: Results) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (y, sum), the two tensors that the operator must return; the sum is empty without a residual."""
+    """Returns (y, sum), since the operator must return two tensors. Without a residual the sum is an empty tensor."""
     y, total = results
     return y, y.new_empty(0) if total is None else total
 

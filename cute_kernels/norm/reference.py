@@ -8,7 +8,7 @@ from cute_kernels.norm.call import NormCall
 
 
 def norm_reference(call: NormCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (y, the sum with the residual or None) of a checked call; new tensors in x's dtype."""
+    """Returns (y, sum) of a checked call as new tensors in x's dtype. sum: x plus the residual; None without one."""
     total = None if call.residual is None else call.x + call.residual
     values = (call.x if total is None else total).float()
     if call.kind == "layer":

@@ -17,8 +17,8 @@ class CombineConfig:
     """One compiled variant of the kernel that combines parts.
 
     Attributes:
-        dtype: of the result, one of `DTYPES`.
-        ndim: of the result, one of `NDIMS`.
+        dtype: the result's dtype, one of `DTYPES`.
+        ndim: the result's number of dimensions, one of `NDIMS`.
         states: whether the parts are two results of other calls, in ``dtype`` with natural log-sum-exps. Otherwise
             they are what the splits of an extend launch leave: fp32, with log2 sums.
     """

@@ -1,7 +1,8 @@
-"""Combines attention over disjoint sets of keys on the GPU: a warp for each row of the result, in the order of parts.
+"""Combines attention over disjoint sets of keys on the GPU. Each warp adds up one row of the result, in the order of
+parts.
 
 Parts are the splits of an extend launch, or two results of other calls (`merge_states`). The traffic is all parts read
-and one result written. A lane has the weight of one part, and four columns of all parts at a time.
+and one result written. Lane i holds the weight of part i. At a time, a lane adds up four columns over all parts.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ WARP_COLUMNS = WARP_THREADS * LANE_COLUMNS
 class Parts:
     """The parts to combine, and the destination of the result: addresses and run-time numbers.
 
-    values: of the first part [rows, head_dim]; sums: its fp32 [rows] log-sum-exps. value_stride, sum_stride: bytes from
-    a part's values, or sums, to the next part's. lse: fp32 [rows] or 0. sinks: fp32 [num_heads] or 0. rows: queries
-    times heads.
+    values: address of the first part's values [rows, head_dim]. sums: address of the first part's log-sum-exps, fp32
+    [rows]. value_stride, sum_stride: bytes from a part's values, or sums, to the next part's. count: parts. lse:
+    address of fp32 [rows], or 0. sinks: address of fp32 [num_heads], or 0. rows: queries times heads.
     """
 
     values: Int64
@@ -115,7 +116,8 @@ class CombineKernel:
 
     @cute.jit
     def add_up(self, parts, row: Int32, lane: Int32, share, first: Int32):
-        """Adds up columns of a row from ``first`` on, four a lane. share: the normalised weight of part ``lane``."""
+        """Adds up 128 columns of a row over all parts, from column ``first`` on, and stores them; four columns a lane.
+        share: the normalised weight of part ``lane``."""
         column = first + lane * LANE_COLUMNS
         exists = column < parts.head_dim
         place = Int64(row) * parts.head_dim + cutlass.select_(exists, column, first)

@@ -1,14 +1,13 @@
 """Combines the warps' accumulators into the output: in shared memory, then over the splits of a row through memory.
 
-A split's result travels without a fence or a counter: its words are flags as well. The workspace holds ``EMPTY`` in
-every word between launches; a split stores its partial result over it and is done; the last splits of the row, the
+A split's result travels without a fence or a counter: its words are flags as well. Between launches the workspace holds
+``EMPTY`` in every word. A split stores its partial result over these words and is done. The last splits of the row, the
 *combiners*, poll until no word is EMPTY, add up in a fixed order, and put EMPTY back. So one store and one load lie
-between a split's result and the combined output. (The idea of data that announces itself is that of NCCL's LL
-protocol.)
+between a split's result and the combined output. (NCCL's LL protocol has the idea of data that announces itself.)
 
 EMPTY is a NaN that no arithmetic yields: the hardware's own NaN is 0x7fffffff. A combiner waits for CTAs of lower
-index, and for other combiners of its row, which have stored their results before they wait. CTAs of a grid start in the
-order of their index. So a CTA that a combiner waits for has started, or is among fewer CTAs than the GPU holds:
+index, and for other combiners of its row; combiners store their own results before they wait. CTAs of a grid start in
+the order of their index. So a CTA that a combiner waits for has started, or is among fewer CTAs than the GPU holds:
 docs/design/forward_progress.md.
 """
 
@@ -48,7 +47,8 @@ GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values
 
 @dataclass(frozen=True)
 class Share:
-    """The vectors of its row that a CTA combines, and how its threads divide the work; run-time integers."""
+    """A CTA's share of combining a row: the vectors that it adds up over all splits, and how its threads divide them;
+    run-time integers."""
 
     first: Int32  # vector
     count: Int32
@@ -58,8 +58,8 @@ class Share:
 
 
 class Merger:
-    """The last phase of a CTA, which merges the accumulators of its warps, then of its row's splits, into the
-    output."""
+    """The last phase of a CTA. Merges the accumulators of the CTA's warps, then the partial results of its row's
+    splits, into the output."""
 
     def __init__(self, config: DecodeConfig, value_reader):
         self.config = config
@@ -74,8 +74,8 @@ class Merger:
 
     @cute.jit
     def finish(self, work, state, results, ring, warp, lane, slice_index):
-        """Merges the results of the CTA's warps for a unit. If the unit is its row's only split, stores the output.
-        Else publishes those vectors of the partial result that other CTAs combine."""
+        """Merges the results of the CTA's warps for a unit. Stores the output if the unit is the row's only split.
+        Otherwise publishes the vectors of the partial result that other CTAs combine."""
         address = self.address_in(ring)
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
@@ -97,8 +97,9 @@ class Merger:
 
     @cute.jit
     def finish_row(self, work, results, ring, warp, lane):
-        """Combines the CTA's share of a row of several splits, if it has one. ``work``: the CTA's last unit, which is
-        finished. No unit follows, since the CTAs that wait here may not keep others waiting."""
+        """Combines the CTA's share of its last row, if the row has several splits and the CTA a share. ``work``: the
+        CTA's last unit, which is finished. The CTA waits here for other CTAs, so it may have no further unit that
+        others wait for."""
         if (work.num_parts > 1) & (work.part < work.num_parts):
             share = self.share_of(work, results)
             if share.first >= 0:
@@ -110,7 +111,8 @@ class Merger:
         return ring.toint() + self.config.merge_offset
 
     def share_of(self, work, results) -> Share:
-        """Returns the CTA's share of a row of several splits; its ``first`` is negative if it combines nothing."""
+        """Returns the CTA's share of a row of several splits. The share's ``first`` is negative if the CTA combines
+        nothing."""
         active = work.num_parts
         able = active
         if self.config.units:
@@ -131,14 +133,14 @@ class Merger:
 
     @property
     def most_combiners_log2(self) -> int:
-        """log2 of the most CTAs that can share a row: each takes whole query heads, and whole warps of vectors if these
-        are transformed back."""
+        """log2 of the most CTAs that can combine a row. Each takes whole query heads. If V's rotation has to be undone,
+        each takes whole warps of vectors, too."""
         halves = 1 if self.config.features.v_rotation > 1 and self.vectors_per_row < WARP_THREADS else 0
         return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
     def combiners_log2(self, active):
-        """Returns log2 of how many of ``active`` splits combine a row: enough for each thread to load one batch for one
-        vector."""
+        """Returns log2 of the number of combiners of a row with ``active`` splits. Where possible, each thread then
+        loads one batch of splits of one vector."""
         result = Int32(0)
         for log2 in range(1, self.most_combiners_log2 + 1):
             # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
@@ -212,8 +214,8 @@ class Merger:
 
     @cute.jit
     def combine_in_groups(self, work, results, share, address, tid, keep):
-        """Combines splits where there are more threads than vectors: each group of threads takes some splits, and
-        groups meet in shared memory."""
+        """Adds up this CTA's share and stores it, where there are more threads than vectors. Each group of threads adds
+        up some of the splits; then the groups' sums are added up through shared memory."""
         step = self.config.num_threads >> share.groups_log2
         group, member = tid // step, tid % step
         index = share.first + member
@@ -237,7 +239,7 @@ class Merger:
             self.clear(work, results, share, index, group)
 
     def add(self, sums, pairs, vectors, first: int = 0):
-        """Adds partial results to ``sums``, which holds (maximum, sum, four values) from ``first`` on."""
+        """Merges partial results into a running one, (maximum, sum, four values) at ``sums[first : first + 6]``."""
         own = [sums[first + i] for i in range(6)]
         merged = _merge([own[:2], *pairs], [own[2:], *vectors])
         for i, value in enumerate((merged[0], merged[1], *merged[2])):
@@ -250,9 +252,9 @@ class Merger:
 
     @cute.jit
     def gather(self, work, results, share, address, indices, exist, group):
-        """Adds up the vectors ``indices``, where they ``exist``, over the splits of the thread's group: every
-        2**groups_log2-th split from ``group`` on. Group 0 also adds the CTA's own results. Returns (maximum, sum, four
-        values) of each vector, one after the other."""
+        """Adds up the vectors ``indices`` over the splits of the thread's group: every 2**groups_log2-th split from
+        ``group`` on. Group 0 also adds the CTA's own results. Vectors that do not ``exist`` are not read. Returns
+        (maximum, sum, four values) of each vector, one after the other."""
         sums = cute.make_rmem_tensor(6 * len(indices), Float32)
         sums.fill(0.0)
         sources, valid = [], []
@@ -298,8 +300,8 @@ class Merger:
 
     @cute.jit
     def clear(self, work, results, share, index, group):
-        """Resets the workspace of the partial results that this thread has gathered to EMPTY, after the output's stores
-        are issued."""
+        """Resets to EMPTY the words of the workspace that this thread has gathered. Called once the output's stores are
+        issued."""
         row, d = self.vector(index)
         query_row, _, valid = work.query_row(self.config, row)
         if valid:
@@ -311,12 +313,12 @@ class Merger:
                     reset(place + self.stats_of(d), 2)
 
     def batch_split(self, share, begin, i: int):
-        """Returns (split, whether it has a result to be read) of the i-th entry of a batch."""
+        """Returns (the i-th split of a batch, whether another CTA has published a result of that split)."""
         split = begin + (Int32(i) << share.groups_log2)
         return split, (split < share.num_splits) & (split != share.split)
 
     def partial_address(self, work, results, query_row, part):
-        """Returns the address of a part's partial result for one query."""
+        """Returns the workspace's address of a part's partial result for one query."""
         return results.workspace + work.partial_row(query_row, part) * (4 * self.config.partial_words)
 
     def partial_offset(self, work, part):
@@ -325,14 +327,14 @@ class Merger:
         return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 
     def stats_of(self, d):
-        """Returns the offset in bytes from a vector of a partial result to its own copy of (maximum, sum), which one
-        thread alone reads."""
+        """Returns the bytes from a vector of a partial result to the vector's own copy of (maximum, sum). Only the
+        vector's thread reads that copy."""
         return self.config.v_head_dim * 4 + d // 4 * PAIR_BYTES - d * 4
 
     # -- stores ---------------------------------------------------------------------------------------------------
 
     def load_sink(self, work, results, index):
-        """Loads the sink of a vector's query head before the wait for the vector; 0 where there are none."""
+        """Loads the sink of a vector's query head; 0 without sinks. Called before the wait for the vector."""
         if not self.config.features.sinks:
             return Float32(0.0)
         _, head, valid = work.query_row(self.config, self.vector(index)[0])
@@ -389,8 +391,8 @@ def _floats(words):
 
 
 def _merge(pairs, vectors):
-    """Merges softmax partials, (maximum, sum) pairs and their unnormalised outputs, in order. Returns (maximum, sum,
-    values)."""
+    """Merges partial results in order: the (maximum, sum) ``pairs`` of their softmax, and their unnormalised outputs
+    ``vectors``. Returns (maximum, sum, values)."""
     maximum, weights = weights_of([reference for reference, _ in pairs])
     total = Float32(0.0)
     value = [Float32(0.0)] * len(vectors[0])

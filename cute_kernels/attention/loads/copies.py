@@ -1,7 +1,7 @@
 """Loads tiles of K and V from global into shared memory: raw rows by bulk copies, by words, or by tensor maps.
 
-Each operand has its own kind of load. A stage of the ring is full when both have arrived, on one barrier. The ring
-holds the tiles of K of all stages, then those of V.
+K and V each have their own kind of load. A stage of the ring is full when its tiles of K and V have arrived on the
+stage's barrier. The ring holds the tiles of K of all stages, then the tiles of V.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TileCopier:
 
     Attributes:
         operands: the loader of K and the loader of V.
-        arrivals: arrivals that a stage's barrier waits for, besides bytes.
-        lane_tokens: tokens of a tile whose bulk copies one lane asks for; they lie in one page.
+        arrivals: how many arrivals a stage's barrier waits for, besides bytes.
+        lane_tokens: how many tokens of a tile each lane copies in bulk; they lie in one page.
     """
 
     def __init__(self, config: DecodeConfig):
@@ -51,11 +51,11 @@ class TileCopier:
         self.lane_tokens = lane_tokens(config)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        """Returns (K's source, V's source), which the kernel takes instead of the caches: tensors, or tensor maps."""
+        """Returns (K's source, V's source): tensors or tensor maps, which the kernel takes instead of the caches."""
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
     def open(self, source, ring, pipeline, place, pages) -> Tiles:
-        """Makes the `Tiles` of this CTA: its part of the caches and its ring."""
+        """Makes the `Tiles` of this CTA, from its part of the caches and its ring."""
         opened = tuple(op.open(part, ring, place) for op, part in zip(self.operands, source, strict=True))
         return Tiles(ring.toint(), pipeline, opened, place.shape.max_seq_len, pages)
 
@@ -85,8 +85,8 @@ class TileCopier:
     ):
         """Starts copying the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
-        producer: number of the warp among the producers, which share the copies. page, place: as :meth:`find_pages`
-        returns them for this tile.
+        producer: number of the warp among the producers, which share the copies. page, place: the result of
+        :meth:`find_pages` for this tile.
         """
         config = self.config
         stage, barrier = state.stage, tiles.pipeline.full_barrier(state)
@@ -112,16 +112,16 @@ class TileCopier:
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _arriving_bytes(self, tokens):
-        """Returns the bytes that the barrier counts for a tile of which ``tokens`` tokens are copied."""
+        """Returns how many bytes the barrier counts for a tile of which ``tokens`` tokens are copied."""
         total = Int32(0)
         for operand in self.operands:
             total = total + operand.arriving_bytes(tokens)
         return total
 
     def find_pages(self, tiles, request, token, lane):
-        """Returns (page, row of it) of a lane's share of the tile that begins with ``token``.
+        """Returns where a lane's share of the tile that begins with ``token`` lies: (page, row of the page).
 
-        Callers ask a tile ahead, because the table lies in global memory.
+        Callers ask one tile ahead, because the block table lies in global memory.
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
@@ -129,8 +129,8 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
-        """Issues bulk copies, run by run, every lane its own. Rows past the end are left out: their page may not
-        exist."""
+        """Issues bulk copies, one for each run of tokens; every lane issues its own. Rows past the end are left out,
+        since their page may not exist."""
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (producer == 0)
         if const_expr(share < config.tile_tokens):
@@ -155,8 +155,8 @@ class TileCopier:
 
     @cute.jit
     def _copy_pages(self, tiles, tokens, stage, barrier, producer, page, place):
-        """Issues the TMA tiles of all tensor maps, a page's part of the tile at a time, shared among the producer
-        warps."""
+        """Issues a producer warp's share of the TMA loads of a tile from a paged cache. Each load takes tokens of one
+        page."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
         pieces = (tokens + (size - 1)) // size
         for piece in cutlass.range(producer, pieces, self.config.filling_warps, unroll=1):
@@ -168,7 +168,7 @@ class TileCopier:
 
     @cute.jit
     def _copy_boxes(self, tiles, request, token, stage, barrier, producer):
-        """Issues a producer warp's share of the TMA tiles of all tensor maps."""
+        """Issues a producer warp's share of the TMA loads of a tile from a contiguous cache."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
                 if producer == box % self.config.filling_warps:
@@ -189,13 +189,13 @@ class TileCopier:
             operand.copy_token(tiles, block, first, place, stage, lane)
 
     def drain(self):
-        """Waits for the copies of words that this thread has issued, which must end before it exits."""
+        """Waits for this thread's copies of words. The thread may not exit before."""
         if self.words:
             cute.arch.cp_async_wait_group(0)
 
     @cute.jit
     def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
-        """Writes zeros over a stage's rows of V from token ``first`` on, all consumer threads together.
+        """Writes zeros over a stage's rows of V from token ``first`` on. All consumer threads call it together.
 
         Rows after a request's end may be anything: probabilities there are 0, but 0 times NaN is NaN.
         """
@@ -215,8 +215,8 @@ class TileCopier:
 
     @cute.jit
     def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """Writes zeros over the rows before token ``end`` (at most the tile's), as :meth:`clear_rows` does over the
-        rows after the end."""
+        """Writes zeros over a stage's rows of V before token ``end``, or over all its rows if ``end`` lies past the
+        tile. All consumer threads call it together."""
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
         size = operand.row_start(cutlass.min(end, self.config.tile_tokens))
@@ -239,7 +239,7 @@ class Tiles:
 
 
 class _Operand:
-    """The base of loaders of K (``index`` 0) or V (1): where their tiles lie in the ring."""
+    """The base of the loaders of K (``index`` 0) and V (1). It knows where the operand's tiles lie in the ring."""
 
     copy: str
 
@@ -255,12 +255,13 @@ class _Operand:
         return self.stage_address(tiles.ring, stage)
 
     def enter(self, source, block):
-        """Returns the source of one block; here the source of all blocks, since each copy names its block."""
+        """Returns the source narrowed to one block. Here it returns the source of all blocks, since each copy names its
+        block."""
         return source
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of a run: a part of the tile that holds all its tokens, in order."""
+        """Bytes of a run: a part of the tile that has bytes of all its tokens, in order."""
         raise NotImplementedError
 
     def row_start(self, first: Int32):
@@ -277,8 +278,8 @@ class RowSource:
     token_bytes: Index  # from one token to the next, 32 bits, or known at compile time
 
     def address(self, block, token):
-        """Returns the address of a token's rows; no other function computes it. ``block``: None after
-        :meth:`AddressedRows.enter`."""
+        """Returns the address of a token's rows. ``block``: None if :meth:`AddressedRows.enter` has narrowed the source
+        to one block."""
         address = self.base + Int64(token) * self.token_bytes
         return address if block is None else address + Int64(block) * self.block_bytes
 
@@ -303,7 +304,7 @@ class RowOperand(_Operand):
 
 
 class AddressedRows(RowOperand):
-    """The base of loaders by bulk and word copies, which name rows by address."""
+    """The base of loaders by bulk copies and by words, whose copies take addresses of rows."""
 
     def make_source(self, cache: cute.Tensor):
         return cache
@@ -318,14 +319,14 @@ class AddressedRows(RowOperand):
         return RowSource(base, block_bytes, known)
 
     def enter(self, source: RowSource, block) -> RowSource:
-        """Returns the source of one block. Tokens then need no 64-bit multiplication each, which saves 80 cycles a
+        """Returns the source narrowed to one block. Its tokens need no 64-bit multiplications, which saves 80 cycles a
         tile."""
         return replace(source, base=ptx.pinned(source.base + Int64(block) * source.block_bytes))
 
 
 class BulkOperand(AddressedRows):
-    """The loader of runs of whole tokens by cp.async.bulk, counted in bytes on the stage's barrier. One lane of a
-    producer warp issues a copy."""
+    """The loader by cp.async.bulk. One lane of a producer warp copies a run of whole tokens; the stage's barrier counts
+    the bytes."""
 
     copy = "bulk"
 
@@ -333,7 +334,7 @@ class BulkOperand(AddressedRows):
         return tokens * (self.tile.token_words * WORD_BYTES)
 
     def copy_run(self, tiles, block, first, place, tokens, stage, barrier):
-        """Issues one copy of ``tokens`` tokens of a block, from ``first`` on, to token ``place`` of the tile."""
+        """Issues one copy of ``tokens`` tokens: from token ``first`` of a block to token ``place`` of the tile."""
         tile = self.tile
         target = self.stage_address(tiles.ring, stage)
         target = target + place // tile.copy_tokens * (tile.copy_pitch_words * WORD_BYTES)
@@ -344,8 +345,8 @@ class BulkOperand(AddressedRows):
 
 
 class WordOperand(AddressedRows):
-    """The loader of single words by cp.async, for caches whose rows no bulk copy can address. All lanes of the producer
-    warps issue copies."""
+    """The loader by cp.async of single words, for caches whose rows bulk copies cannot address. All lanes of the
+    producer warps issue copies."""
 
     copy = "word"
 
@@ -364,7 +365,7 @@ class WordOperand(AddressedRows):
 @dataclass(frozen=True)
 class RowMapSource:
     """A tensor map over the words of a cache's tokens, and the ring; run-time values. The map begins at the CTA's first
-    head, or up to three words before it."""
+    head, or up to three words before the head."""
 
     atom: cute.CopyAtom
     cache: cute.Tensor
@@ -373,10 +374,10 @@ class RowMapSource:
 
 
 class RowMapOperand(RowOperand):
-    """The loader of some heads' raw rows by tensor maps, a page's tokens at a time, where a bulk copy would take each
-    token alone.
+    """The loader of some heads' raw rows by tensor maps. One load takes a page's tokens, where a bulk copy would take
+    one token.
 
-    The padding after a token's words in shared memory is copied, too: it gets the cache's next words, or zeros.
+    Loads also write the padding after a token's words in shared memory, with the cache's next words or with zeros.
     """
 
     copy = "map"
@@ -394,7 +395,7 @@ class RowMapOperand(RowOperand):
         return address + tiles.opened[self.index].before if self.begins_before else address
 
     def make_source(self, cache: cute.Tensor):
-        """Makes a tensor map and its coordinate tensor [tokens of a block, words of all heads, blocks]."""
+        """Makes a tensor map of a cache and the coordinate tensor [tokens of a block, words of all heads, blocks]."""
         shape, (token_words, one, block_words) = self.words_of(cache.shape, cache.stride)
         token_words, block_words = (cute.assume(words, divby=VECTOR_WORDS) for words in (token_words, block_words))
         words = cute.recast_ptr(cache.iterator, dtype=Uint32)
@@ -403,13 +404,13 @@ class RowMapOperand(RowOperand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(), (self.box_tokens, self.box_words))
 
     def words_of(self, shape, stride):
-        """Returns (shape, strides) [tokens, words of all heads, blocks] in words. shape, stride: the cache's, in bytes:
-        [blocks, tokens, heads, row]."""
+        """Converts the cache's shape and stride from bytes [blocks, tokens, heads, row] to words [tokens, words of all
+        heads, blocks]."""
         blocks, tokens, heads = shape[:3]
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
     def begin(self, head):
-        """Returns (the first word of a token that is copied to a CTA's ring, bytes from there to the row of its first
+        """Returns (the first word of each token that is loaded, bytes from that word to the row of the CTA's first
         head)."""
         first = head * self.tile.row_words
         if not self.begins_before:
@@ -462,7 +463,7 @@ class TensorMapSource:
 
 
 class TensorMapOperand(_Operand):
-    """The loader of one KV head's tile at a time by tensor maps with a swizzle; elements outside the cache read as
+    """The loader by tensor maps with a swizzle. A load takes one KV head's tokens; elements outside the cache read as
     0."""
 
     copy = "tma"
@@ -478,9 +479,8 @@ class TensorMapOperand(_Operand):
         self.num_boxes = config.tile_tokens // self.box_tokens
 
     def make_source(self, cache: cute.Tensor):
-        """Makes a tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks].
-
-        The map holds the cache's strides, whatever they are: the kernel knows coordinates alone.
+        """Makes a tensor map of a cache and the coordinate tensor [tokens of a block, row, num_kv_heads, blocks]. The
+        map holds the cache's strides; the kernel knows coordinates alone.
         """
         modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
         view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
@@ -489,7 +489,8 @@ class TensorMapOperand(_Operand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(self.box_tokens), shape)
 
     def _layout(self, *modes: int):
-        """Returns the swizzled layout of one head's [tokens, row] tile; further ``modes`` repeat it."""
+        """Returns the swizzled layout of tiles [tokens, row] of one head in shared memory. modes: tokens of a tile,
+        then the sizes of further dimensions that repeat the tile."""
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if self.tile.row_bytes == PANEL_BYTES else kinds.K_SW64
         atom = warpgroup.make_smem_layout_atom(kind, self.element_type)

@@ -33,14 +33,15 @@ class ExtendMemory:
     """The shared memory of an extend attention CTA; a tile is found by its operand (KEYS or VALUES) and stage.
 
     Attributes:
-        tile_pointer, tiles: of K's stages, then V's.
-        query_pointer, queries: of the warpgroups' queries. code_pointer, codes: of the queries in E4M3; without FP8
-            products the same as query_pointer, queries.
+        tile_pointer, tiles: pointer to, and address of, the tiles of K's stages, then of V's.
+        query_pointer, queries: pointer to, and address of, the warpgroups' queries. code_pointer, codes: pointer to,
+            and address of, the queries in E4M3; without FP8 products equal to query_pointer and queries.
         scales: [2, stages, 4] words. K's hold a tile's powers of 2, as in :class:`.unpack.UnpackTarget`, or one
             :func:`.powers.word_of` for each decoding warp.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
-        slots: work tiles that the CTA knows of.
-        pipelines: of K's tiles and of V's, which producer warps fill and all consumer warps empty. work: of the slots.
+        slots: address of the work tiles that the first producer warp has published.
+        pipelines: the pipelines of K's tiles and of V's, which producer warps fill and all consumer warps empty. work:
+            the pipeline of the slots.
     """
 
     config: ExtendConfig
@@ -90,13 +91,13 @@ class ExtendMemory:
         )
 
     def init_barriers(self) -> None:
-        """Initialises all barriers; one thread calls it before any other uses them."""
+        """Initialises all barriers. One thread calls it, before any thread uses a barrier."""
         for pipeline in (*self.pipelines, self.work):
             pipeline.init()
         fence_init()
 
     def number(self, operand: int, stage):
-        """Returns the number of a tile among K's, then V's."""
+        """Returns the number of a tile: K's tiles are numbered by stage, V's tiles come after them."""
         return operand * self.config.pipeline.num_stages + stage
 
     def tile(self, operand: int, stage):
@@ -105,7 +106,8 @@ class ExtendMemory:
         return operand * self.config.pipeline.num_stages * rooms[KEYS] + stage * rooms[operand]
 
     def write_ones(self, lane) -> None:
-        """Writes the rows of ones after the tiles of V's transpose; one warp calls it before any MMA reads them."""
+        """Writes the rows of ones after the tiles of V's transpose. One warp calls it, before any MMA reads these
+        rows."""
         for stage in range(self.config.pipeline.num_stages):
             behind = self.tile(VALUES, stage) + self.config.tile_bytes[VALUES]
             for piece in range(0, self.config.ones_rows * ROW_BYTES, WARP_THREADS * 16):
@@ -123,8 +125,8 @@ class Rows:
 
     Attributes:
         base: address of the first row.
-        block_bytes, token_bytes, head_bytes: from one block (a page, or a request's contiguous cache), token or head to
-            the next.
+        block_bytes, token_bytes, head_bytes: strides in bytes of blocks (a page, or a request's contiguous cache),
+            tokens and heads.
     """
 
     base: Int64
@@ -134,7 +136,7 @@ class Rows:
 
     @staticmethod
     def of(cache: cute.Tensor, element_bytes: int, head_major: bool) -> Rows:
-        """Describes a cache for a kernel. Runs on the host; cache: 4 dimensions, rows without gaps."""
+        """Describes a cache for a kernel. Runs on the host. cache: 4 dimensions, rows contiguous."""
         strides: Any = cache.stride
         block, outer, inner = (Int64(stride) * element_bytes for stride in strides[:3])
         token, head = (inner, outer) if head_major else (outer, inner)

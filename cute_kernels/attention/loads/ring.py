@@ -26,14 +26,15 @@ class RingFiller:
         self.writes_rows = writes_rows
 
     def make_pages(self):
-        """Makes registers for the pages of a round of the ring and of the tile after it, as (page, row of it) pairs."""
+        """Makes registers for one (page, row of the page) pair a tile: for as many tiles as the ring has stages, and
+        one more."""
         pages = cute.make_rmem_tensor(2 * (self.config.pipeline.num_stages + 1), Int32)
         pages.fill(0)
         return pages
 
     def make_early_pages(self):
-        """Makes registers for the pages of the unit that a CTA expects; None if no pages are loaded before the unit is
-        known."""
+        """Makes registers for the pages of the unit that a CTA expects. Returns None if the configuration loads no
+        pages before the unit is known."""
         config = self.config
         # A window's first tile is not known before the length is; warps that lend registers have none left for pages.
         early = config.page_tokens > 0 and not config.features.window and not config.lends_registers
@@ -41,20 +42,20 @@ class RingFiller:
 
     @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
-        """Starts loading, into ``pages``, the pages of the tiles that begin with ``token`` and every ``stride`` tokens
-        after it."""
+        """Starts loading the pages of tiles into ``pages``. The first tile begins with ``token``, each next one
+        ``stride`` tokens later."""
         for i in cutlass.range_constexpr(self.config.pipeline.num_stages + 1):
             page, place = self.copier.find_pages(tiles, row, token + i * stride, lane)
             pages[2 * i], pages[2 * i + 1] = page, place
 
     @cute.jit
     def start(self, tiles, row, part, parts, pages, early, producer, lane):
-        """Initialises the barriers, unless ``writes_rows`` says that the kernel has. If the configuration has an early
-        tile and ``early`` holds, starts loading the tile that the CTA expects to be its unit's first, even if it lies
-        past the request's end.
+        """Initialises the barriers, unless ``writes_rows`` says that the kernel has done so. If the configuration has
+        an early tile and ``early`` holds, starts loading the tile that the CTA expects to be its unit's first. The tile
+        may lie past the request's end.
 
-        Unless ``pages`` is None, starts loading the pages of the expected unit's first tiles into it. Tile and pages
-        are not used if the CTA's unit turns out to be another one.
+        Unless ``pages`` is None, starts loading the pages of the expected unit's first tiles into ``pages``. If the CTA
+        gets another unit, tile and pages are not used.
         """
         config = self.config
         alone = config.filling_warps == 1
@@ -80,7 +81,7 @@ class RingFiller:
 
     @cute.jit
     def init_barriers(self, pipeline, begin: int, end: int, producer, lane):
-        """Initialises barriers ``begin`` to ``end`` - 1, counted over the full barriers and then the empty ones."""
+        """Initialises barriers ``begin`` to ``end`` - 1, where the full barriers are numbered before the empty ones."""
         if const_expr(begin < end):
             if producer == 0:
                 if lane == 0:
@@ -92,9 +93,9 @@ class RingFiller:
 
     @cute.jit
     def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known, later):
-        """Keeps the pipeline full for one unit; ``issued`` of its tiles are in flight.
+        """Loads the tiles of one unit as stages become free. ``issued`` of the tiles are in flight already.
 
-        state: the consumer warps' pipeline state. known: whether ``pages``, if any, are those of this unit's tiles.
+        state: the consumer warps' pipeline state. known: whether ``pages``, if any, are the pages of this unit's tiles.
         later: whether the CTA had a unit before.
         """
         config, lane = self.config, cta.lane
@@ -139,11 +140,11 @@ class RingFiller:
 
     @cute.jit
     def acquire(self, pipeline, state: PipelineState, work, token: Int32):
-        """Waits until a tile's stage is empty and its tokens are written.
+        """Waits until a tile's stage is empty and the tile's tokens are in the cache.
 
-        A warp without a part of a partial tile does not keep the tile from being filled, read and released. A late one
-        would then mistake the stage's next phase for this one. So all warps wait for each other before such a tile is
-        copied. Where copies are by words, every producer thread arrives for each tile, so no such wait is needed.
+        Some warps may have nothing to copy of a partial tile, so the tile can be filled, read and released without
+        them. A late warp would then mistake the stage's next phase for this phase. So producer warps wait for each
+        other before a partial tile. With copies of words they need not: every producer thread arrives for each tile.
         """
         pipeline.producer_acquire(state)
         if const_expr("word" not in self.config.copies):
@@ -159,8 +160,8 @@ class RingFiller:
     def let_next_begin(self) -> None:
         """After an append, lets the next launch begin where an SM has room, once all tiles of this CTA are in flight.
 
-        At the start of a CTA the next launch would only compete with it. The append has ended by then. Waiting for it
-        here, too, makes sure that the next launch finds all earlier launches finished.
+        If the next launch began with this CTA, both would only compete. The append has ended by now. Waiting for the
+        append here makes sure that the next launch finds all earlier launches finished.
         """
         if const_expr(self.config.after_append):
             cute.arch.griddepcontrol_wait()
@@ -170,9 +171,9 @@ class RingFiller:
     def await_append(self, work, token):
         """Waits until a tile's new tokens are in the cache, before the tile is loaded. Waiting again costs nothing.
 
-        In a kernel that writes the newest rows itself, only tiles that may hold the newest token wait. After an append
-        kernel, every tile waits except a unit's first tile without new tokens. Earlier loads would delay the append's
-        own loads, and could not be used before the append is done.
+        In a kernel that writes the newest rows itself, only a tile that may hold the newest token waits. After an
+        append kernel, a tile waits unless it is a unit's first and has no new tokens. Loads before the append's end
+        would delay the append's own loads, and could not be used any earlier.
         """
         if const_expr(self.writes_rows):
             if token + self.config.tile_tokens >= work.length:

@@ -2,12 +2,12 @@
 queries.
 
 A warp loads 32 neighbouring words of a row, or of several consecutive rows. A lane's word has 4 or 8 codes, which
-become 8 or 16 bytes of the tile. So neither loads nor stores have bank conflicts, and a store's address is one of few
-per lane plus a constant.
+become 8 or 16 bytes of the tile. So neither loads nor stores have bank conflicts. The address of a store is one of a
+lane's few addresses plus a constant.
 
 Half of the warps decode K, half V. When a warp has decoded its rows of one tile, it issues the loads of the next tile's
-rows, then waits until that tile is free. It issues no loads in between: the hardware counts a thread's loads together,
-so a warp that decodes would wait for all of them. The pages of a tile are loaded one tile ahead.
+rows, then waits until that tile is free. A warp issues no loads while it decodes: the hardware counts a thread's loads
+together, so decoding would wait for all of them. The pages of a tile are loaded one tile ahead.
 
 Byte codes with one scale for a head or tensor become fp16 numbers without the scale. A row's scale is multiplied in, in
 fp16, up to a power of 2 that a warp's rows have in common (:mod:`.powers`). K's warps read V's scales, too: consumers
@@ -87,8 +87,9 @@ class Int4Words:
 
 @dataclass(frozen=True)
 class Held:
-    """The registers in which a warp holds its part of a tile. words: a lane's codes, by load. headers: INT4 scales and
-    shifts, by load. scales: of rows of bytes, as `CodedRows.scale_place` assigns them."""
+    """The registers in which a warp holds its part of a tile. words: a lane's codes, a word for each load. headers:
+    INT4 scale and shift, a word for each load. scales: fp32 scales of rows of bytes, which `CodedRows.scale_place`
+    assigns to lanes."""
 
     words: RegisterTensor[Uint32]
     headers: RegisterTensor[Uint32]
@@ -97,15 +98,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Places:
-    """The places of a warp's rows of a tile: registers, one for each run. entries, places: what
-    :meth:`.pages.Pages.ask` returns for the run's first row."""
+    """The places in the cache of a warp's rows of a tile, in registers: one of each for each run. entries, places: the
+    results of :meth:`.pages.Pages.ask` for the run's first row."""
 
     entries: RegisterTensor[Int32]
     places: RegisterTensor[Int32]
 
 
 class RowRuns:
-    """A warp's rows of a tile, K's and V's, as runs of rows that certainly lie together in the cache."""
+    """A warp's rows of a tile of K or V, as runs. The rows of a run certainly lie together in the cache."""
 
     def __init__(self, config: ExtendConfig | UnpackConfig, warp_rows: int):
         self.tile_tokens, self.warp_rows, self.paged = config.tile_tokens, warp_rows, config.page_tokens > 0
@@ -117,7 +118,7 @@ class RowRuns:
 
     @cute.jit
     def ask(self, places: Places, source, work, block: Int32, warp: Int32):
-        """Starts loading, into ``places``, where a warp's rows of a block lie in the cache."""
+        """Starts loading the places of a warp's rows of a block into ``places``."""
         first = block * self.tile_tokens + warp * self.warp_rows
         last = cutlass.max(work.kv_stop - 1, 0)
         for run in cutlass.range_constexpr(self.count):
@@ -130,7 +131,7 @@ class RowRuns:
                 places.entries[run], places.places[run] = work.request, token
 
     def block(self, source, places: Places, run: int):
-        """Returns the block of a run's rows. Waits for the page's number."""
+        """Returns the block of the cache (page or request) that has a run's rows. Waits for the page's number."""
         return source.pages.existing(places.entries[run]) if self.paged else places.entries[run]
 
     def bases(self, source, rows, places: Places, head) -> list[Int64]:
@@ -177,7 +178,7 @@ class CodedRows:
 
     @cute.jit
     def load(self, held: Held, places: Places, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
-        """Starts loading a warp's rows of a block; rows that no query of the request sees become zeros."""
+        """Starts loading a warp's rows of a block of tokens. Rows that no query of the request sees become zeros."""
         rows = source.rows(self.operand)
         first = block * self.tile_tokens + warp * self.warp_rows
         low = cutlass.max(first_valid - first, 0)
@@ -218,11 +219,12 @@ class CodedRows:
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
 
     def units_before(self, work):
-        """Returns how many words of a row lie before the part of it that a work tile has."""
+        """Returns how many words of a row lie before the work tile's part of the row."""
         return work.value_part * self.real_units if self.parts > 1 else 0
 
     def scale_of(self, scales, work, lane, k: int):
-        """Returns the scale of a lane's word of load ``k``, which another lane may hold. scales: registers."""
+        """Returns the scale of a lane's word of load ``k``. Another lane may hold the scale in its registers
+        ``scales``."""
         row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
         below, word = self.lane_place(lane)
         if self.num_groups == 1:
@@ -233,8 +235,8 @@ class CodedRows:
         return cute.arch.shuffle_sync(scales[row // self.scale_rows], holder)
 
     def load_words(self, held: Held, rows, bases, units, low, count, lane) -> None:
-        """Starts loading words and headers of rows. units: :meth:`units_before`. count: how many rows from ``low`` on
-        exist; None: all do, which saves two instructions a word."""
+        """Starts loading words and headers of rows. units: the result of :meth:`units_before`. count: how many rows
+        from ``low`` on exist; None if all rows do, which saves two instructions a word."""
         below, word = self.lane_place(lane)
         unit = word + units
         for k in range(self.num_loads):
@@ -250,8 +252,8 @@ class CodedRows:
                 held.headers[k] = self.load_word(index, limit, address + 4 * group)
 
     def load_word(self, index, limit, address, offset: int = 0):
-        """Loads a word of read-only global memory where 0 <= ``index`` < ``limit``, else zero. limit None: the word
-        exists."""
+        """Loads a word of read-only global memory if 0 <= ``index`` < ``limit``; else returns zero. limit: None if the
+        word exists."""
         if limit is not None:
             return load_word_below(index, limit, address, offset)
         return ptx.load_global_words(address, offset, 1)[0]
@@ -287,8 +289,8 @@ class TileWriter:
 
     @cute.jit
     def store(self, held: Held, value_scales, work, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
-        """Decodes a warp's loaded words into its rows of a free tile. place: as :meth:`place` returns it. value_scales:
-        those of V's rows, which K's warps hold."""
+        """Decodes a warp's loaded words into its rows of a free tile. place: the result of :meth:`place`. value_scales:
+        the scales of V's rows, which K's warps hold."""
         row_words, word_codes = self.rows.row_units, self.rows.word_codes
         place = place + (memory.tiles + memory.tile(self.operand, stage))
         exponent = self.exponent_of(held.scales, self.config.scale_words[self.operand])
@@ -315,8 +317,8 @@ class TileWriter:
 
     @cute.jit
     def exponent_of(self, scales, count: cutlass.Constexpr):
-        """Returns the exponent of the power of 2 that a warp's rows have in common. scales: ``count`` words of a lane;
-        without any the exponent is 0."""
+        """Returns the exponent of the power of 2 that all of a warp's rows share. scales: a lane's ``count`` scales;
+        without scales the exponent is 0."""
         exponent = Int32(0)
         if const_expr(count > 0):
             top = in_pairs(ptx.fmax, [Float32(scales[k].bitcast(Float32)) for k in range(count)])
@@ -325,7 +327,7 @@ class TileWriter:
 
     @cute.jit
     def tell(self, word: Uint32, address: Int32, lane: Int32):
-        """Publishes K's and V's powers of 2 (``word``) for the consumers, with K's tile."""
+        """Publishes ``word``, K's and V's powers of 2, for the consumers. It belongs to K's tile."""
         if lane == 0:
             ptx.store_shared(address, 0, [word])
 
@@ -334,8 +336,8 @@ class RowProducer:
     """The producer warps of a cache of codes, of K, of V or of both: half of the warps fill K's tiles, half V's.
 
     Where K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2
-    with K's tile. If V's rows have scales and K is not decoded, K's warps read these scales: each reads the scales of
-    one V warp's rows.
+    with K's tile. So if V's rows have scales and K is not decoded, each of K's warps reads the scales of one V warp's
+    rows.
     """
 
     def __init__(self, config: ExtendConfig):
@@ -343,15 +345,15 @@ class RowProducer:
         self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
-        """Returns (K's tensor map, V's): None for the one with codes; None instead of the pair if both have codes. Runs
-        on the host."""
+        """Returns (K's tensor map, V's tensor map). A map is None if its operand has codes; None replaces the pair if
+        both have. Runs on the host."""
         if all(self.config.decoded):
             return None
         caches = enumerate((k_cache, v_cache))
         return tuple(None if self.config.decoded[i] else self.copier.make_map(i, cache) for i, cache in caches)
 
     def fill(self, source, work, span, first_valid, memory, warp, lane, state: PipelineState):
-        """Fills the tiles of a work tile, the last block first. Returns the next state of its pipelines."""
+        """Fills the tiles of a work tile, the last block first. Returns the next state of the pipelines."""
         return self.fill_both(Filling(source, work, memory, first_valid), span, warp, lane, state)
 
     @cute.jit
@@ -370,7 +372,7 @@ class RowProducer:
 
     @cute.jit
     def decode_tiles(self, operand: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """Decodes the tiles of K or of V. warp: number among the warps of that operand. Returns the next pipeline
+        """Decodes the tiles of K or of V. warp: the warp's number among K's or V's warps. Returns the next pipeline
         state."""
         source, work, first_valid = filling.source, filling.work, filling.first_valid
         pipeline = filling.memory.pipelines[operand]
@@ -400,7 +402,7 @@ class RowProducer:
 
     @cute.jit
     def copy_tile(self, operand: cutlass.Constexpr, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """Copies a tile of 16 bits. warp: number among the warps of K or of V."""
+        """Copies a tile of 16 bits. warp: the warp's number among K's or V's warps."""
         if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
             self.tell_powers(filling, at.block, warp, lane, state)
         if warp == 0:
@@ -408,8 +410,8 @@ class RowProducer:
 
     @cute.jit
     def tell_powers(self, filling, block: Int32, warp: Int32, lane: Int32, state: PipelineState):
-        """Publishes the power of 2 by which the warp's rows of V are to be multiplied, with K's tile, once its stage is
-        free. All warps but the first then arrive for the tile; the first one arrives with its copy."""
+        """Waits until the stage of K's tile is free, and publishes with the tile the power of 2 that the warp's rows of
+        V share. All warps but the first then arrive for the tile; the first warp arrives with its copy."""
         source, work, memory = filling.source, filling.work, filling.memory
         writer = self.writers[VALUES]
         places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)

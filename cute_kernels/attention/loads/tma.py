@@ -1,7 +1,7 @@
 """The producer of 16-bit caches: TMA tiles of 128-byte rows in the 128-byte swizzle, without decoding.
 
-A block may reach beyond the tokens that a request has and some query sees. Its valid rows are then copied one by one,
-and the others become zeros. Memory there may hold anything, and NaN times a probability of 0 is NaN.
+Some tokens of a block may not exist, or no query may see them. The rows of such tokens become zeros, and the block's
+valid rows are copied one by one. Memory there may hold anything, and NaN times a probability of 0 is NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MOST_UNROLLED = 4  # TMA tiles of a block whose copies are unrolled: the code st
 
 @dataclass(frozen=True)
 class Filling:
-    """The source and the destination of a work tile's tiles. first_valid: the first token that some query sees."""
+    """The source and the destination of a work tile's tiles of K and V. first_valid: the first token that some query
+    sees."""
 
     source: Source
     work: Any
@@ -37,8 +38,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """A block of tokens, and its place in the cache. found, place: what `TmaTileProducer.locate` returns for the
-    block's TMA tiles, in each lane for one."""
+    """A block of tokens, and its place in the cache. found, place: the result of `TmaTileProducer.locate`; each lane
+    has the place of one TMA tile of the block."""
 
     block: Int32
     found: Int32
@@ -46,7 +47,8 @@ class BlockPlace:
 
 
 class TmaTileProducer:
-    """The producer warps of a 16-bit cache: one, or one for K and one for V (`ExtendConfig.filling_warps`)."""
+    """The producer warps of a 16-bit cache: one warp for K and V, or one warp for each
+    (`ExtendConfig.filling_warps`)."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -71,13 +73,13 @@ class TmaTileProducer:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.tma_shape)
 
     def fill(self, source, work, span, first_valid, memory, warp, lane, state: PipelineState):
-        """Fills the tiles of a work tile, the last block first. Returns the next state of its pipelines."""
+        """Fills the tiles of a work tile, the last block first. Returns the next state of the pipelines."""
         return self.fill_by(self.copy_warps, Filling(source, work, memory, first_valid), span, warp, lane, state)
 
     @cute.jit
     def fill_by(self, copy: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """Fills the tiles of a work tile. copy: a function with the arguments of `copy_warps` that copies a block's
-        tiles."""
+        """Fills the tiles of a work tile by calling ``copy``, which has the arguments of `copy_warps`, for each
+        block."""
         found, place = self.locate(filling, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
@@ -89,7 +91,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_warps(self, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """Copies a block's tiles of K and V: one warp copies both, or each of two warps one."""
+        """Copies a block's tiles of K and V. A single producer warp copies both; of two warps, each copies one."""
         if const_expr(self.config.filling_warps == 1):
             for operand in cutlass.range_constexpr(2):
                 self.copy(operand, filling, at, lane, state)
@@ -117,7 +119,7 @@ class TmaTileProducer:
                     pipeline.producer_commit(state)
 
     def locate(self, filling, block, lane):
-        """Returns (block of the cache, row of it) of a lane's TMA tile of a block of tokens."""
+        """Returns where a lane's TMA tile of a block of tokens lies: (block of the cache, row of that block)."""
         source, work = filling.source, filling.work
         token = block * self.config.tile_tokens + lane % self.num_tma_tiles * self.tma_rows
         token = cutlass.select_(token < work.kv_stop, token, Int32(0))
@@ -129,7 +131,8 @@ class TmaTileProducer:
         return source.pages.existing(entry), place
 
     def first_tile(self, source, work):
-        """Returns the number of the first tile of a request's head among the unpacked keys."""
+        """Returns the number, among all tiles of unpacked keys, of the first tile of the work tile's request and
+        head."""
         rows, config = source.keys, self.config
         offset = Int64(work.request) * rows.block_bytes + Int64(work.head) * rows.head_bytes
         return offset // (config.tile_tokens * config.head_dim * ELEMENT_BYTES)

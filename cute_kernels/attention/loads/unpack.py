@@ -10,10 +10,10 @@ other only at barrier 0, and only where tiles have a scale. A warp issues the lo
 decodes them when they have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. A tile
 holds the numbers that a decoding producer would have written, except that a row's fp32 scale is multiplied in: the
 product with the code is rounded once, to fp16. To allow any scale, a tile has a power of 2 that its numbers are to be
-multiplied by (:mod:`.powers`). Its warps exchange their rows' greatest scale for it, and attention gets it with the
-tile.
+multiplied by (:mod:`.powers`). The tile's warps find it from their rows' greatest scale, and attention loads it with
+the tile.
 
-Code that runs once a tile must be short: it comes through the instruction cache as rows come through memory.
+Code that runs once a tile must be short, since it has to come through the instruction cache.
 
 Tokens that no query of a request sees become zeros, and requests without queries are skipped.
 """
@@ -54,8 +54,9 @@ SHARED_PERCENT = 8  # share of an SM's memory that is no L1: what its CTAs' tops
 class UnpackSizes:
     """Run-time numbers of a launch.
 
-    total_q, batch: of the queries. kv_heads: KV heads. max_seq_len: tokens that a request may have. window: keys that a
-    query sees, itself included; 0 for all. room: tokens that a request has in the target, whole tiles.
+    total_q: queries of all requests. batch: requests. kv_heads: KV heads. max_seq_len: tokens that a request may have.
+    window: keys that a query sees, itself included; 0 for all. room: tokens that the target has for each request, in
+    whole tiles.
     """
 
     total_q: Int32
@@ -69,7 +70,8 @@ class UnpackSizes:
 @dataclass(frozen=True)
 class UnpackTarget:
     """The addresses that rows are written to. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales:
-    fp32 [batch, kv_heads, tiles, 4]: the factor of K's tile, 0, log2 of the factor of V's, its reciprocal."""
+    fp32 [batch, kv_heads, tiles, 4]. A tile's four numbers are the factor of K's tile, 0, log2 of the factor of V's
+    tile, and the reciprocal of V's factor."""
 
     keys: Int64
     values: Int64
@@ -81,7 +83,8 @@ class UnpackTarget:
 
 @dataclass(frozen=True)
 class UnpackWork:
-    """A tile's request, head and block, and the request's tokens: some query sees tokens first_valid to kv_stop - 1."""
+    """A tile to unpack: its request, head and block. Some query of the request sees each of tokens first_valid to
+    kv_stop - 1."""
 
     request: Int32
     head: Int32
@@ -132,9 +135,9 @@ class UnpackKernel:
 
     @cute.jit
     def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
-        """Unpacks a CTA's tiles of K and V of all requests: every ``stride``-th from ``item`` on. Heads and operands
-        are innermost, so that CTAs that run at the same time read the same tokens. tops: shared memory for the warps'
-        greatest scales, of two tiles in turn."""
+        """Unpacks a CTA's tiles: of all tiles of K and V of all requests every ``stride``-th, from ``item`` on. Heads
+        and operands are innermost, so that CTAs that run at the same time read the same tokens. tops: address of shared
+        memory for the warps' greatest scales; two buffers alternate from tile to tile."""
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
             for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
@@ -152,8 +155,8 @@ class UnpackKernel:
 
     @cute.jit
     def tokens(self, shape, lengths, request: Int32):
-        """Returns (first, end) of a request's tokens that some query of it sees; 0, 0 for none, and for requests that
-        do not exist."""
+        """Returns the range (first, end) of tokens that some query of a request sees. It is (0, 0) if there are none,
+        or no such request."""
         exists = request < shape.batch
         at = cutlass.select_(exists, request, Int32(0))
         ends = [Int32(ptx.load_global_words(lengths.cu_seqlens_q + Int64(at + i) * 4, 0, 1)[0]) for i in range(2)]
@@ -170,7 +173,7 @@ class UnpackKernel:
 
     @cute.jit
     def unpack_tile(self, shape, source, target, work: UnpackWork, index: Int32, tops: Int32, warp: Int32, lane: Int32):
-        """Unpacks a tile of K or V. index: number of the tile in its request, where tiles of K and V alternate."""
+        """Unpacks a tile of K or V. index: number of the tile in its request, where K's and V's tiles alternate."""
         if (index & 1) == KEYS:
             self.copy(KEYS, shape, source, target, work, tops, warp, lane)
         else:
@@ -196,8 +199,8 @@ class UnpackKernel:
             self.store(rows, held, factor, tile + first * self.row_bytes, lane)
 
     def pinned(self, source):
-        """Returns the source, hidden so that the compiler moves no address arithmetic before the loop: registers are
-        scarce."""
+        """Returns ``source`` with strides that the compiler cannot see through. So it moves no address arithmetic
+        before the loop, where registers are scarce."""
         keys, values = (
             replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
         )
@@ -205,7 +208,7 @@ class UnpackKernel:
 
     @cute.jit
     def scale_tile(self, operand: cutlass.Constexpr, held, address: Int64, tops: Int32, warp: Int32, lane: Int32):
-        """Writes a tile's power of 2 to an address. Returns its reciprocal, by which rows' scales are to be
+        """Writes a tile's power of 2 to ``address``. Returns the power's reciprocal, by which rows' scales are to be
         multiplied."""
         exponent = Int32(0)
         if const_expr(self.config.tile_scales[operand]):
@@ -223,7 +226,7 @@ class UnpackKernel:
 
     @cute.jit
     def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
-        """Returns the greatest of the values that the CTA's warps hold. No second barrier is needed: the next tile's
+        """Returns the greatest ``top`` of all warps of the CTA. No second barrier is needed, since the next tile's
         values have other addresses."""
         self.publish(top, tops + 4 * warp, lane)
         cute.arch.barrier()
@@ -238,8 +241,8 @@ class UnpackKernel:
 
     @cute.jit
     def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
-        """Decodes a warp's loaded words of a tile into the target's rows, the first of them at ``address``. factor:
-        rows' scales are multiplied by it."""
+        """Decodes a warp's loaded words of a tile into the target's rows, of which the first begins at ``address``.
+        factor: the number that rows' scales are multiplied by."""
         below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
         unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane
         own = address + Int64(below * self.row_bytes + unit * rows.unit_bytes)
@@ -269,6 +272,6 @@ class UnpackKernel:
             ptx.store_global(own, codes, offset=column * self.config.tile_tokens)
 
     def scaled(self, word, scale):
-        """Returns a pair of codes times a scale, rounded once."""
+        """Returns a pair of decoded codes times a scale, rounded once to fp16."""
         low, high = ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)
         return ptx.pack_f16x2(low * scale, high * scale)

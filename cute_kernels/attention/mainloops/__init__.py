@@ -1,1 +1,2 @@
-"""The mainloops: warps with few rows of queries, warpgroups with tiles of many, and keys as rows of MMAs."""
+"""The mainloops. Warps multiply few rows of queries, warpgroups multiply tiles of many rows, or MMAs have keys as
+rows."""

@@ -1,9 +1,9 @@
-"""Warpgroup MMAs of E4M3: their operands, and the order of keys in which probabilities need no exchange between lanes.
+"""Warpgroup MMAs of E4M3: their operands, and an order of keys that saves exchanging probabilities between lanes.
 
-Both operands are K-major, rows of 128 bytes in the 128-byte swizzle: a row of K, or of V's transpose, in which a tile's
-keys are columns. As an accumulator a thread has columns 2t and 2t + 1 of each 8 (t = lane % 4); as operand A it has
-columns 4t to 4t + 3 of each 16. So the tile's keys are permuted: column 4t + 2j + i of each 16 is key 8j + 2t + i
-(:data:`KEYS_IN_ORDER`). A thread's accumulators are then its operand: four of one row make a word.
+Both operands are K-major, in rows of 128 bytes with the 128-byte swizzle. A row is a row of K, or of V's transpose,
+whose columns are a tile's keys. As an accumulator a thread has columns 2t and 2t + 1 of each 8 (t = lane % 4); as
+operand A it has columns 4t to 4t + 3 of each 16. So the tile's keys are permuted: column 4t + 2j + i of each 16 is key
+8j + 2t + i (:data:`KEYS_IN_ORDER`). A thread's accumulators are then its operand: four of one row make a word.
 
 Hopper's tensor cores add products of E4M3 in some 14 bits. docs/design/extend_attention.md says what errors this makes.
 """
@@ -27,7 +27,8 @@ KEYS_IN_ORDER = tuple(8 * j + 2 * t + i for t in range(4) for j in range(2) for 
 
 @pure
 def pack_e4m3x4(values: Sequence[Float32]) -> Asm[Uint32]:
-    """Packs four fp32, rounded to nearest-even E4M3 and saturated at 448, into a word, the first in its lowest byte."""
+    """Packs four fp32 numbers into a word, the first in the lowest byte. They are rounded to nearest-even E4M3 and
+    saturated at 448."""
     return Asm(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
         "mov.b32 $0, {low, high}; }"
@@ -35,14 +36,15 @@ def pack_e4m3x4(values: Sequence[Float32]) -> Asm[Uint32]:
 
 
 def accumulators_of(word: int) -> tuple[int, int, int, int]:
-    """Returns the four accumulators of a thread that become a word of operand A of the next MMA: two neighbouring
-    columns of each of two blocks of 8, in one row."""
+    """Returns which four accumulators of a thread become word ``word`` of the next MMA's operand A. They lie in one
+    row: two neighbouring columns of each of two blocks of 8."""
     first = word // 2 * 8 + word % 2 * 2
     return first, first + 1, first + 4, first + 5
 
 
 def transposed(words: Sequence[Uint32]) -> list[list[Uint32]]:
-    """Returns [column][4 words] of V^T's tile, from the words of 16 keys, each of which has the same 4 columns."""
+    """Transposes a lane's part of V's tile: 16 words, one for each key, with codes of 4 columns. Returns [column][4
+    words] of V^T."""
     columns: list[list[Uint32]] = [[], [], [], []]
     for first in range(0, len(KEYS_IN_ORDER), 4):
         a, b, c, d = (words[key] for key in KEYS_IN_ORDER[first : first + 4])
@@ -54,10 +56,10 @@ def transposed(words: Sequence[Uint32]) -> list[list[Uint32]]:
 
 
 def multiply(sums, a, b, n: int) -> None:
-    """Issues sums = A B^T, as :func:`.wgmma_tiles.multiply`.
+    """Issues sums = A B^T in FP8, as :func:`.wgmma_tiles.multiply` does in 16 bits.
 
-    a: tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 32). b: [n, k] in shared
-    memory; both of Float8E4M3FN, from :func:`.wgmma_tiles.tile`.
+    a: tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 32). b: tensor [n, k] in
+    shared memory. Both are Float8E4M3FN; tensors in shared memory come from :func:`.wgmma_tiles.tile`.
     """
     in_registers = a.memspace == cute.AddressSpace.rmem
     operation = warpgroup.MmaF8Op(

@@ -29,8 +29,8 @@ class Logits:
         self.shifts = self.features.shift and self.features.soft_cap
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
-        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles, t say
-        which queries the lane has."""
+        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles and t
+        say which queries the lane has."""
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
@@ -46,7 +46,7 @@ class Logits:
         return [state.place.column(self.config, state.roles, t, column) for column in range(self.columns)]
 
     def positions(self, state) -> list[Int32]:
-        """Returns the positions of the columns' queries in their request."""
+        """Returns the position in the request of each column's query."""
         columns = self.query_columns(state)
         return state.positions or [state.length - state.q_len + column.place for column in columns]
 
@@ -57,10 +57,10 @@ class Logits:
 
     @cute.jit
     def apply(self, state, s, score_scale: Float32, tokens, masked):
-        """Turns raw scores s [rows x columns] into logits; ``tokens``: key position of each row.
+        """Turns raw scores s [rows x columns] into logits, in place. tokens: each row's key position.
 
-        Returns the factor by which logits are still to be multiplied. masked: whether some key of the tile is hidden
-        from some query.
+        masked: whether some key of the tile is hidden from some query. Returns the factor by which the logits still
+        have to be multiplied.
         """
         if const_expr(self.transforms):
             for j in cutlass.range_constexpr(len(tokens)):
@@ -77,7 +77,7 @@ class Logits:
 
     @cute.jit
     def hide(self, state, s, tokens):
-        """Sets logits to -inf for the keys that their query does not see."""
+        """Sets logits to -inf where the column's query does not see the row's key."""
         positions = self.positions(state)
         for j in cutlass.range_constexpr(len(tokens)):
             for column in cutlass.range_constexpr(self.columns):
@@ -85,11 +85,11 @@ class Logits:
                     s[self.columns * j + column] = Float32(-Float32.inf)
 
     def ask(self, state, tokens):
-        """Starts loading the options' inputs for a block's keys at positions ``tokens``."""
+        """Starts loading the inputs that score options need for the keys at positions ``tokens``."""
         self.terms.ask(state, tokens)
 
     def is_hidden(self, state, position, token):
-        """Returns whether the query at ``position`` does not see a key."""
+        """Returns whether the key at position ``token`` is hidden from the query at ``position``."""
         hidden = token > position if const_expr(self.features.causal) else token >= state.length
         return self.terms.hides(state, position, token, hidden)
 

@@ -1,4 +1,4 @@
-"""The MMAs of a block, Q K^T and P V, with operands of 16 bits or E4M3."""
+"""The MMAs of a block of tokens, Q K^T and P V, with operands of 16 bits or E4M3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HalfProducts:
         self.packed_words = config.tile_tokens // 4  # of a thread's probabilities
 
     def score(self, scores, memory, group, stage) -> None:
-        """Issues the MMAs of a block's scores; the caller commits them."""
+        """Issues the MMAs of a block's scores. The caller commits them."""
         config = self.config
         place = memory.tile_pointer + memory.tile(KEYS, stage)
         keys = wgmma_tiles.tile(place, config.tile_tokens, config.columns, self.keys.type)
@@ -34,7 +34,7 @@ class HalfProducts:
         wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True, steps=steps)
 
     def multiply_values(self, sums, packed, memory, stage) -> None:
-        """Issues sums += probabilities times the values of a block; the caller commits it."""
+        """Issues sums += P V of a block. The caller commits the MMAs."""
         config, columns = self.config, self.config.operand_columns[VALUES]
         place = memory.tile_pointer + memory.tile(VALUES, stage)
         values = wgmma_tiles.transposed_tile(place, config.tile_tokens, columns, self.values.type)
@@ -50,7 +50,7 @@ class HalfProducts:
 
 
 class Fp8Products:
-    """The MMAs with operands in E4M3, each into accumulators that begin at zero."""
+    """The MMAs with operands in E4M3. Accumulators begin at zero for each block."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -67,7 +67,7 @@ class Fp8Products:
         fp8.multiply(scores, queries, keys, config.tile_tokens)
 
     def multiply_values(self, sums, packed, memory, stage) -> None:
-        """Issues sums = probabilities times the values of a block, and times ones; the caller commits it."""
+        """Issues sums = P V of a block, and P times the rows of ones. The caller commits the MMAs."""
         config = self.config
         place = memory.tile_pointer + memory.tile(VALUES, stage)
         values = wgmma_tiles.tile(place, self.rows, config.tile_tokens, Float8E4M3FN)

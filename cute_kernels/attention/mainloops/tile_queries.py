@@ -1,10 +1,10 @@
 """Loads queries of a warpgroup's 64 rows into shared memory, by the warps that multiply them.
 
-Their loads begin once the last scores of the previous work tile are computed, and arrive during that tile's last MMAs.
+The loads begin once the last scores of the previous work tile are computed, and arrive during that tile's last MMAs.
 For keys that are codes, bf16 queries become fp16. Each row is multiplied by a power of 2 that brings its greatest
-number below 2**15; numbers 2**28 times smaller are still exact. For FP8 products queries become E4M3, next to where
-they were loaded. Each row is multiplied by a power of 2 that brings its greatest number below 2**8; numbers down to
-2**-13 of it keep 4 bits.
+number below 2**15; numbers 2**28 times smaller are still exact. For FP8 products queries become E4M3, in another
+buffer. Each row is multiplied by a power of 2 that brings its greatest number below 2**8; numbers up to 2**13 times
+smaller keep 4 bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
 def query_row(shape, work, row):
-    """Returns, for a packed row, (number of its query and head among those of all requests, number of its query in the
-    request, head)."""
+    """Returns what a packed row of a work tile stands for: (its row of out, as [total_q * num_q_heads], its query's
+    number in the request, its head)."""
     place, member = shape.group.divide_int(row)
     head = work.head * shape.group.value + member
     return (work.q_start + place) * shape.num_q_heads + head, place, head
@@ -42,8 +42,8 @@ def query_row(shape, work, row):
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The place of queries in global memory; a query's heads lie together. Run-time values. token_bytes: from a query
-    to the next one."""
+    """The place of queries in global memory; run-time values. A query's heads lie together. token_bytes: bytes from a
+    query to the next one."""
 
     base: Int64
     token_bytes: Int64
@@ -55,7 +55,7 @@ class QueryRows:
         return cls(ptx.address(q), Int64(first) * ELEMENT_BYTES)
 
     def address(self, shape, work, row, row_bytes: int):
-        """Returns the address of a packed row that the request has. row_bytes: of a head's row."""
+        """Returns the address of a packed row, which has to exist. row_bytes: bytes of a query head's row."""
         _, place, head = query_row(shape, work, row)
         return self.base + Int64(work.q_start + place) * self.token_bytes + Int64(head) * row_bytes
 
@@ -75,7 +75,7 @@ class QueryLoader:
         self.num_steps = WARP_ROWS // self.step_rows
 
     def places(self, tile, warp, lane, step: Index) -> list[Any]:
-        """Returns the shared addresses of a lane's pieces, by part of their row."""
+        """Returns the shared addresses of a lane's pieces of a row: one piece in each part of the row."""
         row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         first = tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
         return [first + part * (self.row_lanes // 8 * SLAB_BYTES) for part in range(self.parts)]
@@ -87,8 +87,8 @@ class QueryLoader:
 
     @cute.jit
     def ask(self, shape, work, queries, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
-        """Starts loading a warp's 16 of the warpgroup's 64 rows, which begin with ``first_row``. Rows that the request
-        does not have become zeros. tile: shared address of the warpgroup's queries."""
+        """Starts loading a warp's 16 rows of queries. Rows that the request does not have become zeros. first_row: the
+        first of the warpgroup's 64 rows. tile: shared address of the warpgroup's queries."""
         if const_expr(self.parts == 1):
             for step in cutlass.range_constexpr(self.num_steps):
                 self.ask_rows(shape, work, queries, tile, first_row, warp, lane, step)
@@ -98,7 +98,7 @@ class QueryLoader:
         cute.arch.cp_async_commit_group()
 
     def ask_rows(self, shape, work, queries, tile, first_row, warp, lane, step) -> None:
-        """Starts loading the rows of a step."""
+        """Starts loading the rows of step ``step``."""
         row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_lanes
         exists = row < work.num_rows
         address = queries.address(shape, work, cutlass.select_(exists, row, work.first_row), self.row_bytes)
@@ -111,8 +111,8 @@ class QueryLoader:
 
     @cute.jit
     def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Waits for the loads of this thread, and converts the queries if the configuration does. The warpgroup has to
-        synchronise before MMAs read them.
+        """Waits for this thread's loads, and converts the queries if the configuration wants it. The warpgroup has to
+        synchronise before MMAs read the queries.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: address of the factors of the warpgroup's
         rows.
@@ -124,8 +124,8 @@ class QueryLoader:
 
     @cute.jit
     def convert(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Converts a warp's rows to fp16 or E4M3, each times a power of 2, and times the scales of K's columns if there
-        are any."""
+        """Converts a warp's rows to fp16 or E4M3. Each row is multiplied by a power of 2, and by the scales of K's
+        columns if there are any."""
         channels: list[Float32] = []
         if const_expr(self.config.channel_scales[0]):
             channels = self.channel_scales(operands, work, lane)
@@ -150,14 +150,14 @@ class QueryLoader:
 
     @cute.jit
     def tell_of_piece(self, from_operand: Float32, scales: Int32, warp: Int32, lane: Int32, step: Int32):
-        """Publishes the power of 2 of a lane's row for the consumer warps."""
+        """Publishes the factor of a lane's row, ``from_operand``, for the consumer warps."""
         if lane % self.row_lanes == 0:
             row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes
             ptx.store_shared(scales + row * 4, 0, [from_operand])
 
     def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Float32]:
-        """Converts a lane's pieces of a row, times scales of their columns if there are any, to fp16 or E4M3. Returns
-        (the words of the operand, the power of 2 by which its numbers have to be multiplied to restore them)."""
+        """Converts a lane's pieces of a row to fp16 or E4M3, times the scales of their columns if there are any.
+        Returns (words of the operand, the power of 2 that restores the operand's numbers by multiplication)."""
         values = [half(word) for word in words for half in self.halves]
         if channels:
             values = [value * scale for value, scale in zip(values, channels, strict=True)]
@@ -184,7 +184,7 @@ class QueryLoader:
         return [word.bitcast(Float32) for half in words for word in half]
 
     def powers_of(self, top: Float32) -> tuple[Float32, Float32]:
-        """Returns (the power of 2 that makes an operand of a row whose greatest number is ``top``, its reciprocal)."""
+        """Returns (the power of 2 that a row with greatest number ``top`` is multiplied by, the power's reciprocal)."""
         wanted = TOP_EXPONENTS["e4m3" if self.config.fp8 else "fp16"]
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))

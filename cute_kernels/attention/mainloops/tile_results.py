@@ -20,7 +20,7 @@ from cute_kernels.device.wgmma_tiles import sum_place
 
 
 class ResultWriter:
-    """The writer of results, straight from registers."""
+    """The writer of a work tile's results, straight from registers."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -53,7 +53,8 @@ class ResultWriter:
     def write_row(
         self, operands, features, work, number, head, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
     ):
-        """Writes a row of the output: four lanes exchange words until each has 16 neighbouring bytes."""
+        """Writes a row of the output, and its log-sum-exp. Four lanes exchange words until each has 16 neighbouring
+        bytes."""
         config = self.config
         more: Any = None
         if const_expr(config.merges):
@@ -94,7 +95,8 @@ class ResultWriter:
     def write_part(
         self, shape, operands, work, number, exists, reference, total, sums, unit, lane, i: cutlass.Constexpr
     ):
-        """Writes a split's row in fp32: its average of values, and log2 of its sum of powers of 2, -inf for none."""
+        """Writes a split's partial result of a row in fp32: the weighted average of values, and log2 of the sum of
+        weights. log2 is -inf if the row sees no key."""
         config = self.config
         num_rows = Int64(shape.total_q) * shape.num_q_heads
         place = num_rows * work.split + number
@@ -113,13 +115,13 @@ class ResultWriter:
                     ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
 
     def first_column(self, work):
-        """Returns the first output column of a work tile. Where several work tiles have columns of the same row, all
-        write the same log-sum-exp."""
+        """Returns the first output column of a work tile. If several work tiles have columns of one row, all write the
+        row's log-sum-exp."""
         return work.value_part * self.config.value_dim if self.config.value_parts > 1 else 0
 
     def factors(self, operands, work, j: int, factor, lane) -> list[Any]:
-        """Returns the factors of a thread's ``j``-th accumulator and of the next column's: a row's factor and their
-        columns' scales."""
+        """Returns the factors of a thread's accumulators ``j`` and ``j`` + 1: the row's factor, times the scales of
+        their columns if there are any."""
         if not self.config.channel_scales[1]:
             return [factor, factor]
         first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2 + self.first_column(work))
@@ -127,9 +129,8 @@ class ResultWriter:
         return [factor * scale.bitcast(Float32) for scale in scales]
 
     def merge(self, operands, work, number, reference, total, lane) -> tuple[Any, ...]:
-        """Merges a row with the other launch's result. Returns (common reference, total, factor of the row's own
-        accumulators, the other result's values times their weight). The values are in the order of the thread's
-        columns."""
+        """Merges a row with the other launch's result. Returns (common reference, total, factor of this launch's
+        accumulators, the other result's values times their weight). Values are in the order of the thread's columns."""
         other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
         common, (own, weight) = weights_of([reference, other])
         address = operands.other_out + Int64(number) * (self.config.head_dim * ELEMENT_BYTES)

@@ -29,11 +29,11 @@ class Rows:
     """A thread's softmax state of its two rows of a work tile.
 
     Attributes:
-        positions: of their queries.
-        scales: from scores to powers of 2.
-        state: the state of score options for them.
-        masks: their rows of the tree's mask; empty without a tree.
-        online: references and totals.
+        positions: the rows' query positions in the request.
+        scales: factors that turn scores into exponents of 2.
+        state: the state of score options for both rows.
+        masks: the numbers of both rows in the tree's mask; empty without a tree.
+        online: the softmax references and totals of both rows.
     """
 
     positions: list[Int32]
@@ -45,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class TileScale:
-    """The factors of a part of a tile, powers of 2: K's; log2 of V's and its reciprocal."""
+    """The powers of 2 of a part of a tile: K's factor, log2 of V's factor, and the reciprocal of V's factor."""
 
     key: Any
     value_log: Any
@@ -73,8 +73,8 @@ class Softmax:
         return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
 
     def scales_in(self, words) -> list[TileScale]:
-        """Returns the scales by part of a tile; 1 where tiles have none. Callers ask for them last: the words take a
-        third of the registers, which are scarce while scores and accumulators are live."""
+        """Returns the scales of each part of a tile; 1 where tiles have none. Callers convert words as late as
+        possible. Scales take three times as many registers, which are scarce while scores and accumulators are live."""
         if not words:
             return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
         if self.runs > 1:
@@ -83,12 +83,13 @@ class Softmax:
         return [TileScale(key, value_log, reciprocal)]
 
     def run_of(self, index: int) -> int:
-        """Returns the part of a tile, among those with a scale each, in which a thread's ``index``-th accumulator
-        lies."""
+        """Returns the number of the part of a tile, each with its own scale, in which a thread's ``index``-th
+        accumulator lies."""
         return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:
-        """Returns (which of a thread's keys of a block, which of its rows) its ``index``-th accumulator belongs to."""
+        """Returns the key and the row of a thread's ``index``-th accumulator: (number among the thread's keys of a
+        block, row 0 or 1)."""
         return index // 4 * 2 + index % 2, row_of(index)
 
     @cute.jit
@@ -125,9 +126,9 @@ class Softmax:
                             scores[i] = cutlass.select_(hidden, -Float32.inf, scores[i])
 
     def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
-        """Returns words of a query's mask. They are shifted: bit c % 32 of word c // 32 belongs to the lane's
-        accumulator in column c of a block. first: the block's first token, counted from the first new one; older
-        tokens, below 0, are always seen."""
+        """Returns words of a query's mask of a block, shifted for the lane: bit c % 32 of word c // 32 belongs to the
+        lane's accumulator in column c. first: the block's first token, counted from the request's first new token.
+        Older tokens, below 0, are always seen."""
         whole, shift = first >> 5, Uint32(first & 31)
         words = []
         for k in range(self.tokens // 32 + 1):
@@ -141,22 +142,23 @@ class Softmax:
         return bits
 
     def scale_of(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor from the scores of a part of a tile to exponents of 2. It is not 0: masked scores, -inf,
-        are multiplied by it, and a row of zeros or keys of zeros have very small scales."""
+        """Returns the factor that turns the scores of a part of a tile into exponents of 2. A row of zeros, or keys of
+        zeros, have very small scales. The factor is still not 0, since masked scores, -inf, are multiplied by it."""
         if not self.tile_scales[0]:
             return rows.scales[row]
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor from scores, after :meth:`take` has changed them, to exponents of 2."""
+        """Returns the factor that turns scores into exponents of 2 after :meth:`take`, which may have turned them
+        already."""
         return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
     def own(self, row: int, run: int) -> list[int]:
-        """Returns a thread's accumulators that belong to one of its two rows and to a part of a tile."""
+        """Returns the numbers of a thread's accumulators in row ``row``, 0 or 1, and in part ``run`` of a tile."""
         return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
     def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
-        """Returns the greatest of a row's exponents of 2, plus log2 of the scale of V's tile."""
+        """Returns the maximum, over a row's keys, of the exponent of 2 plus log2 of the scale of V's tile."""
         tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
         if self.runs == 1:
             tops = [lane_max(tops[0], ROW_LANES)]
@@ -167,8 +169,9 @@ class Softmax:
         return tops[0] if self.runs == 1 else lane_max(in_pairs(ptx.fmax, tops), ROW_LANES)
 
     def weigh(self, scores, rows: Rows, factors, tile) -> None:
-        """Turns scores into probabilities times the scale of V's tile. factors: rmem fp32 [2], by which earlier
-        accumulators shrink. Adds totals, unless MMAs do."""
+        """Turns scores into probabilities times the scale of V's tile. Adds the probabilities to the totals, unless
+        MMAs do. Stores in ``factors``, fp32 [2] in registers, what earlier accumulators of both rows are to be
+        multiplied by."""
         scales = self.scales_in(tile)
         for row in range(2):
             factors[row] = rows.online.follow(row, self.highest(scores, rows, scales, row), self.headroom)

@@ -1,7 +1,7 @@
 """The consumer warpgroups. Each computes scores, softmax and P V of 64 rows of queries, one work tile after the other.
 
 A block's softmax overlaps with the PV MMAs of the block before, as in FlashAttention-3 (Shah et al. 2024). The two
-warpgroups take turns issuing MMAs, so that one's softmax also overlaps with the other's MMAs.
+warpgroups take turns issuing MMAs, so that the softmax also overlaps with the other warpgroup's MMAs.
 
     tensor cores   Q K^T (b) | P V (b - 1) | ...        of the one warpgroup, then of the other
     softmax                  | of block b
@@ -40,8 +40,8 @@ from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 
 @dataclass(frozen=True)
 class Features:
-    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]; tree_mask: address
-    of int32 [total_q, tree_words]; tensors: the tensors of registered score options, by name."""
+    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]. tree_mask: address
+    of int32 [total_q, tree_words]. tensors: addresses of the tensors of registered score options, by name."""
 
     window: Int32
     soft_cap: Float32
@@ -63,10 +63,10 @@ class Features:
 class Operands:
     """Addresses and numbers that a launch passes to consumers.
 
-    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; other_out, other_lse: a result of
-    the same shapes to merge with, if any; partials: fp32 [splits, total_q, num_q_heads, head_dim], then [splits,
-    total_q, num_q_heads] of log2 sums; k_scale, v_scale: fp32 scales beside the cache, ``*_scale_stride`` elements from
-    a KV head's to the next head's; a head's column scales are contiguous.
+    q, out: [total_q, num_q_heads, head_dim]. lse: fp32 [total_q, num_q_heads], or 0. other_out, other_lse: another
+    launch's result to merge with, shaped as out and lse. partials: fp32 [splits, total_q, num_q_heads, head_dim], then
+    [splits, total_q, num_q_heads] of log2 sums. k_scale, v_scale: fp32 scales beside the cache; ``*_scale_stride``
+    elements lie from a KV head's scales to the next head's. A head's column scales are contiguous.
     """
 
     q: QueryRows
@@ -102,7 +102,7 @@ class Consumer:
 
     @cute.jit
     def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
-        """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
+        """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1. warp: the warp of the group, 0 to 3."""
         # Warpgroup 0 goes first. Both have the same work tiles and blocks, so they alternate to the end. Then the last
         # arrival of warpgroup 1 is pending, as this is one more than warpgroup 0 waits for. It may stay: nobody waits
         # at that barrier any more, and named barriers end with their CTA.
@@ -136,8 +136,8 @@ class Consumer:
 
     @cute.jit
     def attend(self, shape, operands, features, work, memory, group, warp, lane, slot, state: PipelineState):
-        """Processes one work tile, whose queries are loading. Returns (the next work tile, the next state of K's and
-        V's pipelines)."""
+        """Processes one work tile, whose queries are being loaded. Returns (next work tile, next state of K's and V's
+        pipelines)."""
         span = self.worker.span(shape, work)
         tile = memory.queries + group * self.config.query_bytes
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
@@ -169,7 +169,7 @@ class Consumer:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def begin(self, features, work, span, rows, packed, factors, memory, group, lane, state) -> None:
-        """Computes the probabilities of the first block."""
+        """Computes the probabilities of a work tile's first block."""
         scores = wgmma_tiles.make_sums(self.config.tile_tokens)
         self.score(scores, memory, group, state)
         tile = self.softmax.load_tile_scales(memory.scales_of(KEYS, state.stage))
@@ -179,7 +179,7 @@ class Consumer:
         self.products.pack(values, packed)
 
     def go_on(self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state) -> None:
-        """Adds P V of the block in the state's stage, and computes the probabilities of the next block, ``block``."""
+        """Adds P V of the block in stage ``state``, and computes the probabilities of the next block, ``block``."""
         if self.two_level is not None:
             given = (features, work, span, rows, sums, packed, factors, memory, group, lane, block, state)
             self.two_level.go_on(*given)
@@ -209,19 +209,19 @@ class Consumer:
         self.finish_values(sums, memory, state, lane)
 
     def score(self, scores, memory, group, state) -> None:
-        """Waits for the keys of a block, and issues its scores."""
+        """Waits for the keys of a block, and issues the MMAs of its scores."""
         memory.pipelines[KEYS].consumer_wait(state)
         self.products.score(scores, memory, group, state.stage)
         wgmma_tiles.commit()
 
     def add_values(self, sums, packed, memory, state) -> None:
-        """Waits for the values of a block, and issues sums += probabilities times values; the caller commits it."""
+        """Waits for the values of a block, and issues sums += P V. The caller commits the MMAs."""
         memory.pipelines[VALUES].consumer_wait(state)
         self.products.multiply_values(sums, packed, memory, state.stage)
 
     def finish_scores(self, scores, memory, state, lane, pending: int) -> Any:
-        """Waits for scores, releases K's stage and returns the scores. A second wait keeps LLVM from copying them
-        before the first."""
+        """Waits for scores, releases K's stage and returns the scores. There are two waits: the second keeps LLVM from
+        copying the scores before the first."""
         count = self.config.tile_tokens // 2
         wgmma_tiles.wait(pending)
         found = wgmma.wait_for([scores[i] for i in range(count)], pending)
@@ -244,8 +244,8 @@ class Consumer:
     def weigh(self, features, work, span, rows, values, factors, tile, lane, block):
         """Computes probabilities of a block from its scores, and the factors by which earlier accumulators shrink.
 
-        ptxas moves the wait for MMAs in flight before all instructions of the same basic block that do not need them. A
-        branch that is always taken, which no compiler knows, keeps the softmax before the wait.
+        ptxas moves a wait for MMAs to the beginning of its basic block, before instructions that do not need the MMAs.
+        A branch that is always taken, which the compiler cannot know, keeps the softmax before the wait.
         """
         masked = self.worker.is_masked(work, span, block)
         masked = self.softmax.terms.may_hide(rows.state, block * self.config.tile_tokens, masked)
@@ -263,7 +263,7 @@ class Consumer:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def make_rows(self, shape, operands, features, work, span, query_scales, group, warp, lane) -> Rows:
-        """Returns the state of a thread's rows before the first block."""
+        """Returns the softmax state of a thread's two rows before the first block."""
         k_unit = self.config.units[0]
         scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
         if const_expr(self.has_key_scale):

@@ -1,13 +1,13 @@
-"""Two-level accumulation: the tensor cores add up P V of one block, and fp32 sums in registers add up all blocks.
+"""Two-level accumulation: tensor cores add up P V within a block, and fp32 sums in registers add up the blocks.
 
 The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. A block's
-accumulators begin at zero, and are then added to fp32 sums of the same thread. On the way, the fp32 sums are multiplied
-by the factors by which earlier sums shrink: one operation an accumulator. The products of ones are a block's sums of
-rounded probabilities, so weights add up to 1.
+accumulators begin at zero, and are then added to fp32 sums of the same thread. In the same operation the fp32 sums are
+multiplied by the factors by which earlier sums shrink. The products of ones are a block's sums of rounded
+probabilities, so weights add up to 1.
 
-The values of a block are multiplied before the next block's scores, in the same registers: 132 accumulators a thread.
-During the next block's softmax, as in :mod:`.tiles`, they would take 212. The other warpgroup keeps the tensor cores
-busy meanwhile.
+P V of a block is computed before the next block's scores, in the same registers: 132 accumulators a thread. To compute
+it during the next block's softmax, as in :mod:`.tiles`, would take 212. The other warpgroup keeps the tensor cores busy
+meanwhile.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from cute_kernels.device.softmax import row_of
 
 
 class TwoLevelSums:
-    """The processing of blocks for FP8 products; arguments as `tiles.Consumer` has them."""
+    """The processing of blocks for FP8 products. Its methods have the arguments of `tiles.Consumer`'s."""
 
     def __init__(self, config: ExtendConfig, consumer: Any):
         self.config, self.consumer, self.products = config, consumer, consumer.products
 
     def go_on(self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state) -> None:
-        """Adds P V of the block before, then issues a block's scores and computes their softmax."""
+        """Adds P V of the block before ``block``, then computes the scores and the softmax of ``block``."""
         consumer, following = self.consumer, memory.pipelines[KEYS].next(state)
         await_turn(group)
         self.finish(rows, sums, packed, factors, memory, lane, state)
@@ -42,8 +42,8 @@ class TwoLevelSums:
         self.products.pack(values, packed)
 
     def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
-        """Adds P V of the block whose probabilities are ``packed`` to the sums of all blocks. The products of ones go
-        to the totals."""
+        """Adds P V of one block to the sums of all blocks, and its products of ones to the totals. packed: the block's
+        probabilities."""
         memory.pipelines[VALUES].consumer_wait(state)
         part = wgmma_tiles.make_sums(self.products.rows)
         self.products.multiply_values(part, packed, memory, state.stage)

@@ -1,4 +1,5 @@
-"""The consumer warps of decode attention. Each by itself computes scores, online softmax and P V of a unit's tiles."""
+"""The consumer warps of decode attention. Each computes scores, online softmax and P V of its part of a unit's
+tiles."""
 
 from dataclasses import dataclass
 
@@ -56,7 +57,8 @@ class WarpMainloop:
 
     @cute.jit
     def attend_tiles(self, cta, work, query, tile: PipelineState):
-        """Processes one unit, whose first tile is ``tile``. Returns the state after its last tile."""
+        """Processes one unit. tile: the pipeline state of the unit's first tile. Returns the state after the last
+        tile."""
         config, token = self.config, work.begin
         state = self.open_state(cta, work, query)
         slice_offset = cta.roles.slice_index * config.slice_tokens
@@ -79,14 +81,14 @@ class WarpMainloop:
 
     @cute.jit
     def recentre(self, state, tile: PipelineState):
-        """Recentres V's accumulators every second round of the ring, which is often enough and needs no counter; not at
-        the first tile."""
+        """Recentres V's accumulators at the last tile of every second round of the ring. That is often enough, and
+        needs no counter."""
         if (tile.stage == self.config.pipeline.num_stages - 1) & (tile.phase == 1):
             self.value_reader.recentre(state.values)
 
     @cute.jit
     def await_tile(self, cta, work, token: Int32, tile: PipelineState):
-        """Waits for the tile that begins with ``token``, and clears its rows that no query sees."""
+        """Waits for the tile that begins with ``token``, and writes zeros over its rows of V that no query sees."""
         config, warp, lane = self.config, cta.warp, cta.lane
         cta.pipeline.consumer_wait(tile)
         if token + config.tile_tokens > work.length:
@@ -110,8 +112,8 @@ class WarpMainloop:
 
     @cute.jit
     def share_query(self, cta, vectors):
-        """Writes a role's queries, as the key reader needs them, to shared memory. Returns the lane's address of
-        them."""
+        """Writes a role's queries to shared memory, in the key reader's form. Returns the address of the lane's
+        queries."""
         config, roles = self.config, cta.roles
         role = cta.warp % config.num_roles
         address = cta.queries + role * config.role_query_bytes + cta.lane * QUERY_VECTOR_BYTES
@@ -122,13 +124,13 @@ class WarpMainloop:
         return address
 
     def tokens_of(self, state, first_token):
-        """Returns the positions of the keys of a block whose scores the lane holds."""
+        """Returns the positions of the block's four keys whose scores the lane holds."""
         return [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
 
     @cute.jit
     def ask(self, state, first_token):
-        """Starts loading the options' inputs for the next block, which begins with ``first_token``, and its keys that
-        are not quantised yet."""
+        """Starts loads for the next block, which begins with ``first_token``: the inputs of score options, and keys in
+        the tail."""
         if const_expr(self.config.features.tail):
             self.key_reader.ask_tail(state.keys, first_token)
         if const_expr(self.logits.asks):
@@ -138,7 +140,8 @@ class WarpMainloop:
     def attend(self, state, addresses, block: int, masked, first_token: Int32, next_token: Int32):
         """Computes logits, online softmax and P V of one block of 32 tokens of a slice.
 
-        masked: whether some query does not see some key of the tile. next_token: the first of the warp's next block.
+        masked: whether some query does not see some key of the tile. next_token: the first token of the warp's next
+        block.
         """
         columns = self.config.columns
         value_offset = self.value_reader.block_offset(block)
@@ -171,7 +174,7 @@ class WarpMainloop:
                 s[self.config.columns * j + column] = score
 
     def probabilities(self, state, scores, scale):
-        """Computes exponentials of a token's logits, by column, and adds them to the softmax sums."""
+        """Computes the exponentials of a token's logits, one for each column, and adds them to the softmax totals."""
         row = []
         for column, score in enumerate(scores):
             p = ptx.exp2(ptx.fma(score, scale, -state.softmax.references[column]))
@@ -181,7 +184,8 @@ class WarpMainloop:
 
     @cute.jit
     def update_maximum(self, state, s, scale, headers):
-        """Raises the softmax reference when a probability would pass 2**RESCALE_SLACK; rare after the first blocks."""
+        """Raises the softmax reference if a probability would exceed 2**RESCALE_SLACK, which is rare after the first
+        blocks."""
         columns = self.config.columns
         log_scales = [self.value_reader.log_scale(headers, j) for j in range(4)]
         block_max = []
@@ -195,13 +199,14 @@ class WarpMainloop:
             self.raise_maximum(state, block_max)
 
     def raise_maximum(self, state, block_max):
-        """Makes the warp's new maxima the reference and rescales the sums made under the old ones."""
+        """Raises the softmax references to the warp's new maxima, and rescales the sums made under the old
+        references."""
         softmax, columns = state.softmax, range(self.config.columns)
         factors = [softmax.raise_to(column, lane_max(block_max[column], COLUMN_LANES)) for column in columns]
         self.value_reader.rescale(state.values, factors)
 
 
 def _bound(score, score_scale, log_scale):
-    """Returns log2 of a token's bound in the operand of P V: its score, plus log2 of its V row's scale if there is
-    one."""
+    """Returns log2 of the number that stands for a token in the operand of P V, before the reference is subtracted: the
+    scaled score, plus log2 of the scale of the token's row of V if there is one."""
     return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)

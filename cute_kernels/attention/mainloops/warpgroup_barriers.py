@@ -27,5 +27,5 @@ def await_turn(group) -> None:
 
 
 def pass_turn(group) -> None:
-    """Passes the turn to the other warpgroup after this one has issued its MMAs; does not wait."""
+    """Passes the turn to the other warpgroup; does not wait. A warpgroup calls it after it has issued its MMAs."""
     cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

@@ -6,12 +6,12 @@ Every code is a number that fp16 holds exactly, so bytes become operands without
 - E5M2 is the upper byte of an fp16: bytes are put in place.
 - INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24. Tensor
   cores multiply it exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias. For K
-  the addition is saved: 128 * sum(Q), which every key has too much, is taken off where the dot products start. The
-  usual magic number (a byte 0x64 in front, FasterTransformer) costs a register for it or a move for each use.
+  no addition is needed: every dot product is 128 * sum(Q) too large, so accumulators begin at minus this number. The
+  usual magic number (a byte 0x64 in front, FasterTransformer) costs a register, or a move for each use.
 
-A scale in the row stays out of the elements: scores are multiplied by it, and so are probabilities on their way through
-the MMA, whose softmax reference bounds the product (see :mod:`.int4`). A scale given beside the cache touches nothing
-but the score scale and the outputs, or, one per column, the queries and the outputs.
+A scale in the row stays out of the elements: scores and the MMA's probabilities are multiplied by it, and the softmax
+reference bounds the product (see :mod:`.int4`). A scale beside the cache only changes the score scale and the outputs;
+scales of columns only change the queries and the outputs.
 """
 
 from __future__ import annotations
@@ -47,21 +47,22 @@ class Codes:
     selector = 0x5410  # prmt: columns 0 and 1 of two tokens, as :meth:`columns` wants them
 
     def keys(self, word) -> list[Any]:
-        """Decodes a word to the pairs of bytes that ``key_pairs`` lists."""
+        """Decodes the four bytes of a word to two pairs, as ``key_pairs`` pairs them up."""
         raise NotImplementedError
 
     def columns(self, word) -> list[Any]:
-        """Decodes a word of two columns of two tokens (columns within tokens) to a pair of tokens for each column."""
+        """Decodes a word with the codes of two tokens in two columns (columns within tokens). Returns a pair for each
+        column, with both tokens' numbers."""
         return self.keys(word)
 
     def align(self, word):
-        """Prepares a word of a transposed load, two columns of two tokens (columns within tokens), for
-        :meth:`columns`."""
+        """Prepares a word of a transposed load for :meth:`columns`. The word has two tokens' codes in two columns
+        (columns within tokens)."""
         return word
 
 
 class Int8Codes(Codes):
-    """INT8 codes: operands are subnormal numbers. Operands of keys are 128 too large, as if codes began at 0."""
+    """INT8 codes, whose operands are subnormal numbers. Operands of keys stand for code + 128."""
 
     unit, key_offset = SUBNORMAL_UNIT, 128.0
 
@@ -70,7 +71,7 @@ class Int8Codes(Codes):
         return [ptx.prmt(positive, Uint32(0), Uint32(select)) for select in (0x4240, 0x4341)]
 
     def half_keys(self, word, t: Int32):
-        """Decodes bytes 2 (t % 2) and the next one of a word to a pair."""
+        """Decodes the lower half of a word to a pair if t is even, the upper half if t is odd."""
         return ptx.prmt(word, Uint32(0), Uint32(0x4140) + Uint32(t % 2) * 0x0202) ^ LOW_SIGN_BITS
 
     def columns(self, word) -> list[Any]:
@@ -78,7 +79,8 @@ class Int8Codes(Codes):
 
 
 class E4m3Codes(Codes):
-    """E4M3 codes: the conversion takes neighbouring bytes, so words of columns have tokens within columns."""
+    """E4M3 codes. Their conversion takes neighbouring bytes, so words for :meth:`columns` have tokens within
+    columns."""
 
     key_pairs = ((0, 1), (2, 3))
     selector = 0x5140
@@ -103,7 +105,7 @@ def codes_of(form: KvFormat) -> Codes:
 
 
 class _ByteKeys(CodeKeyReader):
-    """The part of key readers of bytes that makes queries, for raw rows or swizzled tiles."""
+    """The part of key readers of bytes that prepares queries, for raw rows and for swizzled tiles."""
 
     lane_codes = LANE_COLUMNS  # of a unit of columns
 
@@ -115,8 +117,8 @@ class _ByteKeys(CodeKeyReader):
         self.sum_factor = -self.codes.key_offset / self.codes.unit if self.codes.key_offset else None
 
     def _fetch_words(self, addresses, num_units: int, lane: Int32):
-        """Returns [block][unit] words of the lane's columns: four neighbours, or two where an MMA contracts 8
-        columns."""
+        """Starts loading a lane's columns of the queries: of each unit four neighbours, or two where an MMA contracts 8
+        columns. Returns words [block][unit]."""
         column_bytes = 2 * self.lane_codes
         count = self.lane_codes // 2
         first = lane % 4 * column_bytes
@@ -126,8 +128,8 @@ class _ByteKeys(CodeKeyReader):
         ]
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """Returns the accumulators that a group's dot products with each block of queries begin with; they subtract the
-        codes' offset. query_sums: [column] of the group."""
+        """Returns the accumulators that a group's dot products begin with, for each block of queries. They subtract the
+        codes' offset. query_sums: the group's sums of queries, [column]."""
         if self.sum_factor is None:
             return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
         return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.mainloop.blocks_per_warp)]
@@ -142,7 +144,8 @@ class RowKeyByteReader(_ByteKeys, RowKeyReader):
         self._take_codes(config.formats[0])
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block; addresses: of those heads."""
+        """Starts loading the lane's columns of its query head in every block. addresses: addresses of these query
+        heads."""
         return Query(self._fetch_words(addresses, self.tile.k_units, lane))
 
     def unit_operands(self, state: State, low_row, high_row):
@@ -197,9 +200,9 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         return state
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block, and their scales.
+        """Starts loading the lane's columns of its query head in every block, and the scales of these columns.
 
-        addresses: of the query heads; given_scale: of the KV head's scale or scales.
+        addresses: addresses of the query heads. given_scale: address of the KV head's scale or scales.
         """
         words = self._fetch_words(addresses, self.tile.num_chunks, lane)
         if self.given_scale is None:
@@ -231,8 +234,8 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
 
 
 class SwizzledValueByteReader(SwizzledLoads, ValueReader):
-    """The value reader of bare bytes: transposed loads give a lane two neighbouring columns, which become rows g and g
-    + 8."""
+    """The value reader of bare bytes. Transposed loads give a lane two neighbouring columns, which become output rows g
+    and g + 8."""
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 1)

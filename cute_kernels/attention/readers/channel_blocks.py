@@ -6,11 +6,11 @@ With k_tc = scale_c q_tc + shift_c over a block of tokens t,
 
 so scales go into the queries, once a block: two fp16 numbers an instruction, for each B register of the codes' MMAs.
 The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators, alike in all rows, are what the
-codes' MMAs start from. Per block of 32 tokens and 128 columns that is 16 packed products (8 more for the shifts) and 8
-MMAs. Rows with four groups would spend a conversion, a product and a sum on each group, row and query.
+codes' MMAs start from. For 32 tokens and 128 columns this takes 16 packed products (8 more for the shifts) and 8 MMAs.
+Rows with four groups would take a conversion, a product and a sum for each group, row and query.
 
-The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6. 16 times a shift is an
-fp16 number, too, since registers of high nibbles hold a 16th of their queries (see `.int4`).
+The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6. Registers of high
+nibbles hold a 16th of their queries (see `.int4`); 16 times a shift is an fp16 number, too.
 
 **The tail.** The block that is not full yet lies in 16 bits beside the cache, in a ring of 64 rows a sequence. Its rows
 are A operands as they lie; the queries' pairs are put in the same order.
@@ -40,7 +40,8 @@ RUN_WORDS = 4  # words of parameters side by side, one for each lane of four
 
 
 class ChannelBlockKeyReader(Int4KeyReader):
-    """The key reader of blocks whose scales and shifts lie in the headers of their rows; it also reads the tail."""
+    """The key reader of blocks, whose rows have the block's scales and shifts in their headers. It also reads the
+    tail."""
 
     query_exponent = QUERY_EXPONENT
     sum_factor = None
@@ -62,8 +63,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return state
 
     def parameters(self, state: State, tile_address: Int32, block_offset: int, kind: int, unit: int) -> list[Any]:
-        """Returns the lane's pairs of scales (kind 0) or shifts (kind 1) of a unit: words r = 0..3, for columns r and r
-        + 4.
+        """Loads the lane's scales (kind 0) or shifts (kind 1) of a unit of columns. Returns words r = 0..3, each a pair
+        for columns r and r + 4.
 
         Lane t takes word t of each of four vectors of four words. Where a row's header is one vector, ldmatrix loads
         each vector as an 8 x 8 matrix of equal rows, without bank conflicts.
@@ -100,7 +101,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return self._by_token([[_added(parts) for parts in of_tile] for of_tile in dots])
 
     def _shift_dots(self, state: State, tile_address: Int32, block_offset: int) -> list[list[Any]]:
-        """Returns [block] accumulators that every row of the codes' products begins with: shifts times queries."""
+        """Returns, for each block of queries, the accumulators that the codes' products begin with: shifts times
+        queries."""
         dots = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.config.mainloop.blocks_per_warp)]
         for unit in range(self.tile.k_units):
             shifts = self.parameters(state, tile_address, block_offset, 1, unit)
@@ -114,7 +116,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return [[value * (1.0 / LOW_NIBBLE_UNIT) for value in _added(parts)[:2] * 2] for parts in dots]
 
     def _by_token(self, dots) -> list[list[Any]]:
-        """Returns [j][column] of accumulators [tile][block]."""
+        """Reorders accumulators from [tile][block] to [j][column]."""
         return [
             [dots[j // 2][column // 2][2 * (j % 2) + column % 2] for column in range(self.config.columns)]
             for j in range(4)
@@ -123,7 +125,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
     # -- the tail -----------------------------------------------------------------------------------------------------
 
     def open_tail(self, state: State, tail, work, head: Int32):
-        """Starts loading the address of a request's tail rows for a KV head; does not wait for it."""
+        """Starts loading the slot of a request, from which the address of its tail rows for a KV head follows. Does not
+        wait."""
         slot = ptx.load_global_words(tail.slots + Int64(work.request) * 4, 0, 1)[0].to(Int32)
         state.tail_stride = work.place.shape.num_kv_heads * (2 * self.config.head_dim)
         rows = Int64(slot) * (Int64(state.tail_stride) * TAIL_TOKENS)
@@ -131,12 +134,14 @@ class ChannelBlockKeyReader(Int4KeyReader):
         state.length = work.length
 
     def in_tail(self, state: State, first_token: Int32):
-        """Returns whether the block that begins with ``first_token`` has tokens, and is not full."""
+        """Returns whether the block that begins with ``first_token`` lies in the tail: it has tokens, but is not
+        full."""
         return (first_token < state.length) & (first_token + BLOCK_TOKENS > state.length)
 
     @cute.jit
     def ask_tail(self, state: State, first_token: Int32):
-        """Prefetches the block's rows if they are in the tail. Four lanes share a row, which has at most two lines."""
+        """Prefetches the block's rows if they are in the tail. Four lanes prefetch a row, which has at most two cache
+        lines."""
         if self.in_tail(state, first_token):
             line = LINE_BYTES * (state.t % (2 * self.config.head_dim // LINE_BYTES))
             for j in cutlass.range_constexpr(4):
@@ -144,11 +149,11 @@ class ChannelBlockKeyReader(Int4KeyReader):
                 ptx.prefetch_line(self._ring(state, first_token) + Int64(row + line))
 
     def _ring(self, state: State, first_token: Int32):
-        """Returns the address of the first row of a block in the tail."""
+        """Returns the address in the tail of the first row of the block that begins with ``first_token``."""
         return state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride)
 
     def tail_scores(self, state: State, first_token: Int32):
-        """Returns scores of the block that is not quantised yet, in the form of :meth:`scores`. Rows after the
+        """Returns the scores of the block in the tail, as :meth:`scores` returns scores of other blocks. Rows after the
         request's end may be anything."""
         blocks, units = range(self.config.mainloop.blocks_per_warp), range(self.tile.k_units)
         ring = self._ring(state, first_token) + Int64(16 * state.t)
@@ -181,8 +186,8 @@ def _added(parts: list[list[Any]]) -> list[Any]:
 
 
 def _in_order(registers: list[Any]) -> list[Any]:
-    """Returns B registers of eight neighbouring columns, in pairs, from registers for columns r and r + 4. The odd ones
-    among ``registers`` hold a 16th of their queries."""
+    """Returns B registers with pairs of neighbouring columns, from ``registers`` with pairs of columns r and r + 4, r =
+    0..3. Odd ``registers`` hold a 16th of their queries."""
     even = [registers[i] for i in (0, 2)]
     odd = [ptx.mul_f16x2(registers[i], Uint32(SIXTEEN)) for i in (1, 3)]
     return [ptx.prmt(even[i], odd[i], Uint32(half)) for half in (LOW_HALVES, HIGH_HALVES) for i in range(2)]

@@ -1,4 +1,4 @@
-"""The common part of readers: the registers of a warp, and queries as fp16 operands for keys that are codes."""
+"""The parts that all readers share: a warp's registers, and queries as fp16 operands for keys that are codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are q
 
 
 class State:
-    """The registers that a warp keeps from tile to tile of a unit; a namespace that a reader's ``make_state`` fills."""
+    """The registers that a warp keeps from tile to tile of a unit. A reader's ``make_state`` sets those that it
+    needs."""
 
     g: Int32
     t: Int32
@@ -57,7 +58,7 @@ class Query:
     Attributes:
         words: [block][unit] raw words of the lane's query head.
         head_scale: the given scale of the KV head, or None.
-        column_scales: [unit] the given scales of the columns that ``words`` are for, or None.
+        column_scales: [unit] the given scales of the columns in ``words``, or None.
     """
 
     words: list[list[Any]]
@@ -76,19 +77,18 @@ def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> 
 
 
 class CodeKeyReader:
-    """The base of readers of keys whose codes are multiplied with fp16 queries; it scales the queries by a power of
-    two.
+    """The base of readers of keys that are codes. Scales the queries by a power of 2, so that they are fp16 operands.
 
     Subclasses say which codes of a unit of columns a lane holds, and how they pair up.
 
     Attributes:
-        num_groups: groups of columns with their own sums of queries.
+        num_groups: groups of columns, each with its own sum of queries.
         units_per_group: units of columns of a group.
-        pairs: for each B register of a unit, the lane's codes that its low and high half are multiplied with.
-        factors: for each B register of a unit, the factor of its queries; below 1 where operands of codes are larger in
-            proportion.
-        code_unit: 1 / the value of the operand that stands for code 1.
-        sum_factor: ``query_sums`` are the queries' sums per group times this; None where they are not needed.
+        pairs: for each B register of a unit, which of the lane's codes meet its low and its high half.
+        factors: for each B register of a unit, the factor of its queries. It is below 1 where operands of codes are too
+            large by its reciprocal.
+        code_unit: 1 / v, where v is the operand that stands for code 1.
+        sum_factor: the factor by which sums of queries are multiplied; None if the reader needs no such sums.
         query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).
     """
 
@@ -106,8 +106,7 @@ class CodeKeyReader:
         return load_queries(self.config, address, offset, num_words)
 
     def unit_queries(self, state: State, words) -> list[Any]:
-        """Returns the fp32 queries that belong to the lane's codes of one unit of columns, in the order of the
-        codes."""
+        """Returns the queries of one unit of columns in fp32, in the order of the lane's codes."""
         return self.floats(words)
 
     def floats(self, words) -> list[Any]:
@@ -115,7 +114,8 @@ class CodeKeyReader:
         return [half(word) for word in words for half in of_name(self.config.q_dtype).halves]
 
     def take_query(self, state: State, query: Query, softmax_scale: Float32):
-        """Makes B operands of the queries, and their sums per group of columns."""
+        """Makes B operands of the queries, and adds up the queries of each group of columns. Stores both in
+        ``state``."""
         blocks = [[self.unit_queries(state, words) for words in units] for units in query.words]
         if query.column_scales is not None:
             blocks = [[_products(*pair) for pair in zip(units, query.column_scales, strict=True)] for units in blocks]
@@ -136,20 +136,21 @@ class CodeKeyReader:
             state.query_sums += self._sums_of_columns(state, sums)
 
     def _load_vectors(self, state: State, first: int, count: int) -> list[list[Any]]:
-        """Loads ``count`` of the shared query vectors, from the ``first`` on."""
+        """Loads ``count`` vectors of the shared queries, from vector ``first`` on."""
         places = [_vector_offset(index) for index in range(first, first + count)]
         return [
             ptx.load_shared_vector(state.shared_query, place, self.config.mainloop.blocks_per_warp) for place in places
         ]
 
     def query_operands(self, state: State, first: int, count: int) -> list[Any]:
-        """Returns the B operands of an MMA for every block: ``count`` registers from the ``first`` one."""
+        """Returns, for every block of queries, the B operand of an MMA: ``count`` registers from register ``first``
+        on."""
         if not self.config.shares_queries:
             return [block[first : first + count] for block in state.query]
         return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
 
     def sums_of_group(self, state: State, group: int) -> list[Any]:
-        """Returns [column] sums of the queries' columns of a group, times ``sum_factor``; None where they are not
+        """Returns each column's sum of queries over a group, times ``sum_factor``; None instead of each sum if none is
         needed."""
         if self.sum_factor is None:
             return [None] * self.config.columns
@@ -159,12 +160,12 @@ class CodeKeyReader:
         return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
 
     def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the pairs of row halves that are scored together: both pairs at once if queries lie in shared memory,
-        so that they are loaded once."""
+        """Returns which pairs of row halves are scored together. If queries lie in shared memory, both pairs are, so
+        that queries are loaded once."""
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
-        """Returns (B registers, sums per group) of one block of queries; ``exact``: whether fp16 holds the queries
+        """Returns (B registers, sum of each group) of one block of queries. ``exact``: whether fp16 holds the queries
         exactly."""
         registers: list[Any] = []
         sums = [Float32(0.0) for _ in range(self.num_groups)]
@@ -180,8 +181,8 @@ class CodeKeyReader:
         return registers, sums
 
     def _sums_of_columns(self, state: State, sums) -> list[Any]:
-        """Returns [c][group] sums for the query heads of the lane's two columns; the lane has added up columns of head
-        g."""
+        """Returns [c][group] sums of queries for the query heads of the lane's columns c = 0 and 1. sums: what the lane
+        has added up for query head g."""
         if self.sum_factor is None:
             return []
         totals = [lane_sum(value, (1, 2)) * self.sum_factor for value in sums]
@@ -189,10 +190,10 @@ class CodeKeyReader:
 
 
 class ValueReader:
-    """The base of value readers, which hold the accumulators of P V in pairs of two query heads.
+    """The base of value readers. Manages the accumulators of P V.
 
     Attributes:
-        num_accumulators: how many a lane has for one block of 8 query heads.
+        num_accumulators: how many accumulators a lane has for one block of 8 query heads.
     """
 
     config: DecodeConfig
@@ -205,11 +206,12 @@ class ValueReader:
         return accumulators
 
     def place(self, mma: int, half: int, column: int) -> int:
-        """Returns the accumulator of row g + 8 half of an MMA's output."""
+        """Returns the number of the lane's accumulator for row g + 8 * half of an MMA's output."""
         return column // 2 * self.num_accumulators + 4 * mma + 2 * half + column % 2
 
     def multiply_add(self, state: State, mma: int, a, operands, dtype: str):
-        """Adds A P to the accumulators of an MMA; operands: [block] B registers."""
+        """Adds the products of MMA ``mma`` to its accumulators. a: the A operand. operands: the B operand of each
+        block."""
         for block in range(self.config.mainloop.blocks_per_warp):
             first = self.place(mma, 0, 2 * block)
             total = [state.accumulators[first + i] for i in range(4)]
@@ -218,7 +220,7 @@ class ValueReader:
                 state.accumulators[first + i] = total[i]
 
     def rescale(self, state: State, factors):
-        """Multiplies everything accumulated by a factor per column."""
+        """Multiplies all accumulators by the factors of their columns."""
         for column, factor in enumerate(factors):
             for index in (self.place(i // 2, i % 2, column) for i in range(self.num_accumulators // 2)):
                 state.accumulators[index] = state.accumulators[index] * factor
@@ -227,19 +229,16 @@ class ValueReader:
         """Does nothing here: values of both signs need no centring."""
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
-        """Loads headers of the block's rows, as :meth:`log_scale` and ``accumulate`` take them; None without
-        headers."""
+        """Loads the headers of the block's rows for :meth:`log_scale` and ``accumulate``. Returns None: there are no
+        headers here."""
 
     def log_scale(self, headers, j: int):
-        """Returns log2 of the largest scale of a row, the factor of its probabilities in the MMA.
-
-        None without headers.
-        """
+        """Returns log2 of the largest scale of row half j, by which the MMA's probabilities are multiplied."""
 
 
 def query_vectors(state: State) -> list[list[Any]]:
-    """Returns queries as warps share them: vectors of all blocks, for each B register, then for each group's two
-    sums."""
+    """Returns the queries of a warp as vectors for shared memory, with a word for each block of queries. There is a
+    vector for each B register, then two for each group's sums."""
     vectors = [list(words) for words in zip(*state.query, strict=True)]
     for group in range(len(state.query_sums[0]) if state.query_sums else 0):
         for c in range(2):
@@ -250,7 +249,8 @@ def query_vectors(state: State) -> list[list[Any]]:
 def store_vectors(address: Int32, vectors):
     """Stores the result of :func:`query_vectors`.
 
-    address: of the lane's first vector. Vectors of a warp's lanes are neighbours, so that no access has bank conflicts.
+    address: where the lane's first vector goes. Vectors of a warp's lanes are neighbours, so that no access has bank
+    conflicts.
     """
     for index, words in enumerate(vectors):
         ptx.store_shared(address, _vector_offset(index), words)
@@ -266,14 +266,14 @@ def _products(values, factors) -> list[Any]:
 
 
 def _nan_if_infinite(value: Float32) -> Float32:
-    """Returns the value, or NaN for an infinite one. The largest query ignores NaN, so NaN spoils only the scores of
+    """Returns the value, or NaN if it is infinite. The maximum of queries ignores NaN, so NaN only spoils the scores of
     its own row."""
     return ptx.fma(value, Float32(0.0), value)
 
 
 def _query_scale(largest: Float32, wanted: int):
-    """Returns (2**k, 2**-k) that bring the largest query into [2**wanted, 2**(wanted + 1)); bounded, so both are
-    normal."""
+    """Returns (2**k, 2**-k), where 2**k brings the largest query into [2**wanted, 2**(wanted + 1)). k is bounded, so
+    that both numbers are normal."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, -100)
     to_fp16 = ((127 + wanted - exponent) << 23).bitcast(Float32)
     from_fp16 = ((127 - wanted + exponent) << 23).bitcast(Float32)

@@ -1,9 +1,9 @@
 """Reads rows of any format that can turn its codes into exact fp16 numbers. A new format needs no readers of its own.
 
-Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of codes, the fewest whole
-words that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`), and the format's class turns it into packed
-pairs. Scales stay out of the elements, as in :mod:`.bytes`. Readers that keep more of a format's arithmetic out of the
-loop (:mod:`.int4`, :mod:`.bytes`) are faster; this one is their yardstick.
+Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of codes: the fewest words
+that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`). The format's class turns the run into packed pairs.
+Scales stay out of the elements, as in :mod:`.bytes`. Readers that keep more of a format's arithmetic out of the loop
+(:mod:`.int4`, :mod:`.bytes`) are faster; this one is their yardstick.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ LOAD_WORDS = 4  # of queries at a time
 
 
 class Codes(Protocol):
-    """The protocol of `DecodeReader.codes`, a class without arguments."""
+    """The protocol of objects that turn codes into numbers. `DecodeReader.codes` names their class, which takes no
+    arguments."""
 
     def pairs(self, words: list[Any]) -> list[Any]:
-        """Returns packed pairs of fp16 numbers, neighbours in order, from a run's words: each is a code's value
-        exactly."""
+        """Returns a run's codes, exactly, as packed pairs of fp16 numbers: neighbours in order. words: the run's
+        words."""
         ...
 
 
@@ -50,7 +51,8 @@ class DecodedKeyReader(RowKeyReader):
         self.factors = (1.0,) * len(self.pairs)
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block; addresses: of those heads."""
+        """Starts loading the lane's columns of its query head in every block. addresses: addresses of these query
+        heads."""
         column_bytes = 2 * self.lane_codes
         first = lane % 4 * column_bytes
 
@@ -69,7 +71,8 @@ class DecodedKeyReader(RowKeyReader):
 
 
 class DecodedValueReader(RowValueReader):
-    """The value reader of decoded rows: MMAs take pairs of tokens in a column, made of two tokens' pairs of columns."""
+    """The value reader of decoded rows. MMAs take pairs of two tokens in one column; they are made of two tokens' pairs
+    of columns."""
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)

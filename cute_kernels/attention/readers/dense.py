@@ -1,4 +1,4 @@
-"""Loads bare elements of swizzled tiles, and turns bf16 and fp16 ones into MMA operands without decoding. See
+"""Loads bare elements of swizzled tiles. bf16 and fp16 elements are MMA operands without decoding. See
 :mod:`layouts.kv.swizzled_tile`."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MMA_DTYPES = {"bf16": "bf16", "fp16": "f16"}
 
 
 class SwizzledLoads:
-    """The ldmatrix loads of a block's rows: each brings 16 tokens and two chunks of a row."""
+    """The ldmatrix loads of a block's rows. Each load takes two chunks of 16 tokens' rows."""
 
     config: DecodeConfig
     tile: SwizzledTile
@@ -37,8 +37,8 @@ class SwizzledLoads:
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:
-        """Returns a lane's ldmatrix address, as an offset in bytes from the tile, for each load of a panel; if queries
-        are shared, for the first load alone. Because of the swizzle it is not linear in the load."""
+        """Returns a lane's ldmatrix addresses, as offsets in bytes from the tile: for each load of a panel or, if
+        queries are shared, for the first load alone. Because of the swizzle they are not equally far apart."""
         tile = self.tile
         token, chunk = (tile.v_row if self.transposed else tile.k_row)(lane)
         base = Int32(head * tile.head_bytes) + slice_index * (self.config.slice_tokens * tile.row_bytes)
@@ -47,7 +47,8 @@ class SwizzledLoads:
         return [ptx.pinned(row + ((chunk + LOAD_CHUNKS * i) ^ tile.swizzle(token)) * CHUNK_BYTES) for i in loads]
 
     def load(self, lane_offsets, tile_address: Int32, block_offset: int, pair: int, load: int) -> list[Any]:
-        """Loads four 8 x 8 matrices of 16-bit units: 16 tokens of the row halves 2 pair and 2 pair + 1."""
+        """Loads four 8 x 8 matrices of 16-bit units: two chunks of 16 tokens, which are row halves 2 * pair and 2 *
+        pair + 1."""
         offset = block_offset + self.tile.load_offset(pair, load)
         place = load % self.panel_loads
         if place < len(lane_offsets):
@@ -59,7 +60,7 @@ class SwizzledLoads:
 
 
 class DenseKeyReader(SwizzledLoads):
-    """The key reader of 16-bit rows: queries and keys are operands as they come."""
+    """The key reader of 16-bit rows. Queries and keys are MMA operands as they are loaded."""
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 0)
@@ -73,7 +74,8 @@ class DenseKeyReader(SwizzledLoads):
         return state
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's B operands of its query head in every block; addresses: of those heads."""
+        """Starts loading the lane's B operands of its query head in every block. addresses: addresses of these query
+        heads."""
         column = 2 * (lane % 4)
         places = range(2 * self.num_loads)
 

@@ -2,8 +2,8 @@
 
 Nibbles become fp16 operands without an arithmetic instruction: a nibble masked out of a word at bit 0 or 4 of a 16-bit
 half *is* an fp16 subnormal, q * 2**-24 or q * 2**-20. Tensor cores multiply subnormals exactly and at full speed. The
-factor 16 between the two positions is taken into Q (exact) and into the output rows. So 8 elements of K cost one shift
-and four masks; V, whose pairs run along tokens, costs two byte permutes more per 16 elements. The usual magic-number
+factor 16 between the two positions goes into Q (exactly) and into the output rows. So 8 elements of K cost one shift
+and four masks. V's pairs run along tokens, which costs two more byte permutes for 16 elements. The usual magic-number
 decode (Kim et al. 2022, "Who says elephants can't run", FasterTransformer) needs an exact subtraction per pair on top.
 
 Scale and shift stay out of the elements: with x = q * scale + shift,
@@ -32,7 +32,8 @@ HIGH_NIBBLE_UNIT = 2.0**20
 
 
 class Int4KeyReader(RowKeyReader):
-    """The key reader of INT4 rows: nibbles n and n + 4 of a lane's share of a word make one packed pair."""
+    """The key reader of INT4 rows. Nibbles n and n + 4 of a lane's word, or of its share of a word, make one packed
+    pair."""
 
     code_unit = LOW_NIBBLE_UNIT
     sum_factor = 1.0 / LOW_NIBBLE_UNIT
@@ -51,7 +52,8 @@ class Int4KeyReader(RowKeyReader):
         return state
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block; addresses: of those heads."""
+        """Starts loading the lane's columns of its query head in every block. addresses: addresses of these query
+        heads."""
         t = lane % 4
         column = {8: 8 * t, 4: 8 * (t // 2) + 2 * (t % 2), 2: 2 * (t // 2)}[self.lane_codes]
         words = []
@@ -104,7 +106,7 @@ class Int4ValueReader(RowValueReader):
         return state
 
     def _selector(self, g: Int32):
-        """Returns the prmt selector that gathers lane g's nibbles of two tokens into the two halves of a word."""
+        """Returns the prmt selector that moves the lane's nibbles of two tokens into the two halves of a word."""
         if self.lane_codes == 8:
             return 0x5410
         if self.lane_codes == 4:
@@ -142,9 +144,9 @@ class Int4ValueReader(RowValueReader):
     def recentre(self, state: State):
         """Moves the mean of the accumulators of each group of columns to the shift sums.
 
-        Codes are positive, so the accumulators grow with every token, and tensor cores round sums toward zero: over
-        100,000 tokens the bias would outgrow the output, in which shift and codes cancel. Since the mean is no larger
-        than the largest accumulator, moving it costs no more than rounding, whatever the rows' scales are.
+        Codes are positive, so the accumulators grow with every token, while shifts and codes cancel in the output.
+        Tensor cores round sums toward zero: over 100,000 tokens this bias would outgrow the output. The mean is no
+        larger than the largest accumulator, so moving it costs no more than rounding, whatever the rows' scales are.
         """
         for group in range(self.num_groups):
             units = [unit for unit in range(self.tile.v_units) if self.group_of(unit) == group]
@@ -180,5 +182,6 @@ class Int4ValueReader(RowValueReader):
 
 
 def unit_of(code: int) -> float:
-    """Returns the number that an accumulator of 1 stands for, by the place of its nibbles in their byte."""
+    """Returns the output that an accumulator of 1 stands for. It depends on whether nibble ``code`` is the lower or the
+    upper of its byte."""
     return HIGH_NIBBLE_UNIT if code % 2 else LOW_NIBBLE_UNIT

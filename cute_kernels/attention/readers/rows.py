@@ -1,4 +1,4 @@
-"""Loads raw rows with headers: which words a lane reads, whatever their codes are. See :mod:`layouts.kv.tile`."""
+"""Loads raw rows with headers. Says which words a lane reads, for codes of any format. See :mod:`layouts.kv.tile`."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ class RowLoads:
         return WORD_BYTES * self.tile.token_offset(BLOCK_TOKENS * block)
 
     def _warp_offset(self, head: Int32, slice_index: Int32):
-        """Returns the offset in words of the warp's rows in a tile."""
+        """Returns the offset in words at which the warp's rows begin in a tile."""
         return head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
 
     def _row_g(self, state: State):
-        """Returns the offset in words of row g, whose score the lane holds, from the block's first row."""
+        """Returns the offset in words from the block's first row to row g, whose score the lane holds."""
         strides = self.tile.row_strides()
         return (state.g % 2) * strides[0] + (state.g // 2 % 2) * strides[1] + (state.g // 4) * strides[2]
 
     def _row_offset(self, j: int, parity: int = 0) -> int:
-        """Returns the words to row half j. parity: 1 for the odd row of the pair that lane t reads of V, else 0."""
+        """Returns the offset in words of row half j. parity: 1 for the odd row of the pair of V's rows that a lane
+        reads, else 0."""
         strides = self.tile.row_strides()
         return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
 
     def _load_codes(self, address: Int32, offset: int) -> Any:
-        """Loads the codes that a lane decodes at once: a word, or a list of the words of its run."""
+        """Loads the codes that a lane decodes at once. Returns a word, or a list of words if a run has several."""
         if self.tile.run_words == 1:
             return ptx.load_shared(address, offset)
         return [ptx.load_shared(address, offset + WORD_BYTES * i) for i in range(self.tile.run_words)]
 
     def _load_header(self, address: Int32, block_offset: int, j: int) -> list[Any]:
-        """Loads the headers of row half j, one word a group."""
+        """Loads the header of the lane's row of row half j: one word for each group."""
         words: list[Any] = []
         for first in range(0, self.tile.header_words, self.tile.header_vector):
             offset = block_offset + WORD_BYTES * (self._row_offset(j) + first)
@@ -53,8 +54,8 @@ class RowLoads:
 
 
 class RowKeyReader(RowLoads, CodeKeyReader):
-    """The base of key readers of raw rows. For each group of columns they multiply codes by MMAs, then apply the row's
-    header.
+    """The base of key readers of raw rows. For each group of columns, MMAs multiply codes with queries; then the row's
+    header is applied.
 
     Subclasses make operands of codes, and scale a group's product.
     """
@@ -67,18 +68,18 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         self.units_per_group = tile.k_units // tile.num_groups
 
     def unit_operands(self, state: State, low_row, high_row) -> list[list[Any]]:
-        """Makes the A operands of the MMAs of one unit of columns, from what `_load_codes` returned for rows g and g +
-        8."""
+        """Makes the A operands of one unit of columns. low_row, high_row: codes of rows g and g + 8, as `_load_codes`
+        returns them."""
         raise NotImplementedError
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """Returns the accumulators that a group's dot products with each block of queries begin with. query_sums:
-        [column] of the group."""
+        """Returns the accumulators that a group's dot products begin with, for each block of queries; here zeros.
+        query_sums: the group's sums of queries, [column]."""
         return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
-        """Adds the contribution of one group of columns to a score (None at first): here the group's fp32 scale, its
-        header, times the dot product."""
+        """Returns ``score`` (None at first) plus the contribution of one group of columns. Here that is the dot product
+        times the group's header, an fp32 scale."""
         product = header.bitcast(Float32) * dot
         return product if score is None else score + product
 
@@ -112,7 +113,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return WORD_BYTES * (self._row_offset(j) + words)
 
     def _score_rows(self, state: State, words, headers) -> list[list[Any]]:
-        """Scores row halves, two to an MMA tile: [row half][column]."""
+        """Computes scores of row halves, two of which make an MMA tile. Returns [row half][column]."""
         scores: list[list[Any]] = [[None] * self.config.columns for _ in words]
         blocks, tiles = range(self.config.mainloop.blocks_per_warp), range(len(words) // 2)
         for group in range(self.num_groups):
@@ -139,7 +140,7 @@ class RowKeyReader(RowLoads, CodeKeyReader):
 
 
 class RowValueReader(RowLoads, ValueReader):
-    """The base of value readers of raw rows: the MMA takes probabilities times the row's scale.
+    """The base of value readers of raw rows. The MMA's B operand is probabilities times the rows' scales.
 
     Subclasses make operands of codes and read headers.
     """
@@ -163,11 +164,11 @@ class RowValueReader(RowLoads, ValueReader):
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """Adds a token header's own part to the outputs; here it has none."""
+        """Adds what a token's header contributes to the outputs besides its scale; here nothing."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
-        """Returns packed pairs (even token, odd token) of a lane's neighbouring output rows, from both tokens'
-        codes."""
+        """Returns packed pairs (even token, odd token), one for each of the lane's neighbouring output rows. even, odd:
+        both tokens' codes."""
         raise NotImplementedError
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
@@ -180,11 +181,11 @@ class RowValueReader(RowLoads, ValueReader):
         return state
 
     def _codes_start(self, state: State, head: Int32, slice_index: Int32):
-        """Returns the words from a tile's start to the first codes that the lane reads, less the headers."""
+        """Returns the offset in words of the first codes that the lane reads in a tile, without the header's words."""
         return self._warp_offset(head, slice_index) + self._row_t(state) + self.tile.v_word(state.g)
 
     def _row_t(self, state: State):
-        """Returns the offset in words, from the block's first row, of the even row of the pair that lane t reads."""
+        """Returns the offset in words from the block's first row to the even row of the pair that the lane reads."""
         strides = self.tile.row_strides()
         return (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
 
@@ -199,11 +200,11 @@ class RowValueReader(RowLoads, ValueReader):
         return ptx.log2(largest)
 
     def group_of(self, unit: int) -> int:
-        """Returns the group of the columns of a unit of the output."""
+        """Returns the number of the group of columns in which a unit of the output lies."""
         return unit * self.tile.v_unit // self.tile.group_width
 
     def accumulator(self, unit: int, code: int, column: int) -> int:
-        """Returns the accumulator of a lane's ``code``-th output row of a unit."""
+        """Returns the number of the lane's accumulator for its ``code``-th output row of a unit."""
         return self.place(unit * self.unit_mmas + code // 2, code % 2, column)
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
@@ -224,7 +225,7 @@ class RowValueReader(RowLoads, ValueReader):
                 self._accumulate_unit(state, unit, words, operands[pair][self.group_of(unit)])
 
     def _probability_operands(self, state: State, probabilities, headers):
-        """Makes B operands [pair][group][block] of P * scale, tokens along the contraction."""
+        """Makes the B operands of P * scale, [pair][group][block]; the MMAs contract over tokens."""
         blocks = range(self.config.mainloop.blocks_per_warp)
         result = []
         for pair in range(2):
@@ -271,13 +272,13 @@ class RowValueReader(RowLoads, ValueReader):
         return result
 
     def output_terms(self, state: State):
-        """Returns the terms of :meth:`output` that many outputs share; here there are none."""
+        """Returns terms that several calls of :meth:`output` share; here there are none."""
 
     def output(self, value, unit: int, code: int, column: int, terms):
-        """Returns the output that an accumulator stands for."""
+        """Returns the output that an accumulator's value stands for."""
         return value
 
 
 def _multiply(dot, a, b):
-    """Issues one MMA over 16 columns, or over 8 where a unit has no more."""
+    """Issues one MMA over 16 columns, or over 8 columns if ``b`` has one register."""
     return (ptx.mma_m16n8k16 if len(b) == 2 else ptx.mma_m16n8k8)(dot, a, b, dtype="f16")

@@ -1,8 +1,8 @@
 """Turns rows of codes in shared memory into A operands of wgmma: keys as they lie, values transposed.
 
-A warp's keys are 16 rows of tokens; its values 32 columns of all of its warpgroup's 64 tokens. ldmatrix moves pairs of
-bytes: of keys a lane gets a word of a row, of values, transposed, the same two bytes of two tokens. A lane may hold the
-codes of any columns, as long as the queries' operand and the writer of the sums use the same:
+A warp's keys are 16 rows of tokens; its values are 32 columns of all 64 tokens of its warpgroup. ldmatrix moves pairs
+of bytes. Of keys a lane gets one word of a row; of values, transposed, the same two bytes of two tokens. Any columns
+may go to a lane, as long as the queries' operand and the writer of the sums assign them alike:
 
     bytes    keys: step s of 16 columns has 16 s + 4 t + (0, 1) and (2, 3)
              values: sum (m, i) is column 32 w + 16 m + 2 g + i; after a scale 32 w + 4 g + 2 m + i
@@ -42,9 +42,9 @@ HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
 def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
-    """Returns (both numbers of `MAGIC`, the prmt selector by which a lane of `PairedNibbleRows` takes halves of two
-    words). `MAGIC` is hidden from the compiler, since the instruction that masks a nibble and adds it has room for one
-    constant.
+    """Returns three words: both numbers of `MAGIC`, and the prmt selector with which a lane of `PairedNibbleRows` takes
+    halves of two words. `MAGIC` is hidden from the compiler, since an instruction that masks and combines nibbles has
+    room for one constant.
 
     number: any number of at most 31 bits.
     """
@@ -54,14 +54,14 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
 
 @pure
 def twice(word: Uint32, half: int) -> Asm[Uint32]:
-    """Copies one half of a word, 0 or 1, to both halves. It compiles to a move, which the instructions that multiply
-    with it absorb."""
+    """Copies a half of a word, 0 or 1, to both halves. The move costs nothing: instructions that multiply with the
+    result absorb it."""
     own = ("low", "high")[half]
     return Asm(f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}")
 
 
 def of_lanes(word, index: int):
-    """Broadcasts the value of lane (index, t) to all lanes (g, t)."""
+    """Returns the word of lane (index, t) in all lanes (g, t)."""
     return cute.arch.shuffle_sync(word, 4 * index, mask_and_clamp=3 << 8 | 31)
 
 
@@ -76,22 +76,22 @@ class ByteRows:
         self.codes = codes
 
     def group_place(self, group):
-        """Returns the offset in bytes of a warpgroup's rows in a tile."""
+        """Returns the offset in bytes at which a warpgroup's rows begin in a tile."""
         return group * (GROUP_TOKENS * self.row_bytes)
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Returns zeros: these rows are not shifted, unlike those of :meth:`ScaledByteRows.shifts`."""
+        """Returns zeros, since these rows are not shifted (see :meth:`ScaledByteRows.shifts`)."""
         return 0, 0, 0
 
     @staticmethod
     def swizzle(row):
-        """Returns the number that is xored with a chunk's number."""
+        """Returns the number with which the numbers of a row's chunks are xored."""
         return row % 8
 
     # -- keys -----------------------------------------------------------------------------------------------------
 
     def key_place(self, warp, lane):
-        """Returns the offset in bytes, from a warpgroup's rows, of the address that a lane gives ldmatrix."""
+        """Returns the address that a lane gives ldmatrix, as an offset in bytes from its warpgroup's first row."""
         matrix, row = lane // 8, lane % 8
         return (warp * WARP_TOKENS + row + 8 * (matrix % 2)) * self.row_bytes + (matrix // 2 ^ row) * CHUNK_BYTES
 
@@ -103,20 +103,21 @@ class ByteRows:
         ]
 
     def header_start(self, memory, operand: int, stage) -> Any:
-        """Returns the address from which `key_header_place` and `value_header_place` count; here 0, since there are no
-        headers."""
+        """Returns the address that offsets of `key_header_place` and `value_header_place` are added to. Here it is 0,
+        since there are no headers."""
         return 0
 
     def key_header_place(self, group, warp, lane) -> Any:
-        """Returns the offset in bytes of the headers of a lane's tokens from :meth:`header_start`; 0 without any."""
+        """Returns the offset in bytes from :meth:`header_start` to the headers of a lane's tokens; 0 without
+        headers."""
         return 0
 
     def load_key_headers(self, address) -> list[Any]:
-        """Loads nothing: the scale is applied to scores and probabilities."""
+        """Returns no words. These rows have no headers; any scale is applied to scores and probabilities."""
         return []
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
-        """Makes the A registers for each step of 16 columns. magic: as `magic_of` returns it."""
+        """Makes the A registers of keys, for each step of 16 columns. magic: the result of `magic_of`."""
         steps = []
         for low, high in zip(words[0::2], words[1::2], strict=True):
             of_low, of_high = (self.codes.numbers(word) for word in (low, high))
@@ -130,8 +131,8 @@ class ByteRows:
         return (row + 8 * (matrix % 2)) * self.row_bytes + ((2 * warp + matrix // 2) ^ row) * CHUNK_BYTES
 
     def load_values(self, address, odd, tokens: int) -> list[Any]:
-        """Loads words of a warp's columns, for :meth:`value_operands`. odd: bytes from ``address`` to the same columns
-        of the next token, for rows that begin anywhere."""
+        """Loads the words of a warp's columns that :meth:`value_operands` needs. odd: bytes from ``address`` to the
+        same columns of the next token; used where rows are shifted."""
         return [
             word
             for first in range(0, tokens, 16)
@@ -145,7 +146,7 @@ class ByteRows:
         return []
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
-        """Makes the A registers of the two MMAs of a step of 16 tokens."""
+        """Makes the A registers of values, for the two MMAs of a step of 16 tokens."""
         own = words[4 * step : 4 * step + 4]
         result = []
         for mma in range(2):
@@ -155,31 +156,33 @@ class ByteRows:
 
     @staticmethod
     def column(warp, lane, mma):
-        """Returns the column of the accumulator of row half 0; the column of row half 1 is the next one."""
+        """Returns the column of V to which a lane's accumulators of row half 0 belong. Those of row half 1 belong to
+        the next column."""
         return 32 * warp + 16 * mma + 2 * (lane // 4)
 
     @staticmethod
     def query_step(lane) -> tuple[Int32, Int32]:
-        """Returns which columns of the queries' B operand a lane writes: (step of 16 columns, t)."""
+        """Returns where in the queries' B operand a lane writes: (step of 16 columns, t within the step)."""
         return lane // 4, lane % 4
 
     @staticmethod
     def query_columns(lane) -> tuple[Int32, int]:
-        """Returns (first column of the first of two words that a lane reads, columns to the other word)."""
+        """Returns which two words of a query a lane reads: (first column of the first word, columns from there to the
+        second word)."""
         return 4 * lane, 2
 
     @staticmethod
     def query_pairs(values):
-        """Returns the two pairs in which the operand takes a lane's four numbers."""
+        """Returns a lane's four numbers as the two pairs that the B operand takes."""
         return (values[0], values[1]), (values[2], values[3])
 
 
 class ScaledByteRows(ByteRows):
-    """Rows of 132 bytes, fp32 scale and codes, which begin at any multiple of 4 bytes of global memory.
+    """Rows of 132 bytes: an fp32 scale, then codes. In global memory they begin at any multiple of 4 bytes.
 
-    They are copied in pieces of 16 bytes. So shared memory also holds the bytes before them, from a multiple of 16
-    on. That shifts a row by 0 to 12 bytes, which ldmatrix cannot read: lanes load words, 36 from a row to the next
-    one. There are no bank conflicts unless neighbouring rows are shifted differently (two ways at most).
+    Rows are copied in aligned pieces of 16 bytes. So shared memory also holds up to 12 bytes before a row, which shift
+    the row. ldmatrix cannot read shifted rows: lanes load words. In shared memory, rows lie 36 words apart. Bank
+    conflicts (two ways at most) only occur if neighbouring rows are shifted differently.
     """
 
     row_bytes = SCALED_ROW_BYTES
@@ -190,9 +193,9 @@ class ScaledByteRows(ByteRows):
         return row * 0
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Returns (shift of the lane's keys, shift of its even values, how much more its odd values are shifted), in
-        bytes. Of every 8 tokens, the keys are those of token g, the values those of tokens 2 t and 2 t + 1. Blocks of
-        the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
+        """Returns three numbers of bytes: the shift of the lane's keys, the shift of its even tokens' values, and how
+        much more its odd tokens' values are shifted. Of every 8 tokens, a lane has the keys of token g and the values
+        of tokens 2 t and 2 t + 1. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
         start = head * rows.head_bytes.to(Int32)
 
         def shift(token):
@@ -202,7 +205,7 @@ class ScaledByteRows(ByteRows):
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
     def scale_place(self, group, row):
-        """Returns the bytes from a tile to the scale of a warpgroup's row, before the row's shift is added."""
+        """Returns the offset in bytes of the scale of a warpgroup's row in a tile, without the row's shift."""
         return self.group_place(group) + row * self.row_bytes
 
     # -- keys -----------------------------------------------------------------------------------------------------
@@ -244,8 +247,9 @@ class ScaledByteRows(ByteRows):
 
 
 class PairedByteRows(ScaledByteRows):
-    """Rows of bytes of two neighbouring heads, one for each warpgroup. A token's two rows lie one after the other, 68
-    words from those of the next token. Tokens begin at multiples of 16 bytes, so all are shifted alike."""
+    """Rows of bytes of two neighbouring heads, one head for each warpgroup. A token's two rows lie one after the other;
+    tokens lie 68 words apart. In global memory tokens begin at multiples of 16 bytes, so all rows of a head are shifted
+    alike."""
 
     row_bytes = PAIRED_ROW_BYTES
     heads = 2
@@ -259,7 +263,7 @@ class PairedByteRows(ScaledByteRows):
 
 
 class NibbleRows:
-    """Rows of INT4 codes, 64 bytes each. They become half of code * scale + shift, rounded once to fp16."""
+    """Rows of INT4 codes, 64 bytes each. A code becomes half of code * scale + shift, rounded once to fp16."""
 
     row_bytes = HEAD_DIM // 2
     shifted = headed = False
@@ -279,7 +283,7 @@ class NibbleRows:
         return row // 2 % 4
 
     def numbers(self, word, magic, scales, shifts) -> list[Uint32]:
-        """Decodes a word's nibbles to pairs (i, i + 4). shifts: halves of the shifts."""
+        """Decodes a word to four pairs of numbers, from nibbles i and i + 4. shifts: halves of the shifts."""
         result = []
         for index in range(4):
             own = word if index < 2 else word >> 8
@@ -289,7 +293,7 @@ class NibbleRows:
         return result
 
     def made(self, scales, shifts) -> tuple[Uint32, Uint32]:
-        """Returns scales and shifts of headers as :meth:`numbers` takes them."""
+        """Returns the scales, and halves of the shifts, as :meth:`numbers` takes them."""
         return scales, ptx.mul_f16x2(shifts, Uint32(HALF))
 
     def key_place(self, warp, lane):
@@ -311,7 +315,7 @@ class NibbleRows:
         return 4 * (group * GROUP_TOKENS + warp * WARP_TOKENS + lane // 4)
 
     def load_key_headers(self, address) -> list[Any]:
-        """Returns [group][row half] of the lane's two tokens."""
+        """Loads the headers of the lane's two tokens. Returns [group][row half]."""
         groups = HEAD_DIM // 32 // self.group_chunks
         return [[ptx.load_shared(address, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
@@ -337,12 +341,13 @@ class NibbleRows:
         ]
 
     def value_header_place(self, group, warp, lane):
-        """Returns the bytes to the headers of tokens 8 g + 2 t and the next one."""
+        """Returns the offset in bytes from :meth:`header_start` to the headers of tokens 8 g + 2 t and 8 g + 2 t +
+        1."""
         return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
-        """Loads scales and halves of shifts of the lane's two tokens of every 8. All lanes with the same t need the
-        same headers, so each lane converts those of 8 tokens and shares them."""
+        """Loads scales, and halves of shifts, of the lane's two tokens of every 8. All lanes with the same t need the
+        same headers. So each of them converts the headers of two tokens and broadcasts them."""
         even, odd = self.load_two_headers(address)
         scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
         return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
@@ -351,7 +356,7 @@ class NibbleRows:
         return ptx.load_shared_vector(address, 0, 2)
 
     def value_word(self, words, index: int, magic):
-        """Returns the lane's word with the codes of the ``index``-th 8 tokens."""
+        """Returns a lane's word of codes of the ``index``-th 8 tokens."""
         return words[index]
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:
@@ -379,7 +384,7 @@ class NibbleRows:
 
 
 class HeadedNibbleRows(NibbleRows):
-    """Rows of INT4 with four groups, 80 bytes each with header and codes, as the cache has them; they have no bank
+    """Rows of INT4 with four groups, 80 bytes each, header and codes, as they lie in the cache. They have no bank
     conflicts."""
 
     row_bytes = HEADED_ROW_BYTES
@@ -423,9 +428,9 @@ class HeadedNibbleRows(NibbleRows):
 
 
 class PairedNibbleRows(HeadedNibbleRows):
-    """Rows of INT4 with one group, of two neighbouring heads, one for each warpgroup. Rows of 68 bytes lie one after
-    the other; a row begins at a multiple of 4 bytes, a token at one of 16. That is too little alignment for ldmatrix:
-    lanes load words, 36 from a row to the next one."""
+    """Rows of INT4 with one group, of two neighbouring heads, one head for each warpgroup. A token's two rows of 68
+    bytes lie one after the other. In the cache a row begins at any multiple of 4 bytes, a token at a multiple of 16.
+    That is too little alignment for ldmatrix, so lanes load words. In shared memory tokens lie 36 words apart."""
 
     row_bytes = PAIRED_NIBBLE_ROW_BYTES
     shifted = True
@@ -458,7 +463,7 @@ class PairedNibbleRows(HeadedNibbleRows):
         return lane % 4 * 2 * self.row_bytes + SCALE_BYTES + warp * CHUNK_BYTES + lane // 8 * 4
 
     def load_values(self, address, odd, tokens: int) -> list[Any]:
-        """Loads words with the columns of two neighbouring lanes, each word from one token's row."""
+        """Loads words of the lane's tokens, each with codes for two neighbouring lanes."""
         return [
             ptx.load_shared(start, first * self.row_bytes)
             for first in range(0, tokens, 8)
@@ -466,7 +471,7 @@ class PairedNibbleRows(HeadedNibbleRows):
         ]
 
     def value_word(self, words, index: int, magic):
-        """Returns the lane's two bytes of both tokens."""
+        """Returns a word with the lane's two bytes of each of two tokens."""
         return ptx.prmt(words[2 * index], words[2 * index + 1], magic[2])
 
     def value_header_place(self, group, warp, lane):

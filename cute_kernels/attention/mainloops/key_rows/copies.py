@@ -1,11 +1,10 @@
 """Producer warps that copy raw rows of codes into the order that ldmatrix reads, without decoding.
 
 Tensor maps copy rows of 128 bytes and, where `ExtendConfig.mapped` says so, rows with their headers. Tokens that no
-query sees become zeros, which no tensor map writes. So rows of a tile with such tokens, and all rows of other
-configurations, are copied by cp.async: in pieces of 16 bytes where rows are multiples of them, else in words. Rows of a
-scale and bytes are copied from the last multiple of 16 bytes before them on, by maps or in pieces, see
-`codes.ScaledByteRows`. A tile is full when all of its pieces have arrived on its barrier, asynchronously: a warp issues
-tiles as long as there are free stages.
+query sees become zeros, which no tensor map writes. So cp.async copies the rows of tiles with such tokens, and all rows
+of other configurations. It copies pieces of 16 bytes where rows are multiples of 16 bytes, else words. Rows of a scale
+and bytes are copied from the last multiple of 16 bytes before them on, see `codes.ScaledByteRows`. Copies arrive on a
+tile's barrier asynchronously, so a warp issues tiles as long as there are free stages.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from cute_kernels.device.pipeline import PipelineState
 
 
 def _aligned(address: Int64) -> Int64:
-    """Returns the last multiple of 16 up to an address."""
+    """Rounds an address down to a multiple of 16."""
     return address & ~Int64(CHUNK_BYTES - 1)
 
 
 class TileRows:
-    """The copies of a warp's rows of K or V. by_tma: whether tensor maps copy whole tiles."""
+    """The copies of a producer warp's rows of K or V. by_tma: whether tensor maps copy the rows if all of them
+    exist."""
 
     def __init__(self, config: ExtendConfig, operand: int, runs: RowRuns, by_tma: bool):
         form = config.formats[operand]
@@ -50,15 +50,15 @@ class TileRows:
         self.runs, self.by_tma = runs, by_tma
 
     def lane_place(self, lane):
-        """Returns (row of a step, bytes of its codes before the lane's piece, the piece's offset from the step's first
-        row)."""
+        """Returns which piece of a step a lane copies: (row of the step, byte of the row's codes, offset in the tile
+        from the step's first row)."""
         below, first = lane // self.row_pieces, lane % self.row_pieces * self.piece_bytes
         place = below * self.rows.row_bytes + (first ^ (self.rows.swizzle(below) * CHUNK_BYTES))
         return below, first, place
 
     def copy_headed_rows(self, bases, token_bytes, tile, low, high, lane) -> None:
-        """Starts copying rows with their headers, one row after the other, by all pieces that they touch. Reads no byte
-        after a row. low, high: as for :meth:`copy_rows`."""
+        """Starts copying rows with their headers, in all pieces that the rows touch. Reads no byte after a row. low,
+        high: as for :meth:`copy_rows`."""
         pieces, somewhere = self.rows.row_bytes // CHUNK_BYTES, _aligned(bases[0])
         total, behind = self.warp_rows * pieces, self.heads * self.cache_bytes - (pieces - 1) * CHUNK_BYTES
         for first in range(0, total, WARP_THREADS):
@@ -84,7 +84,7 @@ class TileRows:
     def copy(
         self, source, work, memory, first_valid, places: Places, block: Int32, state: PipelineState, warp: Int32, lane
     ):
-        """Starts copying a warp's rows of a block."""
+        """Starts copying a warp's rows of a block of tokens."""
         rows, stage = source.rows(self.operand), state.stage
         head = work.head * self.tuples + warp // self.of_head
         bases = self.runs.bases(source, rows, places, head)
@@ -110,8 +110,8 @@ class TileRows:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
     def place_of(self, rows: int):
-        """Returns the layout of a number of rows in shared memory. It counts words if a row is a part of a token,
-        since a TMA tile has at most 256 elements in each dimension."""
+        """Returns the layout of ``rows`` rows in shared memory. Its elements are words if a map is over tokens, else
+        bytes: a TMA tile has at most 256 elements in each dimension."""
         if self.of_tokens:
             return cute.make_layout((rows, self.rows.row_bytes // 4), stride=(self.rows.row_bytes // 4, 1))
         if self.rows.headed:
@@ -128,8 +128,9 @@ class TileRows:
         return wgmma_tiles.tile(pointer, rows, self.rows.row_bytes, Uint8)
 
     def make_map(self, cache: cute.Tensor, head_major: bool):
-        """Makes a tensor map with coordinates [token of a block, byte, head, block]. Runs on the host. Strides and
-        coordinates of bytes are multiples of 16; rows that begin elsewhere are addressed as bytes of their tokens."""
+        """Makes a tensor map with coordinates [token of a block, byte, head, block]. Runs on the host. Strides, and
+        where a TMA tile begins, have to be multiples of 16 bytes. If rows begin elsewhere, the map has coordinates
+        [token of a block, word of the token, block]."""
         modes, rows = [2, 3, 1, 0] if head_major else [1, 3, 2, 0], self.runs.rows
         layout, pointer, length = cute.select(cache.layout, mode=modes), cache.iterator, self.rows.row_bytes
         if self.of_tokens:
@@ -143,7 +144,7 @@ class TileRows:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, self.place_of(rows), (rows, length))
 
     def copy_tma_tiles(self, source, head, memory, places: Places, state: PipelineState, warp) -> None:
-        """Copies all of a warp's rows; each run of rows is a TMA tile."""
+        """Starts copying all of a warp's rows by TMA, one load for each run of rows."""
         atom, view = source.maps[self.operand]
         shape, heads = (self.runs.rows, self.rows.row_bytes), [head]
         run_bytes = shape[0] * shape[1]
@@ -169,8 +170,8 @@ class TileRows:
             cute.copy(atom, origin[(None, row, 0, *heads, block)], target, tma_bar_ptr=barrier)
 
     def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
-        """Starts copying rows and, where these lie apart, their headers. low, high: rows [low, high) exist; None: all
-        do."""
+        """Starts copying rows without headers, and headers that lie apart. low, high: rows [low, high) exist; None if
+        all do."""
         below, first, place = self.lane_place(lane)
         step_bytes = Int64(token_bytes) * self.step_rows
         start = Int64(below) * Int64(token_bytes) + Int64(first + self.header_bytes)
@@ -208,7 +209,7 @@ class TileRows:
 
 
 class RawRowProducer:
-    """The producer warps: each copies its rows of K's tile, then of V's."""
+    """The producer warps of key rows. Each copies its rows of K's tile, then its rows of V's tile."""
 
     def __init__(self, config: ExtendConfig):
         self.config = config
@@ -221,8 +222,8 @@ class RawRowProducer:
         self.tiles = tuple(TileRows(config, operand, self.runs, by_tma) for operand in (KEYS, VALUES))
 
     def make_maps(self, k_cache, v_cache):
-        """Makes the tensor maps of K and of V, see :meth:`TileRows.make_map`; None if no maps are used. Runs on the
-        host."""
+        """Makes the tensor maps of K and of V with :meth:`TileRows.make_map`. Returns None if no maps are used. Runs on
+        the host."""
         if not self.tiles[KEYS].by_tma:
             return None
         head_major = self.config.features.head_major
@@ -237,7 +238,7 @@ class RawRowProducer:
 
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, state: PipelineState):
-        """Fills the tiles of a work tile, the last block first. Returns the next state of their pipeline."""
+        """Fills the tiles of a work tile, the last block first. Returns the next state of the pipeline."""
         places, following = self.runs.make(), self.runs.make()
         self.runs.ask(places, source, work, cutlass.max(span.end - 1, 0), warp % self.of_head)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):

@@ -23,19 +23,19 @@ TOP_BYTES = 4 * MMA_WARPS
 
 @effect
 def arrive_if(condition: Int32, barrier: Int32) -> Asm[None]:
-    """Arrives on the mbarrier at an address, in lanes whose condition is not 0."""
+    """Arrives on the mbarrier at address ``barrier``, in lanes whose ``condition`` is not 0."""
     return Asm("{ .reg .pred p; setp.ne.u32 p, $0, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1]; }")
 
 
 @effect
 def store_word_if(condition: Int32, address: Int32, word: Int32) -> Asm[None]:
-    """Stores a word in shared memory, in lanes whose condition is not 0."""
+    """Stores a word in shared memory, in lanes whose ``condition`` is not 0."""
     return Asm("{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.u32 [$1], $2; }")
 
 
 @effect
 def store_matrix_x2(address: Int32, offset: int, words: Sequence[Uint32]) -> Asm[None]:
-    """Stores two matrices transposed, as `ptx.store_matrix_x4` stores four; addresses of lanes from 16 on are
+    """Stores two matrices transposed, as `ptx.store_matrix_x4` stores four. The addresses of lanes 16 to 31 are
     ignored."""
     return Asm(f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};")
 
@@ -45,14 +45,15 @@ class KeyRowsMemory:
     """The shared memory of a CTA with key rows; a tile is found by its operand (KEYS or VALUES) and stage.
 
     Attributes:
-        tile_pointer, tiles: raw codes of K's stages, then V's.
+        tile_pointer, tiles: pointer to, and address of, the raw codes of K's stages, then of V's.
         headers: [stage][header words of K, then of V][token], a word each.
-        queries: of each head a B operand [tile_rows, head_dim], by slabs of 64 columns.
-        probabilities: of each warpgroup two B operands [tile_rows, 64 tokens].
-        told: [warpgroup][warp][tile_rows] fp32, then [warpgroup][tile_rows]: numbers that warps exchange.
-        tops: fp32 [8], the greatest number of each warp's queries; then a word for each warpgroup, see `flag`.
+        queries: for each head a B operand [tile_rows, head_dim], in slabs of 64 columns.
+        probabilities: for each warpgroup two B operands [tile_rows, 64 tokens].
+        told: fp32 numbers that a warpgroup's warps exchange: [warpgroup], and in each [warp][tile_rows], then
+            [tile_rows].
+        tops: fp32 [8], the greatest number among each warp's queries. Then a word for each warpgroup, see `flag`.
         slots, work: as `loads.memory.ExtendMemory` has them.
-        tile_pipeline: of K's tile and V's together: a consumer waits once a block, and arrives once.
+        tile_pipeline: the pipeline of K's and V's tiles together: a consumer waits once a block, and arrives once.
     """
 
     config: ExtendConfig
@@ -103,18 +104,19 @@ class KeyRowsMemory:
         )
 
     def init_barriers(self) -> None:
-        """Initialises all barriers; one thread calls it before any other uses them."""
+        """Initialises all barriers. One thread calls it, before any thread uses a barrier."""
         self.tile_pipeline.init()
         self.work.init()
         fence_init()
 
     @property
     def pipelines(self) -> tuple[Pipeline, Pipeline]:
-        """The pipelines of K and of V, as `ExtendMemory` has them."""
+        """The pipelines of K and of V, as in `ExtendMemory`; here they are the same."""
         return self.tile_pipeline, self.tile_pipeline
 
     def flag(self, group):
-        """Returns the address of a warpgroup's flag: 1 if one of its warps has too large probabilities, else 0."""
+        """Returns the address of a warpgroup's flag: 1 if one of its threads has probabilities that are too large, else
+        0."""
         return self.tops + TOP_BYTES + 4 * group
 
     def tile(self, operand: int, stage):
@@ -122,7 +124,7 @@ class KeyRowsMemory:
         return self.tiles + self.tile_offset(operand, stage)
 
     def tile_offset(self, operand: int, stage):
-        """Returns the offset in bytes of a tile from the first one."""
+        """Returns the offset in bytes of a tile from the first tile."""
         sizes = self.shape.tile_bytes
         return operand * self.config.pipeline.num_stages * sizes[0] + stage * sizes[operand]
 

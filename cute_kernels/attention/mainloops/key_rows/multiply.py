@@ -6,11 +6,11 @@ four warps share probabilities and a softmax reference. They write probabilities
 barrier after which probabilities are read also tells whether one of them was too large. Only then do the warps raise
 the reference and write their probabilities again.
 
-A warpgroup issues all of its MMAs in one turn: scores of a block, then values of the block before, which become
-operands while the scores are computed. Its softmax overlaps with the other warpgroup's turn. A warp that issues MMAs
-with register operands waits for the ones before, so all else stands before or after a turn. A block is a chain of
-waits, so codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are loaded after the block
-before, whose softmax hides the test whether they have arrived.
+A warpgroup issues all of its MMAs in one turn: scores of a block, then P V of the block before. The values become
+operands while the scores are computed. The softmax overlaps with the other warpgroup's turn. A warp that issues MMAs
+with register operands waits for its earlier MMAs, so all other work stands before or after a turn. A block is a chain
+of waits, so codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are loaded at the end of
+the block before, whose softmax hides the test whether they have arrived.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Sums:
     """A thread's accumulators and softmax state of a work tile, in registers.
 
     Attributes:
-        values: fp32 [2 MMAs][columns][2 row halves], as `results.sum_index` has it.
-        softmax: by column; references are alike in all lanes of a warpgroup.
+        values: accumulators of P V, fp32 [2 MMAs][columns][2 row halves], in the order of `results.sum_index`.
+        softmax: the softmax state of each column. All threads of a warpgroup have the same references.
         probabilities: offset in bytes of the buffer that takes the next block's probabilities.
     """
 
@@ -72,14 +72,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Ahead:
-    """The next block, whose keys are loaded ahead.
+    """The next block of tokens, whose keys are loaded ahead.
 
     Attributes:
-        codes: its keys', as `KeyRowsConsumer.fetch_keys` loads them.
-        state: where its tiles are in the pipeline.
-        missing: whether there is a next block whose tiles had not arrived when asked.
-        source: the stage to load from. After the last block it is the current stage, and the codes are not used.
-        start: the address of the lane's keys in that stage.
+        codes: the words that `KeyRowsConsumer.fetch_keys` loads for its keys.
+        state: the pipeline state of its tiles.
+        missing: whether the next block exists, but had not arrived when tested.
+        source: the stage to load from. In the last block it is the current stage, and the codes are not used.
+        start: the address of the lane's keys in stage ``source``.
     """
 
     codes: RegisterTensor[Uint32]
@@ -91,10 +91,11 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Lane:
-    """The position of a thread. group: 0 or 1, the warpgroup; warp: 0 to 3, in it. keys, values: bytes from a tile to
-    the lane's codes. probabilities: the lane's shared address in the first of the warpgroup's buffers. headers: bytes
-    from the start of K's and of V's headers to the lane's. scales: the shifts of its rows of K and V. next_value: bytes
-    from the values of its first token to those of its next. magic: as `magic_of` returns it."""
+    """The position of a thread, and its addresses. group: the warpgroup, 0 or 1. warp: the warp of the group, 0 to 3.
+    keys, values: bytes from a tile to the lane's codes. probabilities: the lane's shared address in the first of the
+    warpgroup's buffers. headers: bytes from the start of K's headers, and of V's, to the lane's headers. scales: shifts
+    in bytes of the lane's rows of K, and of V. next_value: bytes from the values of the lane's first token to those of
+    its second. magic: the result of `magic_of`."""
 
     group: Int32
     warp: Int32
@@ -128,7 +129,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def run(self, shape, source, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
-        """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1; warp: 0 to 3, in it."""
+        """Processes all work tiles of the CTA. group: the warpgroup, 0 or 1. warp: the warp of the group, 0 to 3."""
         # Warpgroup 0 goes first. Both have the same requests and blocks, so they alternate to the end.
         if group == 1:
             pass_turn(group)
@@ -160,14 +161,15 @@ class KeyRowsConsumer:
         )
 
     def with_probabilities(self, start: Lane, memory) -> Lane:
-        """Returns ``start`` with the address of its probabilities, so that no block computes it again."""
+        """Returns ``start`` with the lane's address of probabilities instead of an offset, so that no block computes it
+        again."""
         return replace(
             start, probabilities=ptx.pinned(Int32(self.own_probabilities(memory, start) + start.probabilities))
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
-        """Returns ``start`` for a work tile, whose rows may be shifted in shared memory. Computing the addresses again
-        in each block would add 100 clocks to its critical path."""
+        """Returns ``start`` with the shifts that a work tile's rows have in shared memory. To add them in each block
+        would lengthen its critical path by 100 clocks."""
         keys, values = self.keys, self.values
         key, _, _ = keys.shifts(source.keys, work.head, start.lane)
         value, even, more = values.shifts(source.values, work.head, start.lane)
@@ -224,8 +226,8 @@ class KeyRowsConsumer:
         return state
 
     def score_scale(self, operands, work, from_fp16):
-        """Returns the factor from dot products to exponents of 2, without a row's scale. It is not 0: masked scores,
-        -inf, are multiplied by it."""
+        """Returns the factor that turns dot products into exponents of 2, without a row's scale. The factor is not 0,
+        since masked scores, -inf, are multiplied by it."""
         scale = operands.softmax_scale * (ptx.LOG2_E * self.config.units[0]) * from_fp16
         if has_head_scale(self.config.formats[0]):
             scale = scale * load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
@@ -253,8 +255,8 @@ class KeyRowsConsumer:
 
     @cute.jit
     def clear_probabilities(self, memory, sums, place):
-        """Writes zero probabilities for the first turn, which has no block before, and clears the flag of too large
-        ones."""
+        """Writes probabilities of zero for the first turn, which has no block before, and clears the warpgroup's
+        flag."""
         start = self.last_place(memory, sums, place) + CHUNK_BYTES * (place.warp * WARP_THREADS + place.lane)
         size = self.shape.probability_bytes
         for offset in cutlass.range_constexpr(0, size, CHUNK_BYTES * WARPGROUP_THREADS):
@@ -271,11 +273,12 @@ class KeyRowsConsumer:
 
     @property
     def key_words(self) -> int:
-        """Words of a lane that :meth:`fetch_keys` loads: its tokens' codes, and headers."""
+        """How many words :meth:`fetch_keys` loads for a lane: codes and headers."""
         return self.keys.key_words + self.keys.key_header_words
 
     def look_ahead(self, memory, place, codes, more, state, current) -> Ahead:
-        """Tests early whether the next block has arrived. A test when its codes are needed would add its latency."""
+        """Tests whether the next block has arrived. The test comes early, since its latency would delay the loads of
+        codes."""
         missing = more & ~memory.tile_pipeline.has_filled(state)
         source = cutlass.select_(more, state.stage, current)
         return Ahead(codes, state, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
@@ -288,7 +291,7 @@ class KeyRowsConsumer:
             codes[index] = word
 
     def make_keys(self, place, codes) -> list[list[Uint32]]:
-        """Makes A registers of all steps from the words that `fetch_keys` loaded."""
+        """Makes the A registers of keys for all steps, from the words that `fetch_keys` has loaded."""
         count = self.keys.key_words
         words = [codes[i] for i in range(count)]
         headers = [[codes[i], codes[i + 1]] for i in range(count, self.key_words, 2)]
@@ -296,8 +299,7 @@ class KeyRowsConsumer:
         return [ready[4 * step : 4 * step + 4] for step in range(KEY_STEPS)]
 
     def fetch_values(self, memory, place, stage) -> tuple[list[Any], list[Any]]:
-        """Loads codes and headers of the values of the block before the one whose keys are multiplied. They become
-        operands while the products of keys are computed."""
+        """Loads codes and headers of the values in ``stage``. Returns both."""
         words = self.values.load_values(place.values + memory.tile(VALUES, stage), place.next_value, GROUP_TOKENS)
         address = self.values.header_start(memory, VALUES, stage) + place.headers[VALUES]
         return words, self.values.load_value_headers(address, GROUP_TOKENS)
@@ -305,7 +307,7 @@ class KeyRowsConsumer:
     # -- products -----------------------------------------------------------------------------------------------------
 
     def add_values(self, memory, sums, place, values) -> None:
-        """Issues P V of the block whose probabilities were written last. values: as `fetch_values` returns them."""
+        """Issues P V of the block whose probabilities were written last. values: the result of `fetch_values`."""
         b = wgmma.descriptor(cute.arch.make_warp_uniform(self.last_place(memory, sums, place)))
         words, headers = values
         mmas = range(2)
@@ -321,7 +323,7 @@ class KeyRowsConsumer:
         self._set(sums, [value for total in totals for value in total])
 
     def start_scores(self, b, operands) -> list[Any]:
-        """Issues the dot products of the warp's tokens with all queries. operands: as :meth:`make_keys` returns them.
+        """Issues the dot products of the warp's tokens with all queries. operands: the result of :meth:`make_keys`.
 
         b: the queries' descriptor."""
         dots: list[Any] = []
@@ -373,8 +375,9 @@ class KeyRowsConsumer:
         ahead: Ahead,
         masked: Int32,
     ):
-        """Writes a block's probabilities to shared memory, for all warps of the warpgroup. On return no MMAs are in
-        flight: P V of the previous block overlapped with the softmax. The codes of the next block's keys are loaded."""
+        """Computes a block's probabilities from ``dots``, and writes them to shared memory for all warps of the
+        warpgroup. P V of the previous block overlaps with the softmax, and has ended on return. Also loads the codes of
+        the next block's keys."""
         row = place.warp * WARP_TOKENS + place.lane // 4
         lines = self.load_scales(memory, place, KEYS, stage, row)
         value_scales = self.load_scales(memory, place, VALUES, stage, row)
@@ -402,8 +405,8 @@ class KeyRowsConsumer:
         return ptx.pinned(Int32(cutlass.select_(masked, Int32(1), Int32(0))))
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
-        """Loads the scales of the lane's two tokens, the first its warpgroup's ``row``; an empty list where rows have
-        no scales. The loads overlap with MMAs."""
+        """Loads the scales of the lane's two tokens. Returns an empty list where rows have no scales. row: the first
+        token's row among the warpgroup's. The loads overlap with MMAs."""
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
@@ -413,8 +416,8 @@ class KeyRowsConsumer:
 
     @cute.jit
     def mask(self, shape, features, work, s, place, token: Int32):
-        """Hides keys that a query does not see. token: the lane's first token; its second one is 8 tokens further
-        on."""
+        """Sets the scores of keys that a query does not see to -inf. token: the lane's first token; its second token is
+        ``token`` + 8."""
         for column in cutlass.range_constexpr(self.columns):
             row = work.first_row + 8 * (column // 2) + 2 * (place.lane % 4) + column % 2
             _, query, _ = query_row(shape, work, row)
@@ -431,7 +434,7 @@ class KeyRowsConsumer:
                 s[index] = cutlass.select_(seen, s[index], -Float32.inf)
 
     def tree_sees(self, shape, features, work, query, token):
-        """Returns whether the tree's mask shows a token to one of the request's queries."""
+        """Returns whether the tree's mask lets a query of the request see a token."""
         number, new = cutlass.min(work.q_start + query, shape.total_q - 1), token - work.before
         address = features.tree_mask + (Int64(number) * features.tree_words + Int64(new >> 5)) * 4
         word = load_word_below(new >> 5, features.tree_words, address)
@@ -439,8 +442,8 @@ class KeyRowsConsumer:
 
     @cute.jit
     def share(self, memory, sums, place, s, lines, value_scales, ahead):
-        """Publishes the warp's probabilities to the warpgroup and adds them to its totals. Raises the softmax reference
-        if any are too large for fp16."""
+        """Publishes the warp's probabilities to the warpgroup, and adds them to the softmax totals. Raises the softmax
+        reference if probabilities are too large for fp16."""
         totals = cute.make_rmem_tensor(self.columns, Float32)
         target = place.probabilities + sums.probabilities[0]
         exceeds = self.write_probabilities(sums, totals, target, s, lines, value_scales)
@@ -464,19 +467,19 @@ class KeyRowsConsumer:
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, memory, place):
-        """Returns 1 if some thread of the warpgroup has set its flag, since probabilities are too large; else 0.
+        """Returns 1 if some thread has set the warpgroup's flag since its probabilities are too large; else 0.
         Synchronises the warpgroup, so that MMAs see all probabilities that were written before."""
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_warpgroup(place.group)
         return Int32(ptx.load_shared(memory.flag(place.group), 0))
 
     def write_probabilities(self, sums, totals, target, s, lines, value_scales, bounds=None):
-        """Writes P times V's scales for MMAs, and the sums of P into ``totals``. Returns whether some product is too
-        large for fp16.
+        """Computes P, and writes P times V's scales to shared memory for MMAs. Stores the sums of P in ``totals``.
+        Returns whether some product is too large for fp16.
 
-        target: the lane's address. bounds: as `bounds_of` returns them, once the reference has been raised; else None.
-        They clamp logits, so that no product exceeds 1: fp32 rounds logits near 2^30 so coarsely that a raised
-        reference alone may not suffice.
+        target: the lane's address. bounds: None, or the result of `bounds_of` once the reference has been raised.
+        Bounds clamp logits, so that no product exceeds 1. A raised reference alone may not suffice, since fp32 rounds
+        logits near 2^30 coarsely.
         """
         largest: Any = None
         for first in range(0, self.blocks, 2):
@@ -503,20 +506,20 @@ class KeyRowsConsumer:
         return product > 2.0**RESCALE_SLACK
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
-        """Returns a logit as an exponent of 2, minus the reference. If ``start`` is given, adds ``start`` instead of
-        subtracting the reference."""
+        """Returns a logit, as an exponent of 2, plus ``start``; by default minus the reference."""
         start = -sums.softmax.references[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
     def bounds_of(self, value_scales) -> list[Any]:
-        """Returns log2 of V's scales of the lane's two tokens. With a reference of at least logit + bound, P * scale of
-        V is at most 1."""
+        """Returns log2 of V's scales of the lane's two tokens, the bounds. If the reference is at least logit + bound,
+        P times V's scale is at most 1."""
         if not self.value_scale:
             return [Float32(0.0)] * 2
         return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]
 
     def raise_reference(self, memory, sums, place, s, lines, bounds) -> None:
-        """Makes the warpgroup's maxima the reference, and rescales the sums made under the old one."""
+        """Raises the softmax references to the warpgroup's maxima, and rescales the sums made under the old
+        references."""
         maxima = []
         for column in range(self.columns):
             logits = [self.logit(sums, s, lines, column, j, start=bounds[j]) for j in range(2)]

@@ -1,4 +1,5 @@
-"""Writes the queries of a work tile as the B operand of MMAs with keys: in fp16, times a power of 2 that all share."""
+"""Writes the queries of a work tile as the B operand of MMAs with keys: fp16 numbers, times a power of 2 that all
+share."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class QueryWriter:
 
     @cute.jit
     def write(self, shape, operands, work, memory, group: Int32, warp: Int32, lane: Int32):
-        """Writes the queries times a power of 2, and returns its reciprocal, by which scores are to be multiplied.
-        Callers ensure that no MMA reads the previous work tile's queries any more."""
+        """Writes the queries times a power of 2. Returns the power's reciprocal, by which scores are to be multiplied.
+        Callers ensure that no MMA still reads the previous work tile's queries."""
         own_tops = memory.tops + 4 * (group * WARPGROUP_WARPS)
         if const_expr(self.heads == 1):
             warp = group * WARPGROUP_WARPS + warp
@@ -74,8 +75,8 @@ class QueryWriter:
         return from_fp16
 
     def size_of(self, value) -> Any:
-        """Returns the absolute value of a number, by which the power of 2 is chosen. For infinity it is 0: else the
-        power of 2 would turn the numbers of all other rows into zeros."""
+        """Returns the absolute value of a number, or 0 for infinity, to choose the power of 2 by. An infinite maximum
+        would turn the numbers of all other rows into zeros."""
         size = ptx.absolute(value)
         return cutlass.select_(size < math.inf, size, Float32(0.0))
 

@@ -1,8 +1,9 @@
 """Scales the accumulators of two warpgroups, and writes them as the result or a split's part of it.
 
 One thread per row computes what all threads need: the factor of each warpgroup's sums, and where the row goes. A
-warpgroup with a KV head of its own then writes the columns of both its MMAs. Two that have half of the keys of one head
-each keep one MMA's columns, and send the other MMA's to the other warpgroup, through their buffers of probabilities.
+warpgroup with a KV head of its own then writes the columns of both its MMAs. If both warpgroups have one head, each
+with half of the keys, each keeps one MMA's columns. It sends the other MMA's columns to the other warpgroup, through
+its buffers of probabilities.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NOWHERE = -1  # the number of a row that the request does not have
 
 
 def sum_index(column: int, half: int) -> int:
-    """Returns the accumulator of an MMA for a lane's ``column``, 2 block + c, and row half."""
+    """Returns the number of an MMA's accumulator in a lane, for ``column`` = 2 * block + c and row half ``half``."""
     return column // 2 * 4 + 2 * half + column % 2
 
 
@@ -72,7 +73,7 @@ class KeyRowsResults:
                     self.store(shape, operands, memory, sums, place, first, (group,))
 
     def tell(self, memory, sums, place) -> None:
-        """Publishes, for all columns, the warp's totals and its warpgroup's references."""
+        """Publishes the warp's totals, and the warpgroup's references, of all columns."""
         told = memory.told + place.group * self.shape.group_told_bytes + 8 * (place.lane % 4)
         row_bytes = 4 * self.config.tile_rows
         for block in range(self.columns // 2):
@@ -82,7 +83,8 @@ class KeyRowsResults:
             ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
 
     def hear(self, memory, row, first) -> tuple[list[Any], list[Any]]:
-        """Loads (references, totals) of a row, by warpgroup of its KV head. first: the head's first warpgroup."""
+        """Loads what `tell` has published of a row. Returns (references, totals), one of each for every warpgroup of
+        the row's KV head. first: the head's first warpgroup."""
         references, totals = [], []
         for index in range(self.warpgroups):
             group = index if self.heads == 1 else first
@@ -97,24 +99,24 @@ class KeyRowsResults:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a KV head."""
+        """How many warpgroups share a KV head."""
         return MMA_WARPGROUPS // self.heads
 
     def factors(self, memory, first, index):
-        """Returns the address of the rows' factors for the ``index``-th warpgroup of the KV head whose first one is
-        ``first``. They overwrite the head's queries, which no MMA reads any more."""
+        """Returns the address of the rows' factors for the ``index``-th warpgroup of a KV head. first: the head's first
+        warpgroup. Factors overwrite the head's queries, which no MMA reads any more."""
         queries = memory.queries if self.heads == 1 else memory.queries + first * self.shape.query_bytes
         return queries + index * (4 * self.config.tile_rows)
 
     def numbers(self, memory, first):
-        """Returns the address of the rows' numbers in the output or among the partial results. Rows that do not exist
-        have the number NOWHERE."""
+        """Returns the address of numbers that say where each row goes, in the output or among the partial results. Rows
+        that do not exist have the number NOWHERE."""
         return self.factors(memory, first, self.warpgroups)
 
     @cute.jit
     def finish_row(self, shape, operands, features, work, memory, row: Int32, first: Int32):
-        """Computes one row's factors and number for all threads. Stores its log-sum-exp, or its weight in a split.
-        first: the first warpgroup of its KV head."""
+        """Computes one row's factors and number, and publishes them. Stores the row's log-sum-exp or, with splits, its
+        weight. first: the first warpgroup of the row's KV head."""
         config = self.config
         exists = work.first_row + row < work.num_rows
         number, _, head = query_row(shape, work, cutlass.select_(exists, work.first_row + row, work.first_row))
@@ -148,7 +150,7 @@ class KeyRowsResults:
         ptx.store_shared(self.numbers(memory, first) + 4 * row, 0, [cutlass.select_(exists, number, Int32(NOWHERE))])
 
     def scale(self, memory, sums, place, first) -> None:
-        """Multiplies all accumulators of a warpgroup by their rows' factors."""
+        """Multiplies all accumulators of a warpgroup by the factors of their rows."""
         factors = self.factors(memory, first, place.group - first) + 8 * (place.lane % 4)
         for block in range(self.columns // 2):
             pair = [word.bitcast(Float32) for word in ptx.load_shared_vector(factors, 32 * block, 2)]
@@ -169,8 +171,8 @@ class KeyRowsResults:
                 sums.values[index] = sums.values[index] + word.bitcast(Float32)
 
     def area(self, memory, place, group):
-        """Returns where a warpgroup's accumulators for the other one lie: in its buffers of probabilities, 16 bytes a
-        thread and block of columns."""
+        """Returns the address through which a thread of warpgroup ``group`` sends accumulators to the other warpgroup:
+        in the group's buffers of probabilities, 16 bytes for each thread and block of columns."""
         thread = place.warp * WARP_THREADS + place.lane
         return memory.probabilities + group * (2 * self.shape.probability_bytes) + 16 * thread
 
@@ -180,7 +182,7 @@ class KeyRowsResults:
 
     @cute.jit
     def store(self, shape, operands, memory, sums, place, first, mmas: cutlass.Constexpr):
-        """Writes the columns of the MMAs ``mmas`` of all rows: results, or a split's part of them."""
+        """Writes the columns of the MMAs ``mmas`` of all rows, to the output or to a split's partial results."""
         if shape.splits.value == 1:
             self.write_rows(operands.out, ELEMENT_BYTES, memory, sums, place, first, mmas)
         else:
@@ -188,7 +190,7 @@ class KeyRowsResults:
 
     @cute.jit
     def write_rows(self, target: Int64, size: cutlass.Constexpr, memory, sums, place, first, mmas: cutlass.Constexpr):
-        """Writes the columns of the MMAs ``mmas`` of all rows to ``target``, as numbers of ``size`` bytes."""
+        """Writes the columns of the MMAs ``mmas`` of all rows to address ``target``, as numbers of ``size`` bytes."""
         row_bytes = self.config.head_dim * size
         numbers = self.numbers(memory, first) + 8 * (place.lane % 4)
         starts = [target + Int64(self.rows.column(place.warp, place.lane, mma) * size) for mma in mmas]
