@@ -1,5 +1,5 @@
 """Raises ImportError if `layouts` is another project's package. PyPI has an unrelated `layouts`, which pip installs
-over the one of cute-kernels. Without this check, a later import fails with a missing name."""
+over cute-kernels' package of that name. Without this check, a later import fails with a missing name."""
 
 from __future__ import annotations
 

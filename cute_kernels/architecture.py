@@ -14,7 +14,7 @@ class Limits:
     """The resources of one GPU architecture that configurations must fit into.
 
     Attributes:
-        num_sms: SMs of the GPU that schedules assume on a machine without one.
+        num_sms: the number of SMs that schedules assume on a machine without a GPU.
         shared_bytes: shared memory that one CTA may use.
         reserved_shared_bytes: shared memory of an SM that the system reserves for every resident CTA.
         threads: the most threads of a CTA.
@@ -38,7 +38,8 @@ class Limits:
         )
 
     def refuses(self, threads: int, shared_bytes: int) -> str | None:
-        """Returns why a CTA of so many threads and bytes of shared memory cannot be launched, or None."""
+        """Returns why a CTA of ``threads`` threads with ``shared_bytes`` bytes of shared memory cannot be launched, or
+        None."""
         if threads > self.threads:
             return f"{threads} threads are more than the {self.threads} of a CTA"
         if shared_bytes > self.shared_bytes:
@@ -60,7 +61,8 @@ HOPPER = LIMITS["sm_90a"]
 
 
 def least_of(archs: Iterable[str]) -> Limits:
-    """Returns the limits that hold for all of these architectures. Raises KeyError for one that is not in `LIMITS`."""
+    """Returns the limits that hold for all of these architectures. Raises KeyError for an architecture that is not in
+    `LIMITS`."""
     of_each = [LIMITS[arch] for arch in archs]
     least = {field.name: min(getattr(limits, field.name) for limits in of_each) for field in fields(Limits)}
     return Limits(**{**least, "reserved_shared_bytes": max(limits.reserved_shared_bytes for limits in of_each)})

@@ -21,8 +21,8 @@ def shape_of(tensor: torch.Tensor) -> list[int]:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns strides in elements. A dimension of size 1, where torch allows any stride, has that of a contiguous
-    tensor."""
+    """Returns strides in elements. torch allows any stride for a dimension of size 1; this function returns that of a
+    contiguous tensor."""
     strides = list(tensor.stride())
     for i in reversed(range(tensor.dim())):
         if tensor.shape[i] <= 1:
@@ -219,8 +219,7 @@ def check_number(name: str, value: object, least: int | None = None) -> None:
 
 
 def is_one_of(value: object, choices: Container[int]) -> bool:
-    """Returns whether ``value`` is an int among ``choices``. 64.0 and True are no ints, though they compare equal to
-    some."""
+    """Returns whether ``value`` is an int among ``choices``. 64.0 and True are no ints, though they equal 64 and 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value in choices
 
 
@@ -283,7 +282,7 @@ def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype, why: str 
 def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str, why: str = "") -> None:
     """Raises ValueError unless a tensor has these sizes; ``why`` ends the message.
 
-    A name stands for any size, and "..." as the first size for any number of leading dimensions.
+    A string among ``sizes`` stands for any size. "..." in the first place stands for any number of dimensions.
     """
     leads = sizes[:1] == ("...",)
     own = sizes[1:] if leads else sizes
@@ -297,11 +296,11 @@ class Wanted(NamedTuple):
 
     Attributes:
         name, tensor: the argument's name and value, which may be no tensor.
-        dtypes, sizes: the dtypes that it may have, and sizes as for `check_shape`. why, size_why: ends of their
-            messages, which say where the requirements come from.
-        device: where it must lie. speaker: the argument whose device that is.
-        contiguous: whether it must be contiguous.
-        unit: bytes that it must be aligned to; 1 asks for no address.
+        dtypes, sizes: the dtypes that the tensor may have, and its sizes as for `check_shape`. why, size_why: the ends
+            of the messages about dtype and sizes. They say where the requirement comes from.
+        device: where the tensor must lie. speaker: the argument whose device that is.
+        contiguous: whether the tensor must be contiguous.
+        unit: bytes that the tensor must be aligned to; 1: its address is not looked at.
     """
 
     name: str

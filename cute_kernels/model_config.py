@@ -24,9 +24,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
 def describe_layers(model: nn.Module) -> dict[str, Any]:
     """Returns the "quantization_config" of a model, for its `QuantizedLinear` layers and its mixtures of experts.
 
-    "linear" and "experts" are lists of forms, each with the names of its layers. A form has bits and group_size for
-    integers, else format; dtype; the optional tensors that exist; batch_invariant; and activations if these are
-    rounded.
+    "linear" and "experts" are lists of forms, each with the names of its layers. A form of an integer format has bits
+    and group_size, a form of another format has format. All forms have dtype, tensors (the optional tensors that exist)
+    and batch_invariant. They have activations if these are rounded.
     """
     linear: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}
@@ -46,8 +46,8 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def record_layers(model: Any) -> str | None:
-    """Puts the result of `describe_layers` into a transformers model's configuration. Returns the reason why not, or
-    None.
+    """Puts the result of `describe_layers` into a transformers model's configuration. Returns None, or the reason why
+    it did not.
 
     A model without such a configuration is left alone, as its state dict is enough. A quantised output layer is no
     longer tied to the embedding. If nothing else is tied, `tie_word_embeddings` becomes False.

@@ -12,8 +12,8 @@ is all that a caller changes. The calls and arguments correspond as follows:
 | sparse decode, head_dim 512, FP8 | `sparse_mla_decode`, kv_format "mla_model1" |
 | dense decode, bf16 or fp16 | `mla_decode`, kv_format "mla_bf16" or "mla_fp16", once for each of h_k heads |
 | sparse prefill, queries [s_q] | `sparse_mla_decode` of s_q requests of one query |
-| lse [b, h_q, s_q] | the transpose of lse [b, s_q, h_q], as there |
-| tile_scheduler_metadata | only compares the calls that share it; each call makes its schedule on the device |
+| lse [b, h_q, s_q] | the transpose of lse [b, s_q, h_q] |
+| tile_scheduler_metadata | only a check that calls which share it agree; each call makes its schedule on the device |
 
 It supports more than FlashMLA: any number of indices, up to 128 heads, any page size, and CPU tensors (through the
 reference). It has sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, and

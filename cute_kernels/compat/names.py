@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 
 def renamed(error: TypeError | ValueError, names: Mapping[str, str]) -> TypeError | ValueError:
-    """Returns ``error``, whose message is "name: got ...", with the argument's name replaced as ``names`` maps it."""
+    """Renames the argument in an error's message, "name: got ...", as ``names`` maps it. Returns the new error, or
+    ``error`` itself if ``names`` lacks the name."""
     name, colon, rest = str(error).partition(":")
     return type(error)(f"{names[name]}:{rest}") if colon and name in names else error

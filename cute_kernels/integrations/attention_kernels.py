@@ -62,10 +62,11 @@ class EngineLayer:
 class Decodes:
     """The settings of an engine's decode steps.
 
-    batches: numbers of requests of a step. q_len: most new tokens of a request; more than 1 with speculative decoding.
-    max_seq_len, page_size: of the block table, in tokens. dtype: of queries. invariant: whether extend attention also
-    serves decode steps, so that a token's result does not depend on the batch. ranks: GPUs among which a request's
-    cached tokens are split; each gets the queries of all heads.
+    batches: the numbers of requests that a step may have. q_len: most new tokens of a request in a step; more than 1
+    with speculative decoding. max_seq_len, page_size: tokens of a row and of a page of the block table. dtype: the
+    queries' dtype. invariant: whether extend attention also serves decode steps, so that a token's result does not
+    depend on the batch. ranks: GPUs among which a request's cached tokens are split; each gets the queries of all
+    heads.
     """
 
     batches: tuple[int, ...]
@@ -85,18 +86,19 @@ def can_extend(formats: Formats, head_size: int) -> bool:
 
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:
-    """Returns whether extend attention with many queries reads 16-bit K and V: rows that are stored so, or that a
-    kernel of its own unpacks before."""
+    """Returns whether extend attention with many queries reads K and V in 16 bits. Either the cache stores them so, or
+    another kernel unpacks them first."""
     config = _extend_config(formats, head_size, "fp16", 16, PLAIN)
     return not config.coded or config.why_as_it_lies is None
 
 
 def key_rows_of(impl: Foreign) -> ExtendConfig | None:
-    """Returns the extend kernel's configuration with keys as rows of MMAs, for a layer's longest requests; None if
-    there is none.
+    """Returns the configuration of the extend kernel whose MMAs have keys as rows, for a layer's longest requests; None
+    if the layer has no such kernel.
 
-    `serves_key_rows` takes it to say whether few queries are faster with it than with tiles of 128 rows. It assumes the
-    largest pages. TMA loads and the heads of a tile do not matter for this comparison.
+    With this configuration, `serves_key_rows` decides whether few queries are faster with keys as rows than with tiles
+    of 128 rows. The configuration assumes the largest pages. TMA loads and the heads of a tile do not matter for this
+    comparison.
     """
     if not can_extend(impl.formats, impl.head_size):
         return None

@@ -254,8 +254,8 @@ def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]
 
 
 def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, length: int, many: int) -> list[Needle]:
-    """Makes prompts of about ``length`` tokens. Each states a number, at a depth of its own, and asks for it at the
-    end."""
+    """Makes ``many`` prompts of about ``length`` tokens. Each prompt states a number, at a depth of its own, and asks
+    for the number at the end."""
     from cute_kernels.integrations.transformers.budget import Needle
 
     drawn, needles = random.Random(0), []

@@ -19,8 +19,7 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 @dataclass(frozen=True)
 class Formats:
-    """K's and V's formats. ``name``: the formats as calls take them. cache_layout: the order of their pages'
-    dimensions."""
+    """K's and V's formats. ``name``: the formats as calls take them. cache_layout: the order of a page's dimensions."""
 
     k: KvFormat
     v: KvFormat

@@ -35,7 +35,7 @@ class Stored(NamedTuple):
     def wrong(self, features: int, hidden: int, gated: bool = True) -> dict[str, bool]:
         """Returns {property that no kernel supports: whether the layer has it}.
 
-        features: an expert's, between its two products. hidden: the model's hidden size.
+        features: the number of features between an expert's two products. hidden: the model's hidden size.
         """
         return {
             f"{self.bits}-bit weights": self.bits not in (4, 8),

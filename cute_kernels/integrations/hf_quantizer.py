@@ -103,7 +103,7 @@ class CuteKernelsQuantizer(HfQuantizer):
             raise ValueError("device_map: got layers on the disk, want quantised layers on GPUs or a CPU")
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``dtype``; ValueError if a saved model's quantised layers were made for another one."""
+        """Returns ``dtype``; ValueError if a saved model's quantised layers were made for another dtype."""
         found = {form["dtype"] for kind in ("linear", "experts") for _, form in self._forms(kind)}
         if self.pre_quantized and len(found) == 1 and dtype not in (None, *found):
             (wanted,) = found

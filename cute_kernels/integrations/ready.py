@@ -122,7 +122,7 @@ def load(device: torch.device, specs: Iterable[KernelSpec], logger: logging.Logg
 
 
 def outlasting(device: torch.device, make: Callable[[], T]) -> T:
-    """Returns what ``make`` allocates on a device, outside of this thread's memory pools.
+    """Runs ``make``, which allocates on a device, outside of this thread's memory pools. Returns its result.
 
     torch's pools belong to a thread, and an engine may empty them when it sleeps (vLLM's `--enable-sleep-mode`). So
     ``make`` runs in another thread.
@@ -169,8 +169,8 @@ def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
 
 
 def specs_beside_norm(problem: LinearProblem, rows: Iterable[int], kind: DeferredKind) -> list[GemmSpec]:
-    """Returns the kernels with which a layer's product produces or consumes a deferred norm, as ``kind`` says. They are
-    those for the numbers of rows that have such a kernel."""
+    """Returns the kernels with which a layer's product produces or consumes a deferred norm, as ``kind`` says. Numbers
+    of rows without such a kernel are left out."""
     problems = [replace(problem, m=m) for m in rows]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
     return list(dict.fromkeys(GemmSpec(config) for config in found if config is not None))

@@ -195,8 +195,9 @@ def sparse_mla_decode(
         indices: int32 [batch, q_len, topk], contiguous, any topk: page * page_size + offset, -1 for none. An index
             outside the cache counts as -1; one that comes twice counts twice.
         topk_length: int32 [batch]: how many of a request's indices count, from the first one on. Default: all.
-        sinks: fp32 [num_heads], one more logit in the softmax's denominator, without a value: out is multiplied by
-            exp(lse) / (exp(lse) + exp(sink)). -inf for none, +inf makes out 0. lse leaves it out.
+        sinks: fp32 [num_heads], one more logit for each head. It adds exp(sink) to the softmax's denominator and has no
+            value, so out is multiplied by exp(lse) / (exp(lse) + exp(sink)). -inf: no sink; +inf: out is 0. lse does
+            not count sinks.
         extra_cache, extra_indices, extra_topk_length: a second cache in the same format, its indices and their numbers.
             Queries see its chosen tokens, too. Its pages may have another size.
 
@@ -214,5 +215,6 @@ def sparse_mla_decode(
 
 
 def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
-    """Replaces kernels' +inf, where a query sees nothing, by -inf, in place. All other numbers stay, NaN too."""
+    """Replaces +inf by -inf in place, and returns the tensor. Kernels write +inf for queries that see no token. NaN
+    stays."""
     return lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)

@@ -1,20 +1,21 @@
 """The launch arguments of MLA decode's kernels; they are listed nowhere else.
 
-Dense and sparse decode both have `ROWS`: q bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch,
-q_len, num_heads, 512] in q's dtype; lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32
-[num_heads] or 0. partials: see :class:`.work.Results`, used if num_parts > 1; the combining kernel then writes out, lse
-and max_logits. Under stream-K (num_parts 0) partials and flags are the words and flags of `PartialExchange`. num_ctas:
-CTAs of the launch; 0 for the kernel for few heads.
+Dense and sparse decode both have `ROWS`. q is bf16 or fp16 [batch, q_len, num_heads, head_dim]. The addresses are those
+of out [batch, q_len, num_heads, 512] in q's dtype, lse fp32 [batch, q_len, num_heads], max_logits (like lse, or 0) and
+sinks (fp32 [num_heads], or 0). If num_parts > 1, decode writes partials (:class:`.work.Results`), and the combining
+kernel writes out, lse and max_logits. num_parts 0 is stream-K: partials and flags are then the words and flags of
+`PartialExchange`. num_ctas: CTAs of the launch; 0 for the kernel for few heads.
 
-A cache has `PAGES`: pages lie ``page_stride`` bytes apart, the page_size tokens of a page ``token_stride`` bytes apart.
-Both strides are multiples of 16. Where pages are split, token_stride is that of the tokens' data.
+A cache has `PAGES`. Pages lie ``page_stride`` bytes apart, the page_size tokens of a page ``token_stride`` bytes apart.
+Both strides are multiples of 16. If a page holds first all data, then all scales, token_stride is that of the data.
 
-`SPARSE` has num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length
-int32 [batch] or 0. The extra cache has the same arguments; without one extra_topk is 0 and extra_page_size 1.
+`SPARSE` has num_tokens, the number of tokens in the cache, at most 2**31 - 1; indices int32 [batch, q_len, topk]; and
+topk_length int32 [batch] or 0. The extra cache has all these arguments, too. Without an extra cache, extra_topk is 0
+and extra_page_size 1.
 
-`PAGED` has the first seq_lens[b] tokens of request b: table int32 [batch, max_pages], rows ``table_stride`` elements
-apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to seq_lens[b] - q_len + i only,
-else 0.
+`PAGED` has table int32 [batch, max_pages], rows ``table_stride`` elements apart, and seq_lens int32 [batch]: queries
+see the first seq_lens[b] tokens of request b. causal: 1 if query i of q_len sees only the tokens up to seq_lens[b] -
+q_len + i, else 0.
 
 The kernel that adds up parts has `COMBINE`; its out is a tensor. row_bits: a CTA has 2**row_bits rows, which share its
 groups of 128 threads (`CombineConfig.slots`) equally.

@@ -81,7 +81,7 @@ def sparse_problem(
 ) -> SparseProblem:
     """Returns the problem of a call of `cute_kernels.mla.sparse_mla_decode`; raises TypeError or ValueError.
 
-    optional: any of `SparseExtras`.
+    optional: fields of `SparseExtras`, by name.
     """
     form = form_of(kv_format)
     topk_length, sinks, extra_cache, extra_indices, extra_topk_length = SparseExtras(**optional)
@@ -204,18 +204,18 @@ def check_distances(name: str, shape: CacheShape, unit: int) -> None:
 
 
 def check_dense_values(problem: DenseProblem, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """Raises ValueError for the first length out of range or page outside the cache; waits for the device. The message
-    names the request, and a page's position."""
+    """Raises ValueError if a length is out of range or a page is outside the cache. The message names the request, and
+    a page's position in the block table. Waits for the device."""
     lengths, page_size = checked_lengths(seq_lens, problem.max_seq_len, TOKENS_OF_TABLE), problem.cache.page_size
     first = torch.arange(problem.max_pages, device="cpu") * page_size  # token of each entry
     check_pages(block_table.cpu(), first < lengths[:, None], page_size, problem.cache.num_pages)
 
 
 def check_sparse_values(name: str, shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None) -> None:
-    """Raises ValueError for the first wrong length, or the first index that counts and is neither -1 nor in the cache.
+    """Raises ValueError if a length is out of range, or if an index that counts is neither -1 nor in the cache.
 
-    It waits for the device. name: "indices" or "extra_indices", for the message, which names request, query and
-    position.
+    The message names the request, and an index's query and position. Waits for the device. name: "indices" or
+    "extra_indices", for the message.
     """
     values = indices.cpu()
     counted = torch.ones_like(values, dtype=torch.bool)

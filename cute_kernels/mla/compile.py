@@ -20,7 +20,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config
 
 
 class _MlaFamily(KernelSpec):
-    """The common base of both specs of the family."""
+    """The base of `MlaSpec` and `CombineSpec`."""
 
     family: ClassVar[str] = "mla"
 

@@ -71,10 +71,10 @@ class PartialForm:
     """The form in which a part of a row is stored for the kernel that adds up the parts.
 
     Attributes:
-        value_bytes: of a value: 4 for fp32, or 2 for fp16, scaled so that the greatest of half a row is between 2**14
-            and 2**15.
-        stats_bytes: of a row's fp32 numbers: its maximum (in powers of 2) and its sum of weights. With fp16 values also
-            two powers of 2, by which the combine multiplies the halves.
+        value_bytes: bytes of a value: 4 for fp32, 2 for fp16. fp16 values are scaled so that the greatest of half a row
+            is between 2**14 and 2**15.
+        stats_bytes: bytes of a row's fp32 statistics: its maximum (as an exponent of 2) and its sum of weights. With
+            fp16 values also two powers of 2, by which the combine multiplies the two halves of the row.
     """
 
     value_bytes: int
@@ -125,7 +125,7 @@ class MlaConfig:
 
     @property
     def crossover(self) -> bool:
-        """Whether two CTAs with different heads of a row load half of its tokens each."""
+        """Whether two CTAs with different heads of a row each load half of the row's tokens."""
         return self.tiles.load.pair
 
     @property
@@ -143,9 +143,9 @@ class MlaConfig:
 
     @property
     def partials(self) -> str:
-        """The key of `PARTIALS` in which a part of a row is stored. fp16 saves time: to write and read 64 heads in fp32
-        takes as long as two blocks. A half that has both scaled codes and RoPE columns needs fp32, as one power of 2
-        does not fit both."""
+        """The key in `PARTIALS` of the form in which a part of a row is stored. fp16 saves time: to write and read 64
+        heads in fp32 takes as long as two blocks. A half that has both scaled codes and RoPE columns needs fp32, as one
+        power of 2 does not fit both."""
         scaled_in_part = 0 < self.layout.code_slabs < VALUE_SLABS
         return "fp32" if scaled_in_part else SCALED_PARTIALS
 
@@ -167,7 +167,7 @@ class MlaConfig:
 
     @property
     def warp_groups(self) -> int:
-        """Groups of 8 tokens that a producer warp loads of a block."""
+        """The number of groups of 8 tokens that a producer warp loads of each block."""
         return BLOCK_TOKENS // GROUP_TOKENS // self.producer_warps // self.cluster
 
     @property
@@ -205,8 +205,8 @@ class MlaConfig:
         return CONSUMER_WARPS // self.tile_parts * self.cluster
 
     def sent_bytes(self, part: int) -> int:
-        """Returns how many bytes of a part a CTA of a pair receives: half of its rows, with the first part also half of
-        the flags."""
+        """Returns how many bytes of a tile's part one CTA of a pair receives from the other: half of the part's rows,
+        and with part 0 half of the flags."""
         rows = len(self.parts[part]) * SLAB_COLUMNS * 2 * BLOCK_TOKENS
         return (rows + (FLAG_BYTES if part == 0 else 0)) // 2
 
@@ -232,7 +232,7 @@ class MlaConfig:
 
     @property
     def entry_lead(self) -> int:
-        """How many blocks ahead a producer warp knows entries: as far as it prefetches, at least two."""
+        """How many blocks ahead a producer warp loads entries: as many as it prefetches, at least two."""
         return max(self.tiles.load.prefetch, 2)
 
     @property
@@ -279,10 +279,10 @@ COMBINE_SLOTS = (1, 8)
 class CombineConfig:
     """The kernel that adds up the parts of split rows.
 
-    dtype: "bf16" or "fp16", of the result.
-    slots: groups of 128 threads of a CTA. 1 for many rows: an SM then holds many CTAs. 8 for few rows: an SM then holds
+    dtype: the result's dtype, "bf16" or "fp16".
+    slots: groups of 128 threads in a CTA. 1 for many rows: an SM then holds many CTAs. 8 for few rows: an SM then holds
         one CTA, so that CTAs spread over all SMs.
-    partials: the key of `PARTIALS` in which parts are stored.
+    partials: the key in `PARTIALS` of the form in which parts are stored.
     """
 
     dtype: str = "bf16"
@@ -307,8 +307,8 @@ class CombineConfig:
 
 
 def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
-    """Returns whether crossover, with CTAs in pairs, supports rows of ``num_heads`` heads. It supports chosen FP8
-    tokens, whole contexts of 656-byte tokens, and TMA tiles, see `fits_tma_tiles`."""
+    """Returns whether crossover (CTAs in pairs) supports a call. Its tokens must be chosen FP8 tokens, whole contexts
+    of 656-byte tokens, or TMA tiles (see `fits_tma_tiles`). A row must have an even number of blocks of 64 heads."""
     wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
@@ -320,8 +320,8 @@ def fits_tma_tiles(tokens: str, form: str, page_size: int) -> bool:
 
 
 def is_mma_bound(form: str, num_heads: int) -> bool:
-    """Returns whether tensor cores limit calls with ``num_heads`` heads a row: several CTAs then read the same 16-bit
-    tokens."""
+    """Returns whether tensor cores limit a call's speed: its tokens have 16 bits, and a row has more than 64 heads, so
+    that several CTAs read the same tokens."""
     return form not in SCALES and num_heads > BLOCK_HEADS
 
 

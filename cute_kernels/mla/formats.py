@@ -23,11 +23,12 @@ class MlaFormat:
     """One cache format.
 
     Attributes:
-        name: what callers ask for.
-        q_dtype: of the queries and of dequantised tokens.
+        name: the name that callers pass as ``kv_format``.
+        q_dtype: dtype of the queries and of dequantised tokens.
         cache_dtypes: dtypes that a cache tensor may have.
         tokens: the format's token in each width, as objects of :mod:`layouts.kv`.
-        split_pages: whether a page holds the data of all its tokens and then their scales, instead of tokens in a row.
+        split_pages: whether a page holds first the data of all its tokens, then their scales. Else it holds whole
+            tokens.
     """
 
     name: str
@@ -93,8 +94,8 @@ class MlaFormat:
             first += part.shape[2]
 
     def _parts(self, cache: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a view uint8 [num_pages, page_size, bytes] of each contiguous part of tokens, in the token's
-        order."""
+        """Returns views uint8 [num_pages, page_size, bytes] of a cache: one of whole tokens, or with split pages one of
+        their data and one of their scales."""
         cache = cache.view(torch.uint8)
         if not self.split_pages:
             return [cache]

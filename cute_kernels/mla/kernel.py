@@ -3,7 +3,7 @@
 Roles of the three or four warpgroups of a CTA:
 
     consumers   warpgroup 0: scores, softmax, left half of the output; warpgroup 1: right half. 64 x 512 accumulators in
-                fp32 are all the registers that two warpgroups have left. See `mainloops`.
+                fp32 take all registers that two warpgroups can spare. See `mainloops`.
     producers   one or two warpgroups: fill tiles of 64 tokens in 16 bits, two in shared memory. They gather and decode
                 (`loads.fp8`), gather and copy (`loads.gather`), or load by TMA (`loads.tma_tiles`).
 
@@ -77,7 +77,7 @@ class MlaKernel:
 
     @cute.jit
     def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
-        """Launches ``num_ctas`` CTAs, for both kinds of decode."""
+        """Launches ``num_ctas`` CTAs, of paged or of sparse decode."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
         queries = self.loader.source(q, shape)
         counts = Counts.of(shape, head_blocks, num_ctas)

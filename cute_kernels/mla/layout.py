@@ -1,6 +1,6 @@
 """The layout of a token: which of its bytes become which columns of a tile. No GPU types here.
 
-It follows from the format's description of its bytes (:mod:`layouts.kv.mla`). A tile is made of slabs of 64 columns,
+The layout is derived from the format's description in :mod:`layouts.kv.mla`. A tile is made of slabs of 64 columns,
 [tokens, 64] each: the latent columns' slabs, then the RoPE columns' slab. Where keys have 512 columns, the RoPE slab is
 part of the value.
 """
@@ -23,12 +23,12 @@ class TokenLayout:
     """The layout of a token in one format and one width.
 
     Attributes:
-        dtype: "bf16" or "fp16", of queries, tiles and results.
+        dtype: dtype of queries, tiles and results, "bf16" or "fp16".
         num_slabs: slabs of a key.
         data_bytes: a token's contiguous bytes; the scales of split pages lie elsewhere.
-        code_slabs: how many slabs, the first ones, are stored as E4M3 codes; 0 for 16-bit tokens.
+        code_slabs: how many of a key's slabs, from the first on, are stored as E4M3 codes; 0 for 16-bit tokens.
         rope_offset: the RoPE columns' first byte in an FP8 token.
-        num_scales: scales of a token; each belongs to equally many code slabs.
+        num_scales: scales of a token; all belong to the same number of code slabs.
         scale_bytes: bytes of all scales of a token, which are loaded at once.
         scales_offset: the scales' first byte in the token; None where they lie after all tokens of the page.
     """
@@ -54,7 +54,7 @@ class TokenLayout:
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The slabs of the two parts in which a tile may be loaded and released. The first part is the left half of the
-        value and the columns after the value, the second the right half."""
+        value and the columns after the value. The second part is the right half of the value."""
         behind = range(VALUE_SLABS, self.num_slabs)
         return (*behind, *range(HALF_SLABS)), tuple(range(HALF_SLABS, VALUE_SLABS))
 

@@ -70,8 +70,8 @@ def _dense_checked(call: DenseCall) -> tuple[DenseProblem, torch.Tensor | None]:
 
 
 def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> Plan[[DenseCall], Results] | None:
-    """Returns the plan of calls of the same shapes, strides, dtypes, device and options; None if they launch
-    nothing."""
+    """Returns the plan for calls that agree with the checked call in shapes, strides, dtypes, device and options; None
+    if they launch nothing."""
     from cute_kernels.mla.plan import dense_plan  # the kernels' side
 
     problem, _ = checked
@@ -232,7 +232,7 @@ def _index_of(problem: DenseProblem | SparseProblem) -> int:
 
 
 def _wanted_out(problem: DenseProblem | SparseProblem) -> tuple[Any, ...]:
-    """Returns what `identity` returns for an ``out`` on a GPU that passes the checks."""
+    """Returns the `identity` of an ``out`` on a GPU that passes the checks."""
     return problem.out_shape, True, problem.q_dtype, _index_of(problem), 0
 
 

@@ -47,8 +47,8 @@ class MlaPlan:
 
     Attributes:
         send: the compiled kernel; takes by name the launch arguments that differ between launches.
-        combine: the compiled kernel that adds up parts in a second launch, which takes arguments by name; None without
-            one.
+        combine: the compiled kernel of the second launch, which adds up parts; takes arguments by name. None if there
+            is no second launch.
         num_parts: parts of a row; STREAM_K for work ranges over all rows.
         num_ctas: CTAs of the launch; 0 for the kernel for few heads.
         part_words: 4-byte words of all partial results; 0 if rows are not cut.
@@ -152,8 +152,8 @@ def make_plan(
     config: MlaConfig | FewHeadsConfig, arch: str, shape: Workload, num_parts: int, known: Tokens | None = None
 ) -> MlaPlan:
     """Makes the plan of launches that cut each row into ``num_parts``. If a cluster computes the parts of a row,
-    ``num_parts`` must be the cluster's size. STREAM_K cuts all rows into work ranges. known: the tokens' arguments that
-    all launches share."""
+    ``num_parts`` must be the cluster's size. STREAM_K cuts all rows into work ranges. known: launch arguments that
+    describe the tokens and are the same in all launches."""
     few = isinstance(config, FewHeadsConfig)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:

@@ -35,7 +35,7 @@ class Decode:
     fence: who makes stores of a tile visible to wgmma: producers ("writer") before they arrive, or consumers ("reader")
         after they have waited.
     prefetch: how many blocks ahead tokens are prefetched into L2; 0 for not at all.
-    chunk: how many pieces of 16 bytes at most are decoded before the loads into their registers are issued; WHOLE: the
+    chunk: at most how many pieces of 16 bytes are decoded before the loads into their registers are issued; WHOLE: the
         compiler decides.
     warps: producer warps.
     """
@@ -69,8 +69,8 @@ class Decode:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The load of FP8 tokens in a pair of CTAs with different heads: each decodes half and sends it to the other. Tiles
-    are whole.
+    """The load of FP8 tokens by a pair of CTAs with different heads. Each CTA decodes half of the tokens and sends them
+    to the other CTA. Tiles are whole.
 
     scales, prefetch, chunk: as in :class:`Decode`.
     """

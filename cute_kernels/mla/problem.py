@@ -1,4 +1,4 @@
-"""The problem of a call, which decides its plan: shapes, formats and strides, hashable, without the tensors.
+"""The problem of a call: its shapes, formats and strides, without the tensors. It is hashable and decides the plan.
 
 Two calls with equal problems run the same compiled function with the same schedule.
 """
@@ -33,7 +33,7 @@ class CacheShape:
 
     @property
     def num_slots(self) -> int:
-        """The number of tokens that the cache has room for; indices are below it."""
+        """The number of tokens that the cache has room for; all indices are smaller."""
         return self.num_pages * self.page_size
 
 
@@ -42,7 +42,7 @@ class Queries:
     """The queries of a call, and the cache that they read.
 
     Attributes:
-        q_dtype: of q and of the result.
+        q_dtype: dtype of q and of the result.
         batch, q_len, num_heads, head_dim: q's shape.
         cache: the shape of the cache, which has all requests' tokens.
     """
@@ -67,7 +67,7 @@ class DenseProblem(Queries):
     Attributes:
         max_pages: columns of the block table.
         table_stride: elements from one row of the block table to the next.
-        causal: whether tokens after a query's own are hidden; False for q_len 1, where there are none.
+        causal: whether queries do not see tokens after their own; False for q_len 1, which has no such tokens.
     """
 
     max_pages: int
@@ -81,7 +81,7 @@ class DenseProblem(Queries):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries, or none that can see a token."""
+        """Whether the call has no queries, or none of them can see a token."""
         return 0 in (self.batch, self.q_len, self.max_pages, self.cache.num_pages)
 
 
@@ -102,7 +102,7 @@ class SparseProblem(Queries):
     Attributes:
         topk: the number of a query's indices.
         extra: a second cache, of the same format, or None.
-        extra_topk: the number of a query's indices into ``extra``; 0 without it.
+        extra_topk: the number of a query's indices into ``extra``; 0 without ``extra``.
     """
 
     topk: int
@@ -111,7 +111,7 @@ class SparseProblem(Queries):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries, or none that can see a token."""
+        """Whether the call has no queries, or none of them can see a token."""
         first = self.topk and self.cache.num_pages
         second = self.extra_topk and self.extra is not None and self.extra.num_pages
         return not (self.batch and self.q_len and (first or second))

@@ -4,8 +4,9 @@ After DeepSeek-V2's absorption of the up-projections, decode is multi-query atte
 (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). All of a token is the key, its first 512 columns are the value. Tokens
 are dequantised exactly (code * scale in fp32). Scores, softmax and accumulators are in ``compute_dtype``.
 
-LSE is FlashMLA's: natural log of the sum of exp(softmax_scale * q . k), +inf where a query sees no token, whose output
-is 0. A sink is one more logit in the softmax's denominator without a value: out * exp(lse) / (exp(lse) + exp(sink)).
+LSE is FlashMLA's: the natural log of the sum of exp(softmax_scale * q . k). A query that sees no token has LSE +inf and
+output 0. A sink is one more logit in the softmax's denominator without a value. It makes the output out * exp(lse) /
+(exp(lse) + exp(sink)).
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ def sparse_mla_decode_reference(
     compute_dtype: torch.dtype = torch.float32,
     **optional: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes sparse decode; arguments as :func:`cute_kernels.mla.sparse_mla_decode`, ``compute_dtype`` as above.
-
-    optional: any of `SparseExtras`.
+    """Computes sparse decode; arguments as :func:`cute_kernels.mla.sparse_mla_decode`, ``compute_dtype`` as
+    `mla_decode_reference`. optional: fields of `SparseExtras`, by name.
 
     Returns out [batch, q_len, num_heads, 512], lse and the greatest scaled score, both [batch, q_len, num_heads], all
     in `compute_dtype`. A query that sees nothing has out 0, lse +inf and greatest score -inf. Works on CPU and CUDA.

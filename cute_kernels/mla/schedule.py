@@ -47,7 +47,7 @@ class Rate:
     Attributes:
         heads: heads of a CTA.
         block_us: microseconds for a block of 64 tokens.
-        cta_us: microseconds once a CTA, for queries, the first tile and the output.
+        cta_us: microseconds of a CTA besides its blocks: for queries, the first tile and the output.
         cluster: CTAs that compute the parts of a row and add them up; 1 if a second launch adds them up.
         value_bytes: bytes of a value in a partial result.
         cooperative: whether the CTAs of a launch add up the parts, see `.combine.cooperative`.
@@ -99,7 +99,7 @@ class Workload:
         return self.num_rows * self.head_blocks(heads)
 
     def head_blocks(self, heads: int) -> int:
-        """Returns how many CTAs a row needs, if each has so many heads."""
+        """Returns how many CTAs a row needs if each CTA has ``heads`` heads."""
         return -(-self.num_heads // heads)
 
     def cta_blocks(self, num_parts: int) -> int:
@@ -165,7 +165,7 @@ def cooperative_heads(num_parts: int) -> int:
 
 
 def fits_cooperative(shape: Workload, num_parts: int) -> bool:
-    """Returns whether the CTAs of a launch can add up so many parts: there is an SM for each CTA."""
+    """Returns whether the CTAs of a launch can add up ``num_parts`` parts of each row: each CTA needs its own SM."""
     return num_parts in COOPERATIVE_PARTS and shape.num_ctas(BLOCK_HEADS) * num_parts <= shape.num_sms
 
 
@@ -186,7 +186,7 @@ def count_ctas(shape: Workload, num_parts: int) -> int:
 
 def choose_combine(shape: Workload) -> tuple[int, int]:
     """Returns (`CombineConfig.slots`, row_bits) of the combining kernel. The fewer rows there are, the more threads
-    each has."""
+    work on a row."""
     rows, slots = shape.num_rows * shape.num_heads, COMBINE_SLOTS[1]
     for row_bits in range(slots.bit_length()):
         if -(-rows >> row_bits) <= shape.num_sms:

@@ -42,8 +42,8 @@ WARP_HEADS = BLOCK_HEADS // WARPGROUP_WARPS
 
 
 def units_of(blocks):
-    """Returns the units of work of a row of so many blocks: one for each block. An empty row counts as one, as its
-    result has to be written."""
+    """Returns the units of work of a row of ``blocks`` blocks: one for each block. An empty row counts as one unit, as
+    its result has to be written."""
     return cutlass.max(blocks, Int32(1))
 
 
@@ -62,11 +62,11 @@ class StreamK:
 
     @cute.jit
     def work_range(self, team, lane):
-        """Returns (first row, unit of that row, number of units) of a team's work range; all lanes of a warp call it
-        together.
+        """Returns (first row, first unit in that row, number of units) of a team's work range. All lanes of a warp call
+        it together.
 
         A lane adds up the units of its share of the requests. Then it tests whether the work range begins in one of
-        these requests. Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to
+        these requests. Nothing is unrolled: with a cold cache, instructions that run once take longer to fetch than to
         run.
         """
         per_lane = (self.requests + (WARP_THREADS - 1)) // WARP_THREADS
@@ -107,7 +107,7 @@ class StreamK:
 
     @cute.jit
     def request_units(self, request):
-        """Returns (units of one row of a request, units of all its rows). The second is 0 if there is no such
+        """Returns (units of one row of a request, units of all its rows). The second number is 0 if there is no such
         request."""
         existing = cutlass.min(request, self.requests - 1)
         _, blocks = count_blocks(*self.locator.lengths(self.source, existing))
@@ -130,8 +130,8 @@ class PartialExchange:
 
     @cute.jit
     def publish(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Publishes a thread's accumulators for the CTA that resumes. stats: its maxima and totals, also published; ()
-        if it has none."""
+        """Publishes a thread's accumulators for the CTA that resumes. stats: the thread's maxima and totals, which are
+        published, too; () if it has none."""
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.own * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             place = self.words + Int64(number) * STATE_BYTES + lane * LANE_BYTES

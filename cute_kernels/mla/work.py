@@ -30,7 +30,7 @@ class MlaSizes:
 
 @dataclass(frozen=True)
 class Results:
-    """The addresses of results, and of ``sinks``, which is read. 0 where absent."""
+    """The addresses of results, and of ``sinks``, which is read. The address of an absent tensor is 0."""
 
     out: Int64  # bf16 or fp16 [rows, num_heads, 512]
     lse: Int64  # fp32 [rows, num_heads]
@@ -64,7 +64,7 @@ class WorkTile:
 
     @staticmethod
     def cut(num_blocks, size, part):
-        """Returns (begin, end) of a part in blocks. size: blocks of a part, where as many exist."""
+        """Returns (begin, end) of a part in blocks. size: blocks of a part; the last parts may have fewer or none."""
         begin = cutlass.min(part * size, num_blocks)
         return begin, cutlass.min(begin + size, num_blocks)
 

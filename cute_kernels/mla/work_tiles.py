@@ -27,7 +27,7 @@ LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
 
 @dataclass(frozen=True)
 class Counts:
-    """The divisors of a launch as `Divisor`s, which replace divisions; computed on the host."""
+    """The numbers by which a kernel divides, as `Divisor`s made on the host."""
 
     of_part: Divisor  # work tiles of the first parts of all rows
     head_blocks: Divisor  # of a row
@@ -90,8 +90,8 @@ class WorkTiles:
         )  # fmt: skip
 
     def next_tile(self, row, left) -> WorkTile:
-        """Returns the next work tile under stream-K: a row from its first block on. It has only the fields that a
-        cursor needs."""
+        """Returns the next work tile under stream-K: a row from its first block on. The work tile has only the fields
+        that a cursor needs."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
         left = left - cutlass.min(left, units_of(num_blocks))
@@ -145,7 +145,8 @@ def _first(shape, source, locator, counts, cta, team, lane):
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in the blocks of all work tiles of a CTA, in order; the same in all lanes of a warp."""
+    """A producer's position in the blocks of a CTA: it goes through all work tiles, block after block. It is the same
+    in all lanes of a warp."""
 
     work_tiles: WorkTiles
     loader: QueryLoader
@@ -164,17 +165,17 @@ class Cursor:
 
     @property
     def block(self):
-        """The block's number in its row."""
+        """The number of the current block in its row."""
         return Int32(self.state[BLOCK])
 
     @property
     def found(self):
-        """The number of blocks so far, this one included."""
+        """The number of blocks so far, the current block included."""
         return Int32(self.state[FOUND])
 
     @property
     def work(self) -> WorkTile:
-        """The block's work tile, with only the fields that locators need."""
+        """The current block's work tile, with only the fields that locators need."""
         row, end, length, main_blocks, extra = (
             Int32(self.state[i]) for i in (ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH)
         )
@@ -182,7 +183,7 @@ class Cursor:
 
     @cute.jit
     def advance(self):
-        """Goes on to the next block of the CTA. When none is left, ``block`` is not below the work tile's end."""
+        """Goes on to the next block of the CTA. If no block is left, ``block`` is at or beyond the work tile's end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
         if const_expr(self.work_tiles.has_stream_k):

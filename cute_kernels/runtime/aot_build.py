@@ -32,11 +32,11 @@ def build(
     jobs: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`; a bundle in it is replaced.
+    """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`. It replaces a bundle there.
 
-    Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with one
-    symbol, native.LinkerMissingError without a linker, workers.CompileError if a kernel does not compile, and OSError
-    if out_dir cannot be written.
+    Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with the
+    same symbol, native.LinkerMissingError without a linker, workers.CompileError if a kernel does not compile, and
+    OSError if out_dir cannot be written.
     """
     specs = list(dict.fromkeys(specs))
     _check_symbols(specs)

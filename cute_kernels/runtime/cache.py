@@ -250,7 +250,7 @@ _used: list[KernelCache] = []  # by blocks of `using`, the innermost last
 
 
 def default_cache() -> KernelCache:
-    """Returns the process's cache; in a block of :func:`using` that block's cache. The process's cache has the
+    """Returns the process's cache, or within a block of :func:`using` that block's cache. The process's cache has the
     directory `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"), and installed packages
     of bundles.
 

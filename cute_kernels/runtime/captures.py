@@ -1,9 +1,9 @@
 """CUDA graph captures in progress: the capture of a stream, and whether the captured graph still exists.
 
-A graph can own *user objects* (cudaGraphRetainUserObject, which is allowed while it is captured). What is instantiated
-from it owns them, too; when the last owner is destroyed and none of its launches runs any more, CUDA calls the object's
-destructor. It may do so on a thread of its own, which must call neither CUDA nor Python (whose lock it would wait for).
-The destructor here is the C library's ``sem_post`` on a semaphore, which is read later.
+A graph can own *user objects* (cudaGraphRetainUserObject, which is allowed during the capture). Executable graphs that
+are instantiated from it own them, too. Once the last owner is destroyed and its launches have ended, CUDA calls the
+object's destructor. It may be called on a thread of CUDA's, which must call neither CUDA nor Python. The destructor
+here is the C library's ``sem_post`` on a semaphore, which is read later.
 """
 
 from __future__ import annotations

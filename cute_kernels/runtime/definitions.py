@@ -9,12 +9,12 @@ if reached code mentions its name, as an attribute or a string. So a method that
 digest.
 
 A table by class, such as `{Split: SplitReduction, ...}` at the top level of a module, has a definition for each entry.
-An entry counts if its class does. A class is held if it is the type of a value in the configuration; defaults of its
-fields then do not count.
+An entry counts if its class counts. A class is held if it is the type of a value in the configuration. Then the
+defaults of its fields do not count.
 
 A link is weak where only the identity of a type counts: annotations, `isinstance`, comparisons with `type(...)`, class
-patterns and parameters of generic classes. Weak links pass through aliases and end at classes, whose code they do not
-run.
+patterns and parameters of generic classes. A weak link passes through aliases and ends at a class, whose code does not
+count.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Definition(NamedTuple):
     Attributes:
         binds: the names that the statement assigns or defines.
         digest: the digest of the text.
-        uses: dotted names that it refers to, sorted; weak: dotted names of which only the identity counts, see the
-            module.
+        uses, weak: dotted names that the definition refers to, sorted. The links of names in ``weak`` are weak, see the
+            module's docstring.
         mentions: names of attributes in it, and strings that may be names of attributes.
         spans: the first and the last line of each of its parts.
-        is_class: whether it is a class; weak references are not followed beyond one.
+        is_class: whether it is a class, at which weak links end.
         members: a class's methods by name.
         held: for a class, the definition that counts if a value of the class exists: without bases and defaults of
             fields.
@@ -66,7 +66,7 @@ class Definition(NamedTuple):
 
 
 class Import(NamedTuple):
-    """The target of an imported name: a module, or an attribute of one."""
+    """The target of an imported name: a module, or an attribute of a module."""
 
     module: str
     attribute: str | None
@@ -130,8 +130,8 @@ def reads() -> int:
 
 
 def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
-    """Returns whether foreign code may call a class's methods: a base or a decorator is foreign. foreign: names that
-    are imported from other software."""
+    """Returns whether foreign code may call a class's methods: whether a base or a decorator is foreign. foreign: names
+    that are imported from other software."""
     parts = [part for item in (*node.bases, *node.decorator_list) for part in ast.walk(item)]
     return any(isinstance(part, ast.Name) and part.id in foreign for part in parts)
 

@@ -43,7 +43,7 @@ class Gpu:
         stream: raw handle of torch's current stream of a device (index).
         empty: as `torch.empty_strided` (shape, strides, dtype), on the current device.
         workspace: (index, stream, number of words) -> address, as `WorkspacePool.get`.
-        counters: like ``workspace``, but a launch may use the words before it waits for the launch before it.
+        counters: like ``workspace``, for words that a launch may use while the launch before it still runs.
         takes_cpu: whether calls on CPU tensors launch kernels, as on CUDA tensors, instead of running the reference.
     """
 
@@ -79,8 +79,8 @@ def forgotten(clear: Callable[[], object]) -> None:
 
 
 def per_gpu(cached: CachedT) -> CachedT:
-    """Decorates a function with `functools.cache` whose results depend on this machine's GPUs: :func:`forget` empties
-    its cache."""
+    """Decorates a cached function whose results depend on this machine's GPUs, so that :func:`forget` empties its
+    cache."""
     forgotten(cached.cache_clear)
     return cached
 
@@ -89,7 +89,7 @@ def per_gpu(cached: CachedT) -> CachedT:
 def standing_in(gpu: Gpu) -> Iterator[None]:
     """Replaces the GPU by ``gpu`` within this block; kept plans are dropped before and after it.
 
-    It holds for the whole process, so no other thread may launch meanwhile.
+    The replacement holds for the whole process, so no other thread may launch meanwhile.
     """
     names = [field.name for field in fields(Gpu)]
     before = [getattr(GPU, name) for name in names]

@@ -77,7 +77,8 @@ class LaunchArguments:
     def entry(self, launch: Callable[..., None], *, with_stream: bool = True) -> Any:
         """Makes the host function to be compiled, which takes these arguments, then the stream if ``with_stream``.
 
-        launch: the function that it calls, with an object that has the arguments as attributes, and the stream.
+        launch: the function that the host function calls. It gets an object with the arguments as attributes, then the
+        stream.
         """
         import cutlass
         import cutlass.cute as cute
@@ -100,10 +101,10 @@ class LaunchArguments:
         made: Mapping[str, Callable[[], object]] | None = None,
         ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        """Makes the function that a plan calls, which calls ``function`` with all arguments in order.
+        """Makes the function that a plan calls. It calls ``function`` with all arguments in order.
 
-        The made function takes by name the arguments that are not in fixed, tensors, values or made, and the arguments
-        that the places in tensors and values begin with.
+        It takes by name each argument that is in none of fixed, tensors, values and made. It also takes the arguments
+        with which the places in tensors and values begin.
 
         Args:
             fixed: values by name.

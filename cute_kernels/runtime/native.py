@@ -237,10 +237,10 @@ def _load_runtime(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def host_isa() -> str:
-    """Returns the host's instruction set, such as "x86_64-v4", or the machine's name for others than x86_64.
+    """Returns the host's instruction set, such as "x86_64-v4"; the machine's name if it is no x86_64.
 
-    The host code of an exported kernel is compiled for the CPU that exports it, with AVX-512 if it has it. So an object
-    may not run on an older CPU: the instruction set is part of cache keys, and bundles check it.
+    The host code of an exported kernel is compiled for the CPU that exports it, with AVX-512 if the CPU has AVX-512. So
+    an object may not run on an older CPU: the instruction set is part of cache keys, and bundles check it.
     """
     machine = platform.machine()
     if machine != "x86_64":
@@ -259,7 +259,8 @@ def host_isa() -> str:
 
 
 def isa_runs(built_for: str, host: str) -> bool:
-    """Returns whether code for one `host_isa()` runs on a host with another."""
+    """Returns whether host code that was built for one instruction set runs on a host with another. Both are named as
+    `host_isa` names them."""
     machine, _, level = built_for.partition("-v")
     host_machine, _, host_level = host.partition("-v")
     return machine == host_machine and int(level or 0) <= int(host_level or 0)

@@ -229,7 +229,8 @@ def route(
     The first tensor decides the device.
 
     The operator computes calls that are being traced, and tensors that are not plain. Raises TypeError for an argument
-    that is no tensor, ValueError if the first tensor is neither on a CPU nor on a GPU and another one is elsewhere.
+    that is no tensor. Raises ValueError if the first tensor is on neither a CPU nor a GPU, and another tensor is on
+    another device.
     """
     if needs_dispatch(**tensors):
         return operator

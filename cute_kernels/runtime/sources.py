@@ -27,9 +27,9 @@ _STARTED = time.time()
 
 
 class Root(NamedTuple):
-    """A root of the search: a definition of a module, a member of a class in it, or (no name) all of a module.
+    """A root of the search: a definition of a module, a member of a class in it, or without a name the whole module.
 
-    Without a module ``name`` is text that is hashed. held: whether the root is the type of a value in the
+    Without a ``module``, ``name`` is a text to be hashed. held: whether the root is the type of a value in the
     configuration.
     """
 
@@ -48,8 +48,8 @@ class Place(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """The definitions that a kernel's compilation can reach. digest: of all of them. texts: each one's name and the
-    digest of its text."""
+    """The definitions that a kernel's compilation can reach. digest: the digest of all definitions. texts: (name,
+    digest of the text) of each definition."""
 
     digest: str
     places: frozenset[Place]
@@ -74,8 +74,8 @@ def reached(spec: KernelSpec) -> Reached:
 
 
 def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
-    """Returns two digests that decide `reached`, found without its search: of all files that the search may read, and
-    of the names where it begins.
+    """Returns two digests that together decide what `reached` returns, but does not search. The first is the digest of
+    all files that the search may read, the second that of the names where the search begins.
 
     reads: 0 for the digest that this process computed first, before its first search; `definitions.reads()` for a
     digest of the files as they are now.
@@ -86,8 +86,8 @@ def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
 
 
 def is_settled(spec: KernelSpec) -> bool:
-    """Returns whether all files are as they were before this process searched them first, so that `reached` is what its
-    `question` decides."""
+    """Returns whether no file has changed since before this process's first search. Only then does `question` decide
+    what `reached` returns."""
     return question(spec) == question(spec, definitions.reads())
 
 
@@ -266,7 +266,7 @@ class _Walk:
 
 
 def _held(targets: Iterable[_Node | str]) -> Iterator[_Node | str]:
-    """Yields the targets. In place of a class it yields the definition that counts where a value of it is held."""
+    """Yields the targets, but in place of a class its definition ``held``."""
     for target in targets:
         held = None if isinstance(target, str) else target.definition.held
         yield target if isinstance(target, str) or held is None else target._replace(definition=held)
@@ -318,7 +318,8 @@ def _targets(
 def _attributes(
     where: str, names: list[str], strong: bool, packages: frozenset[str], seen: frozenset[tuple[str, str]]
 ) -> Iterator[_Node | str]:
-    """Yields the targets of a chain of attributes of module ``where``: first parts of packages, then a definition."""
+    """Yields the targets of ``names``, a chain of attributes of module ``where``. The first names may be modules in
+    packages; then comes a definition."""
     module = _module(where, packages)
     while names:
         inner = _module(f"{where}.{names[0]}", packages)
@@ -349,8 +350,8 @@ def _module(name: str, packages: frozenset[str]) -> Module | None:
 
 
 def state_of(roots: Iterable[Path]) -> str:
-    """Returns the digest of Python files. A folder stands for all of them below it; links that lead nowhere, such as
-    editors' locks, do not count. Raises FileNotFoundError for a root that does not exist."""
+    """Returns the digest of Python files. A folder stands for all Python files below it. Links that lead nowhere, such
+    as editors' locks, do not count. Raises FileNotFoundError for a root that does not exist."""
     digest = hashlib.sha256()
     for root in roots:
         walk = os.walk(root, followlinks=True)

@@ -39,7 +39,7 @@ def check_config(config: Config) -> None:
 
 
 def one_of(value: object, wanted: Collection[object], name: str) -> str | None:
-    """Returns why ``value`` is refused if it is not among ``wanted``, else None. name: of the field, for the
+    """Returns why ``value`` is refused if it is not among ``wanted``, else None. name: the field's name, for the
     message."""
     return None if value in wanted else f"{name} {value!r} is not one of {', '.join(map(str, wanted))}"
 
@@ -163,7 +163,8 @@ def _plain(value: object) -> Any:
 
 @functools.cache
 def unclear_fields(config: type) -> tuple[str, ...]:
-    """Returns the names of a dataclass's fields whose values' class does not follow from the values' own fields."""
+    """Returns the names of a dataclass's fields whose values need their class in JSON: the class does not follow from
+    the fields of the value."""
     hints = typing.get_type_hints(config)
     return tuple(field.name for field in dataclasses.fields(config) if _is_unclear(hints[field.name]))
 
@@ -178,5 +179,5 @@ def _is_unclear(declared: object) -> bool:
 
 
 def _told_by(kind: Any) -> tuple[Any, ...]:
-    """Returns (name, value or None) of a dataclass's fields; only constant fields have values."""
+    """Returns (name, value) of each field of a dataclass. The value is None unless the field is constant."""
     return tuple((field.name, None if field.init else field.default) for field in dataclasses.fields(kind))

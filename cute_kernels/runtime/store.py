@@ -106,12 +106,13 @@ def key_of(spec: KernelSpec, arch: str) -> Key:
 
 
 def source_digest(spec: KernelSpec) -> str:
-    """Returns the digest of the sources that decide a kernel: what `sources.reached` finds, or has found before.
+    """Returns the digest of the sources that decide a kernel: the digest that `sources.reached` finds.
 
-    The search parses dozens of modules. So the process's cache directory has an index of what searches have found, one
-    for each state of all files. It is trusted as compiled kernels are (:mod:`.trust`). A line names where a search
-    began and what it found, and ends with a digest of both: lines that are not whole do not count. An index that cannot
-    be read or written costs each process its own searches. A search during which a file changed is not noted.
+    The search parses dozens of modules. So the process's cache directory keeps the results of searches, in one index
+    for each state of all source files. An index is trusted under the same conditions as compiled kernels
+    (:mod:`.trust`). A line names where a search began and what it found, and ends with a digest of both, so lines that
+    are not whole do not count. Where an index cannot be read or written, each process searches for itself. A search
+    during which a file changed is not noted.
     """
     (files, begins), store = sources.question(spec), DiskStore(default_directory())
     path = store.root / "sources" / files

@@ -63,8 +63,8 @@ def default_jobs() -> int:
 
 
 def keep(seconds: float) -> None:
-    """Makes this process keep workers that are done for later calls, as many as `default_jobs` returns. They end once
-    none was used for ``seconds``. Only the first call has an effect.
+    """Lets workers that are done wait for later calls of this process, at most as many as `default_jobs` returns. They
+    end once none was used for ``seconds``. Only the first call of `keep` has an effect.
 
     A worker keeps the sources that it was started with, so sources must not change meanwhile.
     """
@@ -274,7 +274,8 @@ _waiting = _Waiting(0)
 
 
 def _leave_in_child() -> None:
-    """Closes a forked child's copies of the pipes to waiting workers, which would live on as long as the child."""
+    """Closes a forked child's copies of the pipes to waiting workers. With open pipes, the workers would live as long
+    as the child."""
     _waiting._lock = threading.Lock()  # another thread may have held it
     _waiting.close()
 

@@ -2,17 +2,17 @@
 
 Kernels on one stream run one after the other, so they may share a buffer; they leave the words that they used EMPTY
 again. A captured graph may be replayed on any stream at any time. So its launches on a stream share a buffer of their
-own. It is a piece of a slab that was filled before, or memory from the graph's own pool, which the graph fills in each
-replay.
+own. That buffer is a piece of a slab that was filled in advance, or memory from the graph's own pool, which the graph
+fills in each replay.
 
 Buffers live for these times:
 
 - A stream's buffer lives as long as the process, even if it became too small: another thread may have its address and
-  not have launched yet. Sizes at least double, so all buffers of a stream are less than twice the last.
-- A graph's piece lives as long as the graph and all that was instantiated from it. CUDA holds a *user object* for it
-  (:mod:`cute_kernels.runtime.captures`), and releases it when the last of them is destroyed and has run. The next
-  capture notices that and takes the piece again, EMPTY as each replay has left it. So any number of captures may follow
-  each other; memory is needed only for the graphs that exist at a time.
+  not have launched yet. Sizes at least double, so all buffers of a stream together are less than twice the last.
+- A graph's piece lives as long as the graph and all that was instantiated from it. CUDA holds a *user object* for the
+  piece (:mod:`cute_kernels.runtime.captures`), and releases it once all of these graphs are destroyed and have run.
+  Then the next capture may take the piece, EMPTY as each replay leaves it. So any number of captures may follow each
+  other: memory is needed only for the graphs that exist at a time.
 - Memory that a graph fills itself lives in the graph's memory pool, which torch frees with the graph. The pool here
   holds it until a later capture needs a buffer on the same stream, so that the graph uses it for nothing else.
 - A program that never replays two of its graphs at a time calls `share_among_captures`. The graphs captured on one
@@ -46,7 +46,8 @@ class _Slab:
     free: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, num_words: int) -> int | None:
-        """Takes ``num_words`` consecutive free words. Returns the first one's index, None if there are not so many."""
+        """Takes ``num_words`` consecutive free words. Returns the first word's index; None if no range is large
+        enough."""
         for i, (first, end) in enumerate(self.free):
             if end - first >= num_words:
                 self.free[i : i + 1] = [(first + num_words, end)] if end - first > num_words else []
@@ -171,8 +172,8 @@ class WorkspacePool:
         return words
 
     def prepare(self, device_index: int) -> None:
-        """Sets memory aside for launches that will be captured. The first launch that is not captured does so by
-        itself."""
+        """Sets memory aside for launches that will be captured. Without this call, the first launch that is not
+        captured sets it aside."""
         with self._lock:
             self._set_aside(device_index)
 

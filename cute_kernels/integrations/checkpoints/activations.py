@@ -144,7 +144,7 @@ class Rounding(NamedTuple):
 
 
 def common(found: set[Rounding]) -> Rounding:
-    """Returns one rounding for all experts of a layer. If theirs differ, it declares a kind that no products support,
-    so that products stay in 16 bits."""
+    """Returns one rounding for all experts of a layer. If the experts' roundings differ, the result declares a kind
+    that no products support, so that products stay in 16 bits."""
     one, said = next(iter(found)), sorted(str(each.declared or "16 bits") for each in found)
     return one if len(found) == 1 else Rounding(one.asked, Declared(" and ".join(said)))

@@ -29,10 +29,10 @@ def from_awq(
         qweight: int32 [K, N / 8].
         qzeros: int32 [G, N / 8], packed as qweight.
         scales: floating [G, N].
-        group_size: of the configuration (-1: one scale per channel), or None to find it from K and G.
+        group_size: the configuration's group size (-1: one scale per channel); None: found from K and G.
         input_scale: [K], multiplied with the inputs first, for a checkpoint that keeps AWQ's scales apart.
-        dtype: of the scales and the activations, bf16 or fp16; default the scales' own, bf16 for fp32.
-        device: where the result is put, default that of the scales.
+        dtype: dtype of the scales and the activations, bf16 or fp16; default the scales' own, bf16 for fp32.
+        device: where the result is put, default the scales' device.
 
     Raises:
         TypeError, ValueError: a tensor does not fit; the message names it.

@@ -61,8 +61,8 @@ def read_config(path: Path) -> Config:
 
 
 def _of_experts(settings: Config) -> dict[str, Any]:
-    """Returns DeepSeek V4's "expert_dtype", which config.json has outside of the quantisation configuration; {} if it
-    has none there. V4.1 has it inside."""
+    """Returns DeepSeek V4's "expert_dtype", which config.json has outside of the quantisation configuration; {} if
+    there is none. V4.1 has it inside the quantisation configuration."""
     of_text = settings.get("text_config")
     said = settings.get("expert_dtype", of_text.get("expert_dtype") if isinstance(of_text, Mapping) else None)
     return {} if said is None else {"expert_dtype": said}
@@ -105,8 +105,8 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
 
 
 def block_in(said: object) -> tuple[int, int]:
-    """Returns (rows, inputs) of the blocks of a weight that share a scale; inputs are 0 if there are no blocks. said:
-    such as [128, 128] or "128x128", or 32 for 32 inputs of one row."""
+    """Returns (rows, inputs) of a block of weights that share a scale; inputs are 0 if there are no blocks. said: for
+    example [128, 128] or "128x128", or 32 for 32 inputs of one row."""
     rows, inputs = [1, 0, *map(int, re.findall(r"-?\d+", str(said)))][-2:]
     return max(rows, 1), max(inputs, 0)
 
@@ -153,7 +153,7 @@ def _compiled(key: str, pattern: str, prefix: str) -> re.Pattern[str]:
 
 
 def _group_of(config: Config, name: str) -> Config:
-    """Returns the group of a compressed-tensors configuration that a quantised layer is in.
+    """Returns a quantised layer's group in a compressed-tensors configuration.
 
     Targets are names, patterns that follow "re:", or classes; a name wins over a pattern, a pattern over a class. Every
     layer counts as a Linear.

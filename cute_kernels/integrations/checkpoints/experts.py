@@ -25,7 +25,7 @@ class Stack:
         """Copies an expert's weight into its place.
 
         Raises:
-            ValueError: it differs from the first expert in shape or format, or permutes or scales its own inputs.
+            ValueError: the weight differs from the first expert's in shape or format, or permutes or scales its inputs.
         """
         for name in ("perm", "input_scale"):
             if getattr(weight, name) is not None:

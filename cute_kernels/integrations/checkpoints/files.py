@@ -199,8 +199,8 @@ class Filling:
             self._notes[target] = common(self._roundings[target]).set(made)
 
     def _swapped(self, name: str) -> Any:
-        """Returns the module that the layer ``name`` replaces, alone or together with other experts. It is the experts'
-        block if the router's weights scale the experts' inputs."""
+        """Returns the module that the layer ``name`` replaces, alone or together with other experts. For experts whose
+        inputs the router's weights scale, this is the experts' block."""
         place = self.places[name].module
         known = self._known.get(place)
         return self._modules[place.rpartition(".")[0] if known is not None and known[0][0].scales_inputs else place]

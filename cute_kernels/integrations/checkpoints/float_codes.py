@@ -76,9 +76,9 @@ def from_float_codes(
     Args:
         tensors: by their names, as `cute_kernels.gemm.from_codes.pack_weight` takes them.
         names: the names of codes, scales and the second level.
-        block: what the configuration says of blocks of FP8 codes that share a scale, as `block_in` reads it.
-        dtype: of the activations; bf16 alone for scales of one byte.
-        device: where the result is put, default that of the codes.
+        block: the configuration's entry on blocks of FP8 codes that share a scale, for `block_in`.
+        dtype: dtype of the activations; only bf16 for scales of one byte.
+        device: where the result is put, default the codes' device.
 
     Raises:
         TypeError, ValueError: a tensor is missing or does not fit, scales are not those of the blocks, a code or a

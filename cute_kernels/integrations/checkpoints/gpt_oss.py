@@ -68,7 +68,7 @@ def common_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the settings of an original config.json to those of transformers' GptOssConfig.
 
     Raises:
-        ValueError: it lacks a setting; the message names it.
+        ValueError: the file lacks a setting; the message names it.
     """
     for name in _SAME_SETTINGS:
         if name not in settings:

@@ -36,14 +36,15 @@ def from_gptq(
 ) -> PackedWeight:
     """Packs the weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
 
-    Some v1 checkpoints have v2's zero points, and nothing in them says so. In a symmetric one every zero point reads 9
-    (129 for 8 bits) instead of 8 (128), so such a checkpoint is refused.
+    Some v1 checkpoints have v2's zero points, and nothing in them says so. If such a checkpoint is symmetric, every
+    zero point reads 9 (129 for 8 bits) instead of 8 (128). It is refused.
 
     Args:
         qweight: int32 [K * bits / 32, N].
         qzeros: int32 [G, N * bits / 32], z - 1 ("gptq") or z ("gptq_v2"). A v1 zero point 0 is refused unless it is the
-            last of its word: the tensor does not say how one was subtracted from it. Some writers subtract from whole
-            words, so that 0 borrows from its neighbour (`words_of_v2` undoes it); others from each zero point.
+            last of its word: writers store it in two ways, and the tensor does not say which. Some subtract one from
+            whole words, so that 0 borrows from its neighbour (`words_of_v2` undoes this). Others subtract one from each
+            zero point.
         scales: floating [G, N].
         g_idx: int [K], the group of each input, or None for groups in order. With act-order, inputs are permuted so
             that groups lie together, and `PackedWeight.perm` says how.

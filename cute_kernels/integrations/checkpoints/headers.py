@@ -21,7 +21,7 @@ _MAX_HEADER = 100 << 20  # what the safetensors package accepts
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file, or some rows of one; dtype in safetensors' letters.
+    """A tensor in a file, or some of its rows. dtype: in safetensors' letters, such as "BF16".
 
     Args:
         key: the tensor's name in the file. rows: [first, last + 1) of its rows; None for all.

@@ -35,8 +35,8 @@ def from_hqq(
         scale, zero: floating, N * G numbers in row-major [N, G].
         shape: (N, K), which HQQ keeps in its meta data.
         bits: 4 or 8 (HQQ's nbits).
-        group_size: of the meta data (-1: one scale per row), or None to find it from K and G.
-        axis: of the meta data; kernels support only 1, groups along K.
+        group_size: the meta data's group size (-1: one scale per row); None: found from K and G.
+        axis: the meta data's axis; kernels support only 1, groups along K.
         dtype, device: as for `from_awq`.
 
     Raises:

@@ -41,8 +41,8 @@ def scale_keys(entries: Mapping[str, Entry]) -> set[str]:
 
 
 def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]:
-    """Reads the scales of a checkpoint's cache by layer; ValueError if a layer has only one of k's and v's, or a scale
-    that is not positive."""
+    """Reads the scales of a checkpoint's cache by layer. Raises ValueError if a layer has a scale for only one of k and
+    v, or a scale that is not positive."""
     keys: dict[int, dict[str, str]] = {}
     for key in sorted(entries):
         found = _KEY.search(key)

@@ -45,7 +45,7 @@ class LayerFormat:
     """How a checkpoint stores a layer.
 
     Args:
-        name: its name in errors.
+        name: the format's name in errors.
         methods: values of the configuration's `quant_method` for this format.
         mark: the tensor whose name tells that a layer is of this format.
         required, optional: the tensors that are read, without "bias".
@@ -452,8 +452,8 @@ def is_stacked(entries: Mapping[str, Entry], name: str, form: LayerFormat) -> bo
 
 
 def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:
-    """Returns {"tensor": the description of a layer's weight in the files' metadata}, which torchao writes in JSON; {}
-    if there is none."""
+    """Returns {"tensor": description} with torchao's description of a layer's weight, which is JSON in the files'
+    metadata; {} if there is none."""
     text = getattr(entries, "metadata", {}).get(join(name, "weight"))
     if text is None:
         return {}

@@ -44,10 +44,10 @@ def load_model(
         path: a directory with config.json and safetensors files, in a format of `load_safetensors`, or written by
             `save_pretrained` of a quantised model.
         config: the quantisation configuration, default that of the directory.
-        model_class: a model's class of transformers, or an Auto class, default the one that config.json names first in
+        model_class: a model class of transformers, or an Auto class; default: the class that config.json names first in
             "architectures". A model without a head ignores a head's tensors.
-        dtype: of activations and of what is not quantised, bf16 or fp16; default what config.json says, else bf16. The
-            layers' scales are rounded to it.
+        dtype: dtype of activations and of all tensors that are not quantised, bf16 or fp16; default: config.json's,
+            else bf16. The layers' scales are rounded to this dtype.
         device: where the model is put, default the CPU.
         attn_implementation: as for `from_pretrained`.
         progress: called after each quantised layer with its name, the number of layers done and the number of all.
@@ -111,7 +111,7 @@ def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
     """Reads the scales of the KV cache from the checkpoint at ``path``, by layer; {} if it has none.
 
     The scales are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one
-    number a tensor or one a head: a key is k_scale times its cached number.
+    number for each tensor or for each head. A key is k_scale times its cached number.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that has only one of the two, or a scale that is not positive.

@@ -1,4 +1,4 @@
-"""The places of a checkpoint's layers in a model, under their own names or as transformers renames and merges them.
+"""Finds the place of each of a checkpoint's layers in a model: under its own name, or as transformers renames it.
 
 Checkpoints of mixtures of experts store each expert's projections apart; models of transformers 5 stack them.
 Transformers' own table of conversions maps the names. No code of a checkpoint runs.
@@ -46,9 +46,9 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
     """Returns the place of each layer of a checkpoint, by the layer's name.
 
     Args:
-        model: with Linear layers and mixtures of experts, which may be on the meta device.
-        names: of layers with one weight.
-        stacked: of layers with gate_up or down of all experts, as in state dicts of `QuantizedMoE`.
+        model: a model with Linear layers and mixtures of experts, which may be on the meta device.
+        names: names of the layers with one weight.
+        stacked: names of the layers with gate_up or down of all experts, as in state dicts of `QuantizedMoE`.
 
     Raises:
         TypeError, ValueError: the model has no such layer, or one that cannot be swapped; or an expert is missing. The
@@ -118,7 +118,7 @@ def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, 
 def _renamer(model: Any) -> Renamer:
     """Returns a function from a checkpoint's key to (the model's key, conversion, source pattern).
 
-    The conversion merges the tensor with others; it and the pattern are None for a tensor that is not merged.
+    The conversion merges the tensor with others. Conversion and pattern are None for a tensor that is not merged.
     """
 
     def unchanged(key: str) -> tuple[str, Any, Any]:

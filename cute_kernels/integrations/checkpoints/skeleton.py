@@ -156,7 +156,7 @@ def _part(handle: safe_open, entry: Entry) -> object:
 
 
 def generate_as_said(model: Foreign, path: Path) -> None:
-    """Gives a generating model the directory's generation_config.json, or the settings in its config.json."""
+    """Gives a model that generates the settings in the directory's generation_config.json, or else in config.json."""
     if not model.can_generate():
         return
     from_config = {"config_file_name": "config.json", "_from_model_config": True}

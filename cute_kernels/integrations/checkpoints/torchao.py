@@ -215,7 +215,8 @@ def from_tensor(
 
 
 def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Converts W = q * s + z, q signed: int8 [N, K / 2], even k in the low half; scale and zero_point [G, N]."""
+    """Packs W = q * s + z, q signed. qdata: int8 [N, K / 2], even k in the low half of a byte. scale, zero_point: [G,
+    N]."""
     n, k = _shape_of(attributes)
     qdata, scale, zero_point = tensors["qdata"], tensors["scale"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8, torch.uint8), 2, "[N, K / 2]")
@@ -235,7 +236,7 @@ def _int4(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
 
 
 def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Converts W = (q - 8) * s + z in tinygemm's tiles; N and K are padded."""
+    """Packs W = (q - 8) * s + z. qdata: tinygemm's tiles, with N and K padded."""
     n, k = _shape_of(attributes)
     codes_of, scales, shifts, _ = _tiles(tensors["qdata"], tensors["scale_and_zero"], (n, k))
     _, size = _grouping(attributes, (n, k))
@@ -245,7 +246,7 @@ def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
 
 
 def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Converts integers of 1 to 8 bits: up to 4 bits become 4-bit codes, others 8-bit codes."""
+    """Packs integers of 1 to 8 bits: up to 4 bits as 4-bit codes, others as 8-bit codes."""
     target = attributes.get("target_dtype")
     name = target.get("_data") if isinstance(target, Mapping) else str(target).removeprefix("torch.")
     if name not in [f"int{bits}" for bits in range(1, 9)]:
@@ -254,7 +255,7 @@ def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
 
 
 def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Converts W = number(q) * s, times per_tensor_scale.
+    """Packs W = number(q) * s, times per_tensor_scale.
 
     qdata: [N, K], or [N, K / 2] for two codes a byte. scale: [N, groups], a number per square block, or swizzled.
     """
@@ -281,7 +282,7 @@ def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
 def _plain(
     tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device, *, bits: int
 ) -> PackedWeight:
-    """Converts W = (q - z) * s of int8 [N, K]. scale and zero_point have one number per group of a row, or one in
+    """Packs W = (q - z) * s. qdata: int8 [N, K]. scale and zero_point have one number per group of a row, or one in
     all."""
     qdata, zero_point = tensors["qdata"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8,), 2, "[N, K]")

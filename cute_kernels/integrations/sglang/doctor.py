@@ -1,5 +1,4 @@
-"""The check, for the doctor command, of what the plug-in would serve in the installed SGLang. SGLang is not
-imported."""
+"""Checks, for the doctor command, what the plug-in would serve in the installed SGLang. SGLang is not imported."""
 
 from __future__ import annotations
 

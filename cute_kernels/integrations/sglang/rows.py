@@ -11,8 +11,9 @@ from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts
 
 
 def engine_rows() -> RowCounts:
-    """Returns the row counts of this process's server: the numbers of requests of captured graphs, also times draft
-    tokens, and the most tokens of a prompt's chunk. Returns `DEFAULT_ROWS` if no server has published them."""
+    """Returns the row counts of this process's server; `DEFAULT_ROWS` if no server has published them. Captured counts
+    are those of prefill graphs and of decode graphs, the latter also multiplied by the number of draft tokens. The most
+    rows are the tokens of a prompt's largest chunk."""
     from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 
     try:

@@ -122,13 +122,13 @@ def accelerate(
     Args:
         model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or its result of
             torch.compile.
-        kv_format: of the cache, as `DecodeCache` takes it. The default keeps a model's answers (docs/accuracy.md); None
-            leaves caches to transformers.
-        weights: of the Linear layers and experts, as `quantize_weight` takes its format: "w4g128", "w8gchannel",
+        kv_format: the cache's format, as `DecodeCache` takes it. The default keeps a model's answers
+            (docs/accuracy.md); None leaves caches to transformers.
+        weights: the format of Linear layers and experts, as `quantize_weight` takes it: "w4g128", "w8gchannel",
             "w4g64z" (bits, group size or one scale per row, z for zero points), "mxfp4", "nvfp4", "fp8". None leaves
             them as they are.
-        activations: of the layers that ``weights`` quantises, as `quantize_model` takes it. Layers that were loaded
-            quantised keep theirs.
+        activations: the activations of the layers that ``weights`` quantises, as `quantize_model` takes them. Layers
+            that were loaded quantised keep their own.
         skip: layers that stay as they are, as `quantize_model` takes them.
         output_layer: the format of the layer that makes logits, written as for ``weights``; None leaves it to
             ``weights`` and ``skip``. It is the largest layer, and its rounding errors reach the logits directly:
@@ -282,7 +282,7 @@ class _State:
         return _asked(self.model, options, "cache_implementation") in _DEFAULT_CACHES
 
     def cache_for(self, batch: int, columns: int) -> DecodeCache:
-        """Returns an empty cache, in the memory of a released one if its memory is large enough."""
+        """Returns an empty cache. It uses the memory of a released cache if that is large enough."""
         columns = -(-columns // GRANULE) * GRANULE
         found = self.spare.copy()
         self.spare.clear()
@@ -331,7 +331,8 @@ def is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
 
 
 def _asked(model: Foreign, options: Mapping[str, Any], name: str) -> Any:
-    """Returns an option of a call of `generate`: its argument, its configuration's value, or else the model's own."""
+    """Returns an option of a call of `generate`: the call's argument, else the value in the call's configuration, else
+    the model's own value."""
     if name in options:
         return options[name]
     configs = (options.get("generation_config"), getattr(model, "generation_config", None))

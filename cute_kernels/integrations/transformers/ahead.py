@@ -27,7 +27,8 @@ from cute_kernels.integrations.transformers.inputs import StepInputs
 _COUNTED = ("position_ids", "cache_position")
 """Inputs that grow by one from a step to the next."""
 _ALLOWED_MISSES, _STEPS_A_MISS = 1, 8
-"""How many steps may be called back before no step begins early any more, and how many steps taken allow one more."""
+"""Steps begin early as long as `_ALLOWED_MISSES` steps at most were called back. Every `_STEPS_A_MISS` steps that were
+taken allow one more."""
 
 
 Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -81,7 +82,7 @@ class NextInputs:
     """The end of a recorded step, which writes the next step's inputs over the step's own.
 
     Args:
-        inputs: the step's inputs. Those not in `_COUNTED` are expected to stay the same, apart from the token.
+        inputs: the step's inputs. Inputs other than the token and `_COUNTED` are expected to stay the same.
 
     Attributes:
         last: int64 [batch, 1], each request's fixed next token; -1: the likeliest token.
@@ -180,11 +181,10 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Tells ``following``, the end of the step that is about to be replayed in order, which requests have fixed
-        tokens.
+        """Tells ``following`` which requests have fixed tokens. Its step is about to be replayed in order.
 
-        `generate` gives a request that has ended a fixed token, not the model's. It is known from the inputs that
-        differed from those of the last begun step.
+        `generate` gives a request that has ended a fixed token, not the model's. The inputs show which requests have
+        ended: there they differ from the inputs of the last step that had begun early.
         """
         missed, self._missed = self._missed, None
         if self._next is not following:

@@ -404,8 +404,8 @@ class LayerBlock(Block):
     def _into(
         self, hidden_states: torch.Tensor, mlp: MlpBlock | None, following: nn.Module | None, taker: Product | None
     ) -> Sum | Ending | None:
-        """Returns what follows attention's output projection. following: the norm that reads the layer's result. taker:
-        that norm's product."""
+        """Returns the sum and norm, or the rest of the layer, for attention's output projection to include; None for
+        nothing. following: the norm that reads the layer's result. taker: the product that reads this norm."""
         products = None if mlp is None else mlp.products()
         if products is None:
             return None
@@ -430,7 +430,7 @@ class LayerBlock(Block):
         return attention(x, into=into, **kwargs)[0]
 
     def _next_taker(self, rows: torch.Tensor, kwargs: Mapping[str, Any]) -> Product | None:
-        """Returns the next layer's product that reads a norm of rows like these; None if there is none."""
+        """Returns the next layer's product that would read a norm of ``rows``; None if there is none."""
         next_layer = self.place.next_layer
         block = None if next_layer is None else direct(next_layer, LayerBlock)
         attention = None if block is None else direct(block.module.self_attn, AttentionBlock)

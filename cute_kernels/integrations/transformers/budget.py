@@ -41,8 +41,8 @@ _COLUMNS = 32  # that share a scale in the INT4 candidates, where a head has as 
 
 @dataclass(frozen=True)
 class Needle:
-    """A prompt, int64 [tokens], whose last ``answer`` tokens also occur earlier in it. The ``asked`` tokens before them
-    are the question."""
+    """A prompt, int64 [tokens], that ends with a question of ``asked`` tokens and its answer of ``answer`` tokens. The
+    answer also occurs earlier in the prompt."""
 
     tokens: torch.Tensor
     asked: int
@@ -69,7 +69,8 @@ class _Read:
 
 
 class _ReadLayer(DynamicLayer):
-    """transformers' own cache layer, whose contents are read as ``read`` returns them, also by layers that share it."""
+    """A cache layer of transformers. Its own layer, and layers that share it, read its contents as ``read`` returns
+    them."""
 
     read: _Read | None = None
 
@@ -144,7 +145,7 @@ class Probes:
         return float(torch.cat(divergence).double().mean()), float(torch.cat(agreed).double().mean())
 
     def needles(self, reads: Mapping[int, _Read | None]) -> tuple[int, int]:
-        """Returns (needles that are found with these caches, needles that exact K and V find)."""
+        """Returns (number of needles found with these caches, number found with exact K and V)."""
         found = of = 0
         for probe in self._needles:
             told = probe.tokens[:, -probe.exact.shape[1] :]
@@ -207,8 +208,7 @@ def choose_formats(
     say: Callable[[str], None] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> tuple[LayerFormats, CacheConstants]:
-    """Chooses formats of a model's cache, layer by layer, with the least loss within a budget of bytes, and their
-    constants.
+    """Chooses a format for each layer of a model's cache, so that the loss is least within a budget of bytes.
 
     Args:
         model: as `calibrate_cache` takes it.
@@ -273,7 +273,7 @@ def choose_formats(
 
 
 def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
-    """Returns the candidate of each layer that minimises the sum of losses, with sizes of at most ``most`` together.
+    """Returns a candidate for each layer, so that the sum of losses is least and the sum of sizes at most ``most``.
 
     Raises ValueError if even the smallest candidates exceed ``most``.
 
@@ -303,8 +303,7 @@ def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget: float) -> tuple[list[list[int]], int]:
-    """Returns (each layer's bytes of a token by candidate, the most bytes that the budget allows for a token in all
-    layers).
+    """Returns (bytes of a token by layer and candidate, the most bytes of a token in all layers within the budget).
 
     Raises ValueError for too small a budget.
     """
@@ -336,7 +335,7 @@ def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype)
 
 
 def _merged(known: Sequence[CacheConstants], chosen: Sequence[int], formats: LayerFormats) -> CacheConstants:
-    """Returns each layer's constants, taken from those of the candidate that was chosen for it."""
+    """Returns constants that have, for each layer, the constants of its chosen candidate."""
     transforms = tuple(known[i].transforms[layer] for layer, i in enumerate(chosen))
     scales = tuple(known[i].scales[layer] if known[i].scales else (None, None) for layer, i in enumerate(chosen))
     given = scales if any(scale is not None for pair in scales for scale in pair) else ()

@@ -61,8 +61,8 @@ class DecodeCache(Cache):
         max_seq_len: columns that each request may reach; allocated on first use. None: no limit; the capacity
             grows by half.
         capacity: columns to begin with, without ``max_seq_len``.
-        scales: for formats with a scale beside the cache: each layer's (K's, V's) as `append_kv` takes them; None
-            for a format without (see `calibrate`).
+        scales: for formats with a scale beside the cache: each layer's (K's, V's) as `append_kv` takes them; None for a
+            format without a scale (see `calibrate`).
         kv_transform: how K and V are transformed before they are written: transforms alone, or constants that
             `calibrate_cache` or `cute-kernels calibrate` found. Their scales are used if ``scales`` is None.
 

@@ -368,7 +368,7 @@ class Book:
         return self.scales[index]
 
     def transform_of(self, index: int) -> CacheTransform | None:
-        """Returns a layer's transform; None if the layer has none, or one that changes nothing."""
+        """Returns a layer's transform; None if the layer has no transform, or a transform that changes nothing."""
         found = self.transforms
         if isinstance(found, Sequence):
             if index >= len(found):

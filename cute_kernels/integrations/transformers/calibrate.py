@@ -226,7 +226,7 @@ def calibrate_cache(
         center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
         values: True: V gets factors and a rotation, which attention undoes in its output. "factors": factors alone.
             Factors gain with any groups of columns, a rotation only with one scale per row.
-        seed: of the rotations' random signs.
+        seed: seed of the rotations' random signs.
         about: further entries for `CacheConstants.about`.
         moments: the result of `gather_moments` on the batches; default: they are gathered here.
 

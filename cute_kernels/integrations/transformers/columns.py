@@ -38,9 +38,10 @@ class Columns:
         new: columns of the current pass, or of the last one.
         capacity: rows of each request that the layers have room for.
         seq_lens: int32 [batch]: tokens of each request, at a fixed address as long as the batch size stays.
-        static: whether a decode step is being recorded; the host's numbers then do not change, and kernels read the
-            device's.
-        before: int64 []: columns before the step, for models that read it in a recorded step; see `place_before`.
+        static: whether a decode step is being recorded. Kernels then read the lengths on the device, and the numbers on
+            the host do not change.
+        before: int64 []: the number of columns before a recorded step, for models that read this number; see
+            `place_before`.
         graphs: recorded steps, by their arguments, and by whether they write the next step's inputs.
         epoch: identifies the state of the model for which ``graphs`` were recorded.
         kept: int64 [batch, older columns]: if the pass hides tokens, the order of the rows, visible ones first; else

@@ -149,10 +149,9 @@ class Ending(NamedTuple):
     taker: Product | None
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | LayerRows | None:
-        """Computes the rest of the layer from attention's output x, if one launch can; else only attention's own
-        product.
+        """Computes the rest of the layer from attention's output x, if one launch can, and returns the layer's rows.
 
-        Returns the layer's rows in the first case; else the result of `Sum.given` of `middle`.
+        Otherwise it computes only attention's own product, and returns the result of `middle.given`.
         """
         call = self._call(x, product)
         if call is not None and is_one_launch(call):

@@ -59,7 +59,7 @@ def add_routers(model: nn.Module, fused: Fused) -> None:
 def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | None) -> Fused:
     """Gives every block that is known and passes its check a ``forward`` of fewer launches.
 
-    Norms must be replaced and weights quantised before. kv_format: of the cache; None leaves attention as it is.
+    Norms must be replaced and weights quantised before. kv_format: the cache's format; None leaves attention as it is.
     """
     fused = Fused()
     for owner in model.modules():

@@ -56,7 +56,8 @@ class CudaGraph:
 
 @dataclass
 class _Call:
-    """A call of `generate`: the steps that it begins early, if it does, and the step that it replayed last."""
+    """A call of `generate`. lookahead: the steps that it begins early; None if it begins none. last: the step that it
+    replayed last."""
 
     lookahead: Lookahead | None
     last: _Replayed | None = None
@@ -69,7 +70,7 @@ class _Replayed:
     Attributes:
         steps: the cache's ``graphs[key]``, which holds the step. If the cache has dropped or replaced it, the step may
             not be replayed.
-        names: of the arguments, in order. others: arguments that are no tensors.
+        names: the arguments' names, in order. others: arguments that are no tensors.
         tensors: (name, shape, dtype, device) of the tensors except the mask.
         has_mask: whether a mask is given.
     """
@@ -127,7 +128,7 @@ class StepReplay:
     """A model's ``forward`` that replays decode steps.
 
     Args:
-        forward: the model's own.
+        forward: the model's own ``forward``.
         record: records a step; None: CUDA graphs, and nothing is recorded on a CPU.
 
     Attributes:
@@ -159,8 +160,8 @@ class StepReplay:
 
         Comparing the mask waits for the device. `generate` changes neither; it appends a column of ones at every step.
 
-        cache: the call's cache. columns: columns that the cache will hold, if every token is the likeliest one; steps
-        then begin before they are asked for. With 0, no step begins early.
+        cache: the call's cache. columns: if the call takes the likeliest token at every step, the number of columns
+        that the cache will hold; steps then begin before they are asked for. 0: no step begins early.
         """
         self._look_at_model()
         before = self._call

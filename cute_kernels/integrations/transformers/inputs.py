@@ -51,13 +51,13 @@ class StepInputs:
             moment.record(torch.cuda.current_stream(device))
 
     def wait(self, current: torch.cuda.Stream | None = None) -> None:
-        """Makes the current stream, or ``current`` if the caller has it at hand, wait for the copies of `note`."""
+        """Makes the current stream wait for the copies of `note`. current: that stream, if the caller knows it."""
         for moment, device in self._moments:
             moment.wait(torch.cuda.current_stream(device) if current is None else current)
 
     def are(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether the values of the last `note` equal these inputs. Copies them to the host, for which it waits
-        for the current stream."""
+        """Returns whether the values of the last `note` equal these inputs. To compare, it copies the inputs to the
+        host, and so waits for the current stream."""
         torch._foreach_copy_(self._all_asked, [given[name] for name in self._names])
         return all(torch.equal(group.all_asked, group.noted) for group in self._groups)
 
@@ -80,8 +80,9 @@ class _Group:
     """Inputs of one dtype on one device.
 
     Attributes:
-        memory, noted, all_asked: all inputs in one tensor: on the device, on the host by `note`, on the host by `are`.
-        read, told, asked: each input's view of these tensors.
+        memory: all inputs in one tensor on the device, which the step reads.
+        noted, all_asked: all inputs in one tensor on the host, as `note` and as `are` copied them last.
+        read, told, asked: views of memory, noted and all_asked, one for each input.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write

@@ -1,6 +1,6 @@
 """Recognition of the code that a transformers class runs. Model files copy each other's classes, so names say little.
 
-Two methods are the same if their instructions are equal, and so are those of the model-file functions that they call.
+Two methods are the same if their instructions are equal, and the model-file functions that they call are the same.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class CachedLatents(CachedTokens):
 
 
 class LatentCacheLayer(DecodeCacheLayer):
-    """One layer's latents as packed tokens [batch, capacity, row]; see the module."""
+    """One layer's latents as packed tokens [batch, capacity, row]; see the module's docstring."""
 
     handle_type = CachedLatents
     stored = ("k_rows",)

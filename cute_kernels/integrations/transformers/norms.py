@@ -71,7 +71,7 @@ _NOTE = "_cute_kernels_norm"
 
 
 class _Product(NamedTuple):
-    """The product of a norm by a weight. version: of the result's tensor."""
+    """The product of a norm by a weight. version: the result's version, from `version_of`."""
 
     weight: PackedWeight
     result: torch.Tensor
@@ -99,7 +99,8 @@ _Noted: TypeAlias = "torch.Tensor | _Left | _Product"
 class _Made:
     """A note on the tensor of a sum: what the launch that computed the sum also computed.
 
-    result: the sum's norm by ``module``, the parts of a deferred norm, or a product of the norm. version: of the sum.
+    result: the sum's norm by ``module``, the parts of a deferred norm, or a product of the norm. version: the sum's
+    version, from `version_of`.
     """
 
     module: nn.Module

@@ -30,9 +30,9 @@ class KnownAttention(Known):
     """Projections of one input, norms of q and k, rotation by halves, attention, and ``o_proj``.
 
     Attributes:
-        projections: the names of q's, k's and v's, or of one for all three.
-        norms: the names of q's and k's, over head_dim.
-        options: (argument of attention, attribute of the module or else of its configuration).
+        projections: the names of the projections to q, k and v, or of one projection to all three.
+        norms: the names of the norms of q and k over head_dim; None for no norms.
+        options: pairs (argument of attention, attribute of the module or else of its configuration).
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -55,8 +55,8 @@ class KnownLayer(Known):
     Attributes:
         before: the name of the norm before attention.
         before_mlp: the name of the norm before the MLP.
-        after: the names of the norms of attention's and of the MLP's results, before these are added.
-        dropouts: the names of the dropouts of these results.
+        after: the names of the norms after attention and after the MLP, before the residual sums.
+        dropouts: the names of the dropouts after attention and after the MLP.
     """
 
     before: str = "input_layernorm"

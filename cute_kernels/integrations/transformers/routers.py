@@ -42,7 +42,7 @@ class KnownRouter(Known):
 
     def fits(self, router: Foreign) -> bool:
         """Returns whether a module with this code scores by ``scoring``. True if the configuration cannot choose
-        another."""
+        another scoring."""
         return self.function is None or type(getattr(router, self.function)) is type(ACT2FN[self.scoring])
 
     def routing(self, router: Foreign) -> Routing:

@@ -6,7 +6,7 @@ others vLLM goes on to its own backends. A layer's step appends its new tokens t
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
     continued prompts   extend attention over the cache, all requests in one launch (chunked prefill, prefix hits);
-                        `attention_metadata.Way` lists the ways for caches that it cannot read
+                        `attention_metadata.Way` has the ways for caches that extend attention cannot read
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class CuteKernelsAttentionBackend(Pages):
         """Returns the reasons against this backend, vLLM's and its own, and logs them once.
 
         Raises:
-            ValueError: the environment asks for a cache format that is not supported, or not with this dtype.
+            ValueError: the environment asks for a cache format that is not supported, or not supported with this dtype.
         """
         reasons = super().validate_configuration(*arguments, **named)
         kv_cache_dtype: Any = named.get("kv_cache_dtype")
@@ -167,8 +167,7 @@ def _reasons_of_engine(kv_cache_dtype: str, extends: bool, slides: bool = False)
 
 
 def _missing_kernels(formats: Formats, kv_cache_dtype: str, named: dict[str, Any]) -> list[str]:
-    """Returns the message about kernels that are in no bundle and cannot be compiled here, as a list of one; else
-    []."""
+    """Returns [message] if kernels are in no bundle and cannot be compiled here; else []."""
     config = get_current_vllm_config_or_none()
     if compiler_version() is not None or config is None or config.model_config is None:
         return []

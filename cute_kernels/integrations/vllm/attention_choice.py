@@ -34,7 +34,7 @@ def replace(interface: Interface) -> None:
 
 
 def _asks_first(original: Callable[..., Any]) -> Any:
-    """Puts the backend before those that vLLM tries, except for MLA."""
+    """Puts the backend before the backends that vLLM tries, except for MLA."""
 
     def priorities(use_mla: bool, *arguments: object, **named: object) -> list[Any]:
         found = original(use_mla, *arguments, **named)

@@ -75,8 +75,8 @@ class Caches:
     """The facts, besides lengths, that decide the way of a request. They hold for all layers that share the metadata.
 
     Attributes:
-        num_heads, num_kv_heads: of queries, and of K and V.
-        num_sms: of the GPU.
+        num_heads, num_kv_heads: heads of queries, heads of K and V.
+        num_sms: SMs of the GPU.
         extend: whether extend attention reads the caches.
         unpacks: whether extend attention unpacks them to 16 bits, once for many queries.
         key_rows: extend attention's kernel for few queries of a request; None if there is none for these caches.
@@ -120,8 +120,8 @@ class Piece:
         starts: int32 [requests + 1], each request's first new token within the piece.
         longest: the most new tokens of a request.
         q_len: for PARTS, new tokens of a part; each part is a request of its own for decode attention.
-        seq_lens, block_table: of the requests, or of the parts for PARTS; None for GATHER. If tokens are split among
-            GPUs, EXTEND's seq_lens are those in this GPU's cache before the step.
+        seq_lens, block_table: lengths and pages of the requests, for PARTS of the parts; None for GATHER. If tokens are
+            split among GPUs, EXTEND's seq_lens count the tokens in this GPU's cache before the step.
         max_seq_len: for FLASH and EXTEND, a bound on seq_lens; None if the host knows none.
         context: for GATHER, the positions of all tokens.
     """
@@ -145,7 +145,8 @@ class Metadata(AttentionMetadata):
     Attributes:
         num_decodes, decode_len: number of requests that decode, which come first, and new tokens of each.
         starts: int32 [requests + 1], each request's first new token in the step.
-        seq_lens: int32 [requests], new tokens included; if tokens are split among GPUs, those in this GPU's cache.
+        seq_lens: int32 [requests]: tokens of each request, new ones included; if tokens are split among GPUs, only
+            those in this GPU's cache.
         block_table: int32 [requests, pages].
         slot_mapping: int64 [tokens]: each new token's page * page size + index within the page, -1 for none.
         pieces: the other requests, in pieces.
@@ -384,9 +385,9 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
     """Returns whether decode attention in parts is faster for some requests than extend attention.
 
-    It is if a request has at most `MAX_PARTS` parts, and parts of all requests times KV heads do not exceed the greater
-    of the number of SMs and extend attention's number of work tiles. Tiles, unlike parts, are not split. The table has
-    times over 8192 tokens in FP8, 32 and 8 heads, on an H100.
+    It is faster if a request has at most `MAX_PARTS` parts, and there are not too many parts: all requests' parts times
+    KV heads are at most the number of SMs or of extend attention's work tiles. Tiles, unlike parts, are not split. The
+    table has times over 8192 tokens in FP8, 32 and 8 heads, on an H100.
 
     | requests x new tokens | parts, us | tiles, us |
     |---|---|---|
@@ -416,8 +417,8 @@ def part_of(new: int) -> int:
 
 
 def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
-    """Cuts a piece, whose requests have equally many new tokens, into parts for decode attention. Each part is a
-    request of its own, which ends with the part's last token."""
+    """Cuts a piece into parts for decode attention. The piece's requests must have equally many new tokens. Each part
+    is a request of its own, which ends with the part's last token."""
     q_len = part_of(piece.longest)
     chunks = piece.longest // q_len
     lengths, table = common.seq_lens[piece.requests], common.block_table_tensor[piece.requests]

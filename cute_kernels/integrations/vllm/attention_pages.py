@@ -4,7 +4,7 @@ Up to 0.26 a backend gives a cache's shape, and a layer's specification counts t
 does not know is described as a head with a column for each byte. From 0.30 on the backend fills in the specification
 itself (`customize_spec`), and caches come as views [pages, heads, tokens, content]. To vLLM, a page of this backend is
 one head, whose tokens hold the rows of all heads. So each of vLLM's layouts keeps a page's bytes together, and orders
-layers and pages alone. The order of heads and tokens within a page is `kv_formats.laid_out`'s.
+layers and pages alone. `kv_formats.laid_out` decides the order of heads and tokens within a page.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def _cache_dtype_of(spec: Foreign) -> str:
 
 
 def counted(layer: Foreign, spec: Foreign) -> Any:
-    """Returns a layer's specification, for a format unknown to vLLM with the bytes of its rows.
+    """Returns a layer's specification. For a format unknown to vLLM, it has the bytes of the format's rows.
 
-    It is called in all releases, also in those that do not ask backends for these bytes.
+    This function is called in all releases, also in those that do not ask backends for these bytes.
     """
     if not kv_formats.is_own(layer.kv_cache_dtype):
         return spec

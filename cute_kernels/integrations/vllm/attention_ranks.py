@@ -53,13 +53,13 @@ class Ranks:
     merge: Callable[..., Partial]
 
     def own_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns how many of requests' first ``lengths`` tokens are in this GPU's cache."""
+        """Returns how many of each request's first tokens, ``lengths`` in number, are in this GPU's cache."""
         from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
         return get_dcp_local_seq_lens(lengths, self.count, self.rank, self.interleave)
 
     def decode(self, call: Foreign, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Decodes requests of one new token each, which is already in one of the caches.
+        """Decodes requests with one new token each. The token is already in one of the caches.
 
         call: the layer's step. query, out: [requests, heads, head_size].
         """

@@ -1,4 +1,4 @@
-"""The check, for the doctor command, of what the plugin would replace in the installed vLLM. vLLM is not imported."""
+"""Checks, for the doctor command, what the plugin would replace in the installed vLLM. vLLM is not imported."""
 
 from __future__ import annotations
 

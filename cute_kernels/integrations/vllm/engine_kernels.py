@@ -47,7 +47,7 @@ DRAFTED = 3  # tokens at most: what fewer ask for, none among them, is a part of
 
 @dataclass(frozen=True)
 class Heads:
-    """A model's attention on one GPU. window: of its sliding layers; None for layers without."""
+    """A model's attention on one GPU. window: the window of its sliding layers; None for layers without a window."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,7 +76,8 @@ WINDOWED = (
 
 @dataclass(frozen=True)
 class Caches:
-    """The caches that a model's layers attend over. k, v: their formats. page_size: in tokens. dtype: of queries."""
+    """The caches that a model's layers attend over. k, v: names of K's and V's format. page_size: tokens of a page.
+    dtype: the queries' dtype."""
 
     k: str
     v: str
@@ -110,8 +111,8 @@ class Layers:
     def of(cls, hidden: int, middle: int, qkv: int, heads: int, ranks: int = 1) -> Layers:
         """Makes the layers of one of ``ranks`` GPUs from a whole model's widths.
 
-        hidden: the model's width. middle: its MLP's. qkv: that of queries, keys and values together. heads: that of all
-        query heads together.
+        hidden: the model's width. middle: the MLP's width. qkv: the width of queries, keys and values together. heads:
+        the width of all query heads together.
         """
         return cls(
             (

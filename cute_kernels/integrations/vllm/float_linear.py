@@ -30,7 +30,8 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 class FloatProducts(Products):
-    """The products that replace a kernel of vLLM's, and keep its ``config``. names: of the layer's codes and scales."""
+    """The products that replace a kernel of vLLM's, and keep its ``config``. names: the names of the layer's codes and
+    scales."""
 
     def __init__(self, form: Form, names: Names, config: object) -> None:
         self.names, self.config = names, config

@@ -5,10 +5,11 @@
     y = norm(s); z = product(y)                        ->  the product that makes s leaves the norm to that of z
     o, gate and up, down, the next layer's q, k and v  ->  one operator
 
-The first is found by its results, since each version of torch traces the same source differently: the operations
-between a product and the one result that others use are run on noise. The second is one operator in vLLM. The third and
-fourth depend on the number of rows, which is known only when the graph runs. `cute_kernels.gemm.deferred_ops` defers
-the norm if its kernels can; `cute_kernels.gemm.layer.operator` uses one launch if it can.
+The first pattern is found by its results, since each version of torch traces the same source differently: operations
+after a product, up to the only result that other operations use, are run on noise. The second pattern's sum and norm
+are one operator in vLLM. The third and fourth rewriting depend on the number of rows, which is known only when the
+graph runs. `cute_kernels.gemm.deferred_ops` defers the norm if its kernels can; `cute_kernels.gemm.layer.operator` uses
+one launch if it can.
 
 Other operations stay as they are, such as a norm without a neighbouring product, which Inductor fuses.
 """
@@ -47,7 +48,7 @@ class Sums:
 
     Attributes:
         add_norm: (x, residual, weight, eps, variance columns or None) -> (norm of the sum, the sum).
-        norm: (x, weight, eps, variance columns or None) -> the norm, also vLLM's.
+        norm: vLLM's operator (x, weight, eps, variance columns or None) -> the norm.
         is_ready: (columns, dtype, with a residual) -> whether this package's norm of such rows can be launched.
     """
 
@@ -105,8 +106,8 @@ def _fuse_gate(product: fx.Node) -> bool:
 
 
 def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
-    """Yields lists of operations, in order, that read only a product's result. Only the last, with ``columns`` columns,
-    is used by others."""
+    """Yields lists of operations, in order, that read nothing but a product's result. Other operations use only the
+    result of the list's last operation, which has ``columns`` columns."""
     inside: dict[fx.Node, None] = {product: None}
     node = product.next
     while node.op != "output" and len(inside) <= MAX_BETWEEN:
@@ -228,7 +229,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _leave_norm(norm: fx.Node) -> bool:
     """Defers a norm from the product that makes its rows to the one product that reads the norm.
 
-    Returns whether it did, which both products must support.
+    Returns whether it did: both products must support a deferred norm.
     """
     product, weight, *others = norm.args
     bias, residual, kind, eps, offset = others
@@ -280,7 +281,8 @@ def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two products with a deferred norm between them: the nodes of GIVING and TAKING, and the first one's rows."""
+    """Two products with a deferred norm between them. gives, takes: the nodes of GIVING and TAKING. rows: the node of
+    the first product's rows."""
 
     gives: fx.Node
     takes: fx.Node

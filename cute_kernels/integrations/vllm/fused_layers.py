@@ -147,8 +147,7 @@ def settle_norms(columns: int, dtype: torch.dtype) -> None:
 
 
 def is_norm_ready(columns: int, dtype: torch.dtype, with_residual: bool) -> bool:
-    """Returns whether `settle_norms` loaded the norm of rows with ``columns`` columns, together with the layers around
-    it."""
+    """Returns whether `settle_norms` has loaded the norm of rows with ``columns`` columns."""
     return with_residual in _norms.get((columns, dtype), ())
 
 

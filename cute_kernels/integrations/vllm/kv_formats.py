@@ -33,8 +33,8 @@ def served_dtypes() -> list[str]:
 
 
 def own_formats() -> tuple[Formats, ...]:
-    """Returns the formats that the environment asks for: one for all layers, or a file's for each layer; () if it names
-    none.
+    """Returns the formats that the environment asks for: one for all layers, or a file's for each layer; () if the
+    environment names none.
 
     Raises:
         OSError, ValueError: the file does not exist, or a format is unknown or needs something that vLLM does not
@@ -139,10 +139,10 @@ ROTATED_SIZES = (64, 128)  # which attention turns back in its own launch
 
 
 def transform_for(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> CacheTransform | None:
-    """Returns the transform of a layer's K and V before they are quantised, on the CPU; None if there is none.
+    """Returns the transform, on the CPU, that a layer's K and V get before they are quantised; None if they get none.
 
-    Signs keep a channel that all tokens share from becoming one large column. They are the same in every process, so a
-    cache can be handed to another process.
+    Its random signs keep values that all tokens share from adding up in one large column. The signs are the same in
+    every process, so a cache can be handed to another process.
     """
     if kv_cache_dtype not in ROTATED:
         return None

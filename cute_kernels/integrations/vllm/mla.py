@@ -168,7 +168,7 @@ def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
 def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | None:
     """Returns why a layer keeps its backend's kernels; None if it can decode here.
 
-    form: of its cache, None for an unsupported cache. cut: whether contexts may be split among GPUs.
+    form: the format of the layer's cache; None for an unsupported cache. cut: whether contexts may be split among GPUs.
     """
     if (left := prepare.why_left("mla")) is not None:
         return left

@@ -47,7 +47,7 @@ class Source:
         form: (method) -> how it stores codes; ValueError says why they cannot be read here.
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: vLLM's names of experts for which the method loads weights in this layout.
-        dtype: of activations, if it is not that of the scales.
+        dtype: the activations' dtype, if it differs from the scales'.
     """
 
     words: str
@@ -398,8 +398,9 @@ def replace(interface: Interface) -> str:
 def replace_experts(module: str, name: str, source: Source) -> None:
     """Makes a method of vLLM build `CuteKernelsExperts` for supported layers.
 
-    With EPLB, vLLM moves experts between GPUs: it moves rows of the layer's parameters, of which these experts are
-    views, and vLLM's ids of experts already refer to rows. Most of vLLM's own methods do not support EPLB.
+    With EPLB, vLLM moves experts between GPUs: it moves rows of the layer's parameters. `CuteKernelsExperts` are views
+    of these parameters, and vLLM's ids of experts already refer to rows. Most of vLLM's own methods do not support
+    EPLB.
     """
     owner = getattr(importlib.import_module(module), name)
     takes_part = owner.supports_eplb.fget

@@ -99,8 +99,7 @@ def _platform() -> Foreign | None:
 
 
 def is_replaced(seam: str) -> bool:
-    """Returns whether a seam is replaced in this process, and the environment, which may have changed, still asks for
-    it."""
+    """Returns whether a seam is replaced in this process and the environment still asks for it."""
     return seam in _outcomes and _outcomes[seam].reason is None and seam in environment.wanted_seams()
 
 

@@ -121,7 +121,7 @@ def connect(layer: Foreign) -> None:
 def routers_in_code(layers: Iterable[object]) -> set[int]:
     """Returns the numbers of experts for which every router whose gate is in a model's own code runs here.
 
-    layers: an engine's.
+    layers: an engine's layers.
     """
     found: dict[int, bool] = {}
     for router in (each.router for each in layers if hasattr(each, "router") and getattr(each, "gate", 0) is None):
@@ -200,7 +200,7 @@ def router_of(runner: Foreign) -> Router:
 
 
 def _calls(router: Router, dtype: torch.dtype, device: torch.device) -> list[RouteCall]:
-    """Returns a call for each kernel that steps need. dtype: of hidden states."""
+    """Returns a call for each kernel that steps need. dtype: the hidden states' dtype."""
     k = 8 if router.gate is None else router.gate.weight.shape[1]  # only the graph knows it, and it decides no kernel
     weight = torch.empty(router.experts, k, dtype=dtype, device=device)
     return [router.call(torch.empty(count, k, dtype=dtype, device=device), weight, None) for count in (1, MAX_TOKENS)]

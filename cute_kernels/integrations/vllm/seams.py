@@ -47,7 +47,7 @@ def refusal(wrong: Mapping[str, object]) -> str | None:
 
 
 class Layer(NamedTuple):
-    """An attention layer that vLLM makes. name: the layer's own, or that of the layer whose cache it reads."""
+    """An attention layer that vLLM makes. name: the name of the layer, or of the layer whose cache it reads."""
 
     name: str | None = None
     has_alibi: bool = False

@@ -100,10 +100,10 @@ def _check_rope(call: AppendMlaCall) -> None:
 
 
 def check_append_values(call: AppendMlaCall, shape: CacheShape) -> None:
-    """Raises ValueError, naming the tokens, for a slot outside the cache or one that two tokens share; waits for the
-    device.
+    """Raises ValueError if a slot is outside the cache, or if two tokens share a slot. The message names the tokens.
+    Waits for the device.
 
-    A slot of -1 is no error: its token is not to be written.
+    A slot of -1 is no error: its token is not written.
     """
     slots = call.slot_mapping.cpu()
     lost = torch.nonzero((slots < -1) | (slots >= shape.num_slots))

@@ -22,7 +22,7 @@ class WriteConfig:
     Attributes:
         kv_format: name of the cache format, see :mod:`cute_kernels.mla.formats`.
         head_dim: columns of a token, latent and RoPE.
-        dtype: "bf16", "fp16" or "fp32", of the numbers that are read.
+        dtype: the dtype of the numbers that the kernel reads: "bf16", "fp16" or "fp32".
         rope: "none", "half" or "interleaved", over all 64 RoPE columns.
         placed: whether each token is given a slot; else token i takes slot i.
         unit: bytes of the widest store, 16 or 8: pages of single 584-byte tokens lie on multiples of 8.
@@ -51,8 +51,8 @@ class WriteConfig:
 
     @property
     def latent_lanes(self) -> int:
-        """The number of lanes that the latent columns take: 32, or 28. The four lanes that are left repeat others'
-        work."""
+        """The number of lanes that hold latent columns: 32, or 28 for 448 columns. The last four lanes then repeat the
+        work of the four before them."""
         return self.latent_dim // LANE_COLUMNS
 
     @property

@@ -3,8 +3,8 @@ bulk.
 
 A warp writes a token. A lane owns 16 neighbouring latent columns, so a tile that shares a scale is 8 lanes (128
 columns) or 4 (64). They exchange their greatest magnitudes by xor shuffles. A lane also owns two neighbouring RoPE
-columns: a pair of interleaved RoPE, or with half-split RoPE half of two pairs, whose other half lane xor 16 owns. All
-loads of a token are issued before the first wait. Warps share nothing.
+columns. With interleaved RoPE, they are a pair. With half-split RoPE, they belong to two pairs, and lane xor 16 owns
+the pairs' other columns. All loads of a token are issued before the first wait. Warps share nothing.
 
 448 latent columns take 28 lanes. The last four lanes repeat the four before them and write the same bytes to the same
 places, so that lanes do not diverge.
@@ -57,7 +57,7 @@ class WriteKernel:
         self.stored_rope = Elements(stored, ROPE_DIM, WARP_THREADS)
 
     def launch(self, given, stream):
-        """Launches over blocks of tokens; ``given`` has the arguments of :data:`.arguments.WRITE`."""
+        """Launches a CTA for each block of tokens; ``given`` has the arguments of :data:`.arguments.WRITE`."""
         config = self.config
         num_tokens = extents(given.latent)[0]
         source = Source(

@@ -23,7 +23,7 @@ from cute_kernels.runtime.device import arch_of
 
 @dataclass(frozen=True)
 class AppendMlaPlan:
-    """The plan of appends of the same shapes, strides, dtypes, device and options.
+    """The plan for appends that agree in shapes, strides, dtypes, device and options.
 
     Attributes:
         send: the compiled kernel, which takes tensors and addresses by name.

@@ -36,9 +36,9 @@ class PersistentConsumers:
 
     @cute.jit
     def score_tile(self, work, work_tiles, results, memory, softmax_scale, warp, lane, stage, phase):
-        """Processes a work tile, whose queries are loaded, in the first warpgroup. Returns the next (stage, phase).
+        """Processes a work tile in the first warpgroup. Returns (stage, phase) of the next block.
 
-        It starts loading the next work tile's queries when it has read this one's.
+        The work tile's queries have been loaded. Once they are read, loading the next work tile's queries starts.
         """
         kept = self.mainloop.scoring(memory, softmax_scale, warp, lane)
         rows = kept.rows
@@ -62,7 +62,7 @@ class PersistentConsumers:
 
     @cute.jit
     def value_tile(self, work, work_tiles, results, memory, warp, lane, stage, phase):
-        """Processes a work tile in the second warpgroup. Returns the next (stage, phase)."""
+        """Processes a work tile in the second warpgroup. Returns (stage, phase) of the next block."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
         acc = Rows.make().acc
         if work.resumes:

@@ -48,10 +48,10 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """The places of the parts of a CTA's row and block of heads in global memory; run-time values.
+    """Says where the parts of one row and one block of heads lie in global memory, in run-time values.
 
-    A reader is a CTA that adds up ``each`` neighbouring heads. Memory holds, for each reader, its heads of every part,
-    one part after the other, and a flag for each part.
+    A reader is a CTA that adds up ``each`` neighbouring heads. For each reader, memory holds the reader's heads of all
+    parts, part after part, and a flag for each part.
     """
 
     words: Int64  # addresses: of all parts
@@ -63,8 +63,8 @@ class PartPlaces:
 
     @staticmethod
     def of(work_tiles) -> PartPlaces:
-        """Returns the places of a CTA. The more parts there are, the fewer heads a reader has. There are never more
-        readers than CTAs."""
+        """Returns the places for a CTA's row and block of heads. The more parts there are, the fewer heads a reader
+        has. There are never more readers than CTAs."""
         count = work_tiles.shape.num_parts
         each = cutlass.select_(count >= 16, Int32(4), cutlass.select_(count >= 8, Int32(8), Int32(16)))
         readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
@@ -75,15 +75,15 @@ class PartPlaces:
 
     @property
     def piece_bytes(self):
-        """Bytes of a piece (128 columns) of one part of a reader's heads."""
+        """Bytes of a piece: 128 columns of a reader's heads, in one part."""
         return self.each * PART_ROW_BYTES
 
     def place(self, reader, part, piece):
-        """Returns the address of a piece of one part of a reader's heads."""
+        """Returns the address of a piece (128 columns) of a part, for a reader's heads."""
         return self.words + Int64((reader * self.count + part) * PIECES + piece) * self.piece_bytes
 
     def flag(self, reader, part):
-        """Returns the address of the flag that says that all pieces of a part have been stored."""
+        """Returns the address of a part's flag for a reader. It is set once all pieces of the part are stored."""
         return self.flags + Int64(reader * self.count + part) * 4
 
 
@@ -92,8 +92,8 @@ def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Const
     """Publishes half of the columns of a warp's 16 rows for the CTAs that add them up. The half is staged in the
     queries' shared memory in two pieces, so one piece is copied while the next is written.
 
-    acc: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the right
-    half."""
+    acc: unnormalised, fp32 [128]. stats: (maximum as an exponent of 2, total) for each of a thread's two rows; () for
+    the right half."""
     parts = PartPlaces.of(work_tiles)
     readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
     for own_piece in cutlass.range_constexpr(OWN_PIECES):
@@ -127,8 +127,8 @@ def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Const
 
 
 def row_place(lane):
-    """Returns the offset, in bytes from a warp's rows, of the address that a lane gives to stmatrix in
-    :func:`stage_values`."""
+    """Returns the offset of the address that a lane gives to stmatrix in :func:`stage_values`, in bytes from the warp's
+    first row."""
     return lane % WARP_ROWS * PART_ROW_BYTES + lane // WARP_ROWS * LANE_BYTES
 
 
@@ -151,7 +151,7 @@ class CooperativeCombine:
     @cute.jit
     def fetch(self, parts, memory, warp, lane):
         """Waits for all parts of the CTA's heads and loads them into the shared memory of tiles. The barrier
-        `queries_full` counts their bytes. Resets their flags."""
+        `queries_full` counts their bytes. Resets the parts' flags."""
         # Nobody reads tiles any more, nor waits for queries.
         cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
         if warp == 0:
@@ -180,8 +180,8 @@ class CooperativeCombine:
 
     @cute.jit
     def add_parts(self, parts, left, lane):
-        """Adds up the parts of a head. Returns (fp32 [16] unnormalised columns, maximum, total). The columns are 4 lane
-        to 4 lane + 3 of every piece. left: shared address of the first piece of the first part."""
+        """Adds up the parts of a head. Returns (fp32 [16] unnormalised columns, maximum, total). Of each piece, a lane
+        has columns 4 * lane to 4 * lane + 3. left: shared address of the first piece of the first part."""
         stride = PIECES * parts.piece_bytes
         own = cutlass.min(lane, parts.count - 1) * stride
         known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]
@@ -209,8 +209,8 @@ class CooperativeCombine:
 
     @cute.jit
     def write(self, work_tiles, results, own_head, acc, maximum, total, wanted, lane):
-        """Writes a head's results, its log-sum-exp, and the greatest score if there is an address for it. own_head: the
-        head's index in the block of 64."""
+        """Writes a head's output and log-sum-exp, and its greatest score if ``results`` has an address for it. Writes
+        nothing if ``wanted`` is 0. own_head: the head's index in the block of 64 heads."""
         head = work_tiles.head_block * BLOCK_HEADS + own_head
         denominator = total
         if exists_sink(results):

@@ -15,7 +15,7 @@ from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 class Epilogue:
     """The epilogue of a work tile in both consumer warpgroups, after its last block.
 
-    weights: `WholeWeights` or `SteppedWeights`, by which the first warpgroup lets the second one end.
+    weights: `WholeWeights` or `SteppedWeights`. Its barriers tell the second warpgroup that the first one has ended.
     """
 
     def __init__(self, config: MlaConfig, weights: WholeWeights | SteppedWeights):

@@ -55,8 +55,8 @@ class Writer:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head, exists) -> Float32:
-        """Writes the log-sum-exp, and the greatest score if there is an address for it. Returns 1 / (total of the row's
-        weights and its sink's), 0 for a row without tokens."""
+        """Writes a row's log-sum-exp, and its greatest score if ``results`` has an address for it. Returns 1 / (sum of
+        the row's weights and its sink's weight), or 0 for a row without tokens."""
         denominator = total
         if exists_sink(results):
             if exists:
@@ -99,19 +99,19 @@ class Writer:
                     ptx.store_global(place + PIECE_PITCH * i, pieces[i])
 
     def place(self, results, query_row, lane, half: int):
-        """Returns the address of a lane's first piece of a row."""
+        """Returns the address of a lane's first piece of an output row."""
         return results.out + piece_offset(lane, half) + Int64(query_row) * (V_HEAD_DIM * 2)
 
     def pieces(self, acc, factor, below: int, lane, pack) -> list[list[Any]]:
-        """Returns a lane's results of a row in pieces of 8 neighbouring columns. A lane has every fourth piece of the
-        half."""
+        """Multiplies a lane's accumulators of one row by ``factor`` and packs them. Returns them in pieces of 8
+        neighbouring columns. A lane has every fourth piece of its warpgroup's half."""
         pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
         words = [pack(acc[i] * factor, acc[i + 1] * factor) for i in pairs]
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
 
     @cute.jit
     def write_whole(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Writes unnormalised fp32 values; the four lanes of a row write 32 bytes together."""
+        """Writes a part's unnormalised values in fp32. The four lanes of a row write 32 bytes together."""
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
             if work.first_head + head < work.shape.num_heads:
@@ -123,8 +123,8 @@ class Writer:
 
     @cute.jit
     def write_scaled(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Writes unnormalised fp16 values, as :meth:`store` writes results, and the powers of 2 by which the combine
-        multiplies them."""
+        """Writes a part's unnormalised values in fp16, in the order of :meth:`store`. Also writes the powers of 2 by
+        which the combine multiplies them."""
         scales = [scale_of(acc, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
             # Else the compiler begins with all columns at once, which there are no registers for.
@@ -154,8 +154,8 @@ def scale_of(acc, below: int) -> tuple[Float32, Float32]:
 
 
 def scale_of_some(acc) -> tuple[Float32, Float32]:
-    """Returns (a power of 2, its reciprocal). The greatest magnitude of ``acc`` over the four lanes of a row,
-    multiplied by that power, is between 2**14 and 2**15."""
+    """Returns (scale, 1 / scale). The scale is a power of 2. It brings the greatest magnitude of ``acc`` over the four
+    lanes of a row to between 2**14 and 2**15."""
     tops: list[Any] = [Float32(0.0)] * 2
     for place, i in enumerate(range(len(acc))):
         tops[place % 2] = ptx.fmax(tops[place % 2], ptx.absolute(acc[i]))

@@ -70,8 +70,8 @@ class CombineKernel:
 
     @cute.jit
     def add_parts(self, results, shape, query_row, exists, group, groups, column):
-        """Returns (fp32 [4] accumulators of every ``groups``-th part from the ``group``-th on, the maximum of the row,
-        its total)."""
+        """Adds up a thread's four columns of the parts ``group``, ``group + groups`` and so on. Returns (fp32 [4]
+        accumulators, the row's maximum, the row's total)."""
         stats = partial_stats(results, shape, query_row, 0, self.form)
         values = partial_values(results, shape, query_row, 0, self.form) + column * (4 * self.form.value_bytes)
         acc = cute.make_rmem_tensor(4, Float32)
@@ -99,8 +99,8 @@ class CombineKernel:
         return acc, maximum, total
 
     def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
-        """Loads (maximum, total, factor of the values of the thread's half) of a lane's two parts, ``lane`` and 32 +
-        ``lane``. A part that does not exist has the maximum LOWEST, so no weight."""
+        """Loads the statistics of a lane's two parts, ``lane`` and 32 + ``lane``. Returns (maximum, total, factor of
+        the values in the thread's half of the columns) for each. A missing part has maximum LOWEST, so weight 0."""
         found = []
         for i in range(LANE_PARTS):
             part = cute.arch.lane_idx() + i * WARP_THREADS
@@ -113,8 +113,8 @@ class CombineKernel:
         return found
 
     def load_values(self, words, values, first, groups, num_parts) -> None:
-        """Starts loading a thread's columns of a batch of parts into ``words``: of parts ``first``, ``first + groups``
-        and so on."""
+        """Starts loading a thread's four columns of a batch of parts into ``words``. The parts are ``first``, ``first +
+        groups`` and so on."""
         for i in range(self.config.batch):
             part = first + i * groups
             exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))
@@ -132,7 +132,7 @@ class CombineKernel:
 
     @cute.jit
     def add_groups(self, acc, groups, rows, slot, column):
-        """Adds the accumulators of all groups of a row to those of its first group, through shared memory."""
+        """Adds up the accumulators of a row's groups in the threads of its first group, through shared memory."""
         smem = cutlass.utils.SmemAllocator()
         memory = smem.allocate(self.config.slots * (V_HEAD_DIM * 4), byte_alignment=16).toint()
         place = memory + slot * (V_HEAD_DIM * 4) + column * 16
@@ -147,7 +147,7 @@ class CombineKernel:
     @cute.jit
     def write(self, results, shape, query_row, column, acc, maximum, total):
         """Writes a thread's four columns. The row's first thread also writes the log-sum-exp, and the greatest score if
-        there is an address for it."""
+        ``results`` has an address for it."""
         denominator = total
         if exists_sink(results):
             head = query_row % shape.num_heads
@@ -176,8 +176,8 @@ def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:
-    """Returns (factors of a lane's parts in the row's sum, the row's maximum, its total). known: from
-    `CombineKernel.load_stats`."""
+    """Returns (a factor for each of a lane's parts, the row's maximum, the row's total). A factor multiplies the part's
+    values before they are added up. known: from `CombineKernel.load_stats`."""
     maximum = known[0][0]
     for other, _, _ in known[1:]:
         maximum = ptx.fmax(maximum, other)

@@ -1,9 +1,9 @@
 """The cluster (DSMEM) reduction: the CTAs of a cluster have the parts of a row and add them up without a second launch.
 
 Every CTA of the cluster computes a part of the row's tokens, and adds up 512 / cluster columns of the row's output.
-Each publishes its heads' maxima and totals to the others, and multiplies its accumulators by their weight in the row.
-It stores the products in the shared memory of the CTA that adds up their columns, in the order of the parts. So results
-do not depend on which part ends first.
+Each CTA publishes its heads' maxima and totals to the cluster, and multiplies its accumulators by their weight in the
+row. It stores the products in the shared memory of the CTA that adds up their columns. Sums are formed in the order of
+the parts, so results do not depend on which part ends first.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class ClusterCombine:
 
     @cute.jit
     def write(self, work, results, memory, rank, warp, lane):
-        """Adds up a CTA's columns, a head of a warp at a time, and writes them; runs after :func:`cluster_sync`."""
+        """Adds up a CTA's columns and writes them; each warp has one head at a time. Runs after
+        :func:`cluster_sync`."""
         for block in cutlass.range_constexpr(self.config.head_blocks):
             head = 8 * block + warp
             if work.first_head + head < work.shape.num_heads:
@@ -88,7 +89,8 @@ class ClusterCombine:
                     ptx.store_global(place, [self.total(memory, head, first, lane)], offset=2 * first)
 
     def total(self, memory, head, first: int, lane):
-        """Returns a lane's two columns, counted from ``first``, added up over all parts, as a pair of bf16."""
+        """Adds up two columns of a head over all parts: ``first + 2 * lane`` and the next. Returns them as a word of
+        two bf16."""
         acc: list[Any] = [Float32(0.0)] * 2
         for part in range(self.config.cluster):
             place = memory.ring + head * self.pitch + lane * 8

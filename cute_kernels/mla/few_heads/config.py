@@ -52,9 +52,9 @@ class FewHeadsConfig:
     """One variant of MLA decode for few heads.
 
     tokens: as in `MlaConfig`. heads: heads of a CTA, the columns of its MMAs: 8, 16 or 32. Rows with more heads take
-    more CTAs. stages: blocks of tokens that shared memory holds. cluster: the number of parts of every row, which a
-    cluster of as many CTAs adds up; 1 for no cluster. ahead: how many blocks before its tokens an entry (index or page
-    number) is loaded.
+    more CTAs. stages: blocks of tokens that shared memory holds. cluster: the number of parts of every row; a cluster
+    of as many CTAs adds them up. 1: no cluster. ahead: an entry (index or page number) is loaded this many blocks
+    before its tokens.
     """
 
     limits: ClassVar[Limits] = HOPPER

@@ -110,7 +110,8 @@ class Queries:
 
 
 def scaling(largest: Float32):
-    """Returns (2**k, 2**-k); 2**k scales the largest query of a head into [2**14, 2**15), unless it is below 2**-30."""
+    """Returns (2**k, 2**-k). 2**k scales ``largest``, a head's largest query, into [2**14, 2**15). Below 2**-30, k is
+    that of 2**-30."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, Int32(MIN_EXPONENT))
     to_fp16 = Uint32((127 + EXPONENT - exponent) << 23).bitcast(Float32)
     from_fp16 = Uint32((127 - EXPONENT + exponent) << 23).bitcast(Float32)

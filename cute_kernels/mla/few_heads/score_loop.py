@@ -8,8 +8,8 @@ themselves, then multiplied by the token's scale of that tile in fp32.
 Every tile has weights of its own, which contain the tokens' scales: weight * scale / limit * 2**7. A tile's limit is a
 power of 2 not below any scale so far. Weights up to 2**8 become at most 2**15, within fp16. A weight of 1 loses bits if
 its token's scale is less than 2**-21 of the tile's largest. Limits, like the running maximum, are raised only when they
-have to be (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026). Once a block all four warps ask each
-other.
+have to be (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026). For each block, the four warps vote
+whether to raise them.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ class ScoreLoop:
         return [[word.bitcast(Float32) for word in words] for words in loads]
 
     def scores(self, memory, rows, scales, lane) -> list[Any]:
-        """Computes a lane's scores of the warp's 16 tokens, the first of which is at address ``rows``, and all
-        heads."""
+        """Returns a lane's scores of the warp's 16 tokens for all heads. rows: address of the first of these tokens."""
         address = rows + matrix_lane(lane)
         queries = self.queries.reading_place(memory, lane)
         blocks = range(self.config.head_blocks)
@@ -197,8 +196,8 @@ class ScoreLoop:
 
     @cute.jit
     def raise_references(self, state, scores, scales, memory, buffer, warp, lane):
-        """Raises the running maxima and the tiles' limits to those of all four warps. Stores the factors by which
-        earlier accumulators shrink."""
+        """Raises the running maxima and the tiles' limits to the greatest of all four warps. Stores the factors by
+        which earlier accumulators shrink."""
         tiles = memory.exchange + SCORE_WARPS * self.config.head_bytes
         own = memory.exchange + warp * self.config.head_bytes + lane * 8
         highest = self.highest(state, scores)
@@ -341,8 +340,8 @@ class ScoreLoop:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head) -> Float32:
-        """Writes the log-sum-exp, and the greatest score if there is an address for it. Returns 1 / (total of the
-        weights and the sink's), 0 for a row without tokens."""
+        """Writes a row's log-sum-exp, and its greatest score if ``results`` has an address for it. Returns 1 / (sum of
+        the row's weights and its sink's weight), or 0 for a row without tokens."""
         denominator = total
         if exists_sink(results):
             sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
@@ -366,7 +365,7 @@ def fragment(low, high) -> list[Any]:
 
 
 def column_of(index: int) -> int:
-    """Returns which of a lane's columns its ``index``-th score belongs to."""
+    """Returns the column (see `State`) to which a lane's ``index``-th score belongs."""
     return index // 4 * 2 + index % 2
 
 

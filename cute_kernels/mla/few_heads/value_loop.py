@@ -83,12 +83,13 @@ class ValueLoop:
             self.write(acc, factors, work, results, warp, lane)
 
     def place(self, block: int, chunk: int) -> int:
-        """Returns the index of the first of four accumulators. The first two are column 2g of a chunk, for heads 2t and
-        2t + 1 of a block of 8. The others are column 2g + 1 for these heads."""
+        """Returns the index of the first of four accumulators. Accumulators 0 and 1 have column 2g of a chunk, for
+        heads 2t and 2t + 1 of a block of 8 heads. Accumulators 2 and 3 have column 2g + 1."""
         return 4 * (chunk * self.config.head_blocks + block)
 
     def load_factors(self, place, tile, lane) -> list[Any]:
-        """Loads one fp32 number of a tile for each of a lane's heads, [2 * block + c]."""
+        """Loads a tile's fp32 numbers for a lane's heads. Returns the number of head 8 block + 2t + c at [2 * block +
+        c]."""
         address = place + tile * self.config.head_bytes + lane % 4 * 8
         blocks = range(self.config.head_blocks)
         return [word.bitcast(Float32) for block in blocks for word in ptx.load_shared_vector(address, 32 * block, 2)]
@@ -166,8 +167,8 @@ class ValueLoop:
 
 
 def fragment(first, last) -> list[Any]:
-    """Returns an A operand of 16 columns and 16 tokens. first, last: words of two columns of two tokens, of tokens 0 to
-    7 and 8 to 15."""
+    """Returns an A operand of 16 columns and 16 tokens. first, last: words of two columns of two tokens each, from
+    tokens 0 to 7 and from tokens 8 to 15."""
     words = []
     for word in (first, last):
         tokens = ptx.prmt(word, word, Uint32(BY_COLUMNS))

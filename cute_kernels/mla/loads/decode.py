@@ -76,8 +76,8 @@ class TokenDecoder:
         """Decodes the tokens held in registers into rows of the tile, and starts loading ``token`` into the same
         registers. :meth:`load_last` loads the rest.
 
-        The compiler postpones loads to the end of a basic block, since only a later one uses them. Branches that are
-        always taken keep loads in their chunk.
+        The compiler postpones loads to the end of a basic block, since only later blocks use them. So each chunk stands
+        in a branch that is always taken: its loads cannot leave it.
         """
         factors = self.factors(scales)
         for chunk in cutlass.range_constexpr(0, self.num_loads, self.config.tiles.load.chunk):
@@ -90,8 +90,8 @@ class TokenDecoder:
         self.tiles.send(tile)
 
     def load_last(self, words, scales, token, place) -> None:
-        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. The loads must
-        stay after the fence, which would wait for them. The compiler does not move loads that are not constant."""
+        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. The fence would
+        wait for these loads, so they must stay after it: they are not constant, and the compiler leaves them."""
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
             self.load_piece(words, token, place, i, constant=False)
@@ -130,8 +130,8 @@ class TokenDecoder:
 
     @cute.jit
     def raise_large(self, factors: Factors, tile, place, slabs: cutlass.Constexpr):
-        """Multiplies a lane's stores of some slabs by 2**120 where its token's scales were too large to contain that
-        factor. Such tokens are very rare. tile: an address."""
+        """Multiplies values that a lane has stored in ``slabs`` by 2**120 if their scale was too large to contain that
+        factor. Such scales are very rare. tile: an address."""
         if const_expr(self.dequantizer.any_scale):
             if cute.arch.vote_any_sync(reduce(or_, factors.large) != 0):
                 for slab in slabs:

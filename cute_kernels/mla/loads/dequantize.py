@@ -34,8 +34,8 @@ CARRY = (0x80 - (254 - UNIT_EXPONENT + 1 - 0x80)) * 0x01010101  # into the high 
 class Factors:
     """The factors of a token's codes; run-time values.
 
-    scales: one or two packed pairs of bf16 for each scale, which add up to it. large: words with a bit for each scale
-    that does not contain 2**120.
+    scales: one or two words for each scale. A word is one bf16 twice; the words' bf16 add up to the scale. large: words
+    with a bit for each scale, set if the scale does not contain 2**120.
     """
 
     scales: list[list[Uint32]]

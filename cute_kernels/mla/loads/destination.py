@@ -1,5 +1,5 @@
-"""The destinations of decoded rows: a tile in the CTA's own shared memory, or in that of both CTAs of a pair
-(crossover).
+"""The destinations of decoded rows: tiles in the CTA's own shared memory, or in the shared memory of both CTAs of a
+pair (crossover).
 
 A destination says which rows of a block a warp decodes, stores them, sends them to the other CTA, and announces a tile
 to consumers.
@@ -38,7 +38,7 @@ class OwnTiles:
         write_flags(memory, stage, group, valid, lane)
 
     def tile(self, memory, link, stage, group: int):
-        """Returns the address in the first slab to which a lane's offsets for the warp's ``group`` are added."""
+        """Returns the address, in a tile's first slab, to which lanes add their offsets for the warp's ``group``."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
     def here(self, tile):
@@ -75,8 +75,8 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class SharedTile:
-    """The addresses of a warp's rows: here, and at the same offset in the other CTA, whose barrier counts their bytes;
-    run-time values."""
+    """The addresses of a warp's rows in this CTA, their distance to the other CTA's memory, and the other CTA's
+    barrier, which counts the rows' bytes; run-time values."""
 
     address: Int32
     rows: Int32  # of the warp's group, the same in all lanes
@@ -85,8 +85,8 @@ class SharedTile:
 
 
 class CrossoverTiles:
-    """The destination of half of every block's tokens: rows are written here and copied to the other CTA, which sends
-    its half.
+    """The destination of a CTA that decodes half of every block's tokens. It writes rows to its own tile and copies
+    them to the other CTA, which decodes the other half.
 
     Crossover is from FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here the 8 rows of a
     slab that a warp has written, 1 KB, are one bulk copy. The rows of all slabs are sent after one fence, since a fence
@@ -145,8 +145,8 @@ class CrossoverTiles:
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane, part: cutlass.Constexpr = 0):
-        """Arrives on the full barrier of a part of a tile, after the fence of :meth:`send`. The first warp also adds
-        the bytes that the other CTA sends."""
+        """Arrives on the full barrier of a part of a tile, after the fence of :meth:`send`. The first warp also
+        announces the bytes that the other CTA sends."""
         barrier = memory.full + self.config.part_number(stage, part)
         if lane == 0:
             if warp == 0:
@@ -156,8 +156,8 @@ class CrossoverTiles:
 
 
 def drain(config: MlaConfig, memory, stage, phase) -> None:
-    """Waits until both CTAs of a pair have released all tiles. Then the other CTA has all that this one sent or asked
-    for, and arrives here no more, so this CTA may exit."""
+    """Waits until both CTAs of a pair have released all tiles. Then the other CTA has received all that this CTA sent
+    or loaded for it, and arrives at no barrier here any more. So this CTA may exit."""
     for _ in range(NUM_STAGES):
         for part in range(config.tile_parts):
             cute.arch.mbarrier_wait(memory.empty + config.part_number(stage, part), phase)

@@ -28,8 +28,7 @@ class Entries:
 
     A block's entries are loaded ``lead + 1`` blocks ahead, and first read a block later. Its tokens are prefetched into
     L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at the start,
-    the next ones after the first tile. At the beginning of a launch all SMs load together, and queries take the same
-    path.
+    the next ones only after the first tile: at the beginning of a launch all SMs load at once, queries too.
     """
 
     locator: SparseLocator | PagedLocator
@@ -113,8 +112,8 @@ class Entries:
             numbers.prefetch_line_if(cutlass.select_(lane < self.rows, token.valid, Int32(0)), token.behind)
 
     def lines(self, sharer) -> list[Any]:
-        """Returns offsets in a token, one in each line that the ``sharer``-th of its lanes prefetches. Tokens begin on
-        any multiple of 16 bytes."""
+        """Returns byte offsets in a token, one for each line that a lane prefetches. Several lanes share a token's
+        lines; the lane is the ``sharer``-th. Tokens begin on any multiple of 16 bytes."""
         count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
         share = -(-count // (WARP_THREADS // self.rows))
         last = self.token_bytes - wgmma_tiles.PIECE_BYTES

@@ -66,8 +66,8 @@ class Fp8Load:
         self.tiles.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
-        """Returns (block, a lane's row in it) of the ``groups``-th group of the warp, counted from the first group of
-        block ``number``."""
+        """Returns (block, row) of a lane's token in the warp's ``groups``-th group. Groups are counted from the first
+        group of block ``number``."""
         ahead, group = divmod(groups, self.config.warp_groups)
         return number + ahead, place.row + group * GROUP_TOKENS
 
@@ -138,7 +138,8 @@ class SplitFp8Load:
                 self.decoder.load_piece(words, token, place, i)
 
     def taken(self, words) -> list[list[Uint32]]:
-        """Returns a lane's pieces, 4 words each; those of the second part in registers that outlive the next load."""
+        """Returns a lane's pieces, 4 words each. The second part's pieces are in registers of their own, which the next
+        token's load does not overwrite."""
         pieces = [[Uint32(words[4 * i + j]) for j in range(4)] for i in range(self.decoder.num_loads)]
         for i in self.pieces[RIGHT]:
             pieces[i] = [ptx.pinned(word) for word in pieces[i]]

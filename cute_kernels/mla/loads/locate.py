@@ -93,7 +93,7 @@ def load_int(address) -> Int32:
 
 
 class Locator:
-    """The base of both locators. A mark is the number that a locator needs of a block besides its entries."""
+    """The base of both locators. A block's mark is a number. With a mark and an entry a locator finds a token."""
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
         """Returns (address of the entry of a block's ``position``-th token, 1 if the entry counts, else 0)."""
@@ -121,7 +121,7 @@ class SparseLocator(Locator):
 
     @cute.jit
     def lengths(self, source, request):
-        """Returns (tokens of the cache, tokens of the extra cache) of a request's rows."""
+        """Returns how many indices count in each row of a request: (of the cache, of the extra cache)."""
         return self.length(source.main, request), self.length(source.extra, request)
 
     @cute.jit
@@ -171,7 +171,7 @@ class PagedLocator(Locator):
 
     @cute.jit
     def lengths(self, source, request):
-        """Returns (tokens of a request, 0 for the extra tokens that paged caches lack)."""
+        """Returns (number of a request's tokens, 0). Paged decode has no extra cache, hence the 0."""
         length = load_int(source.lengths + Int64(request) * 4)
         most = source.max_pages * source.pages.page_size.value
         return cutlass.max(cutlass.min(length, most), Int32(0)), Int32(0)

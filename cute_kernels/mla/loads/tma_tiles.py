@@ -40,7 +40,7 @@ class TmaPagedSource(PagedSource):
 
 
 class TmaTileMap:
-    """The tensor map of a cache. A TMA tile is 64 columns of the tokens that a CTA loads of a block."""
+    """The tensor map of a cache. A TMA tile has 64 columns of the tokens that one CTA loads."""
 
     def __init__(self, config: MlaConfig | FewHeadsConfig):
         self.cluster, self.width = config.cluster, config.head_dim
@@ -145,8 +145,8 @@ class TmaTileLoad:
 
     @cute.jit
     def copy_rows(self, source, memory, stage, page, block, tokens, lane, part: cutlass.Constexpr):
-        """Writes a part of a tile with fewer than 64 tokens; each CTA writes all of it, visible to MMAs. The missing
-        tokens become zeros, whatever the cache holds there."""
+        """Writes a part of a tile that has fewer than 64 tokens, and makes it visible to MMAs. Each CTA writes the
+        whole part. Missing tokens become zeros, whatever the cache holds there."""
         place = LanePlaces.of(0, lane)
         tile = memory.tiles + stage * self.config.tile_bytes
         for group in cutlass.range(BLOCK_TOKENS // GROUP_TOKENS, unroll=1):

@@ -153,7 +153,8 @@ class DelayedPV:
             self.score_slab(scores, held, memory, stage, slab)
 
     def score_rest(self, scores, held, memory, stage, phase) -> None:
-        """Issues the other MMAs of a block's scores; the last ones are a commit group of their own."""
+        """Issues the MMAs of a block's scores after those of `begin_scores`. The last few are a commit group of their
+        own."""
         left, right = self.config.layout.parts
         wgmma_tiles.begin()
         for slab in left[HEAD_SLABS:]:
@@ -168,8 +169,8 @@ class DelayedPV:
         wgmma_tiles.commit()
 
     def finish_scores(self, rows, scores) -> None:
-        """Waits for scores and copies them to ``rows``. The registers go through the wait instruction: else LLVM copies
-        them before it."""
+        """Waits for scores and copies them to ``rows``. The registers are operands of the wait instruction; otherwise
+        LLVM would copy them before the wait."""
         wgmma_tiles.wait()
         values = wgmma.wait_all([scores[i] for i in range(softmax.NUM_SCORES)])
         for i in range(softmax.NUM_SCORES):
@@ -189,7 +190,7 @@ class DelayedPV:
                 wgmma_tiles.multiply(scores, a, keys, BLOCK_TOKENS, zero=first, steps=part)
 
     def held_steps(self, slab: int) -> range:
-        """Returns the steps of 16 columns of a slab whose queries are held in registers: those whose MMAs come
+        """Returns which of a slab's steps (16 columns each) have their queries in registers: the steps whose MMAs come
         first."""
         left = self.config.layout.parts[LEFT]
         count = self.config.held_steps
@@ -197,7 +198,7 @@ class DelayedPV:
         return range(min(max(count - before, 0), SLAB_STEPS))
 
     def hold_queries(self, memory, warp, lane) -> dict:
-        """Loads the held steps of queries as A operands, by slab."""
+        """Loads the queries that stay in registers, as A operands. Returns them by slab."""
         held, place = {}, wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
         for slab in self.config.layout.parts[LEFT]:
             steps = self.held_steps(slab)

@@ -47,8 +47,8 @@ def hide(scores, flags, lane) -> None:
 
 @cute.jit
 def mask_end(scores, work, block, warp, lane):
-    """Sets scores of tokens that a row does not see to -inf: beyond its request's length, or with causal after its
-    query."""
+    """Sets scores of tokens that a row does not see to -inf: tokens beyond the request's length, and in causal calls
+    tokens after the row's query."""
     shape = work.shape
     later = (shape.num_heads - 1 - work.first_head) // shape.query_heads  # queries after that of the first row
     first = block * BLOCK_TOKENS
@@ -65,8 +65,8 @@ def mask_end(scores, work, block, warp, lane):
 def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
     """Raises the running maxima. Returns the factors by which earlier accumulators shrink.
 
-    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 they
-    may fall behind; 0 if the caller wants the exact maxima.
+    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 the
+    maxima may fall behind; 0 for exact maxima.
     """
     factors = []
     for row in range(2):

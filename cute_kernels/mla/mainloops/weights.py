@@ -30,7 +30,8 @@ class RowValues:
             self.store(values, memory, warp, lane)
 
     def store(self, values, memory, warp, lane) -> None:
-        """Stores as :meth:`publish` does, but in all four lanes of a row: a branch might delay MMAs in flight."""
+        """Stores the numbers as :meth:`publish` does, but from all four lanes of a row: a branch might delay MMAs in
+        flight."""
         place = self.place(memory, warp, lane)
         ptx.store_shared(place, 0, [values[0]])
         ptx.store_shared(place, 32, [values[1]])
@@ -45,7 +46,7 @@ class RowValues:
 
 
 def load_flags(memory, stage):
-    """Loads the flags that say which of a block's tokens exist: a word of 8 bits for every 8 tokens."""
+    """Loads the flags that say which of a block's tokens exist: one word for every 8 tokens, a bit each."""
     place = memory.flags + stage * FLAG_BYTES
     return [*ptx.load_shared_vector(place, 0, 4), *ptx.load_shared_vector(place, 16, 4)]
 
@@ -86,8 +87,8 @@ class WholeWeights:
         self.hand_over()
 
     def await_end(self) -> None:
-        """Waits, in the second warpgroup, until it may end a work tile. It must not begin the next one earlier, as it
-        would announce there that weights are free."""
+        """Waits, in the second warpgroup, until it may end a work tile. Without the wait it would begin the next work
+        tile and announce too early that weights are free."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 
 
@@ -95,7 +96,7 @@ class SteppedWeights:
     """Makes a block's weights 16 tokens at a time, and hands them over in two parts.
 
     fenced: whether the second warpgroup's MMAs read weights from shared memory, which takes a fence. The second
-    warpgroup issues the fence, as in the first one it would delay the next weights.
+    warpgroup issues the fence, which would delay the next weights in the first warpgroup.
     """
 
     def __init__(self, config: MlaConfig, products: Products, fenced: bool):
@@ -154,8 +155,8 @@ class SteppedWeights:
         return memory.weight_pointer.toint() + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
 
     def publish_step(self, packed, place, step: int) -> None:
-        """Stores a thread's weights of 16 tokens. place: from :meth:`place`; under the swizzle a step is an xor of
-        it."""
+        """Stores a thread's weights of 16 tokens. place: from :meth:`place`. Under the swizzle, each step's address is
+        an xor of it."""
         words = [packed[4 * step + i] for i in range(4)]
         ptx.store_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, words, transpose=False)
 
@@ -169,7 +170,7 @@ class SteppedWeights:
         self.hand_over(0)
 
     def await_part(self, part: int) -> None:
-        """Waits for `hand_over` of the same part; part 0 also for `hand_over_end`."""
+        """Waits, in the second warpgroup, for `hand_over` of a part. `hand_over_end` counts as part 0."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
         if self.fenced:
             cute.arch.fence_proxy("async.shared", space="cta")
