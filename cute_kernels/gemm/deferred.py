@@ -191,9 +191,8 @@ def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
     """Whether the norm between two products of ``m`` rows, with ``weight`` and then with ``following``, takes no
     launch. Both products then have kernels for a deferred norm. May compile these kernels."""
     gives, takes = weight.form, following.form
-    if not (weight.codes.is_cuda or GPU.takes_cpu) or takes.device_index != gives.device_index:
-        return False
-    if takes.dtype != gives.dtype or not takes.comes_as_it_is:
+    alike = (takes.device_index, takes.dtype) == (gives.device_index, gives.dtype) and takes.comes_as_it_is
+    if not alike or not (weight.codes.is_cuda or GPU.takes_cpu):
         return False
     sides = Side(*gives.shape, gives.format), Side(*takes.shape, takes.format)
     return no_launch_between(m, *sides, gives.dtype, gives.device_index)

@@ -29,7 +29,7 @@ from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned, without_rows
 from cute_kernels.gemm.product import problem_of, product_of, tile_product
 from cute_kernels.gemm.spec import GemmSpec
-from cute_kernels.gemm.weight import PackedWeight, WeightTensors, row_blocks
+from cute_kernels.gemm.weight import PackedWeight, WeightTensors, is_captured, row_blocks
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU
@@ -63,12 +63,11 @@ def takes_row_codes(weight: PackedWeight | WeightTensors) -> bool:
 
 def row_codes(weight: PackedWeight) -> torch.Tensor:
     """Copies an FP8 weight's codes row by row, float8_e4m3fn [N, K], as torch's product takes them."""
-    n, k = weight.shape
-    rows = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    rows = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     tiles, blocks, _ = weight.codes.shape
     for first, last in row_blocks(tiles, blocks * hopper.tile_k(weight.bits), weight.device):
         own = rows[64 * first : 64 * last]
-        own.copy_(weight.unpack_tiles(first, last)[: len(own), :k])
+        own.copy_(weight.unpack_tiles(first, last)[: len(own), : own.shape[1]])
     return rows.view(E4M3)
 
 
@@ -76,19 +75,23 @@ _kept_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """`row_codes` of weights, by the tensor of each weight's codes; None where they may not be copied."""
 
 
-def has_room(size: int, device: torch.device) -> bool:
-    """Whether half of a device's memory stays free after a copy of ``size`` bytes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free - size > total / MEMORY_KEPT
+def has_room(codes: torch.Tensor) -> bool:
+    """Whether half of a device's memory stays free after a copy of ``codes``. False while a graph is captured."""
+    free, total = (0, 0) if is_captured(codes) else torch.cuda.mem_get_info(codes.device)
+    return free - codes.nbytes > total / MEMORY_KEPT
 
 
 def kept_row_codes(weight: PackedWeight | WeightTensors, may_copy: Callable[[], bool]) -> torch.Tensor | None:
     """Returns `row_codes` of a weight, which the first call for its codes makes and keeps. None if ``may_copy``
-    returned False in that first call."""
-    if weight.codes not in _kept_rows:
+    returned False in that first call. Calls that a graph captures keep nothing: what they copy is there only once the
+    graph has run."""
+    found = _kept_rows.get(weight.codes, may_copy)
+    if found is may_copy:
         plain = PackedWeight(*weight[:5], check_values=False) if isinstance(weight, WeightTensors) else weight
-        _kept_rows[weight.codes] = row_codes(plain) if may_copy() else None
-    return _kept_rows[weight.codes]
+        found = row_codes(plain) if may_copy() else None
+        if not is_captured(weight.codes):
+            _kept_rows[weight.codes] = found
+    return found
 
 
 def forget_row_codes(codes: torch.Tensor) -> None:
@@ -177,7 +180,7 @@ def _torch_plan(index: int) -> Plan[[Fp8Call], torch.Tensor]:
 
     def launch(given: Fp8Call) -> torch.Tensor:
         weight, held = given.linear.weight, given.linear.weight.codes
-        codes = kept_row_codes(weight, lambda: not is_ours or has_room(held.nbytes, held.device))
+        codes = kept_row_codes(weight, lambda: not is_ours or has_room(held))
         if codes is None and not own:  # made of this call: a plan keeps no tensors of the first one
             own.append(_own_plan(given, index, in_16_bits=False))
         return own[0].launch(given) if codes is None else _launch_torch(given, codes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -99,6 +99,10 @@ class Packed(OfFormat):
         """Bytes of all tensors, padding included."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the fields of a copied or loaded object: what it has `kept`, such as its device, may not hold here."""
+        self.__dict__.update({each.name: state[each.name] for each in fields(cast("Any", self))})
+
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
         """Returns the weights on another device. Tensors that are there already are not copied.
 
@@ -107,8 +111,7 @@ class Packed(OfFormat):
         """
         where = device_of(device) or self.device
         moved = {name: tensor.to(where, non_blocking=non_blocking) for name, tensor in self._tensors().items()}
-        fields: dict[str, Any] = {**moved, "check_values": False}
-        return replace(cast("Any", self), **fields)  # subclasses are dataclasses
+        return replace(cast("Any", self), **cast("Any", moved), check_values=False)  # subclasses are dataclasses
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name in self.tensor_names if (value := getattr(self, name)) is not None}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from cute_kernels.arguments import check_contiguous, check_flag, check_tensors
 from cute_kernels.formats.weights import WeightFormat
-from cute_kernels.gemm.packed import Packed
+from cute_kernels.gemm.packed import Packed, kept
 from cute_kernels.gemm.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight, wider
 from cute_kernels.gemm.weight import (
     PackedWeight,
@@ -70,13 +69,10 @@ class PackedExperts(Packed):
         check_tensors(codes=self.codes, scales=self.scales)
         if self.codes.dim() != 4 or self.codes.shape[0] < 1:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
-        for name in _TENSORS[1:]:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                check_tensors(**{name: tensor})
-            if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != len(self)):
-                raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{len(self)}, N tiles, groups, 64]")
         for name, tensor in self._tensors().items():
+            check_tensors(**{name: tensor})
+            if tensor.dim() != 4 or tensor.shape[0] != len(self):
+                raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{len(self)}, N tiles, groups, 64]")
             check_contiguous(name, tensor)
         check_presence(self.zeros, self.format)
         self[0]  # which checks all else but numbers
@@ -102,7 +98,7 @@ class PackedExperts(Packed):
     def __iter__(self) -> Iterator[PackedWeight]:
         return (self[expert] for expert in range(len(self)))
 
-    @cached_property
+    @kept
     def form(self) -> ExpertsForm:
         """Everything that a plan for these weights depends on; the addresses of their tensors do not count."""
         k_pad = padded_shape(self.shape, self.group_size)[1]

@@ -494,7 +494,12 @@ def has_values(tensor: torch.Tensor) -> bool:
     """Whether the numbers of a tensor can be read now, which may wait for a GPU."""
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_captured(tensor)
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph captures what is computed of a tensor now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def fitted(weight_format: WeightFormat, scales: torch.Tensor) -> WeightFormat:

@@ -1,6 +1,8 @@
 """Transforms of a cache: attention over k' and v' with q' is, to rounding, attention over k and v with q."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -282,3 +284,13 @@ def test_layers_have_one_transform_each():
         check_transforms("transform", [made, "rotate"], 2)
     with pytest.raises(TypeError, match="transform: got str, want a CacheTransform, one for each layer, or None"):
         check_transforms("transform", "rotate", 2)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "file"])
+def test_a_copy_has_addresses_of_its_own(copied):
+    transform = make_inputs(1, 64, 64, seed=0)[-1]
+    assert all(transform.addresses) and transform.kind  # kept from now on
+    found = copied(transform)
+    arrays = found.k_center, found.k_factor, found.q_factor, found.v_factor
+    assert found.addresses == tuple(array.data_ptr() for array in arrays)
+    assert found.key == transform.key and not {*found.addresses} & {*transform.addresses}

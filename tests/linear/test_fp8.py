@@ -6,6 +6,7 @@ import copy
 import re
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -297,6 +298,18 @@ def test_row_codes_are_made_once_and_anew_when_others_are_loaded():
     for may_copy in (False, True):  # decided once: a weight's products do not change while a model runs
         assert fp8.kept_row_codes(layer.weight, lambda may_copy=may_copy: may_copy) is None
     assert torch.equal(fp8.row_codes(layer.weight).view(torch.uint8), codes)
+
+
+@needs_row_scales
+def test_row_codes_that_a_graph_copies_are_not_kept():
+    layer = QuantizedLinear.from_linear(nn.Linear(320, 80, dtype=BF16), format="fp8")
+    layer.activations = "fp8"
+    x = numbers(3, 320)
+    with standing_in(NO_HOPPER):
+        with mock.patch.object(fp8, "is_captured", lambda codes: True):
+            y = layer(x)
+            assert layer.codes not in fp8._kept_rows and not fp8.has_room(layer.codes)
+        assert torch.equal(layer(x), y) and layer.codes in fp8._kept_rows
 
 
 @needs_row_scales

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -362,6 +364,16 @@ def test_a_weight_is_made_within_a_compiled_function_without_a_break():
 def test_shards_that_do_not_exist_are_refused(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call(known(128, 128).pack())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "file"])
+def test_a_copy_does_not_take_what_was_kept_of_the_first(copied):
+    weight = known(64, 128, 4, 64, True, BF16, 3).pack()
+    for one in (weight, stack_experts([weight])):
+        one.__dict__["form"] = one.form._replace(device_index=7)  # as on another machine
+        found = copied(one)
+        assert found.form.device_index == -1 and found.form.format is one.format
+        assert torch.equal(found.codes, one.codes) and found.state_dict().keys() == one.state_dict().keys()
 
 
 def test_it_says_what_it_is_and_how_large():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -75,6 +75,10 @@ class CacheTransform:
 
         _ = self.q_factor, self.out_factor  # made now: not in the midst of a graph's capture
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes a copied or loaded object anew: what it kept, such as addresses, is not that of its own arrays."""
+        self.__init__(**{each.name: state[each.name] for each in fields(self)})
+
     # -- what it is ---------------------------------------------------------------------------------------------------
 
     @property
@@ -113,12 +117,10 @@ class CacheTransform:
         return next((array.device for array in self.arrays.values()), None)
 
     @cached_property
-    def addresses(self) -> tuple[int, int, int, int]:
+    def addresses(self) -> tuple[int, ...]:
         """The addresses of k_center, k_factor, q_factor and v_factor; 0 for a missing array."""
-        center, k_factor, q_factor, v_factor = (
-            0 if x is None else x.data_ptr() for x in (self.k_center, self.k_factor, self.q_factor, self.v_factor)
-        )
-        return center, k_factor, q_factor, v_factor
+        arrays = self.k_center, self.k_factor, self.q_factor, self.v_factor
+        return tuple(0 if array is None else array.data_ptr() for array in arrays)
 
     @property
     def changes_values(self) -> bool:
