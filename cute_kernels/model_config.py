@@ -88,8 +88,8 @@ def keep_vocabulary(model: Any) -> None:
 
 
 def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Resizes as a model's own ``resize_token_embeddings`` does. If the number of tokens changes, the output layer is
-    dequantised to 16 bits."""
+    """Resizes a model's vocabulary, as its own ``resize_token_embeddings`` does. If the number of tokens changes, the
+    output layer is dequantised to 16 bits."""
     output = model.get_output_embeddings()
     if isinstance(output, QuantizedLinear):
         if new_num_tokens in (None, output.out_features) and not any(args) and not kwargs.get("pad_to_multiple_of"):

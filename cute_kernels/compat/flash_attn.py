@@ -170,8 +170,8 @@ def _format_of(q: torch.Tensor) -> Any:
 
 
 def _refuse(**given: tuple[Any, Any]) -> None:
-    """Raises ValueError for an argument that is not supported. given: by name, (its value, the only value that is
-    supported)."""
+    """Raises ValueError for an argument that is not supported. given: (an argument's value, the only supported value),
+    by the argument's name."""
     for name, (value, wanted) in given.items():
         if (value is not None) if wanted is None else value != wanted:
             came = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
@@ -181,7 +181,8 @@ def _refuse(**given: tuple[Any, Any]) -> None:
 def _options(
     causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Returns the options of `extend_attention` for FlashAttention's; ValueError for options that are not supported."""
+    """Returns the options of `extend_attention` for FlashAttention's. Raises ValueError for options that are not
+    supported."""
     left, right = window_size
     if causal:
         right = 0

@@ -79,7 +79,7 @@ class Decodes:
 
 
 def can_extend(formats: Formats, head_size: int) -> bool:
-    """Returns whether extend attention reads caches of these formats, K's and V's."""
+    """Returns whether extend attention reads caches whose K and V have these formats."""
     if head_size not in EXTEND_HEAD_DIMS:
         return False
     return _extend_config(formats, head_size, "fp16", 16, PLAIN).can_implement() is None

@@ -242,8 +242,8 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]) -> torch.Tensor:
-    """Returns the tokens of text files, one after the other, int64 [tokens]. A file that is not UTF-8 is a ValueError,
-    which names it."""
+    """Returns the tokens of text files, one after the other, int64 [tokens]. Raises ValueError, naming the file, if one
+    is not UTF-8."""
     found = []
     for path in files:
         try:
@@ -279,7 +279,7 @@ def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, 
 def windows_of(tokens: torch.Tensor, length: int, most: int) -> torch.Tensor:
     """Returns windows [windows, tokens] of a text. They are evenly spread and do not overlap.
 
-    A text shorter than ``length`` is one window. Fewer than 16 tokens are a ValueError.
+    A text shorter than ``length`` is one window. Raises ValueError for fewer than 16 tokens.
     """
     if len(tokens) < 16:
         raise ValueError(f"--text: got {len(tokens)} tokens, want at least 16")

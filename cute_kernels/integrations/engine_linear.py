@@ -107,8 +107,8 @@ def float_tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
 
 
 def float_form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Form:
-    """Returns the form of a layer with floating codes, for activations in ``dtype``; TypeError or ValueError says why
-    it has none."""
+    """Returns the form of a layer with floating codes, for activations in ``dtype``. Raises a TypeError or ValueError
+    that says why, if it has none."""
     codes, scales = tensors[names.codes], tensors[names.scales]
     found = format_of_codes(names, codes, scales).fitting(scales)
     if found not in FLOATS or DTYPES.get(dtype) not in found.dtypes:

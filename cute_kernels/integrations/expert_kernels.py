@@ -31,7 +31,7 @@ SWIGLU = Swiglu()
 
 
 class Epilogues(NamedTuple):
-    """The activation and the biases of a layer's products, as `fused_moe` has them."""
+    """The activation and the biases of a layer's products, as `fused_moe` takes them."""
 
     activation: ActivationFunction = SWIGLU
     gate_up_bias: torch.Tensor | None = None

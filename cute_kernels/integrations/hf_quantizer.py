@@ -56,8 +56,8 @@ class CuteKernelsConfig(QuantizationConfigMixin):
     Args:
         bits, group_size, zero_point, skip, batch_invariant: as for `cute_kernels.quantize_model`, for a dense model
             that is quantised while it is loaded.
-        linear, experts: for a saved model, the fields that `cute_kernels.model_config.describe_layers` made; the other
-            arguments are then not given.
+        linear, experts: for a saved model, the fields that `cute_kernels.model_config.describe_layers` made. A saved
+            model's configuration has no other arguments.
     """
 
     def __init__(self, quant_method: str = METHOD, **fields: Any) -> None:
@@ -103,7 +103,7 @@ class CuteKernelsQuantizer(HfQuantizer):
             raise ValueError("device_map: got layers on the disk, want quantised layers on GPUs or a CPU")
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``dtype``; ValueError if a saved model's quantised layers were made for another dtype."""
+        """Returns ``dtype``. Raises ValueError if a saved model's quantised layers were made for another dtype."""
         found = {form["dtype"] for kind in ("linear", "experts") for _, form in self._forms(kind)}
         if self.pre_quantized and len(found) == 1 and dtype not in (None, *found):
             (wanted,) = found

@@ -26,9 +26,9 @@ class Decodes:
     """The decode steps of one kind of cache.
 
     Attributes:
-        form: the cache's format. chosen: whether an indexer chooses the tokens that a query sees; otherwise it sees
-            all. num_heads: query heads of a token in a launch. rows: requests of a step, or new tokens of a step if
-            ``chosen``.
+        form: the cache's format. chosen: whether an indexer chooses the tokens that a query sees; otherwise a query
+            sees all tokens. num_heads: query heads of a token in a launch. rows: requests of a step, or new tokens of a
+            step if ``chosen``.
         q_lens: new tokens of a request. tokens: the most tokens that a request sees. page_size: tokens of a page.
     """
 

@@ -159,7 +159,7 @@ def make_ready(
 
 
 def index_of(device: torch.device) -> int:
-    """Returns a CUDA device's index; the current device's if it has none."""
+    """Returns the index of a CUDA device; a device without an index means the current one."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 

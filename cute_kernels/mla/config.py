@@ -212,7 +212,7 @@ class MlaConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether tiles are copies of the cache's bytes: the cache has 16-bit tokens."""
+        """Whether tiles are copies of the cache's bytes, as they are if tokens have 16 bits."""
         return not self.tiles.load.fp8
 
     @property
@@ -232,7 +232,7 @@ class MlaConfig:
 
     @property
     def entry_lead(self) -> int:
-        """How many blocks ahead a producer warp loads entries: as many as it prefetches, at least two."""
+        """How many blocks ahead a producer warp loads entries: as far as it prefetches tokens, but at least two."""
         return max(self.tiles.load.prefetch, 2)
 
     @property

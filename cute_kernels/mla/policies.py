@@ -35,7 +35,7 @@ class Decode:
     fence: who makes stores of a tile visible to wgmma: producers ("writer") before they arrive, or consumers ("reader")
         after they have waited.
     prefetch: how many blocks ahead tokens are prefetched into L2; 0 for not at all.
-    chunk: at most how many pieces of 16 bytes are decoded before the loads into their registers are issued; WHOLE: the
+    chunk: after how many decoded pieces of 16 bytes, at most, new loads into their registers are issued; WHOLE: the
         compiler decides.
     warps: producer warps.
     """
@@ -203,8 +203,8 @@ class SplitTiles:
 
 @dataclass(frozen=True)
 class CooperativeTiles:
-    """The policy of a cooperative combine: all CTAs of a launch are resident, have a part of a row each, and combine
-    the parts. They load whole tiles by crossover, for the mainloop "stepped"."""
+    """The policy of a cooperative combine: all CTAs of a launch are resident. Each CTA has one part of a row, and the
+    CTAs combine the parts. They load whole tiles by crossover, for the mainloop "stepped"."""
 
     load: Crossover
     kind: str = field(default="cooperative", init=False)

@@ -170,7 +170,7 @@ class State:
 def attend(q: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor, scale: float) -> State:
     """Computes attention of each query over its own tokens, in the tokens' dtype.
 
-    q: [queries, num_heads, head_dim]; tokens: [queries, topk, head_dim], at least one; seen: bool [queries, topk].
+    q: [queries, num_heads, head_dim]; tokens: [queries, topk, head_dim], topk at least 1; seen: bool [queries, topk].
     """
     scores = (q.to(tokens.dtype) @ tokens.transpose(1, 2)) * scale
     scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)

@@ -1,6 +1,6 @@
 """Chooses the kernel of a call, and the number of parts that a row's tokens are cut into: plain Python, no GPU types.
 
-The model counts waves of CTAs, one CTA to an SM. A CTA's time is a constant and a time for each block of tokens. Cut
+The model counts waves of CTAs, one CTA to an SM. A CTA's time is a constant plus a time for each block of tokens. Cut
 rows also cost a second launch that reads the parts, unless the CTAs of one launch add them up. The constants are fitted
 to times on an H200, see docs/design/mla_few_heads.md and docs/design/mla.md.
 """
@@ -170,8 +170,8 @@ def fits_cooperative(shape: Workload, num_parts: int) -> bool:
 
 
 def count_ctas(shape: Workload, num_parts: int) -> int:
-    """Returns the number of CTAs of the kernel for 64 heads: one for every work tile, or those of all teams under
-    stream-K.
+    """Returns the number of CTAs of the kernel for 64 heads: one for every work tile; under stream-K, the CTAs of all
+    teams.
 
     Raises ValueError if stream-K does not fit.
     """

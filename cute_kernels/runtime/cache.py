@@ -62,7 +62,8 @@ class KernelCache:
         return self.load_from(spec, arch)[0]
 
     def load_from(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
-        """Loads as `load` does. Returns (the function, its origin: "memory", "bundle", "disk" or "compiled")."""
+        """Loads a kernel as `load` does. Returns (its function, where it was found: "memory", "bundle", "disk" or
+        "compiled")."""
         function = self._functions.get((spec, arch))
         if function is not None:
             return function, "memory"
@@ -262,7 +263,7 @@ def default_cache() -> KernelCache:
 
 @contextmanager
 def using(cache: KernelCache) -> Iterator[KernelCache]:
-    """Makes the whole process load kernels from ``cache`` in this block. Plans that were made before the block keep
+    """Makes the whole process load kernels from ``cache`` within the block. Plans that were made before the block keep
     their functions."""
     _used.append(cache)
     try:

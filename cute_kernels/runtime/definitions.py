@@ -39,11 +39,11 @@ class Definition(NamedTuple):
 
     Attributes:
         binds: the names that the statement assigns or defines.
-        digest: the digest of the text.
+        digest: the digest of the statement's text.
         uses, weak: dotted names that the definition refers to, sorted. The links of names in ``weak`` are weak, see the
             module's docstring.
         mentions: names of attributes in it, and strings that may be names of attributes.
-        spans: the first and the last line of each of its parts.
+        spans: (first line, last line) of each part of the statement.
         is_class: whether it is a class, at which weak links end.
         members: a class's methods by name.
         held: for a class, the definition that counts if a value of the class exists: without bases and defaults of
@@ -137,8 +137,8 @@ def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
 
 
 def _class(node: ast.stmt, foreign: set[str]) -> Definition | None:
-    """Returns the definition of a class; its methods are its members. None for other statements, and for a class whose
-    methods foreign code may call."""
+    """Returns the definition of a class, with its methods as members. Returns None for other statements, and for a
+    class whose methods foreign code may call."""
     if not isinstance(node, ast.ClassDef) or _is_called_by(foreign, node):
         return None
     methods = [

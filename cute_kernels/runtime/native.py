@@ -141,7 +141,8 @@ def having(**others: Any) -> Iterator[None]:
 
 
 def dsl_version() -> str | None:
-    """Returns the version of the installed nvidia-cutlass-dsl; None if at most its runtime library is present."""
+    """Returns the version of the installed nvidia-cutlass-dsl; None if it is not installed, or only its runtime library
+    is."""
     return _toolchain.dsl_version()
 
 
@@ -159,8 +160,8 @@ def runtime_library() -> Path:
     """Returns the path of the DSL's runtime library, without importing the DSL.
 
     `CUTE_DSL_RUNTIME` may name the file. Otherwise it is part of the installed DSL, which has one per CUDA major
-    version. The newest that the driver supports is used, without a driver the newest of all. The DSL chooses its
-    compiler by the same rule, so that objects and library agree.
+    version. The newest library that the driver supports is used; without a driver, the newest of all. The DSL chooses
+    its compiler by the same rule, so that objects and library agree.
     """
     named = os.environ.get(RUNTIME_VARIABLE)
     if named:
@@ -292,7 +293,7 @@ def compile_c(source: Path, output: Path) -> bool:
 def link(objects: list[Path], output: Path) -> None:
     """Links exported objects into one shared library.
 
-    Raises LinkerMissingError without a linker, RuntimeError with the linker's words if it fails.
+    Raises LinkerMissingError if there is no linker. If the linker fails, raises RuntimeError with the linker's words.
     """
     command = find_linker()
     if command is None:

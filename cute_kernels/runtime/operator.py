@@ -143,7 +143,7 @@ def launcher(
 
 
 def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-    """Launches a plan with its device as the current one, for calls without a launcher."""
+    """Launches a plan while its device is the current one. For calls without a launcher."""
     if plan.device_index == GPU.current():
         return plan.launch(*args, **kwargs)
     with GPU.guard(plan.device_index):
@@ -194,8 +194,8 @@ class Operator:
         torch.library.register_fake(f"cute_kernels::{self.name}", self.together(meta), lib=_library)
 
     def together(self, meta: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        """Returns ``meta``, preceded by a check that all tensors are on one device. If one of them is on "meta", torch
-        calls only the fake function, whose results on other devices are uninitialised memory."""
+        """Returns ``meta``, preceded by a check that all tensors are on one device. If some are on "meta" and others
+        are not, torch calls only the fake function, and its results on real devices are uninitialised memory."""
 
         def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
             named = dict(zip((one.name for one in self.arguments), args, strict=False)) | kwargs

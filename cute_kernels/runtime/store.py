@@ -132,7 +132,7 @@ def source_digest(spec: KernelSpec) -> str:
 
 @functools.cache
 def _known(path: Path) -> dict[str, str]:
-    """Reads the whole lines of an index; none if it cannot be read, or if others could write it."""
+    """Returns the complete lines of an index; none if the file cannot be read, or if other users could write it."""
     with contextlib.suppress(OSError, ValueError):
         if distrust(path) is None:
             lines = [line.split() for line in path.read_text().splitlines()]
@@ -238,8 +238,8 @@ class DiskStore:
 
     @contextlib.contextmanager
     def lock(self, key: Key) -> Iterator[None]:
-        """Holds the key's lock within this block: one process at a time, on this machine, and across machines if the
-        file system's flock works across them."""
+        """Holds the key's lock within the block. Only one process of this machine holds it at a time, and only one of
+        all machines if the file system's flock works across them."""
         path = self.root / "locks" / f"{key.digest}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         # Lock files stay: removing one while another process waits on it would let two processes in.

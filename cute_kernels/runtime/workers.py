@@ -222,7 +222,7 @@ class _Waiting:
     """The workers that wait for the next call; the one that has waited longest comes first. Thread-safe.
 
     Attributes:
-        most: how many workers may wait. seconds: how long all of them wait after the last `put`; None for ever.
+        most: how many workers may wait. seconds: how long all of them wait after the last `put`; None: without limit.
     """
 
     def __init__(self, most: int, seconds: float | None = None) -> None:

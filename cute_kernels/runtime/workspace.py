@@ -221,7 +221,7 @@ class WorkspacePool:
         return slab.address(first)
 
     def _piece(self, device_index: int, num_words: int, capture: Watched) -> _Piece | None:
-        """Takes words of the slab that live as long as the captured graph; None if there are not enough."""
+        """Takes words of the slab that live as long as the captured graph; returns None if too few are free."""
         slab = self._slabs.get(device_index)
         if slab is None:
             return None

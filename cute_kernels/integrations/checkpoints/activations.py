@@ -54,7 +54,7 @@ _OF_TORCHAO = {"nvfp4": "FP4", "float4": "FP4", "e5m2": "E5M2", "float8": E4M3, 
 
 
 def declared_activations(config: Config, name: str) -> Declared | None:
-    """Returns the format to which a checkpoint rounds a layer's inputs; None if it declares none that is known here.
+    """Returns the format to which a checkpoint rounds a layer's inputs; None if it declares no format known here.
 
     config: the layer's configuration from `config_of`; for torchao, `said_of`'s entry "tensor" has to be added to it.
     """

@@ -30,7 +30,7 @@ def from_awq(
         qzeros: int32 [G, N / 8], packed as qweight.
         scales: floating [G, N].
         group_size: the configuration's group size (-1: one scale per channel); None: found from K and G.
-        input_scale: [K], multiplied with the inputs first, for a checkpoint that keeps AWQ's scales apart.
+        input_scale: [K], by which inputs are multiplied first, for a checkpoint that keeps AWQ's scales apart.
         dtype: dtype of the scales and the activations, bf16 or fp16; default the scales' own, bf16 for fp32.
         device: where the result is put, default the scales' device.
 

@@ -29,8 +29,8 @@ def from_compressed_tensors(
     Args:
         weight_packed: int32 [N, K * bits / 32], the last word of a row filled up.
         weight_scale: floating [N, G], or [1] for one scale of the whole weight.
-        weight_zero_point: int32 [N * bits / 32, G], packed along N, or int8 [N, G] as it is, or [1] with one
-            scale; None for a symmetric weight.
+        weight_zero_point: int32 [N * bits / 32, G], packed along N; or int8 [N, G], not packed; or [1] if there is one
+            scale. None for a symmetric weight.
         weight_shape: int64 [2]: (N, K).
         weight_g_idx: int [K], the group of each input, or None for groups in order.
         bits: 4 or 8; default found from weight_shape, or 4 without it.

@@ -29,9 +29,9 @@ def from_fastertransformer(
             another layout).
         scales: floating [N], or [G, N] with groups of K.
         bits: 4 or 8.
-        arch: compute capability as major * 10 + minor that it was preprocessed for
+        arch: the compute capability that the weight was preprocessed for, as major * 10 + minor
             (`layouts.weights.fastertransformer.ARCHITECTURES`).
-        activation_bits: 16, or 8 if it was preprocessed for FP8 activations.
+        activation_bits: 16, or 8 if the weight was preprocessed for FP8 activations.
         group_size, dtype, device: as for `from_awq`.
 
     Raises:

@@ -31,7 +31,7 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: s
 
 
 def check_bits(bits: int) -> int:
-    """Returns the number of codes in a 32-bit word; ValueError unless ``bits`` is 4 or 8."""
+    """Returns the number of codes in a 32-bit word. Raises ValueError unless ``bits`` is 4 or 8."""
     if not is_one_of(bits, (4, 8)):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     return 32 // bits

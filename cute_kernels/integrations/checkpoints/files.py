@@ -159,8 +159,8 @@ class Filling:
         self._swap(model)
 
     def _take(self, name: str, layer: QuantizedLinear | QuantizedExperts, rounding: Rounding) -> None:
-        """Keeps a layer that was read until `_swap` puts it into the model; raises TypeError or ValueError, naming the
-        layer, if it does not fit there."""
+        """Keeps a layer after it was read; `_swap` puts it into the model later. Raises TypeError or ValueError, naming
+        the layer, if it does not fit there."""
         place = self.places[name]
         module: Any = self._modules[place.module]
         if place.role is None:
@@ -260,7 +260,7 @@ def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool
 
 
 def path_of(path: object) -> Path:
-    """Returns ``path`` as a Path; TypeError if it is none."""
+    """Returns ``path`` as a Path. Raises TypeError if it is none."""
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, want the path of a file or directory")
     return Path(path)

@@ -144,7 +144,8 @@ def made_of(
 
 
 def format_of_codes(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> WeightFormat:
-    """Returns the format with a layer's dtypes whose groups match its scales; TypeError or ValueError if none does."""
+    """Returns the format with a layer's dtypes whose groups match its scales. Raises TypeError or ValueError if none
+    does."""
     found = [forms for of, by, forms in _FORMATS if codes.dtype in of and scales.dtype in by]
     if not found:
         raise TypeError(f"{names.scales}: got {scales.dtype} beside codes of {codes.dtype}, want scales of such codes")

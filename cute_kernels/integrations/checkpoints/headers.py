@@ -76,7 +76,8 @@ def read_headers(path: Path) -> Headers:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Returns the file of each tensor that the index names; all are checked to exist, in the directory or below it."""
+    """Returns the file of each tensor that the index names. Checks that each file exists, in the directory or below
+    it."""
     promised = read_json(index).get("weight_map")
     if not isinstance(promised, dict) or not all(isinstance(where, str) for where in promised.values()):
         raise ValueError(f"{index.name}: got no 'weight_map' of names and files, want the index of a checkpoint")

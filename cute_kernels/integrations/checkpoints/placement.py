@@ -106,7 +106,7 @@ def _place(modules: Mapping[str, nn.Module], rename: Renamer, name: str) -> Plac
 
 
 def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, expert: int) -> Place:
-    """Returns the place of an expert's projection; ValueError if the model has no such experts."""
+    """Returns the place of an expert's projection. Raises ValueError if the model has no such experts."""
     experts = modules.get(f"{block}.experts")
     if stored_as(experts) is None:
         found = "none" if experts is None else ", ".join(key for key, _ in experts.named_parameters())

@@ -1,7 +1,7 @@
 """The transformers model of a checkpoint.
 
-transformers makes the skeleton and loads the tensors that are not quantised. Packed layers are read one at a time,
-straight to their places.
+transformers makes the skeleton, a model without weights, and loads the tensors that are not quantised. Packed layers
+are read one at a time and put straight into their places.
 """
 
 from __future__ import annotations

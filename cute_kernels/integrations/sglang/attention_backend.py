@@ -5,7 +5,7 @@ page's number. A captured step computes the table and the lengths inside its gra
 host. The scheduler may write the next step's table once the replay's first launches are done (overlap scheduling).
 
 Requests that pad a graph have row 0 of the pool of requests and a length of 1. Here their length becomes 0, since
-several of them would write the same slot of the cache.
+otherwise several of them would write the same slot of the cache.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from cute_kernels.runtime.gpu import GPU
 
 
 class Served(NamedTuple):
-    """The form of a layer's tensors, the names of its parameters in the order of `LayerTensors`, and batch
-    invariance."""
+    """The form of a layer's tensors, the names of its parameters in the order of `LayerTensors`, and whether results
+    are batch-invariant."""
 
     form: Form
     names: tuple[str, str, str, str]
@@ -49,8 +49,8 @@ class Kind:
         owner: the field of `versions.Interface` that names their owner.
         product: the owner's method that multiplies.
         names: parameters of codes, scales, zero points and groups of inputs.
-        form: (owner, layer) -> the layer's form; ValueError says why it has none.
-        pack: (form, codes, scales, zeros, groups of inputs) -> the weight.
+        form: maps (owner, layer) to the layer's form. Raises a ValueError that says why, if the layer has none.
+        pack: maps (form, codes, scales, zeros, groups of inputs) to the weight.
     """
 
     owner: str

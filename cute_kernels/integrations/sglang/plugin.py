@@ -74,7 +74,7 @@ def _hook(seam: Seam, interface: versions.Interface) -> None:
 def _then_look(
     apply_hooks: Callable[[], Any], seam: Seam, interface: versions.Interface, originals: Mapping[str, object]
 ) -> Callable[[], None]:
-    """Wraps SGLang's function that applies hooks, and checks afterwards that the seam's hooks are in place."""
+    """Returns a function that applies hooks as SGLang's does, and then checks that the seam's hooks are in place."""
 
     @functools.wraps(apply_hooks)
     def applied() -> None:

@@ -62,8 +62,8 @@ class Seam:
     """A place where the plug-in takes over from SGLang.
 
     Attributes:
-        what: the name in log lines. hooks: returns the hooks by full names of SGLang's functions; ImportError or
-            AttributeError says what this SGLang lacks. offer: called once all hooks are in place.
+        what: the name in log lines. hooks: returns the hooks by full names of SGLang's functions. Raises ImportError or
+            AttributeError that says what this SGLang lacks. offer: called once all hooks are in place.
     """
 
     what: str
@@ -82,9 +82,9 @@ class Layers:
     Attributes:
         what: the seam's name in log lines. kinds: each with its ``owner``, a field of the interface, and ``product``,
             the owner's method that multiplies.
-        pack: (kind, owner, layer) -> new tensors by the names of parameters, and the value of :data:`SERVED`;
-            AttributeError, TypeError or ValueError says why SGLang's own method has to load the layer.
-        multiply: (served, layer, *arguments) -> the result. parameters: the names of these arguments.
+        pack: maps (kind, owner, layer) to new tensors by the names of parameters, and the value of :data:`SERVED`. If
+            SGLang's own method has to load the layer, raises an AttributeError, TypeError or ValueError that says why.
+        multiply: maps (served, layer, *arguments) to the result. parameters: the names of these arguments.
     """
 
     what: str

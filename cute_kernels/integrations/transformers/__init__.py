@@ -11,7 +11,7 @@ that it has just computed; only later tokens see the quantised ones.
 
 The attention implementation takes what transformers' SDPA takes, and computes the same: encoders, cross-attention,
 every mask and every cache of transformers. Read on in `masks` (what a mask says), `attend` (which path a call takes),
-`columns` (which tokens are cached), `cache`, `handle`, `graphs` (recorded steps), `ahead` (steps begun early) and
+`columns` (which tokens are cached), `cache`, `cache_layer`, `graphs` (recorded steps), `ahead` (steps begun early) and
 `accelerated`.
 """
 

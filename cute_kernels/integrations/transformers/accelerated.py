@@ -246,7 +246,7 @@ class _State:
         return owner_of(self.generate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        """Returns the state of a copy of the model: with the copy's own methods, and no cache's memory."""
+        """Returns the state for a copy of the model. It has the copy's own methods, and keeps no memory of a cache."""
         memo[id(self)] = copied = object.__new__(_State)
         vars(copied).update(vars(self))
         copied.generate, copied.forward, copied.replay = deepcopy((self.generate, self.forward, self.replay), memo)
@@ -355,8 +355,8 @@ def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -
 
 
 def _checked_config(model: Any) -> Any:
-    """Returns the configuration of the part that generates; TypeError for a model that does not generate, ValueError
-    for an encoder with a decoder."""
+    """Returns the configuration of the part that generates. Raises TypeError for a model that does not generate,
+    ValueError for an encoder with a decoder."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config") or not hasattr(model, "generate"):
         raise TypeError(f"model: got {type(model).__name__}, want a transformers model that generates")
     config: Any = model.config
@@ -414,7 +414,8 @@ def _head_dims(config: Foreign) -> set[int]:
 
 
 def _checked_latents(model: nn.Module, kv_format: object) -> bool:
-    """Returns whether a model caches latents in this format; ValueError for another format or unsupported latents."""
+    """Returns whether a model caches latents in this format. Raises ValueError for another format, or for unsupported
+    latents."""
     name = type(model).__name__
     found = [module for module in model.modules() if caches_latents(module)]
     wants_latents = isinstance(kv_format, str) and kv_format in LATENT_FORMATS
@@ -448,8 +449,7 @@ def _set_attention(model: Foreign, config: Foreign) -> None:
 
 
 def _output_name(model: Foreign) -> str:
-    """Returns the qualified name of the layer that makes logits; ValueError for a model whose logits no Linear
-    makes."""
+    """Returns the qualified name of the layer that makes logits. Raises ValueError if that layer is no Linear."""
     found = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is found and (isinstance(module, QuantizedLinear) or is_dense(module)):

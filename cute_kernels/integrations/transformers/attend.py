@@ -265,7 +265,7 @@ def _extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.
 
 
 def _new_as_cache(tokens: CachedTokens, fresh: torch.Tensor | None) -> dict[str, Any]:
-    """Returns the new keys and values as a contiguous cache of their own dtype; each request's tokens precede its
+    """Returns the new keys and values as a contiguous cache in their dtype; each request's tokens precede its
     padding."""
     k, v = token_major(tokens.new_k).contiguous(), token_major(tokens.new_v).contiguous()
     if fresh is not None:

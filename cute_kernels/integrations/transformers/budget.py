@@ -69,8 +69,8 @@ class _Read:
 
 
 class _ReadLayer(DynamicLayer):
-    """A cache layer of transformers. Its own layer, and layers that share it, read its contents as ``read`` returns
-    them."""
+    """A cache layer of transformers that returns its K and V as ``read`` makes them, to all model layers that read
+    it."""
 
     read: _Read | None = None
 
@@ -221,7 +221,7 @@ def choose_formats(
         calibration: further arguments of `calibrate_cache`, by name: ``center``, ``factors``, ``values`` and so on.
 
     Returns:
-        The formats, whose ``report`` has KL, agreement, needles, bytes and every layer's losses; and constants.
+        (formats, constants). The formats' ``report`` has KL, agreement, needles, bytes and every layer's losses.
 
     Raises:
         ValueError: no candidate fits the budget, a candidate stores keys in blocks, or the model has layers that
@@ -303,7 +303,7 @@ def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget: float) -> tuple[list[list[int]], int]:
-    """Returns (bytes of a token by layer and candidate, the most bytes of a token in all layers within the budget).
+    """Returns (bytes of a token by layer and candidate, the bytes that the budget allows a token in all layers).
 
     Raises ValueError for too small a budget.
     """

@@ -68,7 +68,7 @@ class CachedTokens:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {why_not()}")
 
     def to(self, device: torch.device) -> CachedTokens:
-        """Returns the handle itself; ValueError for another device.
+        """Returns the handle itself. Raises ValueError for another device.
 
         Layers that read another layer's keys move them to their own device; here all layers are on one device.
         """
@@ -82,7 +82,7 @@ class CachedTokens:
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
-        """Calls `Columns.settle` for this handle's pass, and drops rows of the layer that the pass hides."""
+        """Calls `Columns.settle` for this handle's pass. Drops the layer's rows of tokens that the pass hides."""
         try:
             self.columns.settle(padding)
         except ValueError:
@@ -127,7 +127,7 @@ class CachedTokens:
         return append_and_decode(q, k, v, k_cache, v_cache, lens, **operands, **prologue, **options)
 
     def serves(self, asked: dict[str, Any]) -> bool:
-        """Returns whether `attend` takes these options: no additive bias, or one of shape [batch, q_len, heads,
+        """Returns whether `attend` takes these options. An additive bias must have the shape [batch, q_len, heads,
         capacity]."""
         return asked["attn_bias"] is None or asked["attn_bias"].dim() == 4
 
@@ -203,8 +203,8 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _place_constants(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
-        """Moves scales and transform to the layer's device. A transform of other sizes is a ValueError, which names the
-        layer."""
+        """Moves scales and transform to the layer's device. Raises ValueError, naming the layer, for a transform of
+        other sizes."""
         k_scale, v_scale = self.scales
         self.scales = tuple(None if scale is None else scale.to(self.device) for scale in (k_scale, v_scale))
         if self.transform is None:
@@ -309,8 +309,8 @@ class DecodeCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # as older releases call it
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Returns (number of keys that ``query_length`` new tokens see, index of the first key), by which transformers
-        sizes a mask.
+        """Returns (number of keys that ``query_length`` new tokens see, index of the first key). transformers makes
+        masks of this size.
 
         Older releases pass the new tokens' positions instead of their number.
         """
@@ -387,7 +387,7 @@ class Book:
         return self.columns
 
     def make_room(self, columns: int) -> None:
-        """Grows the capacity to ``columns`` if needed; ValueError for more columns than the cache may have."""
+        """Grows the capacity to ``columns`` if needed. Raises ValueError for more columns than the cache may have."""
         if self.max_seq_len is not None and columns > self.max_seq_len:
             raise ValueError(
                 f"key_states: got token {columns}, want at most the cache's max_seq_len {self.max_seq_len}"

@@ -25,8 +25,8 @@ layer."""
 
 
 def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
-    """Returns a layer's (K's, V's) formats; ValueError if a dict has none for it. A format of latents is returned
-    twice."""
+    """Returns a layer's (K's, V's) formats. Raises ValueError if a dict has none for it. A format of latents is
+    returned twice."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         return kv_format, kv_format
     return kv.formats_of_layer(kv_format, index)
@@ -67,7 +67,7 @@ def constants_for(
 def check_formats(kv_format: object, scales: Scales | None, transforms: object = None) -> None:
     """Raises TypeError or ValueError unless every format is known and has the scales that it needs.
 
-    Transforms with a format of latents are a ValueError as well.
+    Also raises ValueError for transforms together with a format of latents.
     """
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         if transforms is not None:

@@ -87,8 +87,8 @@ def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen]
 
 
 def inputs_of(batch: Batch) -> Mapping[str, Any]:
-    """Returns a model's arguments by name; TypeError for anything but arguments with ``input_ids``, or ``input_ids``
-    alone."""
+    """Returns a batch as a model's arguments by name. Raises TypeError unless the batch is such arguments, with
+    ``input_ids`` among them, or ``input_ids`` alone."""
     if isinstance(batch, torch.Tensor) and batch.dim() == 2:
         return {"input_ids": batch}
     if not isinstance(batch, Mapping) or "input_ids" not in batch:

@@ -144,7 +144,8 @@ class Columns:
             self.seq_lens.add_(fresh.sum(1, dtype=torch.int32))
 
     def _take(self, padding: object) -> torch.Tensor | None:
-        """Notes the padding of a pass. Returns bool [batch, new], which new columns are tokens; None if all are."""
+        """Notes the padding of a pass. Returns bool [batch, new], True for new columns that are tokens; None if all
+        are."""
         old = self.count - self.new
         self._padding_was_given = isinstance(padding, torch.Tensor)
         self.is_certain = self.is_certain and padding is not UNKNOWN

@@ -34,7 +34,7 @@ Rows: TypeAlias = "Normed | Projected"
 
 
 def tensor_of(x: Rows) -> torch.Tensor:
-    """Returns rows after their norm as a tensor, by a launch if the norm was deferred."""
+    """Returns rows after their norm as a tensor. Launches the norm if it was deferred."""
     x = x.rows if isinstance(x, Projected) else x
     return x.normed() if isinstance(x, NormedRows) else x
 

@@ -132,7 +132,7 @@ class _Stack:
         return "a rotary embedding that is none of those that are known"
 
     def _layer_type(self, attention: Foreign) -> str | None:
-        """Returns the name of a layer's rotary embedding in a model with several; else None."""
+        """Returns the name of a layer's rotary embedding if the model has several; else None."""
         own = getattr(attention, "layer_type", None)
         return own if own is not None and hasattr(self.owner.rotary_emb, f"{own}_inv_freq") else None
 

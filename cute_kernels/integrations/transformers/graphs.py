@@ -388,7 +388,7 @@ def _run_aside(function: Callable[[], Any], device: torch.device) -> None:
 
 
 def _own(cache: DecodeCache, outputs: object, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns copies of outputs that no replay overwrites, with the caller's cache in them."""
+    """Copies a step's outputs, so that no replay overwrites them, and puts the caller's cache into the copies."""
 
     def own(value: object) -> object:
         return copied(value) if isinstance(value, torch.Tensor) else cache if value is _CACHE else value

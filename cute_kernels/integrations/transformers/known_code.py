@@ -64,8 +64,8 @@ def computes_attention(kind: type) -> bool:
     """Returns whether a class computes attention by its own operators and ignores ``attn_implementation``.
 
     Such a class takes ``attention_mask``, calls a softmax, and does not call transformers' attention functions. A model
-    may have both kinds: GIT's image encoder calls these functions, its text layers do not. The result may be True for a
-    class that is no attention.
+    may have both kinds of classes: GIT's image encoder calls transformers' functions, its text layers do not. The
+    result may be True for a class that is no attention.
     """
     if issubclass(kind, PreTrainedModel) or "attention_mask" not in _parameters(_method(kind, "forward")):
         return False
@@ -121,9 +121,9 @@ def may_add_masks(config: type) -> bool:
 
 
 def _models_asking_with(config: type) -> list[type[PreTrainedModel]]:
-    """Returns the loaded model classes of a configuration class, and of classes that hold such a configuration.
+    """Returns the loaded model classes of a configuration class, and of configuration classes that contain it.
 
-    Some models ask for masks with their text's configuration.
+    Some models of text and images ask for masks with the configuration of their text part.
     """
     found = _models_of(config)
     own = {kind.config_class for kind in found}

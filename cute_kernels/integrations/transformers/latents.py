@@ -74,7 +74,8 @@ class CachedLatents(CachedTokens):
         return values.view(heads, batch, new, -1).permute(1, 2, 0, 3)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns K and V [batch, heads, columns, head_dim of K or V] of all columns, by the model's own expansion."""
+        """Returns K [batch, heads, columns, K's head_dim] and V [batch, heads, columns, V's head_dim] of all columns.
+        The model's own ``expand_kv`` makes them."""
         if self.columns.static:
             raise NotStaticError("attention reads all keys as tensors, whose number changes")
         latents, k_rope = self.new_k, self.new_v
@@ -128,9 +129,9 @@ class LatentCacheLayer(DecodeCacheLayer):
 
 
 class Expansion:
-    """An ``expand_kv`` that replaces an attention's own one and passes packed latents on unexpanded.
+    """A function that replaces an attention's own ``expand_kv`` and passes packed latents on unexpanded.
 
-    For a quantised projection it keeps the weight in 16 bits, unpacked again whenever the layer has changed.
+    For a quantised projection it keeps the weight unpacked to 16 bits, and unpacks it anew if the layer has changed.
     """
 
     def __init__(self, module: Any) -> None:

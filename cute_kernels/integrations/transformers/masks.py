@@ -177,7 +177,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 @overload
 def additive(mask: None, dtype: torch.dtype) -> None: ...
 def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns a boolean mask as the numbers that eager attention adds to scores; other masks unchanged."""
+    """Converts a boolean mask to the numbers that eager attention adds to scores. Returns other masks unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

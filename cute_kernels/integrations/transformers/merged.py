@@ -23,7 +23,7 @@ _SHARED = ("perm", "input_scale", "activation_scale")
 
 
 def merge(parts: Sequence[nn.Module]) -> nn.Module | None:
-    """Makes one layer with the joined outputs of ``parts``; the parts' tensors become views of its tensors.
+    """Makes one layer with the joined outputs of ``parts``. The parts' tensors become views of the new layer's tensors.
 
     Returns None, with nothing changed, for layers of other kinds or of different formats.
     """

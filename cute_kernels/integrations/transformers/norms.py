@@ -134,27 +134,28 @@ def terms_of(module: Foreign) -> tuple[torch.Tensor, float, float]:
 
 
 def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Foreign) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (norm of the sum, the sum) by a norm for which `is_plain` holds."""
+    """Returns (the sum's norm by ``module``, the sum). `is_plain` must hold for ``module``."""
     weight, eps, offset = terms_of(module)
     return rms_norm(x, weight, residual=residual, eps=eps, weight_offset=offset)
 
 
 def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Returns the sum, with its norm noted on it. ``module`` returns this norm if it gets the unchanged sum."""
+    """Returns the sum, and notes its norm on the tensor. ``module`` returns this norm if it gets the unchanged sum."""
     result, total = add_and_norm(x, residual, module)
     setattr(total, _NOTE, _Made(module, result, version_of(total)))
     return total
 
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
-    """Returns the rows, with the parts of their norm by ``module`` noted on them; `deferred_norm_of` reads the note."""
+    """Notes on the tensor of rows what their deferred norm by ``module`` needs, and returns the tensor.
+    `deferred_norm_of` reads the note."""
     setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 
 
 def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
-    """Returns the rows, with the product of their norm by ``module`` noted on them; `deferred_norm_of` reads the
-    note."""
+    """Notes on the tensor of rows the product of their norm by ``module``, and returns the tensor. `deferred_norm_of`
+    reads the note."""
     setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
     return rows.rows
 

@@ -19,7 +19,7 @@ from cute_kernels.integrations.transformers.known_code import method_code, model
 
 @dataclass(frozen=True)
 class Known:
-    """A class of a model file."""
+    """A row of the tables: a class, by its model file and its name."""
 
     file: str
     name: str

@@ -8,7 +8,7 @@ processes; a program may call it, too, before it makes an engine. One file repla
     moe         layers of experts with 4- and 8-bit weights, gpt-oss's MXFP4 among them, and their routers
     mla         decoding of latent attention (DeepSeek), over whole contexts and chosen tokens
     float_linear
-                linear layers in FP8, MXFP4 and NVFP4; only where it is named
+                linear layers in FP8, MXFP4 and NVFP4; replaced only if the environment names this seam
     fusion      gates, residual sums and norms around quantised layers, in the graphs that vLLM compiles
 
 `environment` has the switches, `versions` the names in each supported vLLM. vLLM keeps whatever cannot be served here,

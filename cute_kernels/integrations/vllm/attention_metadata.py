@@ -72,7 +72,8 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Caches:
-    """The facts, besides lengths, that decide the way of a request. They hold for all layers that share the metadata.
+    """The facts, besides lengths, that decide in which way a request is computed. They hold for all layers that share
+    the metadata.
 
     Attributes:
         num_heads, num_kv_heads: heads of queries, heads of K and V.
@@ -319,8 +320,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 def _note_sharing(layers: Mapping[str, Foreign]) -> None:
-    """Tells each layer's attention whose cache it reads. For a drafting model, vLLM may tell only the layer, after it
-    is made."""
+    """Tells each layer's attention whose cache it reads. In a drafting model vLLM may set this after the layer was
+    made, and then sets it on the layer alone."""
     for layer in layers.values():
         if getattr(getattr(layer, "impl", None), "takes_constants", False):
             layer.impl.kv_sharing_target_layer_name = layer.kv_sharing_target_layer_name

@@ -53,7 +53,7 @@ class Ranks:
     merge: Callable[..., Partial]
 
     def own_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns how many of each request's first tokens, ``lengths`` in number, are in this GPU's cache."""
+        """Returns, for each request, how many of its first ``lengths`` tokens are in this GPU's cache."""
         from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
         return get_dcp_local_seq_lens(lengths, self.count, self.rank, self.interleave)

@@ -87,8 +87,8 @@ def _names_backend() -> bool:
 
 
 def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
-    """Packs a layer, or returns why its kernels are not ready. TypeError or ValueError says why its weight does not
-    fit."""
+    """Packs a layer, or returns why its kernels are not ready. Raises TypeError or ValueError for a weight that does
+    not fit; the message says why."""
     names, tensors = engine_linear.float_tensors(layer)
     form = engine_linear.float_form(names, tensors, getattr(layer, "params_dtype", torch.get_default_dtype()))
     device = tensors[names.codes].device

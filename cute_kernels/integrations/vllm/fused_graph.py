@@ -122,7 +122,7 @@ def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
 
 
 def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
-    """Returns whether operations compute silu(even columns) * odd columns of a product's result, by a run on noise."""
+    """Runs operations on noise. Returns whether they compute silu(even columns) * odd columns of a product's result."""
     value, last = product.meta["val"], inside[-1].meta["val"]
     if last.dtype != value.dtype:
         return False
@@ -140,7 +140,8 @@ def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
 
 
 def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymInt) -> torch.Tensor:
-    """Returns the last node's value. rows: the number of rows in the graph, for which NOISE_ROWS are used here."""
+    """Computes nodes from known values and returns the last node's value. rows: the graph's number of rows, in whose
+    place `NOISE_ROWS` is used."""
 
     def value_of(node: fx.Node) -> Any:
         if node in known:
@@ -160,8 +161,8 @@ def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymI
 
 
 def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
-    """Fuses a residual into the product that makes x, and replaces the norm of the sum. Returns (whether the residual
-    was fused, whether the norm was replaced)."""
+    """Rewrites an operator that adds a residual to x and norms the sum: fuses the residual into the product that makes
+    x, and replaces the norm. Returns (whether the residual was fused, whether the norm was replaced)."""
     x, residual, weight, eps, *rest = node.args
     if (
         any(rest)
@@ -204,8 +205,8 @@ def _fuse_sum(node: fx.Node, sums: Sums) -> tuple[bool, bool]:
 
 
 def _is_beside_product(x: fx.Node, node: fx.Node) -> bool:
-    """Returns whether a product makes the norm's input x, perhaps through unary operations (a sum over GPUs), or reads
-    the norm's result."""
+    """Returns whether a product makes a norm's input x or reads the norm's result. Operations with one input, such as a
+    sum over GPUs, may lie between the first product and x."""
     while not is_product(x) and len(inputs := _tensors_of(x)) == 1:
         (x,) = inputs
     takes = (reader for item in node.users if item.args[1] == 0 for reader in _readers(item))

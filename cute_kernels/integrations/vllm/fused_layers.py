@@ -43,7 +43,8 @@ SILU = ("silu", "swish")
 class Fused:
     """The fusions of the engine that is being made.
 
-    gates: whether its layers of gate and up feed a SwiGLU. sums: whether residuals and norms after products are fused.
+    gates: whether a SwiGLU follows the model's layers of gate and up. sums: whether residuals and norms after products
+    are fused.
     """
 
     gates: bool = False
@@ -136,7 +137,8 @@ def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
 
 @functools.cache
 def settle_norms(columns: int, dtype: torch.dtype) -> None:
-    """Loads the norms of rows with ``columns`` columns, with a residual and without, if they are compiled or can be.
+    """Loads the kernels of norms of ``columns`` columns, with a residual and without, if they are compiled already or
+    can be compiled here.
 
     vLLM keeps compiled graphs, whose calls depend on the norms that were loaded.
     """

@@ -53,15 +53,15 @@ def own_formats() -> tuple[Formats, ...]:
 def laid_out(formats: Formats) -> Formats:
     """Returns formats with the order in which their pages hold heads and tokens.
 
-    Rows with headers lie head by head, so that a CTA can read one head's tokens as one run of bytes. Other rows are as
-    fast in vLLM's order. vLLM's own variable overrides both.
+    Rows with headers lie head by head, so that a CTA can read one head's tokens as one run of bytes. Other rows keep
+    vLLM's order, which is as fast. vLLM's own variable overrides both.
     """
     usual = "HND" if formats.k.has_header or formats.v.has_header else "NHD"
     return replace(formats, cache_layout=environment.wanted_layout() or usual)
 
 
 def described() -> str | None:
-    """Returns the cache format that the environment asks for in a few words; None if it asks for none."""
+    """Returns a few words that say which cache format the environment asks for; None if it asks for none."""
     formats = own_formats()
     return f"{len(formats)} formats by layer" if len(formats) > 1 else next(map(str, formats), None)
 

@@ -42,7 +42,7 @@ WEIGHT_TYPES = {
 
 
 def form_of(c: MPLinearLayerConfig) -> Form:
-    """Returns the form of a layer; ValueError says why it has none."""
+    """Returns the form of a layer. Raises a ValueError that says why, if it has none."""
     if c.weight_type not in WEIGHT_TYPES or WEIGHT_TYPES[c.weight_type][1] != c.zero_points:
         wanted = "uint4b8 or uint8b128, or uint4 or uint8 with zero points"
         raise ValueError(f"weights of type {c.weight_type}, zero points {c.zero_points}; supported: {wanted}")

@@ -44,7 +44,8 @@ class Source:
     Attributes:
         words, scales, zeros: names of parameters; "{}" stands for "w13" or "w2".
         pack: the function that packs parameters [E, inputs, outputs].
-        form: (method) -> how it stores codes; ValueError says why they cannot be read here.
+        form: maps a method to the way in which it stores codes. Raises a ValueError that says why, if they cannot be
+            read here.
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: vLLM's names of experts for which the method loads weights in this layout.
         dtype: the activations' dtype, if it differs from the scales'.
@@ -265,8 +266,8 @@ BIASES = ("w13_bias", "w2_bias")
 
 
 def _biases(method: Foreign, layer: Foreign) -> list[str]:
-    """Returns the names of a layer's biases. From 0.30 on every GPTQ layer has these parameters; vLLM notes which were
-    loaded."""
+    """Returns the names of a layer's biases. From vLLM 0.30 on every GPTQ layer has these parameters, and vLLM notes
+    which of them a checkpoint has filled."""
     there = [name for name in BIASES if getattr(layer, name, None) is not None]
     loaded = getattr(layer, "_loaded_expert_biases", there)
     return there if getattr(method.moe, "has_bias", False) else [name for name in there if name in loaded]

@@ -1,10 +1,10 @@
 """The kernel that writes MLA tokens: RoPE, quantisation and scatter of new tokens in one launch, or quantisation in
 bulk.
 
-A warp writes a token. A lane owns 16 neighbouring latent columns, so a tile that shares a scale is 8 lanes (128
-columns) or 4 (64). They exchange their greatest magnitudes by xor shuffles. A lane also owns two neighbouring RoPE
-columns. With interleaved RoPE, they are a pair. With half-split RoPE, they belong to two pairs, and lane xor 16 owns
-the pairs' other columns. All loads of a token are issued before the first wait. Warps share nothing.
+A warp writes a token. A lane owns 16 neighbouring latent columns, so a tile that shares a scale belongs to 8 lanes (128
+columns) or 4 (64). The lanes of a tile exchange their greatest magnitudes by xor shuffles. A lane also owns two
+neighbouring RoPE columns. With interleaved RoPE, they are a pair. With half-split RoPE, they belong to two pairs, and
+lane xor 16 owns the pairs' other columns. All loads of a token are issued before the first wait. Warps share nothing.
 
 448 latent columns take 28 lanes. The last four lanes repeat the four before them and write the same bytes to the same
 places, so that lanes do not diverge.

@@ -23,7 +23,7 @@ class PersistentConsumers:
 
     @cute.jit
     def scores(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """Runs the first warpgroup: scores, softmax, left half of the output. warp: 0 to 3."""
+        """Runs the first warpgroup, which computes scores, softmax and the left half of the output. warp: 0 to 3."""
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         row, start, left = work_tiles.row, work_tiles.start, work_tiles.left
         while left > 0:
@@ -52,7 +52,7 @@ class PersistentConsumers:
 
     @cute.jit
     def values(self, work_tiles, results, memory, softmax_scale, warp, lane):
-        """Runs the second warpgroup: right half of the output. warp: 0 to 3."""
+        """Runs the second warpgroup, which computes the right half of the output. warp: 0 to 3."""
         stage, phase = Int32(0), Int32(0)
         row, start, left = work_tiles.row, work_tiles.start, work_tiles.left
         while left > 0:

@@ -3,7 +3,7 @@
 The CTAs with the same heads of a row divide these heads among themselves. Each CTA publishes its part of all heads,
 with a flag for each reader. Then it loads all parts of its own heads and adds them up in order of parts, so results do
 not depend on which CTA was first. A part has the same layout in shared and global memory. So a warp publishes with one
-bulk copy for each reader and piece, and a reader loads all parts with one.
+bulk copy for each reader and piece, and a reader loads all parts with one bulk copy.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def row_place(lane):
 
 
 def stage_values(acc, scales, place) -> None:
-    """Stores a warp's 16 rows as scaled fp16, a row every `PART_ROW_BYTES`. place: the rows' address plus
-    `row_place`."""
+    """Stores a warp's 16 rows as scaled fp16, a row every `PART_ROW_BYTES`. place: the address of the first row, plus
+    the lane's offset from `row_place`."""
     for i in range(0, PIECE_COLUMNS // 2, 8):
         # Twice 8 columns of 16 rows.
         order = [(i + 4 * further + 2 * below, scales[below]) for further in range(2) for below in range(2)]

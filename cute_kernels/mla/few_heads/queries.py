@@ -40,7 +40,8 @@ class Queries:
         self.config = config
 
     def load(self, q, work, warp, lane) -> list[list[Any]]:
-        """Starts loading a warp's heads: [block of 8 heads][word]; zeros for heads that do not exist."""
+        """Starts loading the queries of a warp's heads. Returns [block of 8 heads][word]; zeros for heads that do not
+        exist."""
         blocks = []
         for block in range(self.config.head_blocks):
             head = 8 * block + warp

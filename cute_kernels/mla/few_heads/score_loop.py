@@ -359,7 +359,8 @@ class ScoreLoop:
 
 
 def fragment(low, high) -> list[Any]:
-    """Returns an A operand of 16 tokens and 16 columns. low, high: words of four codes, of tokens g and g + 8."""
+    """Returns an A operand of 16 tokens and 16 columns. low: a word of four codes of token g. high: the same of token g
+    + 8."""
     lows, highs = ([ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)] for word in (low, high))
     return [lows[0], highs[0], lows[1], highs[1]]
 

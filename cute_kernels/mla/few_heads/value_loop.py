@@ -2,7 +2,7 @@
 
 16 columns of the output are the M of an MMA, 16 tokens its K, 8 heads its N. Codes are read transposed: a lane's word
 is two neighbouring columns of two tokens. The columns become rows g and g + 8 of the operand, as in the 8-bit readers
-of decode attention. A warp's columns lie in one tile, whose scales are in the weights.
+of decode attention. A warp's columns lie in one tile, and the weights already contain that tile's scales.
 """
 
 from __future__ import annotations

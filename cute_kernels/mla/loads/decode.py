@@ -90,8 +90,9 @@ class TokenDecoder:
         self.tiles.send(tile)
 
     def load_last(self, words, scales, token, place) -> None:
-        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. The fence would
-        wait for these loads, so they must stay after it: they are not constant, and the compiler leaves them."""
+        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. These loads must
+        stay behind the fence, which would wait for them. So they are not marked constant: the compiler may move
+        constant loads."""
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
             self.load_piece(words, token, place, i, constant=False)

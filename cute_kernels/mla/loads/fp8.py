@@ -76,10 +76,10 @@ class SplitFp8Load:
     """The load of tiles in two parts, for :mod:`.mainloops.delayed_pv`. Each part is written, sent and announced by
     itself. The first part is the left half of the value with the columns after the value.
 
-    Each part ends with a fence, for the copies to the other CTA. A fence waits for all loads in flight. So does the
-    first use of a loaded register, as the compiler counts a loop's loads on one scoreboard. So a lane loads its whole
-    next token right after the first fence. Then the second part, which has registers of its own, is decoded and sent
-    before anything waits for these loads.
+    Each part ends with a fence, for the copies to the other CTA. A fence waits for all loads in flight. The first use
+    of a loaded register waits for all of them, too, as the compiler counts a loop's loads on one scoreboard. Therefore
+    a lane loads its whole next token right after the first fence. Then the second part, which has registers of its own,
+    is decoded and sent before anything waits for these loads.
     """
 
     def __init__(self, config: MlaConfig):

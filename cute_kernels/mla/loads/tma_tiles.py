@@ -160,8 +160,8 @@ class TmaTileLoad:
         cute.arch.sync_warp()
 
     def copy_group(self, tile, token, size, place: LanePlaces, part: int) -> None:
-        """Starts copying a part of 8 rows. size: bytes that are read of each 16-byte piece; the other bytes become
-        zeros."""
+        """Starts copying 8 rows of a part of a tile. size: bytes that are read of each 16-byte piece; the other bytes
+        become zeros."""
         apart = HALF_PIECES * wgmma_tiles.PIECE_BYTES
         for slab in self.parts[part]:
             for i in range(2):

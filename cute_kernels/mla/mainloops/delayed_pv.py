@@ -177,7 +177,7 @@ class DelayedPV:
             rows.scores[i] = values[i]
 
     def score_slab(self, scores, held, memory, stage, slab: int, steps: range | None = None) -> None:
-        """Issues scores += queries times keys, of 64 columns."""
+        """Issues the MMAs of scores += queries times keys over the 64 columns of a slab."""
         steps = steps or range(SLAB_STEPS)
         place = memory.tile_pointer + (stage * self.config.tile_bytes + slab * SLAB_BYTES)
         keys = wgmma_tiles.tile(place, BLOCK_TOKENS, wgmma_tiles.SLAB_COLUMNS, self.products.elements.type)

@@ -27,7 +27,7 @@ def scores_of(scores, row: int) -> list[Float32]:
 
 @cute.jit
 def mask(scores, flags, lane):
-    """Sets scores of tokens that do not exist to -inf. flags: one word for every 8 tokens, a bit each."""
+    """Sets to -inf the scores of tokens that do not exist. flags: one word for every 8 tokens, a bit each."""
     everything = flags[0]
     for i in cutlass.range_constexpr(1, len(flags)):
         everything = everything & flags[i]
@@ -36,8 +36,8 @@ def mask(scores, flags, lane):
 
 
 def hide(scores, flags, lane) -> None:
-    """Sets scores of tokens that do not exist to -inf, as :func:`mask` does, but does not test first whether all tokens
-    exist."""
+    """Sets to -inf the scores of tokens that do not exist, as :func:`mask` does, but does not test first whether all
+    tokens exist."""
     for i in range(NUM_SCORES):
         column = sum_place(i)[1]
         bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
@@ -47,8 +47,8 @@ def hide(scores, flags, lane) -> None:
 
 @cute.jit
 def mask_end(scores, work, block, warp, lane):
-    """Sets scores of tokens that a row does not see to -inf: tokens beyond the request's length, and in causal calls
-    tokens after the row's query."""
+    """Sets to -inf the scores of tokens that a row does not see: tokens beyond the request's length, and in causal
+    calls tokens after the row's query."""
     shape = work.shape
     later = (shape.num_heads - 1 - work.first_head) // shape.query_heads  # queries after that of the first row
     first = block * BLOCK_TOKENS
@@ -79,7 +79,7 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
 
 
 def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
-    """Computes weights = 2**((scores - maximum) * scale), and packs pairs of them by ``pack`` for the next MMA.
+    """Computes the weights 2**((score - maximum) * scale), and packs pairs of them by ``pack`` for the next MMA.
     Rescales the totals by ``factors`` and adds the weights."""
     for row in range(2):
         shift = -maxima[row] * scale

@@ -62,7 +62,7 @@ def weigh_step(scores, maxima, scale, step: int) -> None:
 
 
 def exponentiate(weights, scores, maxima, scale, step: int) -> None:
-    """Computes weights = 2**((score - maximum) * scale), of the ``step``-th 16 tokens."""
+    """Computes the weights 2**((score - maximum) * scale) of the ``step``-th 16 tokens."""
     shifts = [-maxima[row] * scale for row in range(2)]
     for place, i in enumerate(step_scores(step)):
         weights[place] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))

@@ -134,7 +134,8 @@ class SteppedWeights:
 
     @cute.jit
     def mask(self, scores, flags, work, memory, stage, block, warp, lane):
-        """Sets scores of a block's tokens that do not exist to -inf. flags: as :meth:`common_flags` returns them."""
+        """Sets to -inf the scores of a block's tokens that do not exist. flags: as :meth:`common_flags` returns
+        them."""
         if const_expr(self.config.tokens == "sparse"):
             if flags != softmax.ALL_FLAGS:
                 softmax.hide(scores, load_flags(memory, stage), lane)
@@ -142,8 +143,8 @@ class SteppedWeights:
             softmax.mask_end(scores, work, block, warp, lane)
 
     def common_flags(self, memory, stage):
-        """Returns the bitwise "and" of the flags of all groups of 8 tokens of a block; 0 where tokens are not
-        chosen."""
+        """Returns the bitwise "and" of the flags of all groups of 8 tokens of a block; 0 if the configuration's tokens
+        are not chosen."""
         if self.config.tokens == "sparse":
             return in_pairs(operator.and_, load_flags(memory, stage))
         return Uint32(0)
