@@ -73,6 +73,7 @@ def cpu_as_gpu(**functions: Any) -> Gpu:
         "current": lambda: -1,  # what tensors on the CPU say they are on
         "guard": lambda device: nullcontext(),
         "stream": lambda device: 0,
+        "is_capturing": lambda: False,
         "empty": empty,
         "workspace": lambda device, stream, num_words: num_words,
         "counters": lambda device, stream, num_words: num_words,

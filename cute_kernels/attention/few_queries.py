@@ -7,17 +7,16 @@ them once for up to 72 rows.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
 from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.extend_policies import KEY_ROWS_HEAD_DIM
 from cute_kernels.attention.extend_schedule import choose, decodes_with_key_rows
-from cute_kernels.attention.launches import Keys
+from cute_kernels.attention.launches import Keys, even_bounds
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.attention.plan import check_alignment, extend_launches, key_rows_for, lies_in_pieces, problem_of
-from cute_kernels.runtime.gpu import GPU, per_gpu
+from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Plan
 
@@ -25,9 +24,7 @@ from cute_kernels.runtime.operator import Plan
 def plan_of(call: AttentionCall) -> Plan | None:
     """Returns the plan of a decode call that runs with key rows; None for other calls.
 
-    Calls with fixed splits are excluded, since they set the order in which decode's own kernel adds. The kernel needs a
-    cu_seqlens tensor, which a plan keeps. A plan made while a graph is captured keeps none, since the tensor would lie
-    in the graph's memory. Each launch makes a new tensor then.
+    Fixed splits are excluded, since they set the order in which decode's own kernel adds.
     """
     dims = {call.head_dim, call.v.head_dim}
     if call.num_splits is not None or not call.k.form.is_coded or dims != {KEY_ROWS_HEAD_DIM}:
@@ -42,7 +39,6 @@ def plan_of(call: AttentionCall) -> Plan | None:
     except ValueError:
         return None
     launches, sizes = extend_launches(checked, config), (call.batch, call.q_len, call.q.device)
-    kept = None if call.q.is_cuda and torch.cuda.is_current_stream_capturing() else _ends_of(*sizes)
 
     def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches attention with the arguments and results of `DecodeLaunch.launch`."""
@@ -53,22 +49,8 @@ def plan_of(call: AttentionCall) -> Plan | None:
         # All of them: the kernel looks for its own.
         complete = NO_EXTEND_OPTIONS if options is None else {**NO_EXTEND_OPTIONS, **options}
         rows = q.flatten(0, 1)  # a copy where requests are not as far apart as all their queries
-        ends = _new_ends(*sizes) if kept is None else kept
+        ends = even_bounds(*sizes)
         launches.call(Keys(rows, k_cache, v_cache, ends, seq_lens, out.flatten(0, 1), lse, softmax_scale, complete))
         return out, lse
 
     return Plan(call.q.device.index, launch, (config,))
-
-
-@per_gpu
-@lru_cache(maxsize=256)
-def _ends_of(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Returns the kept result of `_new_ends`. When it is made, waits for the GPU, since the next launch may be on
-    another stream."""
-    return _new_ends(batch, q_len, torch.device("cpu")).to(device)
-
-
-def _new_ends(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """Returns the cu_seqlens of requests with ``q_len`` queries each; on a GPU, a launch on the current stream makes
-    them."""
-    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=device)

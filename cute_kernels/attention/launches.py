@@ -20,12 +20,32 @@ from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import COUNTER_WORDS, TILE_SCALE_BYTES, UnpackConfig
 from cute_kernels.attention.extend_schedule import choose_splits, count_tiles, room_of
 from cute_kernels.attention.options import NO_OPTIONS
-from cute_kernels.runtime.gpu import GPU
+from cute_kernels.runtime.gpu import GPU, forgotten
 from cute_kernels.runtime.memory import Blank, blank
+
+_kept_bounds: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+forgotten(_kept_bounds.clear)
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def even_bounds(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
+    """Returns the cu_seqlens of ``batch`` requests with ``q_len`` tokens each, for a launch on the current stream.
+
+    They are made once and stay, since graphs that read them outlive plans. The host waits for the copy to the GPU,
+    since the next launch may be on another stream. While a graph is captured, the host cannot wait, and new tensors lie
+    in the graph's memory. So each call that needs missing bounds then makes its own, with a launch.
+    """
+    kept = _kept_bounds.get(sizes := (batch, q_len, device))
+    if kept is None:
+        captures = GPU.is_capturing()
+        place = device if captures else "cpu"
+        kept = torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=place)
+        if not captures:
+            kept = _kept_bounds[sizes] = kept.to(device)
+    return kept
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.device_values import check_device_values
-from cute_kernels.attention.launches import DecodeLaunch
+from cute_kernels.attention.launches import DecodeLaunch, even_bounds
 from cute_kernels.attention.options import NO_OPTIONS, OF_BIAS, OF_BOTH, OF_NUMBERS
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.transformed import restore
@@ -70,7 +70,6 @@ class StepPlan:
         append, attention: the plans of the two kernels.
         q_shape: the shape of attention's queries.
         token_shapes: the shapes of the append's q, k and v.
-        cu_seqlens: the bounds of the requests' new tokens; None if each request has one new token.
         has_extras: whether the append gets arguments that most appends lack (`AppendCall.extras`).
         q_shift: arguments of `GPU.empty` that allocate the queries' shifts; None if these are not needed.
         restores: whether attention undoes V's transform in its output.
@@ -80,7 +79,6 @@ class StepPlan:
     attention: DecodeLaunch
     q_shape: torch.Size
     token_shapes: tuple[torch.Size, torch.Size, torch.Size]
-    cu_seqlens: torch.Tensor | None
     has_extras: bool
     q_shift: Blank | None
     restores: bool
@@ -96,7 +94,8 @@ class StepPlan:
         if self.has_extras:
             scales = (None, None) if options is None else (options["k_scale"], options["v_scale"])
             q_shift = None if self.q_shift is None else GPU.empty(*self.q_shift)
-            more = (self.cu_seqlens, None, *(extras or NO_EXTRAS), *scales, q_shift)
+            bounds = None if self.q_shape[1] == 1 else even_bounds(self.q_shape[0], self.q_shape[1], q.device)
+            more = (bounds, None, *(extras or NO_EXTRAS), *scales, q_shift)
             if q_shift is not None:
                 options = (options or NO_OPTIONS) | {"q_shift": q_shift}
         if self.restores:
@@ -161,7 +160,6 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_p
         attention=attention_plan.decode_launch(attention, after_append=True),
         q_shape=attention.q.shape,
         token_shapes=(append.q.shape, append.k.shape, append.v.shape),
-        cu_seqlens=append.cu_seqlens,
         has_extras=any(extra is not None for extra in append.extras),
         q_shift=None if append.q_shift is None else blank(attention.q.shape[:3], torch.float32),
         restores=attention.features.restores,
@@ -242,7 +240,7 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
         norm_eps=norm_eps,
         q=_as_tokens("q", q, q.shape),
         seq_lens=seq_lens,
-        cu_seqlens=_starts(batch, q_len, q.device) if q_len > 1 else None,
+        cu_seqlens=even_bounds(batch, q_len, q.device) if q_len > 1 else None,
         transform=transform,
         q_shift=None if complete["q_shift"] is None else complete["q_shift"].flatten(0, 1),
         **more,
@@ -262,10 +260,6 @@ def _as_tokens(name: str, x: torch.Tensor, q_shape: torch.Size) -> torch.Tensor:
             f"{name}: got strides {x.stride()} for shape {shape_of(x)}, want tokens evenly spaced: "
             f"{x.shape[1] * x.stride(1)} from one request to the next"
         ) from None
-
-
-def _starts(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=device)
 
 
 def _check_values(append: AppendCall, attention: AttentionCall) -> None:

@@ -119,11 +119,6 @@ def _let_random_numbers_be_drawn(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def is_capturing() -> bool:
-    """Returns whether the current stream is being captured."""
-    return torch._C._cuda_isCurrentStreamCapturing()
-
-
 def capture_of(stream: int) -> Capture:
     """Returns the capture that a stream (a raw handle) belongs to."""
     runtime = _runtime()

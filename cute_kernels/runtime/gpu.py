@@ -41,6 +41,7 @@ class Gpu:
         capability, name, num_sms: a device's compute capability, name and number of SMs.
         current: index of the current device. guard: a context in which a device is the current one.
         stream: raw handle of torch's current stream of a device (index).
+        is_capturing: whether torch's current stream is being captured.
         empty: as `torch.empty_strided` (shape, strides, dtype), on the current device.
         workspace: (index, stream, number of words) -> address, as `WorkspacePool.get`.
         counters: like ``workspace``, for words that a launch may use while the launch before it still runs.
@@ -55,6 +56,7 @@ class Gpu:
     current: Callable[[], int | None] = _current
     guard: Callable[[Device], AbstractContextManager[Any]] = torch.cuda.device
     stream: Callable[[int], int] = _stream
+    is_capturing: Callable[[], bool] = lambda: torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = empty_strided
     workspace: Callable[[int, int, int], int] = POOL.get
     counters: Callable[[int, int, int], int] = COUNTERS.get

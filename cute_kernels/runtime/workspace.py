@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 
 from cute_kernels.device.cuda import EMPTY_WORD
-from cute_kernels.runtime.captures import capture_of, is_capturing
+from cute_kernels.runtime.captures import capture_of
 
 EMPTY = EMPTY_WORD - 2**32  # as int32: what CTAs wait to see overwritten
 _WORDS = 1 << 18  # per stream, at first
@@ -115,7 +115,7 @@ class Memory:
             launches.
     """
 
-    is_capturing: Callable[[], bool] = is_capturing
+    is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
     capture_of: Callable[[int], Watched] = capture_of
     filled: Callable[[int, int], torch.Tensor] = _filled
     synchronize: Callable[[int], None] = _synchronize

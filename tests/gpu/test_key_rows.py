@@ -14,7 +14,7 @@ import torch
 
 from bench.configured import bind_config
 from cute_kernels import decode_attention
-from cute_kernels.attention import few_queries
+from cute_kernels.attention import launches as attention_launches
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.call import make_extend_call as check_call
 from cute_kernels.attention.combine.config import CombineConfig
@@ -163,7 +163,7 @@ def test_a_plan_that_a_busy_stream_made_serves_another_one():
     outs = [torch.full_like(q, torch.nan) for _ in range(2)]
     torch.cuda.synchronize()
     attention_ops.launch.plans.clear()  # kernels stay: loading one again would wait for the device
-    few_queries._ends_of.cache_clear()
+    attention_launches._kept_bounds.clear()
     for stream, out in zip((busy, other), outs, strict=True):
         with torch.cuda.stream(stream):
             if stream is busy:

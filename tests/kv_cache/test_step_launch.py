@@ -15,6 +15,7 @@ import torch
 
 from cute_kernels import append_and_decode
 from cute_kernels.attention.compile import AttentionSpec
+from cute_kernels.attention.launches import even_bounds
 from cute_kernels.kv_cache import Rope, step_ops, step_plan
 from cute_kernels.kv_cache.arguments import CONSTANTS
 from cute_kernels.kv_cache.compile import AppendSpec
@@ -35,15 +36,16 @@ SCALED = make_transform(2, 64, parts="factor")
 OF_BOTH = make_transform(2, 64, k_rotation=64, v_rotation=64)
 
 
-@pytest.fixture
-def launches():
+def function_of(spec: AppendSpec | AttentionSpec | StepSpec) -> Any:
     from tests.host_functions import append_function, attention_function, step_function
 
-    def function_of(spec: AppendSpec | AttentionSpec | StepSpec) -> Any:
-        if isinstance(spec, StepSpec):
-            return step_function(spec.config)
-        return append_function(spec.config) if isinstance(spec, AppendSpec) else attention_function(spec.config)
+    if isinstance(spec, StepSpec):
+        return step_function(spec.config)
+    return append_function(spec.config) if isinstance(spec, AppendSpec) else attention_function(spec.config)
 
+
+@pytest.fixture
+def launches():
     with recording(function_of) as recorded:
         yield recorded.launches
 
@@ -237,6 +239,22 @@ def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches):
     with calls_of(step_ops.make_calls, step_ops.make_plan) as repeated:
         assert outcome_of(launches, step) == want
     assert not repeated
+
+
+def test_a_step_that_is_captured_first_keeps_nothing_of_the_graph():
+    """The bounds of its requests are made in each capture that lacks them, else once, for all plans and for ever."""
+    captures = iter((True, True, True, False))
+    with recording(function_of, is_capturing=lambda: next(captures)):
+        counts = []
+        for _ in range(4):
+            with calls_of(torch.arange) as made_bounds:
+                append_and_decode(**made("3 tokens"))
+            counts.append(len(made_bounds))
+        step_ops.launch.plans.clear()
+        kept = even_bounds(2, 3, torch.device("cpu"))
+        append_and_decode(**made("3 tokens"))
+        assert even_bounds(2, 3, torch.device("cpu")) is kept and kept.tolist() == [0, 3, 6]
+    assert counts == [2, 1, 1, 0], "the first for its checks, too"
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
