@@ -167,13 +167,14 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_seen(window: WindowSize | None) -> int | None:
-    """Returns the number of keys that a query sees through a window, its own key included; None for all keys.
+    """Returns a window as the number of keys that a query sees, its own among them, at most as many as there can be;
+    None for all keys.
 
     window: the number itself, or FlashAttention's pair (left, right), in which -1 stands for no bound. A window hides
     the keys after the query's own, so right has to be 0.
     """
     if not isinstance(window, (tuple, list)):
-        return window
+        return min(window, MAX_TOKENS) if type(window) is int else window
     numbers = len(window) == 2 and all(isinstance(side, int) and not isinstance(side, bool) for side in window)
     if not numbers or window[0] < -1 or window[1] != (-1 if window[0] == -1 == window[1] else 0):
         raise ValueError(
@@ -182,4 +183,4 @@ def keys_seen(window: WindowSize | None) -> int | None:
         )
     if window[1] == -1:
         return None
-    return MAX_TOKENS if window[0] == -1 else window[0] + 1
+    return MAX_TOKENS if window[0] == -1 else min(window[0] + 1, MAX_TOKENS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels import arguments
 from cute_kernels.arguments import check_dtype, check_place, check_tensors, check_vector, shape_of
 from cute_kernels.attention import checks
 from cute_kernels.attention.call import AttentionCall, make_call
@@ -43,11 +44,11 @@ def ragged_attention(
     Raises TypeError and ValueError, naming the argument, as `extend_attention` does.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    arguments.check_optional_positive("softmax_scale", softmax_scale)
     complete = NO_EXTEND_OPTIONS | options
     if not q.is_cuda:
         call = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, complete)
-        scale = call.softmax_scale if softmax_scale is None else softmax_scale
-        return _reference(replace(call, softmax_scale=scale), cu_seqlens_k)
+        return _reference(replace(call, softmax_scale=softmax_scale or call.softmax_scale), cu_seqlens_k)
     return launch((q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, complete))
 
 

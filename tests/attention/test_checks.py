@@ -116,6 +116,8 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("scale-inf", {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf"),
     ("scale-bool", {"softmax_scale": True}, TypeError, "softmax_scale: got bool, want None or a number"),
     ("scale-huge", {"softmax_scale": 10**400}, ValueError, "softmax_scale: got 10+, want None or a positive finite"),
+    ("scale-of-64-bits", {"softmax_scale": 1e39}, ValueError, r"softmax_scale: got 1e\+39, want None .*, from 2"),
+    ("scale-subnormal", {"softmax_scale": 1e-39}, ValueError, "softmax_scale: got 1e-39, want None"),
     ("scale-str", {"softmax_scale": "0.1"}, TypeError, "softmax_scale: got str, want None or a number"),
     # devices
     ("k-elsewhere", {"k_cache": rows(3, 12, 2, 80).to("meta")}, ValueError,
@@ -198,6 +200,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("cap-zero", {"softcap": 0.0}, ValueError, r"softcap: got 0\.0, want None or a positive finite number"),
     ("cap-negative", {"softcap": -1}, ValueError, "softcap: got -1, want None"),
     ("cap-nan", {"softcap": float("nan")}, ValueError, "softcap: got nan"),
+    ("cap-of-64-bits", {"softcap": 1e39}, ValueError, r"softcap: got 1e\+39, want None"),
     ("cap-str", {"softcap": "30"}, TypeError, "softcap: got str, want None or a number"),
     ("sinks-bf16", {"sinks": zeros(8)}, TypeError, r"sinks: got dtype torch\.bfloat16, want torch\.float32"),
     ("sinks-kv-heads", {"sinks": torch.zeros(2)}, ValueError,

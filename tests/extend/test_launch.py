@@ -11,6 +11,7 @@ from bench.configured import bind_config
 from cute_kernels.attention import extend_attention, ops, ragged
 from cute_kernels.attention.arguments import COMBINE, EXTEND, UNPACK
 from cute_kernels.attention.call import make_extend_call
+from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.extend_schedule import MAX_UNPACKED_BYTES, choose, key_rows_of
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS
 from cute_kernels.attention.plan import extend_launches, problem_of, specs_of
@@ -87,6 +88,16 @@ def test_a_scale_that_is_none_is_refused_by_name(launches):
     assert not launches
 
 
+def test_new_tokens_may_be_seen_through_a_window_wider_than_any_request(launches):
+    """It fits the 32 bits of the launches' argument."""
+    new = torch.zeros(6, 2, 64).bfloat16()
+    for window in (2**31, 10**30, (2**31 - 1, 0)):
+        extend_attention(**given(6, new_k=new, new_v=new, window_size=window))
+    assert len(launches) == 6 and len(ops.launch.plans) == 1
+    of_window = EXTEND.names.index("window")
+    assert {launch.arguments[of_window] for launch in launches} == {MAX_TOKENS}
+
+
 def test_ragged_calls_have_plans_of_their_own(launches):
     q, k = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(20, 2, 64).bfloat16()
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 9, 20], dtype=torch.int32)
@@ -96,6 +107,8 @@ def test_ragged_calls_have_plans_of_their_own(launches):
     assert len(launches) == 2 and len(ragged.launch.plans) == 1
     out, lse = ragged.launch((q, k[:0], k[:0], *bounds, None, NO_EXTEND_OPTIONS))
     assert not out.any() and (lse == -torch.inf).all() and len(launches) == 2
+    with pytest.raises(ValueError, match="softmax_scale: got -1, want None"):
+        ragged_attention(q, k, k, *bounds, softmax_scale=-1)
     with pytest.raises(ValueError, match="cu_seqlens_k"):
         ragged.launch((q, k, k, bounds[0], bounds[1][:0], None, NO_EXTEND_OPTIONS))
     assert ragged_attention(q, k, k, *bounds)[0].shape == q.shape  # on the CPU
