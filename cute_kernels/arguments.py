@@ -181,9 +181,9 @@ def check_all_positive(name: str, values: torch.Tensor) -> None:
         raise ValueError(f"{name}: got {float(wrong[0])}, want positive finite numbers")
 
 
-def check_optional_positive(name: str, value: object) -> None:
-    """Raises TypeError or ValueError unless ``value`` is None or a positive finite number that kernels, which take
-    fp32, do not take for zero or infinity.
+def check_optional_positive(name: str, value: object, most: float = 2.0**126) -> None:
+    """Raises TypeError or ValueError unless ``value`` is None or a positive finite number up to ``most`` that
+    kernels, which take fp32, do not take for zero or infinity.
 
     softmax_scale needs this: kernels mask scores with -inf before they scale them, and -inf times zero or a negative
     number is no mask.
@@ -192,8 +192,8 @@ def check_optional_positive(name: str, value: object) -> None:
         return
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, want None or a number")
-    if not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError(f"{name}: got {value}, want None or a positive finite number, from 2**-126 to 2**126")
+    if not 2.0**-126 <= value <= most:
+        raise ValueError(f"{name}: got {value}, want None or a positive finite number, from 2**-126 to {most:g}")
 
 
 def check_optional_count(name: str, value: object, most: int | None = None) -> None:

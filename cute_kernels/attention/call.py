@@ -322,7 +322,7 @@ def make_call(
     ]
     check_wanted(one for one in wanted if one.tensor is not None)
     check_optional_positive("softmax_scale", softmax_scale)
-    check_optional_positive("softcap", given["softcap"])
+    check_optional_positive("softcap", given["softcap"], 2.0**15)  # scores' rounding errors are in proportion to it
     check_flag("causal", given["causal"])
     window = given["window_size"] = keys_seen(given["window_size"])
     check_optional_count("window_size", window)

@@ -136,7 +136,7 @@ def decode_attention(
         window_size: sliding window: a query sees only keys with p - window_size < j <= p, as transformers counts its
             sliding_window. Or FlashAttention's (left, 0), where window_size = left + 1; (-1, 0) and (-1, -1) are no
             window.
-        softcap: scores become softcap * tanh(score / softcap).
+        softcap: scores become softcap * tanh(score / softcap); at most 2**15.
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a

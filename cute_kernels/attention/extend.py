@@ -146,7 +146,7 @@ def extend_attention(
         causal: whether a query sees no key after its own position.
         window_size: sliding window: a query sees only keys with p - window_size < j <= p. Or FlashAttention's
             (left, 0), as for :func:`cute_kernels.decode_attention`.
-        softcap: scores become softcap * tanh(score / softcap).
+        softcap: scores become softcap * tanh(score / softcap); at most 2**15.
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
         tree_mask: int32 [total_q, words], contiguous, for trees of drafts. Bit j % 32 of word j // 32 says whether the

@@ -24,7 +24,7 @@ from cute_kernels.runtime.operator import Plan
 def plan_of(call: AttentionCall) -> Plan | None:
     """Returns the plan of a decode call that runs with key rows; None for other calls.
 
-    Fixed splits are excluded, since they set the order in which decode's own kernel adds.
+    Calls with fixed splits are excluded, since they set the order in which decode's own kernel adds.
     """
     dims = {call.head_dim, call.v.head_dim}
     if call.num_splits is not None or not call.k.form.is_coded or dims != {KEY_ROWS_HEAD_DIM}:

@@ -167,8 +167,8 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_seen(window: WindowSize | None) -> int | None:
-    """Returns a window as the number of keys that a query sees, its own among them, at most as many as there can be;
-    None for all keys.
+    """Returns the number of keys that a query sees through a window, its own key included; None for all keys. The
+    number is at most `MAX_TOKENS`.
 
     window: the number itself, or FlashAttention's pair (left, right), in which -1 stands for no bound. A window hides
     the keys after the query's own, so right has to be 0.

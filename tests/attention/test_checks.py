@@ -201,6 +201,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("cap-negative", {"softcap": -1}, ValueError, "softcap: got -1, want None"),
     ("cap-nan", {"softcap": float("nan")}, ValueError, "softcap: got nan"),
     ("cap-of-64-bits", {"softcap": 1e39}, ValueError, r"softcap: got 1e\+39, want None"),
+    ("cap-far-above-scores", {"softcap": 1e5}, ValueError, r"softcap: got 100000\.0, want None .* to 32768"),
     ("cap-str", {"softcap": "30"}, TypeError, "softcap: got str, want None or a number"),
     ("sinks-bf16", {"sinks": zeros(8)}, TypeError, r"sinks: got dtype torch\.bfloat16, want torch\.float32"),
     ("sinks-kv-heads", {"sinks": torch.zeros(2)}, ValueError,
