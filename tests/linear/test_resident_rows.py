@@ -124,6 +124,14 @@ def test_limbs_lie_as_boxes_of_limbs_would(dtype, form, loads: bool, rows: int, 
     assert GROUP == LIMB_GROUP
 
 
+@pytest.mark.parametrize("room", [4, 9, 11, 16, 23, 33, 64, 67])
+def test_steps_reach_each_k_block_that_there_is_room_for(room: int, run_on):
+    run_on(LimbWarp(np.zeros(1, np.uint8), np.zeros(1, np.uint8)))
+    subject = resident_rows.ResidentRows(resident_rows.RowsRoom("bf16", 8, 8, room))
+    for count in range(1, room + 1):
+        assert resident_rows.STEP_K_BLOCKS << int(subject.step_bits(np.full(1, count, np.int32))[0]) >= count
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loads", [False, True])
 def test_sums_of_a_group_are_those_of_its_limbs(dtype: str, loads: bool, run_on):

@@ -216,7 +216,7 @@ class ResidentRows:
     def step_bits(self, k_blocks) -> Any:
         """Returns log2, rounded up, of the number of steps that a warp needs for ``k_blocks`` k blocks of a pair of
         rows. A division would take as long as a step."""
-        most = max(self.room.k_blocks // STEP_K_BLOCKS - 1, 1).bit_length()
+        most = max(-(-self.room.k_blocks // STEP_K_BLOCKS) - 1, 1).bit_length()
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
     def place(self, bits, step, lane) -> tuple[Any, Any]:
