@@ -27,7 +27,7 @@ def e4m3_limbs_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     A scale is what a product of 2**-6 times a code with either limb counts.
     """
-    values, step = in_steps(x, 7)
+    values, step = in_steps(x, 8)
     mantissa, exponent = np.frexp(values)
     high = np.ldexp(np.trunc(mantissa * 16) / 16, exponent)
     limbs = torch.from_numpy(np.stack([high, values - high], axis=2)[..., ORDER]).to(torch.float8_e4m3fn)

@@ -173,3 +173,11 @@ def test_rows_that_are_not_finite_have_no_scale(dtype: str, value: float, run_on
     found = made(replace(CONFIG, dtype=dtype), x, 0, 8, run_on).shared_memory
     scales = found[X_SCALES : X_SCALES + 4 * 8 * 8].view(np.float32).reshape(8, 8)[:, :3]
     assert np.array_equal(np.argwhere(np.isnan(scales)), [[5, 1]])
+
+
+@pytest.mark.parametrize("form", [integers(4, 32), MXFP4], ids=str)
+def test_the_largest_numbers_have_finite_scales(form, run_on):
+    x = torch.zeros(1, 128, dtype=torch.bfloat16)
+    x[0, 5] = torch.finfo(torch.bfloat16).max
+    found = made(replace(CONFIG, format=form), x, 0, 1, run_on).shared_memory
+    assert np.isfinite(found[X_SCALES : X_SCALES + 4].view(np.float32))

@@ -28,9 +28,9 @@ INFINITY = 255 << FRACTION_BITS
 TOP_EXPONENT, ROUND_UP = 14, 1 << FRACTION_BITS - 7
 LEAST_EXPONENT = 127 - 100  # biased; of the least group maximum that has a scale: smaller scales are no fp32
 CODE_UNIT_BITS = 4  # bytes of codes are 16 times the codes
-# Of limbs and codes in E4M3. Their product for the largest input is at least the weight without scales and less than
-# twice it, so the largest scales overflow no earlier than results.
-E4M3_TOP_EXPONENT, E4M3_UNIT_BITS = 6, -6
+# Of limbs and codes in E4M3. A limb is below 2**8, which E4M3 has, and the scale of the largest numbers is finite: a
+# magnitude that counts as 2**128 has the scale 2**127.
+E4M3_TOP_EXPONENT, E4M3_UNIT_BITS = 7, -6
 MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest integer in the lower bits
 
 

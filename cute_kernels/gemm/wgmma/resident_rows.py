@@ -298,7 +298,7 @@ class E4m3Rows(ResidentRows):
     """Rows of x in two limbs of E4M3, whose sum is x in the group's unit.
 
     The high limb has the first four significant bits of an input, the low limb those that follow. So bf16 inputs of at
-    least 2**-7 of the group's largest are exact; smaller ones are off by at most 2**-15 of it.
+    least 2**-8 of the group's largest are exact; smaller ones are off by at most 2**-16 of it.
     """
 
     exponents = E4M3_TOP_EXPONENT, E4M3_UNIT_BITS
