@@ -85,8 +85,9 @@ RUN_COUNTS = {
     "two rounds": tuple(int(i % 3 == 1) * (i % 11) for i in range(200)),
     "four rounds": (*(0,) * 300, 17, *(int(i % 50 == 3) for i in range(210)), 5),
 }
-# N, K of an expert: tails of both, an odd number of k blocks, and room for the limbs of one entry only.
-RUN_SIZES = ((1000, 1000), (72, 384), (200, 3584))
+# N, K of an expert: tails of both, an odd number of k blocks, room for the limbs of one entry only, and a room that its
+# k blocks fill, which are no multiple of four.
+RUN_SIZES = ((1000, 1000), (72, 384), (200, 3584), (200, 4304))
 
 
 def problem(
