@@ -1,2 +1,2 @@
-"""Device code that kernels share: PTX wrappers, loads, pipelines, number formats. Only `cuda` and `exchange` may be
-imported by other modules than kernels."""
+"""Device code that kernels share: PTX wrappers, loads, pipelines, number formats. Modules that are not kernels may
+import only `cuda` and `exchange`."""

@@ -1,5 +1,5 @@
-"""Numbers that CUDA fixes for every architecture, and one number of this library. There are no GPU types here, so that
-host code and configurations can import them."""
+"""Constants that CUDA fixes for every architecture, and `EMPTY_WORD`, a constant of this library. There are no GPU
+types here, so that host code and configurations can import them."""
 
 WARP_THREADS = 32
 BARRIER_BYTES = 8  # of an mbarrier

@@ -1,5 +1,5 @@
-"""`Divisor`, which replaces a division by a number that the host knows by a multiplication: a division would take some
-100 clocks on the device."""
+"""`Divisor`, which divides by a number of the host with one multiplication. An integer division would take some 100
+clocks on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_kernels.device import numbers
 
 @dataclass(frozen=True)
 class Divisor:
-    """A positive int32 d that many non-negative int32 n are divided by: n // d is n * multiplier // 2**(31 + shift).
+    """A positive int32 divisor d. For non-negative int32 n, n // d is computed as n * multiplier // 2**(31 + shift).
 
     Let 2**(shift - 1) < d <= 2**shift, and let multiplier be the least integer that is not below 2**(31 + shift) / d.
     Then the quotient is exact for n < 2**31 (Granlund and Montgomery 1994). Multiplier and 2 n fit in 32 bits, so the

@@ -28,9 +28,9 @@ class Published:
     """Words that another CTA publishes.
 
     Attributes:
-        address: a global address. offset: bytes from there to the first word.
+        address: a global address. offset: bytes from ``address`` to the first word.
         words: how many neighbouring words: 1, 2 or 4.
-        wanted: a condition. If it does not hold, nobody waits for the words, and they are 0. None: it always holds.
+        wanted: whether to wait for the words; if false, they are 0. None: always wait.
     """
 
     address: Int64
@@ -39,7 +39,7 @@ class Published:
     wanted: object = None
 
     def load(self) -> list[Any]:
-        """Loads the words as last written by any CTA, once: they may be `EMPTY_WORD`."""
+        """Loads the words once, as last written by any CTA. They may still be `EMPTY_WORD`."""
         if self.words == 1:
             return [ptx.load_relaxed_part(self.address + self.offset if self.offset else self.address, 4)]
         return ptx.load_relaxed(self.address, self.words, offset=self.offset)
@@ -51,7 +51,7 @@ def publish(address, values: Sequence[Any], offset: int = 0) -> None:
 
 
 def reset(address, words: int = VECTOR_WORDS, offset: int = 0) -> None:
-    """Writes `EMPTY_WORD` to words that the same thread has loaded."""
+    """Writes `EMPTY_WORD` to words that the calling thread has loaded."""
     ptx.store_global(address, [Uint32(EMPTY_WORD)] * words, offset=offset)
 
 

@@ -1,4 +1,4 @@
-"""`Hadamard`, Hadamard transforms of a team's row: butterflies in a lane's registers, then between lanes.
+"""`Hadamard`, the Hadamard transform of a row that a team of lanes shares.
 
 A transform of width w acts on blocks of w neighbouring columns, in natural (Sylvester) order: entry (i, j) of its
 matrix is (-1)**popcount(i & j) / sqrt(w). It is its own inverse. Each bit of a column's number is one butterfly step.
@@ -19,12 +19,12 @@ from cute_kernels.device import numbers, ptx
 
 @dataclass(frozen=True)
 class Hadamard:
-    """The transform of rows whose columns lie in lanes as :class:`cute_kernels.device.rows.Elements` has them.
+    """The Hadamard transform of rows. A row's columns lie in lanes as in :class:`cute_kernels.device.rows.Elements`.
 
     Args:
         width: columns of a block, a power of two; 1 changes nothing.
-        head_dim, lanes, runs: columns of a row, lanes that share a row, runs of columns of a lane. With a width above 1
-            all are powers of two.
+        head_dim, lanes, runs: numbers of columns of a row, of lanes that share a row, and of runs of columns in a lane.
+            If ``width`` is above 1, all three are powers of two.
     """
 
     width: int
@@ -41,7 +41,7 @@ class Hadamard:
         """Transforms the lane's columns, fp32, in place; all lanes of the warp take part.
 
         Steps go from the lowest bit to the highest. The factor 1 / sqrt(width) comes last.
-        :func:`cute_kernels.formats.kv.transforms.rotated` adds in the same order, so fp32 results are the same.
+        :func:`cute_kernels.formats.kv.transforms.rotated` adds in the same order, so its fp32 results are the same.
         """
         if self.width == 1:
             return

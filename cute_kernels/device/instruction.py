@@ -1,9 +1,9 @@
 """PTX as Python functions: a function's annotations describe its inline assembly.
 
 A function decorated with :func:`pure` or :func:`effect` returns the text of instructions. In the text $0, $1, ... stand
-first for the results. The next numbers stand for the parameters that are DSL scalars or sequences of these, in order.
-Other parameters are constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop it. The
-DSL's own ``inline_ptx`` marks every instruction volatile, which fixes the traced order.
+first for the results. The next numbers stand for the parameters that are DSL scalars or sequences of DSL scalars, in
+order. Other parameters are constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop
+it. The DSL's own ``inline_ptx`` marks every instruction volatile, which fixes the traced order.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def pure(function: Callable[..., Asm]) -> Callable[..., Any]:
 
 
 def effect(function: Callable[..., Asm]) -> Callable[..., Any]:
-    """Decorates a function that describes an instruction that the compiler neither drops nor reorders with others of
-    its kind."""
+    """Decorates a function that describes an instruction with side effects. The compiler neither drops such
+    instructions nor changes their order."""
     return _instruction(function, True)
 
 
@@ -64,7 +64,7 @@ def loaded(num_words: int) -> str:
 
 
 def stored(values: Sequence[Any], first: int) -> tuple[str, str]:
-    """Returns a store's (type suffix, operands) for values of 32 bits; the first value is operand ``first``."""
+    """Returns a store's (type suffix, operands) for values of 32 bits; the first value is operand number ``first``."""
     kind = "f32" if isinstance(values[0], Float32) else "u32"
     inputs = ", ".join(f"${first + i}" for i in range(len(values)))
     return (f".v{len(values)}.{kind}", f"{{{inputs}}}") if len(values) > 1 else (f".{kind}", inputs)
@@ -101,8 +101,7 @@ def _instruction(function: Callable[..., Asm], has_effect: bool) -> Callable[...
 
 
 def _scalar(hint: object) -> Any:
-    """Returns the DSL scalar of an annotation, or None. A union has its first scalar, a sequence the scalar of its
-    elements."""
+    """Returns the DSL scalar that an annotation names, itself or in a union or a sequence; None if there is none."""
     return next((kind for kind in (hint, *get_args(hint)) if kind in REGISTERS), None)
 
 
@@ -111,7 +110,7 @@ def _is_sequence(hint: object) -> bool:
 
 
 def _emitted(asm: Asm, result: object, operands: Sequence[Any], has_effect: bool, loc, ip):
-    """Emits the inline assembly of a text. Returns its results in the annotated type."""
+    """Emits the text ``asm`` as inline assembly. Returns its results in the type ``result``."""
     kind = _scalar(result)
     registers = [] if kind is None else [("=&" if asm.early else "=") + REGISTERS[kind]] * asm.count
     registers += [REGISTERS.get(type(operand), "r") for operand in operands]  # others are words as the DSL adds them up

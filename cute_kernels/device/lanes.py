@@ -1,4 +1,5 @@
-"""Reductions over several lanes by xor shuffles; afterwards each of these lanes has the result."""
+"""Reductions over lanes, prefix sums and a transpose by xor shuffles. After a reduction all of its lanes have the
+result."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ T = TypeVar("T")
 
 
 def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
-    """Reduces a lane's own values with ``combine`` as a tree: the longest chain of dependent operations is log2 of
-    their number."""
+    """Reduces a lane's own values with ``combine`` as a tree, so that only about log2(number of values) operations
+    depend on one another."""
     while len(values) > 1:
         pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
         values = pairs + list(values[len(values) & ~1 :])
@@ -25,20 +26,22 @@ def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
 
 
 def over_lanes(combine: Callable[[T, T], T], value: T, offsets: Iterable[int]) -> T:
-    """Reduces with ``combine`` over the lanes whose numbers differ in the bits ``offsets``."""
+    """Reduces ``value`` with ``combine`` over the lanes whose numbers differ only in the bits ``offsets``, such as 1
+    and 2."""
     for offset in offsets:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset))
     return value
 
 
 def neighbours(count: int) -> list[int]:
-    """Returns the bits in which the numbers of ``count`` neighbouring lanes differ, count a power of two: 1, 2, 4
-    ..."""
+    """Returns the bits 1, 2, 4, ... in which the numbers of ``count`` neighbouring lanes differ. count: a power of
+    two."""
     return [1 << bit for bit in range(count.bit_length() - 1)]
 
 
 def transpose_quad(words: Sequence[Uint32], lane: Int32) -> list[Uint32]:
-    """Transposes a 4 x 4 matrix of words of 4 neighbouring lanes: lane t's i-th word becomes lane i's t-th word."""
+    """Transposes the 4 x 4 matrix of 4 words in each of 4 neighbouring lanes: lane t's i-th word becomes lane i's t-th
+    word."""
     words = list(words)
     for offset in (1, 2):
         upper = (lane & offset) != 0
@@ -63,10 +66,10 @@ def lane_prefix(value: Int32, lane: Int32, none: Int32) -> tuple[Int32, Int32]:
 
 
 def lane_max(value: Float32, offsets: Iterable[int]) -> Float32:
-    """Returns the maximum over the lanes whose numbers differ in the bits ``offsets``."""
+    """Returns the maximum over the lanes whose numbers differ only in the bits ``offsets``."""
     return over_lanes(ptx.fmax, value, offsets)
 
 
 def lane_sum(value: Float32, offsets: Iterable[int]) -> Float32:
-    """Returns the sum over the lanes whose numbers differ in the bits ``offsets``."""
+    """Returns the sum over the lanes whose numbers differ only in the bits ``offsets``."""
     return over_lanes(operator.add, value, offsets)

@@ -1,7 +1,9 @@
-"""`Lists`, the blocks that each KV head of a request reads: attention finds a head's pages and its tokens by them.
+"""`Lists`, the lists of blocks that each KV head of a request reads. A head's list says which pages and tokens it
+reads.
 
-A kernel reads a list's tokens as if there were no others: token t lies in the block at place t // block_tokens. So
-blocks have to ascend: only the request's last one may hold fewer tokens. :mod:`.pages` has a picture of the loads.
+A kernel numbers the tokens of a list from 0: token t lies in the block that is entry t // block_tokens. So every block
+but the list's last must be full. Only a request's last block may hold fewer tokens, so lists have to ascend.
+:mod:`.pages` has a picture of the loads.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from cute_kernels.device.division import Divisor
 
 @dataclass(frozen=True)
 class Lists:
-    """The lists of chosen blocks; run-time values. Any number in a list is read as one of the request's blocks.
+    """The lists of chosen blocks; run-time values. A number out of range is clamped to the request's pages.
 
     Attributes:
         blocks, counts: addresses of int32 entries [batch, num_kv_heads, max_blocks] and [batch, num_kv_heads].
         strides, count_strides: elements from one request, KV head (and block) to the next.
         max_blocks: entries of a list. max_pages: pages that a request may have.
-        block_tokens: tokens of a block. block_pages: pages of a block, as a divisor. A contiguous cache has pages too:
-            parts of a request of a block each.
+        block_tokens: tokens of a block. block_pages: pages of a block, as a divisor. In a contiguous cache each block
+            of a request counts as a page.
     """
 
     blocks: Int64
@@ -38,7 +40,7 @@ class Lists:
 
     @staticmethod
     def of(given) -> Lists:
-        """Makes the lists of a launch from its arguments, which include those of chosen blocks. Runs on the host."""
+        """Makes the lists from the arguments of a launch with chosen blocks. Runs on the host."""
         return Lists(
             blocks=given.block_list,
             counts=given.block_counts,
@@ -51,8 +53,7 @@ class Lists:
         )
 
     def of_row(self, request, head) -> Lists:
-        """Returns the lists narrowed to the list and count of a request's KV head. All other methods need lists that
-        are narrowed so."""
+        """Narrows the lists to one KV head of a request. The other methods need the narrowed lists."""
         blocks = Int64(request) * self.strides[0] + Int64(head) * self.strides[1]
         counts = Int64(request) * self.count_strides[0] + Int64(head) * self.count_strides[1]
         return replace(self, blocks=self.blocks + blocks * 4, counts=self.counts + counts * 4)
@@ -66,18 +67,19 @@ class Lists:
         return Int32(ptx.load_global_words(self.blocks + Int64(place) * self.strides[2] * 4, 0, 1)[0])
 
     def page(self, index):
-        """Returns which of the request's pages is the list's page ``index``; waits for an entry.
+        """Returns the number, among the request's pages, of the list's page ``index``. Waits for an entry of the list.
 
-        A block that the request does not have is clamped to its pages.
+        A number out of range is clamped.
         """
         place, page = self.block_pages.divide_int(index)
         block = cutlass.max(cutlass.min(self.ask_block(place), self.max_pages), -1)
         return cutlass.max(cutlass.min(block * self.block_pages.value + page, self.max_pages - 1), 0)
 
     def tokens(self, count, length):
-        """Returns the tokens of ``count`` blocks; waits for the count. length: tokens of the request.
+        """Returns the number of tokens of a list of ``count`` blocks. Waits for the count. length: tokens of the
+        request.
 
-        Only the last block may hold fewer tokens than the others do.
+        All blocks but the last are full.
         """
         before_last = cutlass.max(cutlass.min(count, self.max_blocks), 0) - 1
         last = self.ask_block(cutlass.max(before_last, 0))

@@ -35,8 +35,8 @@ def max_or_nan(a: Float32, b: Float32) -> Asm[Float32]:
 
 @pure
 def greater_magnitude(a: Uint32, b: Uint32, *, dtype: str) -> Asm[Uint32]:
-    """Returns, for two packed pairs, the element of greater magnitude in each half, NaN if either is NaN. Signs of the
-    result are undefined.
+    """Returns, in each half of a packed pair, whichever element of ``a`` and ``b`` has the greater magnitude; NaN if
+    either is NaN. The signs are undefined.
 
     dtype: "bf16" or "fp16".
     """
@@ -67,8 +67,8 @@ def divide(a: Float32, b: float) -> Asm[Float32]:
     """Returns a / b rounded to nearest as IEEE 754 says, subnormals kept, for finite a and a constant b with few
     mantissa bits.
 
-    It takes five instructions in double precision. Their quotient is correctly rounded (Markstein 1990), and is exact
-    if it lies halfway between two subnormals. div.rn.f32 would be a function call, around which registers are spilled.
+    It takes five instructions in double precision. The quotient is correctly rounded (Markstein 1990), and is exact if
+    it lies halfway between two subnormals. div.rn.f32 would be a function call, around which registers are spilled.
     """
     over, minus = (struct.pack(">d", x).hex() for x in (1.0 / b, -b))
     return Asm(
@@ -206,8 +206,8 @@ def copy_async_if(condition: Int32, destination: Int32, source: Int64, num_bytes
 
 @effect
 def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int) -> Asm[Int32]:
-    """Waits for ``num_threads`` threads at a named barrier. Returns 1 in all of these threads if any one's condition is
-    not 0, else 0.
+    """Waits for ``num_threads`` threads at a named barrier. Returns 1 in all of them if any thread's condition is not
+    0, else 0.
 
     Earlier stores of these threads to shared memory are then visible to all of them.
     """
@@ -258,8 +258,8 @@ def address_in(address: Int32, rank: Int32) -> Asm[Int32]:
 
 @effect
 def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm[None]:
-    """Stores 1 or 4 words in the shared memory of a CTA of the cluster; their bytes count on a barrier there. Both
-    addresses come from `address_in`."""
+    """Stores 1 or 4 words in the shared memory of a CTA of the cluster; the bytes count on ``barrier`` in that CTA.
+    ``address`` and ``barrier`` come from `address_in`."""
     words = ", ".join(f"${i + 1}" for i in range(len(values)))
     kind, data = (".v4.b32", f"{{{words}}}") if len(values) == 4 else (".b32", words)
     return Asm(f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];")
@@ -268,8 +268,8 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm
 @effect
 def copy_to_cluster(target: Int32, source: Int32, num_bytes: int, barrier: Int32) -> Asm[None]:
     """Copies ``num_bytes`` by cp.async.bulk from this CTA's shared memory to another CTA's in the cluster; the bytes
-    count on a barrier there. Size and addresses are multiples of 16. After ordinary stores to the source a fence of the
-    async proxy must come first."""
+    count on ``barrier`` in that CTA. Size and addresses are multiples of 16. After ordinary stores to the source a
+    fence of the async proxy must come first."""
     copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
     return Asm(f"{copy} [$0], [$1], {num_bytes}, [$2];")
 

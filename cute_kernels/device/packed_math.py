@@ -12,8 +12,7 @@ from cute_kernels.device import numbers, ptx
 
 
 class HopperMath:
-    """The arithmetic of packed pairs on sm_90 and later. Each result of a pair of ``dtype``, "bf16" or "fp16", is
-    rounded once."""
+    """The arithmetic of packed pairs on sm_90 and later. Results are rounded once to ``dtype``, "bf16" or "fp16"."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype

@@ -1,6 +1,7 @@
 """`Pages`, which finds the page of a request's token in a block table.
 
-With chosen blocks (:mod:`.lists`) a token's number is its place in a KV head's list. What is loaded, and after what:
+With chosen blocks (:mod:`.lists`) tokens are numbered within a KV head's list. The loads depend on one another in four
+steps:
 
     1, with the length           2                               3                   4
     list[request, head, place]   block_table[request, page]      rows of K and V
@@ -41,8 +42,8 @@ class Pages:
 
     def ask(self, request, token):
         """Starts loading the block table's entry for a token, which must exist. Returns (entry, row of the token in its
-        page). With ``lists``, first waits for the list's entry. The cache may be contiguous then: the result is
-        (request, row of the token in the request)."""
+        page). With ``lists``, first waits for the list's entry. With ``lists`` and a contiguous cache, returns
+        (request, row of the token in the request) instead."""
         index, place = self.page_size.divide_int(token)
         if self.lists is None:
             address = self.table + (Int64(request) * self.stride + index) * 4
@@ -53,7 +54,7 @@ class Pages:
         return Int32(entry), cutlass.select_(paged, place, page * self.page_size.value + place)
 
     def of_row(self, request, head) -> Pages:
-        """Returns the pages of one KV head of a request, which has a list."""
+        """Narrows ``lists``, which must be given, to one KV head of a request."""
         assert self.lists is not None
         return replace(self, lists=self.lists.of_row(request, head))
 

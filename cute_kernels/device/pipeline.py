@@ -64,23 +64,25 @@ class Pipeline:
     # -- states -------------------------------------------------------------------------------------------------------
 
     def producer_state(self, first=0) -> PipelineState:
-        """Returns a producer's first state. first: a stage of the first round."""
+        """Returns the state with which a producer begins. first: the stage that it fills first."""
         return PipelineState(Int32(first), Int32(1))
 
     def consumer_state(self, first=0) -> PipelineState:
-        """Returns a consumer's first state. first: a stage of the first round."""
+        """Returns the state with which a consumer begins. first: the stage that it reads first."""
         return PipelineState(Int32(first), Int32(0))
 
     def consumer_state_of(self, use) -> PipelineState:
-        """Returns a consumer's state for the ``use``-th use, counted over all stages from 0."""
+        """Returns a consumer's state for use number ``use``. Uses are counted from 0: use i is of stage i %
+        ``num_stages``."""
         return PipelineState(use % self.num_stages, use // self.num_stages & 1)
 
     def producer_state_of(self, use) -> PipelineState:
-        """Returns a producer's state for the ``use``-th use, counted over all stages from 0."""
+        """Returns a producer's state for use number ``use``. Uses are counted from 0: use i is of stage i %
+        ``num_stages``."""
         return PipelineState(use % self.num_stages, (use // self.num_stages & 1) ^ 1)
 
     def next(self, state: PipelineState, step: int = 1) -> PipelineState:
-        """Returns the state ``step`` uses later, for roles that take every ``step``-th use. step is at most
+        """Returns the state after ``step`` more uses, for a role that takes only every ``step``-th use. step is at most
         ``num_stages``."""
         stage = state.stage + step
         wrapped = stage == self.num_stages if step == 1 else stage >= self.num_stages
@@ -90,7 +92,7 @@ class Pipeline:
         )
 
     def shifted(self, first, num_stages: int) -> Pipeline:
-        """Returns the pipeline of ``num_stages`` of these stages from ``first`` on."""
+        """Returns the pipeline of ``num_stages`` stages that begins at this pipeline's stage ``first``."""
         return Pipeline(self.full + first, self.empty + first, num_stages, self.fills, self.releases, self.multicast)
 
     # -- producers ----------------------------------------------------------------------------------------------------

@@ -271,8 +271,8 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, constant: 
 
 @effect
 def load_global_or(condition: Int32, address: Int64, otherwise: Int32) -> Asm[Uint32]:
-    """Loads a word of global memory, which stays unchanged while the kernel runs, where ``condition`` is not 0, else
-    takes ``otherwise`` and makes no access."""
+    """Returns a word of global memory if ``condition`` is not 0; else ``otherwise``, without an access. The word must
+    stay unchanged while the kernel runs."""
     load = "mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$2];"
     return Asm(f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; {load} }}", early=True, memory=False)
 

@@ -62,9 +62,9 @@ class OnlineSoftmax:
         return factor
 
     def follow(self, query: int, highest, headroom: float = 0.0) -> Any:
-        """Sets the reference to ``highest`` - ``headroom`` if the logit ``highest`` exceeds it by more than
-        `RESCALE_SLACK`. Returns the factor by which the caller must shrink accumulators; pass it to :meth:`add`, which
-        shrinks the total."""
+        """Sets a query's reference to ``highest`` - ``headroom`` if the logit ``highest`` exceeds the reference by more
+        than `RESCALE_SLACK`. Returns the factor by which the caller must shrink accumulators. Pass the factor to
+        :meth:`add`, which shrinks the total."""
         before = self.references[query]
         reached = highest - headroom if headroom else highest
         reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
@@ -86,7 +86,7 @@ def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def row_of(index: int) -> int:
-    """Returns which of a thread's two rows of a 64-row product its ``index``-th accumulator belongs to."""
+    """Returns the row, 0 or 1, of a thread's ``index``-th accumulator. In a 64-row product a thread has two rows."""
     return sum_place(index)[0] // 8
 
 

@@ -10,7 +10,7 @@ from cute_kernels.device import numbers
 
 @cute.jit
 def encode_row(cache_row, values, given):
-    """Encodes a team's row for `store_row`; all lanes of the warp take part.
+    """Encodes a row for `store_row`. A team of lanes shares the row; all lanes of the warp take part.
 
     cache_row: the row object of the cache's format, such as a :class:`cute_kernels.kv_cache.rows.CodedRow`. values:
         register tensor of the lane's fp32 numbers; NaN and numbers out of range are replaced. given: the result of

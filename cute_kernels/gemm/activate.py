@@ -19,7 +19,8 @@ MATH = FloatMath()
 
 
 class Activate:
-    """Applies a configuration's own activation, or the standard one whose number a launch gives.
+    """Applies a product's activation: the configuration's own one, or a standard one that an argument of the launch
+    names.
 
     Methods read the number from ``shape.activation``; 0: no activation.
 

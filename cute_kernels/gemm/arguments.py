@@ -16,9 +16,9 @@ after.
                           of a stream: slices of K; groups of CTAs; parts of a block, at most. All CTAs must fit on the
                           GPU together. workspace [blocks, max_parts, m * block_rows]
     whole                 tiles that are not cut; tiles of CTAs that multicast activations together count as one
-    splits                parts of each other tile: parts of K, none of them empty, or of rows of x. 1 unless the
-                          configuration cuts tiles. A sequential reduction cuts every tile, and one CTA computes all of
-                          its parts. workspace [tiles that are cut, splits - 1, block_rows * tile_m]
+    splits                parts of each tile that is cut: parts of K, none of them empty, or of rows of x. 1 unless the
+                          configuration cuts tiles. A sequential reduction cuts every tile, and one CTA computes all
+                          parts of a tile. workspace [tiles that are cut, splits - 1, block_rows * tile_m]
     num_ctas              how many CTAs are launched
 
 `INPUT_ROWS` has the arguments of the kernel that prepares rows. out: [m, k], k a multiple of 8. Addresses are on 16

@@ -96,8 +96,8 @@ def _wanted(call: LinearCall) -> Iterator[Wanted]:
 
 
 def rows_wanted(x: object, weight: Packed | WeightTensors, leading: str) -> Wanted:
-    """Returns what is wanted of x: [leading, K] in the weight's dtype, on its device. leading: the sizes before K, as
-    messages name them."""
+    """Returns the requirement for x: [leading, K] in the weight's dtype, on its device. leading: the name of the sizes
+    before K in messages."""
     dtype = weight.dtype
     if dtype not in SCALE_DTYPES:  # of a module whose dtype was changed
         raise TypeError(f"scales: got dtype {dtype}, want torch.bfloat16 or torch.float16")
@@ -106,14 +106,14 @@ def rows_wanted(x: object, weight: Packed | WeightTensors, leading: str) -> Want
 
 
 def norm_wanted(norm: object, x: torch.Tensor, name: str = "norm") -> Wanted:
-    """Returns what is wanted of a norm's weight for rows of x. name: the argument's name in messages."""
+    """Returns the requirement for a norm's weight, for rows of x. name: the argument's name in messages."""
     has_address = not is_compiling() and type(norm) in (torch.Tensor, torch.nn.Parameter)
     unit = ALIGNMENT if has_address and (x.is_cuda or GPU.takes_cpu) else 1
     return Wanted(name, norm, (x.dtype, torch.float32), (x.shape[-1],), x.device, contiguous=True, unit=unit)
 
 
 def results_wanted(call: LinearCall, x: torch.Tensor) -> Iterator[Wanted]:
-    """Yields what is wanted of bias, residual and ``out``, given checked rows x."""
+    """Yields the requirements for bias, residual and ``out`` of a call whose x is checked."""
     n = call.weight.shape[0]
     sizes = (*x.shape[:-1], out_features(n, call.activation))
     if call.out is not None:
@@ -125,7 +125,7 @@ def results_wanted(call: LinearCall, x: torch.Tensor) -> Iterator[Wanted]:
 
 
 def out_wanted(out: object, out_dtype: torch.dtype | None, sizes: tuple[int, ...], device: torch.device) -> Wanted:
-    """Returns what is wanted of ``out``, the caller's tensor for the result."""
+    """Returns the requirement for ``out``, the caller's tensor for the result."""
     dtypes = OUT_DTYPES if out_dtype is None else (out_dtype,)
     return Wanted("out", out, dtypes, sizes, device, contiguous=True)
 
@@ -148,7 +148,7 @@ def check_norm_numbers(eps: object, offset: object) -> None:
 
 
 def check_out_dtype(out_dtype: object) -> None:
-    """Raises TypeError unless out_dtype is a dtype that results can have, or None: the dtype of another argument."""
+    """Raises TypeError unless ``out_dtype`` is None or a dtype that results can have."""
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {', '.join(map(str, OUT_DTYPES))}")
 

@@ -243,7 +243,7 @@ def check_taking(call: LinearCall) -> LinearCall:
 
 
 def _parts_wanted(rows: NormedRows) -> Iterator[Wanted]:
-    """Yields what is wanted of the parts of a deferred norm: the dtypes and shapes in which the first product stores
+    """Yields the requirements for the parts of a deferred norm: the dtypes and shapes in which the first product stores
     them."""
     if rows.deferred is None:
         return

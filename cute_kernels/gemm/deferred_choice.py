@@ -46,8 +46,8 @@ def beside_a_norm(
     norm.
 
     The result is ``schedule`` if it has a kernel for the norm. Otherwise it is the fastest schedule with such a kernel,
-    provided that this is slower by less than a norm's launch; else ``schedule``, without a kernel for the norm. Another
-    schedule is considered only for problems with measured times (`is_short`).
+    if its product is slower by less than a norm's launch takes. If there is none, it is ``schedule``. Other schedules
+    are considered only for problems with measured times (`is_short`).
     """
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule

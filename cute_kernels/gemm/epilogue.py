@@ -42,8 +42,8 @@ class Results:
         self.dtype, self.activate = dtype, Activate(activation)
 
     def target(self, shape, token, row, bias):
-        """Returns where a token's results of four output features from ``row`` on are stored. bias: the index of the
-        first one's bias."""
+        """Returns the `Target` of a token's results for four output features, from ``row`` on. bias: the index of the
+        first feature's bias."""
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return Target(row, place, cutlass.min(shape.n - row, VECTOR) >> halves, bias)
@@ -91,7 +91,7 @@ class Results:
 
     @cute.jit
     def store_elements(self, base, index, results, count, kind):
-        """Stores the first ``count`` of four results, two or four of them in one access where that is aligned."""
+        """Stores the first ``count`` of four results, two or four in one access if it is aligned."""
         if kind == FP32:
             address = base + index * 4
             if (count == VECTOR) & (address % 16 == 0):

@@ -103,8 +103,8 @@ def ready(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor 
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [m, k] if its rows are whole 16-byte pieces that start on 16 bytes; else a copy that is so, padded with
-    zeros."""
+    """Returns x [m, k] itself if its rows are whole 16-byte pieces that start on 16 bytes. Otherwise returns an aligned
+    copy, padded with zeros to whole pieces."""
     missing = -x.shape[1] % (ALIGNMENT // x.element_size())
     if missing:
         return functional.pad(x, (0, missing))

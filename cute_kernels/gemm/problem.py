@@ -19,8 +19,8 @@ class LinearProblem:
         n, k: of the weight, without padding.
         k_pad: K as packed.
         format, dtype: as in :class:`StreamConfig`. num_sms: SMs of the GPU.
-        batch_invariant: whether a row's result must not depend on how many others there are.
-        activation: of results, one that a kernel is compiled for; None for the standard ones.
+        batch_invariant: whether a row's result must not depend on the number of rows.
+        activation: the activation that a kernel is compiled for; None for a standard one, or none.
     """
 
     m: int
@@ -61,7 +61,7 @@ class GroupedProblem:
     activation: ActivationFunction | None = None
 
     def max_entries(self, capacity: int) -> int:
-        """Returns the most grouped tiles, of up to ``capacity`` rows each, that any distribution of the rows among
+        """Returns the number of tiles, of up to ``capacity`` rows each, that the worst distribution of rows among
         experts needs."""
         active = min(self.num_experts, self.places)
         return (self.places + active * (capacity - 1)) // capacity

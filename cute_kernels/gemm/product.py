@@ -36,7 +36,7 @@ tensors, or None, by name."""
 
 @dataclass(frozen=True)
 class Product:
-    """A product, dense or of experts, by any kernel: everything that its launches need besides a call's numbers and
+    """A product, dense or of experts, by any kernel. It holds all that its launches need, except a call's numbers and
     addresses.
 
     Attributes:

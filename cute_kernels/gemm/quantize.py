@@ -223,8 +223,8 @@ def pack(
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs codes of any format; all functions that make weights end here. zeros: given exactly where the format has
-    some."""
+    """Packs codes of any format; all functions that make weights end here. zeros: given if, and only if, the format has
+    zero points."""
     n, k = shape
     bits, group_size = chosen.bits, chosen.group_size or None
     groups = -(-k // group_size) if group_size else 1
@@ -335,7 +335,8 @@ def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]
 
 
 def wider(first: WeightFormat, other: WeightFormat) -> WeightFormat:
-    """Returns the format of one weight that is made of two: the first one's format, unless the other's includes it."""
+    """Returns the format of a weight that is made of two weights: ``other`` if it includes ``first``, else
+    ``first``."""
     return other if other.includes(first) else first
 
 

@@ -42,15 +42,13 @@ def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
 
 
 def is_noted(problem: LinearProblem) -> bool:
-    """Whether `note_ready` was called for a product, with whatever numbers of rows."""
+    """Whether `note_ready` was called for a product, with any numbers of rows."""
     return replace(problem, m=1) in _ready
 
 
 def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
-    """Whether a kernel that a product can do without may be loaded: it is compiled already, or may be compiled now.
-
-    It may not be compiled where there is no compiler, nor for a server that has noted which kernels it made ready.
-    """
+    """Whether a kernel may be loaded that a product can do without. It may if it is compiled already, or may be
+    compiled now: there is a compiler, and no server has noted which kernels of the product are ready."""
     may_compile = compiler_version() is not None and not is_noted(problem)
     return may_compile or default_cache().has(spec, arch)
 
@@ -61,8 +59,8 @@ def forget_ready() -> None:
 
 
 def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
-    """Returns the schedule of a product. If `note_ready` was called for this product with as many rows or more, the
-    kernel is one of those that are ready."""
+    """Returns the schedule of a product. If `note_ready` was called for the product with at least as many rows, the
+    kernel is a ready one."""
     one = replace(problem, m=1)
     rows = _ready.get(one, ())
     if problem.m in rows or not rows or problem.m > rows[-1]:
@@ -90,8 +88,8 @@ def takes_any_rows(config: Config) -> bool:
 
 
 def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | TileSchedule | None:
-    """Returns the fastest schedule of a configuration for a product with at most as many rows as it was chosen for.
-    None if it has no schedule for so few rows."""
+    """Returns a configuration's fastest schedule for a product of at most as many rows as the configuration was chosen
+    for. None if it has no schedule for so few rows."""
     if isinstance(config, StreamConfig):
         cuts = few.schedules(problem, config)
         return min(cuts, key=lambda one: few.estimate_us(problem, one), default=None)

@@ -1,6 +1,6 @@
 """Slices of packed weights that begin at any row or input, and weights with permuted rows.
 
-Slices are for tensor parallelism whose shares are no whole tiles or groups. Permuted rows are for a next layer in
+Slices serve tensor parallelism whose shares are not whole tiles or groups. Permuted rows serve a next layer in
 act-order.
 
 `PackedWeight.shard_n` and `shard_k` cut between tiles and groups and copy bytes. The functions here unpack and pack
@@ -45,8 +45,8 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
     """Permutes the rows of a weight [N, K]: row i of the result is row order[i], and the layer's outputs are permuted.
 
     A next layer in act-order then needs no permutation of its inputs. For example, permute the rows of gate and up by
-    down.perm, and replace down by dataclasses.replace(down, perm=None): the MLP computes what it did. Codes are moved,
-    never changed.
+    down.perm, and replace down by dataclasses.replace(down, perm=None): the MLP's results stay the same. Codes are
+    moved, never changed.
 
     Args:
         weight: `PackedWeight`.

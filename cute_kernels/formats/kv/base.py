@@ -61,9 +61,9 @@ class ExtendReader:
     Args:
         words: import path of the class that converts a word of codes, see `cute_kernels.attention.loads.rows`.
         scales: where scales lie, and what they multiply. "outside": beside the cache; scales of channels multiply
-            queries and the output. "row": fp32 numbers in front of the codes; a single one multiplies scores and
-            probabilities, one for each of several groups multiplies the decoded numbers. "groups": a word in front for
-            each group, applied to the decoded numbers.
+            queries and the output. "row": fp32 numbers in front of the codes; a row's single scale multiplies scores
+            and probabilities, scales of groups multiply the decoded numbers. "groups": a word for each group in front
+            of the codes, applied to the decoded numbers.
         registers: which of `cute_kernels.attention.extend_config.REGISTERS` the producers need: "bytes" or "int4".
         unit: the true value of a 1 in the tile.
     """
@@ -97,8 +97,8 @@ class KvFormat:
         block_tokens: number of neighbouring tokens of a head that share scales, one for each column; blocks begin at
             its multiples. The rows of a block are written when its last token arrives; until then they wait in 16 bits
             (`layouts.kv.channel_blocks`). A row has a header word for every ``block_tokens`` columns. For keys alone.
-        by_token: whether `append_kv` writes rows in the order of the call's tokens, not by position. It first writes
-            keys in blocks in such a format.
+        by_token: whether rows lie in the order of a call's tokens, not by position. In such a format `append_kv` hands
+            keys to the kernel that fills blocks.
     """
 
     name: str
@@ -154,8 +154,8 @@ class KvFormat:
         return self.read_as or self.name
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Returns whether a cache can be used with q, k and v of ``dtype``. Rows of plain elements need the same
-        dtype."""
+        """Returns whether a cache of the format can be used with q, k and v of ``dtype``. A cache of plain elements
+        must have the same dtype."""
         return self.is_coded or self.cache_dtype == dtype
 
     def row(self, head_dim: int) -> KvRow:

@@ -82,7 +82,7 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
 def told_formats(kv_format: T, name: str = "kv_format") -> T | LayerFormats:
     """Returns the formats of a file if ``kv_format`` is a path (``*.json``), else ``kv_format`` itself.
 
-    Raises OSError or ValueError, which begins with ``name``, if the file cannot be read.
+    Raises OSError or ValueError if the file cannot be read; the message begins with ``name``.
     """
     if not isinstance(kv_format, Path) and not (isinstance(kv_format, str) and kv_format.endswith(".json")):
         return kv_format

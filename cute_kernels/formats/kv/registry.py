@@ -21,8 +21,8 @@ _registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in bl
 
 
 def ship(module: ModuleType) -> None:
-    """Registers the formats of a module of this package: those in `FORMS`, and those in `BESIDE`, which are not for
-    both K and V."""
+    """Registers the formats of a module of this package: those in its `FORMS`, and those in its `BESIDE`, which serve
+    only K or only `append_kv`."""
     shipped, beside = getattr(module, "FORMS", ()), getattr(module, "BESIDE", ())
     FORMATS.update({form.name: form for form in shipped})
     for form in beside:

@@ -7,8 +7,9 @@ head h, with H_w the Hadamard matrix of ``w`` columns, block by block along head
     v' = H_u (v_factor[h] * v)                          out = (1 / v_factor[h]) * H_u out'
 
 H_w is orthogonal and symmetric, so q . k = q' . k' + shift with **shift = q . k_center[h]**: one number a query, the
-same for all keys. A softmax does not depend on it. Others have to add it: a soft cap (before the cap), an attention
-sink (whose logit competes with q . k) and the log-sum-exp, hence also the merging of parts with different centers.
+same for all keys. A softmax does not depend on the shift. It has to be added for a soft cap (before the cap), for an
+attention sink (whose logit competes with q . k) and for the log-sum-exp, hence also where parts with different centers
+are merged.
 
 The *center* removes the mean of K's channels, which would otherwise use up a group's range. The *factors* trade noise
 between channels of K and q, like SmoothQuant's (Xiao et al., 2023; `smoothing` folds such factors before RoPE). The
@@ -89,12 +90,12 @@ class CacheTransform:
 
     @cached_property
     def q_factor(self) -> torch.Tensor | None:
-        """1 / k_factor, fp32 [num_kv_heads, head_dim]; None where k_factor is."""
+        """1 / k_factor, fp32 [num_kv_heads, head_dim]; None if k_factor is None."""
         return None if self.k_factor is None else self.k_factor.reciprocal()
 
     @cached_property
     def out_factor(self) -> torch.Tensor | None:
-        """1 / v_factor, fp32 [num_kv_heads, v_head_dim]; None where v_factor is."""
+        """1 / v_factor, fp32 [num_kv_heads, v_head_dim]; None if v_factor is None."""
         return None if self.v_factor is None else self.v_factor.reciprocal()
 
     @property
@@ -231,7 +232,7 @@ PART_NAMES = ("k_center", "k_factor", "q_factor", "v_factor", "out_factor", "k_r
 
 
 def named_parts_of(transform: CacheTransform | None) -> dict[str, Any]:
-    """Returns `parts_of` by name."""
+    """Returns a transform's parts, which `parts_of` lists, as a dict by name."""
     return dict(zip(PART_NAMES, parts_of(transform), strict=False))
 
 

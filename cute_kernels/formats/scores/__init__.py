@@ -96,7 +96,8 @@ def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mappi
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists a call's options as a registered operator takes them: names and tensors of ``score_options``."""
+    """Returns a call's options as a registered operator takes them: ``score_options`` becomes its names, joined by
+    commas, and a list of its tensors."""
     given = dict(options)
     tensors = given.pop("score_options", None)
     if tensors:

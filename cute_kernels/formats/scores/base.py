@@ -1,8 +1,8 @@
 """`ScoreOption`, an option that changes attention's scores between q K^T and the softmax.
 
-An option has a part of kernels' names, and the tensors that a call gives. It has a formula for the reference, and
-device code: a class like those of :mod:`.terms`. The class is named as "module:attribute" and imported when a kernel is
-compiled.
+An option has a name, which becomes part of kernels' names, tensors that a call gives, a formula for the reference, and
+device code. The device code is a class like those of :mod:`.terms`. It is named as "module:attribute" and imported when
+a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class ScoreOption(ABC):
         name: the name in the registry and in kernels' names; an identifier.
         term: import path of its device code.
         tensors: the tensors that a call gives in ``score_options``; none for options with keywords of their own.
-        fits_four_blocks: whether the option keeps nothing per query, so that a warp with four blocks of queries has
-            registers for it.
+        fits_four_blocks: whether a warp with four blocks of queries has registers for the option.
     """
 
     name: ClassVar[str]

@@ -31,7 +31,7 @@ class Features:
         terms: names of registered options (:mod:`cute_kernels.formats.scores`), in order.
         paged: tokens are found through a block table.
         head_major: caches are "HND": the tokens of one head lie together.
-        tail: keys are of a format in blocks, and the newest block's lie beside the cache.
+        tail: keys are of a format in blocks; the keys of the newest block lie beside the cache.
         by_head: each KV head of a request reads the blocks of its own list, which lie in pages.
     """
 

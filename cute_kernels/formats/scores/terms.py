@@ -43,7 +43,7 @@ class ScoreState:
             :class:`cute_kernels.attention.cta.FeatureValues` has for it.
         length: the position after the last query's.
         positions: the positions of the columns' queries in their request; None unless a term needs them.
-        kept: the list of what a term keeps for each column, by its option's name.
+        kept: by an option's name, the list of what its term keeps for each column.
     """
 
     values: Any
@@ -87,8 +87,8 @@ class ScoreTerm:
         attention calls this method a block ahead, extend attention before the block's first `change`."""
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """Returns how many tokens up to a query's own position the query and the ``queries`` - 1 queries before it can
-        see; None for all.
+        """Returns how many tokens, counted back from a query's own position, can be seen by the query or by the
+        ``queries`` - 1 queries before it. None: all tokens.
 
         Tiles before these tokens are skipped, and rows before them may hold anything. values: the launch's numbers; in
         extend attention without the tensors of registered options.
@@ -107,7 +107,7 @@ class ScoreTerm:
 
 class ShiftTerm(ScoreTerm):
     """Keeps a query's shift, which the mainloop adds to scores before a soft cap. Without a cap the softmax needs no
-    shift, since it is the same for all scores of a query."""
+    shift, since all scores of a query have the same shift."""
 
     def open(self, state, work, query, softmax_scale):
         if not self.features.soft_cap:
@@ -191,7 +191,8 @@ class WindowTerm(ScoreTerm):
 
     @staticmethod
     def reach_of(window, queries):
-        """Returns the result of :meth:`reach` from the window's width; for kernels that take any width."""
+        """Returns the result of :meth:`reach` for a window of the width ``window``. Kernels that take any width call
+        it."""
         return window + queries - 1
 
     def reach(self, values, queries):

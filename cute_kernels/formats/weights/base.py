@@ -40,15 +40,15 @@ class WeightFormat(ABC):
             after a tile's group scales, as if they were scales of further groups: see `with_row_scales`.
         codes_as_bytes: whether `byte_decoder` can convert codes to bytes, so that few rows of x are multiplied in
             limbs.
-        bytes_in_e4m3: whether these bytes are E4M3 numbers, and so are limbs. If not, both are signed integers, and
-            products are exact.
+        bytes_in_e4m3: whether the bytes of `byte_decoder`, and limbs, are E4M3 numbers. If not, both are signed
+            integers, and products are exact.
         nan_codes: codes that are NaN. Kernels do not test for them: `with_nan_codes` makes the scale of their group
             NaN.
         code_dtypes, given_scale_dtypes: dtypes that checkpoints use for bytes of codes, and for scales of one byte.
         pad_code: the code in padding rows and columns.
         decode_cost: the time of decoding, relative to integer codes of as many bits.
-        stream_clocks, limb_clocks: clocks that an SM needs to decode 128 inputs of a tile of 64 rows of W for few rows
-            of x: in `StreamKernel`, and to bytes in `ResidentKernel`. 0 if loading takes longer.
+        stream_clocks, limb_clocks: clocks that an SM needs to decode 128 inputs of 64 rows of W for few rows of x: in
+            `StreamKernel`, and in `ResidentKernel`, which decodes to bytes. 0 if loading takes longer.
         key: the format's name in operators and state dicts, made of ``codes_name`` and ``scales_name``.
     """
 

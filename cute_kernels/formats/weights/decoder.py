@@ -79,8 +79,11 @@ class E4m3Decoder(ABC):
         ``words``."""
 
     def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
-        """Returns (for each group of a k block the further arguments of `fragment`, the remaining scales of rows g and
-        g + 8). scales: stored scales of rows g and g + 8 for each group."""
+        """Multiplies the scales of a k block's groups into the numbers. Returns (further arguments of `fragment` for
+        each group, scales of rows g and g + 8 that remain outside).
+
+        scales: for each group the stored scales of rows g and g + 8.
+        """
         raise NotImplementedError
 
     def permuted(self, a: Uint32, b: Uint32, selector: int) -> Uint32:
@@ -88,7 +91,7 @@ class E4m3Decoder(ABC):
 
 
 class CodeDecoder(ABC):
-    """Decodes codes of one format to one 16-bit float.
+    """Decodes codes of one format to bf16 or to fp16.
 
     A thread's 16 bytes of a tile hold its A fragments of ``steps`` consecutive k16 steps, ``words_per_step`` words for
     each. A fragment has four registers with two columns each; registers 0 and 2 belong to row g, 1 and 3 to row g + 8.

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `e2m1_g32e8m0` (MXFP4, OCP Microscaling 1.0) | E8M0: 2**(byte - 127), at most 2 | 32 | none |
 | `e2m1_g32e8m0any` | the same without a limit: weights of more than 12 may need it | 32 | none |
-| `e2m1_g16e4m3` (NVFP4) | E4M3, positive | 16 | fp32 for each row, alike in a tensor |
+| `e2m1_g16e4m3` (NVFP4) | E4M3, positive | 16 | fp32, one for each row |
 
 Codes, scales and their products are exact in bf16, and codes are exact in E4M3. So few rows of x are multiplied in E4M3
 limbs. MMAs of bytes take 32 inputs, so they need groups of at least 32.
@@ -91,7 +91,7 @@ class Fp4Format(ByteScales, WeightFormat):
 
 @dataclass(frozen=True, eq=False)
 class MxFp4(PowerScales, Fp4Format):
-    """MXFP4: E8M0 scales for every 32 inputs. If scales are at most 2, one product decodes and scales; with
+    """MXFP4: an E8M0 scale for every 32 inputs. Scales are at most 2, so that one product decodes and scales. With
     ``any_scale`` they may be larger."""
 
     any_scale: bool = False
@@ -185,7 +185,7 @@ class Fp4Decoder(CodeDecoder):
         return [self.math.multiply(pair, self.math.word(TWO_TO_126)) for pair in self.placed(words[step])]
 
     def placed(self, codes) -> list[Any]:
-        """Returns the four registers' pairs, times 2**-126."""
+        """Returns the pairs of numbers for the four registers, times 2**-126."""
         math = self.math
         return [
             (word & math.word(pair)) * math.word(copies) & math.word(SIGNS_AND_NUMBERS)
@@ -229,10 +229,10 @@ class E2m1Codes(E4m3Decoder):
     """Converts FP4 codes to E4M3. Magnitudes are looked up in a table of eight bytes for each row, then get their
     signs. 8 codes take eleven instructions.
 
-    The scales of a k block's groups are multiplied into the tables, relative to the row's largest scale. That scale
-    stays outside, so its group's 6 becomes 384 of E4M3's 448. Numbers are exact for scales down to 2**-11 of the
-    largest. Scales below 2**-12 of it count as 2**-12, where the smallest number is zero. The error is less than 2**-9
-    of the row's largest possible number.
+    The scales of a k block's groups are divided by the row's largest scale and multiplied into the tables. The largest
+    scale stays outside. In its group the number 6 becomes 384; E4M3 ends at 448. Numbers are exact for scales down to
+    2**-11 of the largest. Scales below 2**-12 of the largest count as 2**-12, where the smallest number is zero. The
+    error is less than 2**-9 of the row's largest possible number.
     """
 
     slots, folds = 88, True

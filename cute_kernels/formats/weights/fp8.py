@@ -2,8 +2,8 @@
 
 | key | scales | of what |
 |---|---|---|
-| `e4m3_gchannelf32` (FP8) | fp32 | a row; one of a tensor is that of every row |
-| `e4m3_g128f32` | fp32 | 128 inputs of a row; a block of 128 x 128 has the same in 128 rows. 4 bytes more for 128 |
+| `e4m3_gchannelf32` (FP8) | fp32 | a row; a scale of the whole tensor is repeated for each row |
+| `e4m3_g128f32` | fp32 | 128 inputs of a row; a scale of a 128 x 128 block is repeated for its 128 rows |
 | `e4m3_g128e8m0`, `e4m3_g32e8m0` (MXFP8, OCP Microscaling 1.0) | E8M0: 2**(byte - 127) | 128 or 32 inputs of a row |
 
 Formats with groups of 64 and 32 inputs serve for parts of a weight that begin inside a group of 128. Codes are exact in
@@ -159,7 +159,7 @@ class Fp8Decoder(CodeDecoder):
         return [self.math.multiply(pair, power) for pair in self.placed(words, step)]
 
     def placed(self, words, step: int) -> list[Any]:
-        """Returns the four registers' pairs, times 2 ** -`EXPONENTS` [dtype]."""
+        """Returns the pairs of numbers for the four registers, times 2 ** -`EXPONENTS` [dtype]."""
         first, found = step * self.words_per_step, []
         for word in words[first : first + self.words_per_step]:
             found += [self._placed(word << 8), self._placed(word)]
@@ -200,7 +200,7 @@ class ScaledFp8Decoder(Fp8Decoder):
         self.unit = 2.0 ** UNIT_EXPONENTS[dtype]
 
     def row_numbers(self, scales, points) -> Any:
-        """Returns the factors of the results of `placed` for each row. scales: fp32."""
+        """Returns, for each row, the factor by which `fragment` multiplies the results of `placed`. scales: fp32."""
         exponent = EXPONENTS[self.dtype] - UNIT_EXPONENTS[self.dtype]
         return [self.math.scaled(scale, 2.0**exponent) for scale in cast(Any, scales)]
 

@@ -135,8 +135,8 @@ def packed_power(exponent: int) -> int:
 
 
 class SubnormalDecoder(CodeDecoder):
-    """Decodes codes to scaled bf16 weights. One instruction subtracts half the range of codes and scales; zero points
-    take one more.
+    """Decodes codes to scaled bf16 weights. One fused multiply-add scales a code and subtracts half the range of codes.
+    Zero points take one more instruction.
 
     A code alone in the low bits of a 16-bit half is the bf16 number code * 2**-133. That holds for all eight bits,
     since the smallest normal numbers have the same unit as subnormal ones. So conversion is a mask. One fused
@@ -177,8 +177,8 @@ class SubnormalDecoder(CodeDecoder):
         return [tuple(ptx.mul_bf16x2(scales[i], number) for number in row) for i, row in enumerate(rows)]
 
     def _offset(self, points, row: int):
-        """Returns the number that is added to a row's codes before they are scaled, or in the multiply-add that scales
-        them."""
+        """Returns the number that is added to a row's codes. With zero points it is added before the codes are scaled,
+        else in the multiply-add that scales them."""
         if not self.zero_point:
             return Uint32(self.half_range)
         return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)

@@ -46,7 +46,7 @@ class UnsignedCodes:
 
 @dataclass(frozen=True, eq=False)
 class IntegerFormat(UnsignedCodes, WeightFormat):
-    """Unsigned codes, of which half the range, or the group's zero point, stands for 0. `integers` returns these
+    """Unsigned integer codes. The code for 0 is half their range, or the group's zero point. `integers` returns these
     formats."""
 
     has_zeros: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,7 +78,7 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
         """Returns (the format without zero points, None) if all zero points are `symmetric_zero`; else (the format with
-        zero points, these)."""
+        zero points, ``zeros``)."""
         if zeros is None or bool((zeros == self.symmetric_zero).all()):
             return self.with_zero_points(False), None
         return self.with_zero_points(True), zeros

@@ -1,13 +1,13 @@
 """The arguments that kernels of experts are launched with. `cute_kernels.gemm.operands.fp8_config.ROWS` has those of
 the kernel that makes limbs or codes of rows before them.
 
-Arguments that :mod:`cute_kernels.gemm.arguments` lists, too, have the meaning that they have there; weights, scales and
-biases are those of all experts, one after the other. x is [.., k].
+Arguments that :mod:`cute_kernels.gemm.arguments` lists have the same meaning here. Weights, scales and biases are those
+of all experts, one after the other. x is [.., k].
 
     offsets, rows      int32 [num_experts + 1], the first place of each expert, and [places], the row of x at each place
     waits              1 if the previous kernel may write offsets and rows, or ids; 0 if it has waited for them itself
                        before it let this one begin
-    of `RANGES`        k_blocks: a multiple of a chunk's k blocks; there is room for the limbs of x_slots times as many;
+    of `RANGES`        k_blocks: a multiple of a chunk's k blocks; x_slots: entries for whose limbs there is room;
                        places: rows of the result, at least 1
     of `ASSIGNED`      ids: address of ``count`` experts' ids, each ``id_words`` words of 32 bits; ids outside 0 to
                        num_experts - 1 go nowhere; out [count, ..], a row for each assignment; row_factor: as in

@@ -118,8 +118,8 @@ def _router_refusal(router: nn.Module) -> str | None:
 
 
 def _home(module: nn.Module) -> str:
-    """Returns a class of transformers as "file.Class". Empty for any other class, and for one whose code is not from
-    that file."""
+    """Returns the name "file.Class" of a module's class in transformers. Returns "" for any other class, and for a
+    class whose code is not from that file."""
     kind, home = type(module), type(module).__module__
     file = home.rpartition("modeling_")[2]
     methods = [getattr(kind, name) for name in ("forward", "_apply_gate") if hasattr(kind, name)]
@@ -128,6 +128,7 @@ def _home(module: nn.Module) -> str:
 
 
 def _is_declared(kind: type) -> bool:
-    """Returns whether transformers declares experts of a class to be gated products, by the gate that it gives them."""
+    """Returns whether transformers declares a class of experts as gated products. The class then has a gate of
+    transformers.integrations.moe."""
     gate, forward = getattr(kind, "_apply_gate", None), getattr(kind, "forward", None)
     return hasattr(forward, "__wrapped__") and getattr(gate, "__module__", "") == "transformers.integrations.moe"

@@ -196,7 +196,8 @@ def check_experts(name: str, weight: object) -> None:
 
 
 def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_rows: int) -> None:
-    """Raises ValueError unless the values are places and rows that exist; waits for a GPU."""
+    """Raises ValueError unless ``expert_offsets`` are existing places and ``rows`` existing rows of x. Waits for a
+    GPU."""
     places = x_rows if rows is None else rows.shape[0]
     ends = expert_offsets.tolist()
     if ends[0] != 0 or ends[-1] > places or any(a > b for a, b in itertools.pairwise(ends)):

@@ -27,7 +27,7 @@ def chosen(problem: GroupedProblem) -> GroupedLayout:
 def assigned(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[GroupedLayout]
 ) -> list[RangeLayout] | None:
-    """Returns layouts of a layer's products over unsorted assignments. layouts: those of the same products over sorted
+    """Returns layouts of a layer's products over unsorted assignments. layouts: the products' layouts over sorted
     assignments.
 
     Returns None if there are too many assignments, or if one of the products needs them sorted.
@@ -43,10 +43,11 @@ def assigned(
 
 
 def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> RangeLayout | None:
-    """Returns work ranges that may replace a layout of a layer's product, which saves a launch; None if there are none.
-    last: whether the product is the layer's last one.
+    """Returns the layout by work ranges of a layer's product whose layout over sorted assignments is ``layout``; None
+    if there is none.
 
-    The last product may cut K into parts if there is no room for all of it, since its results are added up anyway.
+    The layer's last product may cut K into parts if there is no room for all of it, since its results are added up
+    anyway. last: whether the product is the last one.
     """
     if isinstance(layout, RangeLayout):
         return layout

@@ -2,8 +2,8 @@
 assignments.
 
 Results lie in the order of places, so those of one token lie apart. Adding them here, in a fixed order, costs one write
-and one read of them in L2. Adding with atomics in the GEMM's epilogue would save that, but make results depend on the
-order of CTAs.
+and one read of them in L2. Atomics in the GEMM's epilogue would save that, but results would depend on the order of
+CTAs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from cute_kernels.gemm.experts.config import COMBINE_BATCH, COMBINE_THREADS, COM
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a token's sum: the results of its assignments one after the other, and for each of them all parts of
-    K."""
+    """The terms of a token's sum: for each of its assignments in turn, the results of all parts of K."""
 
     count: Int32
     part_bits: Int32
@@ -110,7 +109,8 @@ class CombineKernel:
         return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
-        """Returns (a token's assignment, first row of the results of its part of K) of the ``number``-th term."""
+        """Returns, for a token's ``number``-th term, (its assignment, the first row of the results of its part of
+        K)."""
         if not self.config.id_bits:
             return number, Int32(0)
         assignment = number >> terms.part_bits

@@ -1,4 +1,4 @@
-"""The kernels of experts that ship, and those of their layers."""
+"""The kernels that ship for products of experts, and all kernels of a given layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every compile-time choice of the kernel after the products, as data. There are no GPU types here."""
+"""The compile-time choices of the kernel that adds up experts' results, as data. There are no GPU types here."""
 
 from __future__ import annotations
 

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 
 class QuantizedExperts(OfWeight):
-    """The tensors of `PackedExperts` as buffers; the state dict is that of `PackedExperts`.
+    """A module that holds the tensors of `PackedExperts`, and biases, as buffers.
 
-    Loading takes the number of bits, the group size and zero points of the loaded weights; the number of experts, N and
-    K must be the layer's. Tensors are copied into existing ones where they fit, so that captured graphs see them.
+    Its state dict is that of `PackedExperts`, and "bias". Loaded weights may have other bits, group size and zero
+    points; the number of experts, N and K must be the layer's. Tensors are copied into existing ones where they fit, so
+    that captured graphs see them.
 
     Args:
         weight: [E, N, K].
@@ -59,8 +60,8 @@ class QuantizedExperts(OfWeight):
     def weight(self) -> PackedExperts:
         """The weights, as an object that shares the layer's tensors.
 
-        Each access makes a new object, which costs a compiled call nothing. torch.compile would guard a kept object and
-        its sizes in every call.
+        The object is kept between calls. While torch.compile traces, each access makes a new one: torch.compile would
+        guard a kept object and its sizes in every call.
         """
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"] or weight.format is not self.weight_format:
@@ -125,7 +126,7 @@ class OfExperts(nn.Module):
         self.gate_up, self.down = QuantizedExperts(gate_up, first), QuantizedExperts(down, second)
 
     def _routed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Returns the experts' results [tokens, hidden]; weights, ids: [tokens, topk]."""
+        """Computes the experts' results [tokens, hidden]. weights, ids: [tokens, topk]."""
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return differentiable(lambda x, weights: self._routed(x, ids, weights), _refuse_gradients, x, weights)
         modules: Any = self._modules  # nn.Module takes a detour to them as attributes
@@ -152,7 +153,7 @@ class OfExperts(nn.Module):
 
 
 class OfBlock(OfExperts):
-    """A layer of experts with their router and shared expert, which stands for a whole block."""
+    """A layer that replaces a whole block: experts with their router and shared expert."""
 
     router_name: ClassVar[str] = "gate"
 
@@ -265,7 +266,7 @@ class QuantizedInputScaledMoE(OfBlock):
 
 
 class QuantizedRoutedExperts(OfExperts):
-    """The experts of a block that keeps its own forward: its router, its scaling, its shared experts.
+    """Quantised experts in a block that keeps its own forward, with its own router, scaling and shared experts.
 
     It is for experts in blocks that `QuantizedMoE.from_block` does not support, such as MiniMax-M2's and Nemotron-H's,
     and for experts with biases, as gpt-oss has.

@@ -1,9 +1,9 @@
-"""The plans of calls of experts: what is decided once for calls of a kind, and the launches of each call.
+"""The plans of calls of experts. A plan holds the decisions for calls of one kind, and launches each call.
 
 A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, another
 launch puts rows in the order of their places. The launches exchange data in one allocation (`Scratch`). It begins with
 the hidden activations, which kernels get as a tensor and not as an address. The compiled functions check only the
-number of its columns, so all other data may lie after its last row. Nothing here waits for the device.
+tensor's number of columns, so all other data may lie after its last row. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class LayerForm(NamedTuple):
 
     @property
     def kinds(self) -> tuple[tuple[Any, ...], ...]:
-        """Arguments of `problem_of` for both products, after the number of places."""
+        """For both products, the arguments of `problem_of` that follow the number of places."""
         return (self.gate_up, self.batch_invariant, self.activation), (self.down, self.batch_invariant)
 
 
@@ -252,11 +252,11 @@ def gathering(places: int, form: ExpertsForm) -> InputRows:
 
 
 def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, scratch: Scratch) -> Callable[..., Any]:
-    """Returns the function that sorts assignments by expert. It also puts rows of x in that order if it
-    ``lays_out_rows``, for a product that does not gather them.
+    """Returns the function that sorts assignments by expert. With ``lays_out_rows`` it also puts rows of x in that
+    order, for a product that does not gather them.
 
-    It takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of each
-    product, the address of the indices by which results are added up).
+    The function takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of
+    each product, the address of the indices by which results are added up).
     """
     num_experts, sort = form.num_experts, routing_function(id_bits, form.device_index)
     gather = gathering(count, form) if lays_out_rows else None

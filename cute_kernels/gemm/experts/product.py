@@ -51,9 +51,8 @@ class GroupedProduct(Product):
     Attributes:
         gathers: whether it takes rows of x by index.
         stores_fp32: whether results that a layer adds up are best stored in fp32, as there are few of them.
-        waits: whether the previous launch may write offsets and rows, or ids. If not, the previous launch has waited
-            for them before it lets this one begin, and this one loads weights while the previous one ends. None for
-            kernels without this choice.
+        waits: whether the product has to wait for the previous launch before it reads offsets and rows, or ids. If not,
+            it loads weights while the previous launch ends. None for kernels without this choice.
         finds_ids: whether it takes unsorted assignments, by ids of experts.
     """
 
@@ -109,7 +108,7 @@ def product_of(
 
 
 def make_product(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> GroupedProduct:
-    """Returns the product of a given layout, for few rows an expert or for many."""
+    """Makes the product of a layout: work ranges for few rows an expert, or tiles."""
     arch, sizes = arch_of(device_index), {**layout.sizes, "num_experts": num_experts}
 
     def one(function: Callable[..., Any], declared: LaunchArguments, **more: int) -> Bind:
@@ -167,8 +166,8 @@ class AssignedIds(NamedTuple):
 def assigned_product(
     layout: RangeLayout | GroupedTiles, ids: AssignedIds, num_experts: int, device_index: int
 ) -> GroupedProduct:
-    """Returns the product over assignments that no launch sorts. Its layout comes from `among_assignments`, or has
-    batch-invariant tiles of entries; these store results as other tiles do."""
+    """Returns the product over assignments that no launch sorts. layout: the result of `among_assignments`, or
+    batch-invariant tiles of entries."""
     sizes, arch = {**layout.sizes, **ids.sizes, "num_experts": num_experts}, arch_of(device_index)
     if isinstance(layout, GroupedTiles):
         bind = of_kernel(load(ExpertSpec(layout.config), arch), ENTRIES, sizes, TENSORS, device_index)

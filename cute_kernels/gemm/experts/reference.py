@@ -1,4 +1,4 @@
-"""The reference of layers of experts, in fp32 PyTorch; it also computes CPU tensors."""
+"""The reference of layers of experts, in fp32 PyTorch. Calls with CPU tensors are computed by it."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from cute_kernels.runtime.spec import KernelSpec
 class ExpertSpec(KernelSpec):
     """One kernel of experts' products, or of the sum after them.
 
-    It takes the arguments of `kernel`, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration that names no kernel
-    of its own has a dense product's kernel, whose work tiles are then those of all experts.
+    It takes the arguments of `kernel`, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration whose kernel is that
+    of dense tiles is compiled as the kernel of grouped tiles.
     """
 
     config: StreamConfig | WgmmaConfig | CombineConfig

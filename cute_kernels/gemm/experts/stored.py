@@ -16,7 +16,7 @@ _LARGE = (30.0, 500.0, 1e4)  # numbers beyond published clamps, on which activat
 
 
 class ExpertWeights(NamedTuple):
-    """[E, N, K] of both products, which may be views, and the biases of both, [E, N], if there are any."""
+    """The weights [E, N, K] of both products, possibly views, and the biases [E, N] of both, if there are any."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -141,7 +141,7 @@ def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
 
 
 def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
-    """Returns the value of the first of these attributes that is a positive finite number; None if there is none."""
+    """Returns the first positive finite number among the attributes ``names``; None if there is none."""
     found = (getattr(experts, name, None) for name in names)
     return next((float(each) for each in found if isinstance(each, (int, float)) and 0 < each < math.inf), None)
 

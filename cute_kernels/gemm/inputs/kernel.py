@@ -1,8 +1,8 @@
 """Gathers, scales and permutes rows of x on the GPU.
 
 A CTA makes a part of a row. Where the order changes, it first loads all of the row into shared memory, which is fast at
-scattered inputs of two bytes. Order and factors belong to the weight, and no launch writes them. So a thread loads
-those of its first vector before it waits for the previous launch (programmatic dependent launch).
+scattered inputs of two bytes. Order and factors belong to the weight, and no launch writes them. So a thread loads the
+order and the factors of its first vector before it waits for the previous launch (programmatic dependent launch).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LayerProductsConfig:
     """One compiled variant of `LayerProductsKernel`, for one row of x.
 
     Attributes:
-        groups: how many groups of 128 inputs there is room for, as limbs.
+        groups: number of groups of 128 inputs for whose limbs there is room.
         num_stages: stages of the pipeline of weights; each consumer warp has equally many of them.
         activation: the gated activation of gate and up; None: SwiGLU.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.

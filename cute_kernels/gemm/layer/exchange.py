@@ -4,8 +4,8 @@ A counter of stored work tiles would need a fence before each increment. The fen
 weights that are in flight: 4 us. Words that announce themselves need no fence; a word is a pair of bf16 results.
 
 There are two sets of words, used by launches in turn. A launch resets the words of the other set to EMPTY: the launch
-before it used them, and has ended by then. Before the sets lie the numbers of work tiles drawn and of CTAs that have
-left. Then come the set that the launch before used, and how many of its words.
+before it used them, and has ended by then. In front of the sets lie two counters: of work tiles drawn, and of CTAs that
+have left. Then come the number of the set that the launch before used, and how many of its words it used.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def leave(sizes: Sizes, exchange: Exchange):
 
 @cute.jit
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
-    """Loads a lane's vectors of four words into ``words``, once those of all lanes of the warp are published.
+    """Waits until the results that a warp needs are published, and loads a lane's vectors of four words into ``words``.
 
-    A vector lies at each of ``places``, in bytes, after each address. there: which addresses the lane needs. All loads
-    are issued at once.
+    For each address, the lane loads a vector at each of the byte offsets ``places``. there: whether the lane needs an
+    address. All loads are issued at once.
     """
     sources = [
         Published(address, offset=place, wanted=wanted)

@@ -72,7 +72,7 @@ class Sizes:
     exchange: Int64
 
     def product_of(self, tile):
-        """Returns which product a work tile is of."""
+        """Returns the number of the product to which a work tile belongs."""
         ends = (self.first_end, self.second_end, self.third_end)
         return sum((cutlass.select_(tile >= end, Int32(1), Int32(0)) for end in ends), Int32(0))
 
@@ -165,8 +165,8 @@ def tiles_of(n):
 
 
 def turn(warp, base, warps: int):
-    """Returns the number, within a work tile, of the first stage that is a warp's. base: the number of the tile's first
-    stage among all stages. Of all stages, warp w has those whose number modulo ``warps`` is w."""
+    """Returns the first stage of a work tile that belongs to a warp, counted within the tile. Of all stages, stage s
+    belongs to warp s % ``warps``. base: the number of the tile's first stage among all stages."""
     return (warp + warps - base % warps) % warps
 
 

@@ -127,8 +127,8 @@ class Multiplier:
 
     @cute.jit
     def publish(self, acc, memory: LayerMemory, buffer, rank, lane):
-        """Publishes a rank's accumulators to the store warp. The lanes with columns 0 and 1, those of both limbs, do
-        so."""
+        """Publishes a rank's accumulators to the store warp. Only lanes that hold columns 0 and 1, the products of both
+        limbs, store."""
         start = memory.parts + (buffer * self.config.consumer_warps + rank) * PART_BYTES + lane // 4 * 4
         if lane % 4 == 0:
             for fragment in cutlass.range_constexpr(FRAGMENTS):

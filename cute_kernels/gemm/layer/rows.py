@@ -41,8 +41,8 @@ class Row:
 
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
-        """Makes limbs of a product's row as its words arrive. All consumer warps wait for each other before, as none
-        may still read the previous product's limbs, and after."""
+        """Makes limbs of a product's row as its words arrive. The consumer warps wait for each other before, since none
+        may still read the previous product's limbs, and when all limbs are made."""
         self.meet()
         total = product.k // GROUP
         for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
@@ -56,7 +56,8 @@ class Row:
 
     @cute.jit
     def make_groups(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, first, lane):
-        """Makes limbs of a warp's groups in `PASSES` passes, from group ``first`` on; all are loaded at once.
+        """Makes limbs of a warp's groups in `PASSES` passes, from group ``first`` on. The inputs of all passes are
+        loaded at once.
 
         Lanes whose group would lie after the row's last group make the limbs of the last group again.
         """
@@ -110,8 +111,8 @@ class Row:
         return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
 
     def split(self, words) -> tuple[Any, list[Any]]:
-        """Returns (bits of the fp32 scale of products of codes' bytes and limbs, words of the lane's high limbs, then
-        of its low ones)."""
+        """Returns (scale, limbs) of a lane's inputs. scale: bits of the fp32 factor of products of limbs and codes'
+        bytes. limbs: words of the high limbs, then of the low ones."""
         rows, limbs = self.limbs, self.limbs.limb_rows
         packed = lanes.over_lanes(rows.greater, lanes.in_pairs(rows.greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in limbs.to_floats(packed & Uint32(MAGNITUDES))]

@@ -115,8 +115,7 @@ _operator = Operator(
 
 
 def dequantize_activations(codes: torch.Tensor, scales: torch.Tensor, group_size: int = 0) -> torch.Tensor:
-    """Returns fp32 [..., K], the numbers that codes and scales of `quantize_activations` with this group_size stand
-    for."""
+    """Returns the numbers fp32 [..., K] that codes and scales stand for. group_size: as for `quantize_activations`."""
     size = group_size if group_size and scales.shape[-1] > 1 else codes.shape[-1]
     return codes.float() * scales.repeat_interleave(size, dim=-1)[..., : codes.shape[-1]]
 

@@ -67,7 +67,8 @@ def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
 
 
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Returns the clocks of a k block of a CTA's tile: the longest of instructions, memory and loads from L2."""
+    """Returns the clocks of a k block of a CTA's tile: the longest of the times of its instructions, of memory and of
+    loads from L2."""
     config = schedule.config
     tensor, slots = config.block_tiles * 2 * config.tile_m, issue_slots(config, config.tile_m)
     side_by_side = min(schedule.m_tiles, M_TILE_BAND)

@@ -52,8 +52,8 @@ class RowCodes:
         self.config, self.inputs = config, RowLimbs(config.dtype)
 
     def target(self, piece, lane) -> Any:
-        """Returns the index, in a row of out, of the piece that a lane stores. piece: the index of the inputs that it
-        read."""
+        """Returns the index, in a row of out, of the piece that a lane stores. piece: the index, in x's row, of the
+        piece that the lane has read."""
         return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ class RowCodes:
 
 
 class RowValues(RowCodes):
-    """The device code that makes the bf16 numbers that codes and scales stand for."""
+    """The device code that makes bf16 numbers: codes times their scale."""
 
     piece_bytes = 16
 

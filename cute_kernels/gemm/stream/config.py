@@ -41,7 +41,7 @@ class Activations(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The activations' part of a kernel's name; only that of the results' activation follows."""
+        """The policy's part of a kernel's name. Only the name of the results' activation follows."""
 
     @abstractmethod
     def kernel(self) -> CompiledAs:
@@ -215,12 +215,12 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def staging_pitch(self) -> int:
-        """Bytes from a token to the next of a staging buffer."""
+        """Bytes from a token to the next in a staging buffer."""
         return (self.block_rows + STAGING_PAD) * 4
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of the staged results of the warps that take the same k blocks."""
+        """Bytes that the results of the warps with the same k blocks take in a staging buffer."""
         return self.tile_m * self.staging_pitch
 
     @property
@@ -230,7 +230,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def num_barriers(self) -> int:
-        """The number of mbarriers, of full and empty stages and of staging buffers."""
+        """The number of mbarriers: two for each stage, and two for each staging buffer."""
         return 2 * self.num_stages + 2 * NUM_BUFFERS
 
     @property

@@ -72,8 +72,8 @@ class StreamEpilogue:
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA reads its own partial result of its share from the staging buffer. If not, this partial result
-        goes through the workspace like the others."""
+        """Whether a CTA reads its own part of its share from the staging buffer. If not, its part goes through the
+        workspace like the other CTAs' parts."""
         return (lag == 0) | (index == work.num_segments - 1)
 
     def share(self, work, segment):

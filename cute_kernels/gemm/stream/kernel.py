@@ -269,8 +269,8 @@ class StreamRoles:
         return scale_number(self.config, self.decoder, word)
 
     def load_channel(self, operands, work, segment, place: StreamLane):
-        """Loads, for each tile, the pair (scales, offsets) that holds for all of K of the thread's two rows. Returns an
-        empty list if the format has no such scales."""
+        """Loads the scales and offsets of the thread's two rows that hold for all of K. Returns a pair (scales,
+        offsets) for each tile; an empty list if the format has no such scales."""
         config, row = self.config, place.scale_offset
         tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
         tiles = [work.tile(segment, i, config.n_tiles) for i in range(config.n_tiles)]

@@ -66,7 +66,8 @@ class StreamSchedule:
 
     @property
     def total(self) -> int:
-        """K blocks of a slice over all blocks, which the groups divide among them."""
+        """The number of k blocks of one slice of K, over all blocks of output features. The groups divide these k
+        blocks."""
         return self.num_blocks * self.slice_k_blocks
 
     @property
@@ -173,8 +174,8 @@ def in_flight(config: StreamConfig) -> int:
 
 
 def base_config(problem: LinearProblem) -> StreamConfig:
-    """Returns a configuration with the fields that follow from the problem. With two tiles a warp uses twice what
-    ldmatrix reads, and has twice as much work between two waits."""
+    """Returns a configuration with the fields that follow from the problem. With two tiles a warp uses each result of
+    ldmatrix twice, and has twice as much work between two waits."""
     block_k = 256 if problem.format.group_size == 256 else 128
     return StreamConfig(
         problem.format,

@@ -56,8 +56,8 @@ class Segment:
 class Work:
     """A CTA's part: the ``slice_index``-th slice of k blocks [first, first + count) of all blocks; run-time integers.
 
-    Its blocks are taken from the last to the first. So the part that it shares with the next group is ready long before
-    that group, which takes it last, adds it up.
+    A CTA takes its blocks from the last to the first. The last block may be shared with the next group, which takes it
+    at the end. So this CTA's part of the block is ready long before the next group adds it up.
     """
 
     shape: StreamSizes

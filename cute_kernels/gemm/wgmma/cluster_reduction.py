@@ -6,7 +6,7 @@ there counts their bytes. So a partial travels once; through the workspace it wo
 barrier is used once, since a CTA of a cluster has one work tile.
 
 If warpgroups interleave k blocks, their accumulators are first added up through their CTA's own memory. Then the CTA
-sends a single partial: sending 16 bytes a thread takes some hundred clocks for each 4 KB.
+sends a single partial, since sending takes some hundred clocks for each 4 KB.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its
 
 
 class Partials:
-    """Partial sums of tiles of 64 features in the shared memory of the CTA of a cluster that stores them."""
+    """Partial sums of tiles of 64 features. They lie in the shared memory of the CTA that stores the tile."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
 
     def exists(self, tile, i: int) -> Any:
-        """Returns whether the ``i``-th tile of its warpgroup exists in the block; the last block may have fewer
-        tiles."""
+        """Returns whether a tile, the ``i``-th of its warpgroup, exists. The last warpgroup may have fewer tiles than
+        the others."""
         return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:
@@ -50,12 +50,12 @@ class Partials:
         return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
 
     def vectors(self, acc, i: int) -> list[list[Any]]:
-        """Returns a thread's accumulators of the ``i``-th tile of its warpgroup, in vectors of four."""
+        """Returns a thread's accumulators of its warpgroup's ``i``-th tile, in vectors of four."""
         count = self.config.tile_m // 2
         return [[acc[i * count + j + k] for k in range(VECTOR_WORDS)] for j in range(0, count, VECTOR_WORDS)]
 
     def add(self, acc, i: int, address) -> None:
-        """Adds the part at an address to a thread's accumulators of the ``i``-th tile of its warpgroup."""
+        """Adds the part at an address to a thread's accumulators of its warpgroup's ``i``-th tile."""
         first = i * (self.config.tile_m // 2)
         for number, vector in enumerate(self.vectors(acc, i)):
             words = ptx.load_shared_vector(address, number * VECTOR_STRIDE, VECTOR_WORDS)
@@ -89,7 +89,7 @@ class Partials:
 
 
 class InterleavedReduction:
-    """Partial sums of warpgroups that interleave the k blocks of a tile, through their CTA's own shared memory."""
+    """The reduction of warpgroups that interleave the k blocks of a tile, through their CTA's own shared memory."""
 
     def __init__(self, config: WgmmaConfig, partials: Partials):
         self.config, self.partials = config, partials

@@ -93,7 +93,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def cluster(self) -> int:
-        """Number of CTAs of a cluster that compute parts of K of one tile."""
+        """Number of CTAs that compute parts of K of one tile, as a cluster."""
         return self.reduction.cluster
 
     @property
@@ -133,7 +133,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def prefetched_k_blocks(self) -> int:
-        """How many k blocks of each tile of a block have their codes prefetched into L2, before the CTA initialises its
+        """The number of k blocks of each tile whose codes are prefetched into L2 before the CTA initialises its
         barriers."""
         return self.mainloop.prefetched_k_blocks(self)
 
@@ -218,12 +218,12 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def x_stage_bytes(self) -> int:
-        """Bytes of a stage for activations."""
+        """Bytes that activations take in a stage."""
         return self.mainloop.x_stage_bytes(self)
 
     @property
     def x_scale_stage_bytes(self) -> int:
-        """Bytes of a stage for the scales of a tile's rows of x."""
+        """Bytes that the scales of a tile's rows of x take in a stage."""
         return self.mainloop.x_scale_stage_bytes(self)
 
     @property
@@ -240,7 +240,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def weight_stage_bytes(self) -> int:
-        """Bytes of a stage for codes, scales and zero points."""
+        """Bytes that codes, scales and zero points take in a stage."""
         return self.code_stage_bytes + self.scale_stage_bytes + self.zero_stage_bytes
 
     @property

@@ -5,7 +5,7 @@
 A k block takes as long as the slowest of four: the tensor cores, decoding, loading weights at the memory's rate, and
 TMA filling in rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
 docs/design/weight_only_linear.md). The models lie apart from `.mainloops` and `.results`, since they change when a GPU
-is measured and compiled kernels do not. Plain Python, no GPU.
+is measured, while compiled kernels do not. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class DecodedCost(MainloopCost):
         return k_block + max(filling - k_block, 0) / together
 
     def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the factor of a k block's time for the overlap of MMAs and decoding. It is above 1 for one warpgroup,
-        and may be below 1 if several groups of MMAs are in flight."""
+        """Returns the factor by which the overlap of MMAs and decoding changes a k block's time. It is above 1 for one
+        warpgroup, and may be below 1 if several groups of MMAs are in flight."""
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1

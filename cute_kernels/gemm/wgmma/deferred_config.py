@@ -77,8 +77,8 @@ class DeferredNorm(StagedStore):
         return WARPGROUP_THREADS // self.row_lanes(config) if config.limbs else SUMMED_ROWS
 
     def most_inputs(self, config: WgmmaConfig[Any]) -> int | None:
-        """Returns the most inputs, K, that a product after the norm supports with limbs, since it loads all sums of a
-        row at once. None: without limbs, or before the norm, there is no such limit."""
+        """Returns the largest K of a product after the norm with limbs, which loads all sums of a row at once. None for
+        other products, which have no such limit."""
         return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
 
     def stored_tiles(self, config: WgmmaConfig[Any]) -> int:

@@ -81,7 +81,7 @@ class TakingOperands(Operands):
 
 
 class GivingStore:
-    """The store policy of a warpgroup whose results, after a residual is added, are normed next: see
+    """The store policy of a product before the norm. It adds the residual and stores the norm's parts: see
     `.epilogue.TileEpilogue`.
 
     Results are in bf16 with a residual, without an activation; addresses of residual and outputs are multiples of 16
@@ -95,7 +95,7 @@ class GivingStore:
         self.plain, self.residuals = TileEpilogue(config), ResidualChunks(config)
 
     def weights_of(self, store: Store, ordinal: int) -> Any:
-        """Returns the address in shared memory of the norm's weights of the ``ordinal``-th tile that the warpgroup
+        """Returns the shared memory address of the norm's weights for the ``ordinal``-th tile that the warpgroup
         stores."""
         return store.staging + (self.extra_offset + ordinal * ROW_BYTES)
 
@@ -174,7 +174,8 @@ class GivingStore:
 
 
 class TakingStore:
-    """The store policy of a warpgroup whose rows of x lack their norm's factor: see `.epilogue.TileEpilogue`.
+    """The store policy of a product after the norm. It multiplies accumulators by the factors of their rows: see
+    `.epilogue.TileEpilogue`.
 
     It does not stage results in fp32, as the factors use that memory. Results are in bf16, in whole pieces of 16 bytes,
     or in fp32 without a residual or a gate.
@@ -189,8 +190,8 @@ class TakingStore:
         self.row_lanes, self.rows_at_once = norm.row_lanes(config), norm.rows_at_once(config)
 
     def factors_of(self, store: Store) -> Any:
-        """Returns the address in shared memory of the factors of the rows that the CTA stores. With limbs each
-        warpgroup has factors of its own; otherwise all warpgroups share one set."""
+        """Returns the shared memory address of the factors of the CTA's rows. With limbs each warpgroup has factors of
+        its own; otherwise all warpgroups share one set."""
         first = 0 if self.tiles.limbs else store.warpgroup * self.tiles.staging_bytes
         return store.staging - first + self.extra_offset
 

@@ -74,7 +74,7 @@ class TileEpilogue:
     def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
         """Stores the tile whose accumulators of a thread are acc[first : first + tokens / 2].
 
-        ordinal: the tile's number among those that the warpgroup stores of its work tile, as in `prepare`.
+        ordinal: the tile's number among the work tile's tiles that the warpgroup stores, as in `prepare`.
         """
         if const_expr(self.dense):
             if self.adds_chunks(operands, shape):

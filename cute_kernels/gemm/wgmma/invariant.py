@@ -64,8 +64,8 @@ def parts_of_k(problem: LinearProblem) -> int:
     """Returns the number of parts that K is cut into, for any number of rows.
 
     For each number of parts, the model compares the expected time with that of the fastest schedule, at each number of
-    rows in `ROWS`. The number whose worst ratio is the least is returned. Of ``problem`` all but the number of rows
-    counts, the number of SMs as well.
+    rows in `ROWS`. The number whose worst ratio is the least is returned. All of ``problem`` counts, also the number of
+    SMs, but not the number of rows.
     """
     # Bits depend on the number of parts: what serves only other products, and what they take, is left out.
     problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
@@ -194,7 +194,7 @@ def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], 
 
 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations of tiles with two sets of accumulators."""
+    """Returns configurations whose CTAs compute all parts of K one after the other, with two sets of accumulators."""
     shapes = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if _is_sequential(*shape)]
     configs = (replace(config, reduction=SequentialSplitK()) for config in plain.tile_configs(problem, shapes))
     return [config for config in map(with_stages, configs) if config.can_implement() is None]

@@ -100,10 +100,10 @@ class SpareWarps(Protocol):
     registers: tuple[int, int]
 
     def init_barrier(self, memory: TileMemory) -> None:
-        """Initialises their barrier in one thread, before the fence of the other barriers."""
+        """Initialises the spare warps' barrier in one thread, before the fence of the other barriers."""
 
     def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
-        """Runs their work. warp: its number in the CTA."""
+        """Runs the spare warps' work. warp: the warp's number in the CTA."""
 
 
 class IdleWarps:

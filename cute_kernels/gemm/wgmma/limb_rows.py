@@ -2,8 +2,8 @@
 
 The MMAs of bytes in :mod:`.limbs` read them. The largest of a row's 128 inputs decides their common power of two. In 16
 bits of fixed point, an input is 256 times a high limb plus a low one, both from -128 to 127. Inputs of at least a 64th
-of the largest (an 8th with fp16) are exact; smaller ones are off by at most 2**-15 of the largest. A row with
-infinities or NaN among 128 inputs has NaN for their scale.
+of the largest (an 8th with fp16) are exact; smaller ones are off by at most 2**-15 of the largest. If 128 inputs
+contain an infinity or NaN, their scale is NaN.
 
 A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high limbs come first, then the low ones. The first and
 the second eight of 16 inputs alternate, so two lanes exchange limbs.
@@ -38,7 +38,8 @@ class RowLimbs:
     """Makes the limbs of a lane's 8 inputs of a row; its callers store them.
 
 
-    top_exponent: of a group's largest input in fixed point. unit_bits: log2 of a byte for the code 1.
+    top_exponent: the exponent of a group's largest input in fixed point. unit_bits: log2 of the byte's number for a
+    code of 1.
     """
 
     def __init__(self, dtype: str, top_exponent: int = TOP_EXPONENT, unit_bits: int = CODE_UNIT_BITS):

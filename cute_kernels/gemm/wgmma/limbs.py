@@ -277,7 +277,7 @@ class LimbReader:
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
         """Loads (codes [tile], scales [tile] of the thread's rows of W, scales of its rows of x) of a stage. With limbs
-        in E4M3 the first two are `Later`."""
+        in E4M3, codes and scales are `Later`."""
         tiles = range(self.config.n_tiles)
         if self.config.format.bytes_in_e4m3:
             words, scales = zip(*(self.load_later(memory, stage, place, i) for i in tiles), strict=True)
@@ -313,7 +313,7 @@ class LimbReader:
         return [self.load_scale_word(memory, stage, place, tile, i) for i in range(2 * self.config.k_block_groups)]
 
     def load_scale_word(self, memory, stage, place, tile: int, number: int) -> Any:
-        """Loads one of `load_scale_words`."""
+        """Loads word ``number`` of `load_scale_words`."""
         row = (place.row // TILE_N + tile) * (self.config.k_block_groups * TILE_N) + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size

@@ -20,8 +20,8 @@ ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 def product(a, b) -> Int64:
-    """Returns a * b in 64 bits for 32-bit numbers that are not negative: one instruction, where signed ones would take
-    six."""
+    """Returns a * b in 64 bits for 32-bit numbers that are not negative: one instruction, where signed numbers would
+    take six."""
     return Int64(Uint32(a)) * Int64(Uint32(b))
 
 
@@ -32,7 +32,7 @@ def tma_tiles_layout(config: WgmmaConfig, rows: int, count: int):
 
 
 class ActivationLoads(Protocol):
-    """The loads of the activations of every k block into their stages; one warp."""
+    """The loads of activations into pipeline stages, by one warp."""
 
     def copy(self, shape, memory, scheduler, copy_x, x_view) -> None: ...
 
@@ -64,8 +64,8 @@ class TmaLoads:
 
     @cute.jit
     def copy(self, shape, memory, scheduler, copy_x, x_view):
-        """Loads the activations of every k block, a TMA tile of 64 inputs of a part of a tile's rows at a time; one
-        warp.
+        """Loads the activations of every k block, in TMA tiles of 64 inputs by the rows of one row part. One warp runs
+        it.
 
         Parts without rows are left out: TMA would spend time on writing zeros for rows that x does not have, and on
         loading other experts' rows. CTAs that multicast activations load a slice of each TMA tile for all of them. A

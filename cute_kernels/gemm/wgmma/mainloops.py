@@ -114,11 +114,11 @@ class Mainloop(ABC):
         return config.block_k // TMA_TILE_K
 
     def x_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of a stage for activations."""
+        """Returns the bytes that activations take in a stage."""
         return self.x_tma_tiles(config) * config.tma_tile_bytes
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of a stage for the scales of a tile's rows of x."""
+        """Returns the bytes that the scales of a tile's rows of x take in a stage."""
         return 0
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
@@ -158,8 +158,8 @@ class Mainloop(ABC):
         return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
-        """Returns how many k blocks of each of a block's tiles have their codes prefetched into L2, before the CTA
-        initialises its barriers."""
+        """Returns the number of k blocks of each tile whose codes are prefetched into L2 before the CTA initialises its
+        barriers."""
         return 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -279,7 +279,7 @@ class ResidentLimbs(Mainloop):
     registers that they are launched with. A CTA of a cluster has one part of K of one tile.
 
     Attributes:
-        k_blocks: k blocks of x that there is room for; each is both limbs of 128 inputs of a tile's rows.
+        k_blocks: number of k blocks of x for whose limbs there is room. A k block is 128 inputs of all rows of a tile.
         loads: whether consumer warps load x, only the rows that exist. If not, TMA loads x, whose rows are whole TMA
             tiles; TMA takes long to fill in rows that x does not have.
         spare: as in `Mainloop`; it allows blocks of an odd number of tiles, so that there are as many blocks as SMs.

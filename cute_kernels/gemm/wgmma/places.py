@@ -31,7 +31,7 @@ class Places(Protocol):
         ...
 
     def weight_tile(self, shape, work_tile, index) -> Any:
-        """Returns the number, among the packed weight's tiles, of the ``index``-th tile of the work tile's block of
+        """Returns a tile's number among the packed weight's tiles. index: the tile's number in the work tile's block of
         output features."""
         ...
 
@@ -62,8 +62,8 @@ class DensePlaces:
 
 
 def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
-    """Returns the number, among the weight's tiles, of the ``index``-th tile of a work tile's block. Beyond the last
-    tile it is the last one's."""
+    """Returns a tile's number among the weight's tiles. index: the tile's number in the work tile's block; an index
+    beyond the last tile stands for the last tile."""
     # Of the last block, tiles after the last one are that one again.
     return cutlass.min(work_tile.block * config.block_tiles + index, shape.num_tiles - 1)
 
@@ -85,8 +85,8 @@ def parts_with(config: WgmmaConfig, rows) -> Any:
 
 
 def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:
-    """Returns where the results of the ``index``-th tile of a block begin in the output, for the work tile's rows of x
-    from the ``token``-th on."""
+    """Returns where a tile's results begin in the output. index: the tile's number in the work tile's block. token: the
+    first row of x to store, counted from the work tile's first row."""
     row = (work_tile.block * config.block_tiles + index) * TILE_N
     first, end = places.rows_of(shape, work_tile)
     return Corner(row, first + token, end, places.bias_place(shape, work_tile, row))

@@ -171,8 +171,8 @@ class Channel:
         self.config, self.stages, self.places = config, stages, places
 
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
-        """Loads, for each tile, the pair (scales, offsets) that holds for all of K of the thread's two rows. Returns an
-        empty list if the format has no such scales."""
+        """Loads the scales and offsets of the thread's two rows that hold for all of K. Returns a pair (scales,
+        offsets) for each tile; an empty list if the format has no such scales."""
         config, places = self.config, self.places
         tile_bytes = shape.scale_groups * config.format.group_scale_bytes
         tiles = [places.weight_tile(shape, work_tile, first_tile + i) for i in range(config.n_tiles)]

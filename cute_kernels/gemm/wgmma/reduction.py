@@ -90,7 +90,7 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Publishes a part of K, or adds the other parts to the last one and stores the warpgroup's tiles: see
+        """Publishes a part of K. For the last part, adds the other parts instead, and stores the warpgroup's tiles: see
         `TileReduction`."""
         if const_expr(self.config.reduction.splits_k):
             self.combine(operands, store, work_tile, acc)
@@ -99,7 +99,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def combine(self, operands, store: Store, work_tile, acc):
-        """Publishes the accumulators of a part of K, or adds the other parts to those of the last one.
+        """Publishes the accumulators of a part of K. For the last part, adds the other parts to its accumulators
+        instead.
 
         A thread loads only partials that the threads of the same number in other CTAs stored. So partials lie in the
         order of the registers.

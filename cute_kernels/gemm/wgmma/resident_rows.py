@@ -80,7 +80,7 @@ class RowsRoom:
     """The room for a CTA's limbs, and how they are made.
 
     Attributes:
-        k_blocks: k blocks of x that there is room for.
+        k_blocks: number of k blocks of x for whose limbs there is room.
         loads: whether consumer warps load x; if not, TMA loads it.
         sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
         e4m3: whether limbs are E4M3 numbers.
@@ -139,8 +139,8 @@ class ResidentRows:
 
     @cute.jit
     def bring(self, x: TmaSource, first_place, begin, end, warp):
-        """Starts loading k blocks [begin, end) of x into the room for limbs, which they fill from its
-        ``first_place``-th k block on.
+        """Starts loading k blocks [begin, end) of x into the room for limbs, from the room's ``first_place``-th k block
+        on.
 
         Each consumer warp loads some of the k blocks, and lets the barrier expect their bytes.
         """
@@ -242,8 +242,8 @@ class ResidentRows:
         return words
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
-        """Returns (bits of the fp32 scale of products of codes' bytes and limbs, a list of words for each block: its
-        high limbs, then its low limbs)."""
+        """Returns (scale, limbs) of a lane's inputs. scale: bits of the fp32 factor of products of limbs and codes'
+        bytes. limbs: for each block, words of its high limbs, then of its low ones."""
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
@@ -315,7 +315,7 @@ class E4m3Rows(ResidentRows):
 
 
 def rows_in(room: RowsRoom) -> ResidentRows:
-    """Returns how rows are made for a room's limbs."""
+    """Makes the `ResidentRows` for a room's limbs."""
     return E4m3Rows(room) if room.e4m3 else ResidentRows(room)
 
 
@@ -369,8 +369,8 @@ class ResidentLimbLoads:
         return fits
 
     def bring(self, place: Lane, first, begin, end):
-        """Starts loading k blocks [begin, end) of x by TMA into the room for limbs, which they fill from its
-        ``first``-th k block on. Does nothing if warps load x."""
+        """Starts loading k blocks [begin, end) of x by TMA into the room for limbs, from the room's ``first``-th k
+        block on. Does nothing if warps load x."""
         if const_expr(not self.config.mainloop.loads):
             self.rows.bring(self.source, first, begin, end, place.warp)
 

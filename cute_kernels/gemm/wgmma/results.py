@@ -83,8 +83,8 @@ class Reduction(ABC):
             its MMAs.
         splits_k: whether K may be cut into parts, by CTAs.
         cuts_rows: whether tiles of a last round are cut into the parts of their rows of x, not along K.
-        dsmem: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the others
-            publish their partials: `.cluster_reduction`.
+        dsmem: whether one CTA of the cluster stores each tile of 64 output features, and the others publish their
+            partials to it: `.cluster_reduction`.
         sequential: whether a CTA has all parts of K of a tile, one after the other.
         mainloops: types of mainloops that it can be combined with, in addition to those that name it.
         made_by: "module:name" of its device code, a `.reduction.TileReduction`, imported where a kernel is compiled.

@@ -209,8 +209,8 @@ def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
-    """Returns the configurations of some shapes, tuples as in `SHAPES`, that can be compiled. It leaves out tiles for
-    whose rows a tile half as large would do."""
+    """Returns the configurations of some shapes, tuples as in `SHAPES`, that can be compiled. Tiles are left out if
+    tiles of half as many rows would suffice."""
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
@@ -342,7 +342,7 @@ def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
 
 
 def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations for 33 to 64 rows whose CTAs have half of K of two tiles of 64 features, one tile a
+    """Returns configurations for 33 to 64 rows. A CTA computes half of K for two tiles of 64 features, one tile a
     warpgroup.
 
     The CTA that stores a tile adds its parts. This takes 0.2 to 0.6 us less than an exchange of rows, with zero points

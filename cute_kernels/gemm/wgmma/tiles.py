@@ -165,7 +165,7 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class SequentialScheduler(OneByOne):
-    """The work tiles of one CTA that has all parts of K of every ``num_ctas``-th tile; run-time integers.
+    """The work tiles of one CTA, which computes all parts of K of every ``num_ctas``-th tile; run-time integers.
 
     The CTA computes the last part of each tile first: see `.reduction.SequentialReduction`.
     """
@@ -230,8 +230,7 @@ def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[An
 
 
 def x_scales_of(given) -> dict[str, Any]:
-    """Returns the fields of `TileSizes` that say where a launch has scales of rows of x; None for fields that it
-    lacks."""
+    """Returns the fields of `TileSizes` for the scales of x's rows, by name; None for fields that the launch lacks."""
     return {name: getattr(given, name, None) for name in ("x_scales", "x_scale_pitch")}
 
 

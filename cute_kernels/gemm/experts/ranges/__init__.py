@@ -1,1 +1,2 @@
-"""Products of few rows an expert, by equal work ranges of whole blocks of features. CTAs make limbs of x themselves."""
+"""Products for few rows an expert. Each CTA has an equal work range of whole blocks of features, and makes limbs of x
+itself."""

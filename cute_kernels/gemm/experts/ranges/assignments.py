@@ -1,8 +1,11 @@
 """How each warp finds the expert of an entry among unsorted assignments, in layers of few assignments.
 
-Sorting assignments by expert is a launch of its own. For a decoding step's few assignments it takes longer than finding
-them in every warp: each lane has one or two, and those of the same expert find each other. Assignment 32 i + l is the
-``i``-th of lane l, and bit l of the ``i``-th word of a set of assignments. Places are the assignments' own numbers.
+Sorting assignments by expert would take a launch of its own. For the few assignments of a decoding step, that takes
+longer than the search in every warp. Each lane has one or two assignments, and lanes with the same expert find each
+other.
+
+Assignment 32 i + l is lane l's ``i``-th. A set of assignments is words of bits: bit l of the ``i``-th word stands for
+assignment 32 i + l. The place of an assignment is its number.
 """
 
 from __future__ import annotations
@@ -115,10 +118,10 @@ def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
 
 @cute.jit
 def peers_by_votes(first, second, num_experts):
-    """Returns the words of `peers_of` for two assignments a lane, from votes on each bit of a number up to num_experts.
+    """Returns the words of `peers_of` for two assignments a lane, by votes on each bit of the experts' numbers.
 
-    The instruction that matches lanes cannot do this: it compares only one number of each lane with the same number of
-    the others.
+    The instruction that matches lanes (match.sync) cannot do this: it compares one number of each lane, and here each
+    lane has two.
     """
     words = [Uint32(ALL_LANES) for _ in range(4)]
     low, high, low_of_second, high_of_second = words

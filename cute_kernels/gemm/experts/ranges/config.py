@@ -33,14 +33,14 @@ ROW_BITS = 16  # bits of the factor that replaces dividing an assignment's numbe
 
 @dataclass(frozen=True)
 class EntryLimbs(Activations):
-    """The policy of activations as int8 limbs of an expert's rows of x, which consumer warps make and keep in shared
-    memory. Products are MMAs of bytes.
+    """The policy of activations as 8-bit limbs. Consumer warps make limbs of an expert's rows of x and keep them in
+    shared memory. Products are MMAs of bytes.
 
-    The four warps with the same ``k_warps``-th share of k blocks are a warpgroup. Warpgroups take whole pipeline stages
-    in turn. One producer warp loads weights.
+    Four warps that multiply the same k blocks are a warpgroup. The ``k_warps`` warpgroups take whole pipeline stages in
+    turn. One producer warp loads weights.
 
     Attributes:
-        expert_rounds: rounds of `ROUND_EXPERTS` experts, in each of which a warp counts their entries.
+        expert_rounds: number of rounds in which a warp counts entries, those of `ROUND_EXPERTS` experts in each round.
         lane_assignments: assignments of each lane if warps find entries among unsorted assignments; 0 if they are
             sorted.
         half_last: whether the last k block of the weights is half a block.

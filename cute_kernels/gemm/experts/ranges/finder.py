@@ -1,8 +1,8 @@
 """How each warp finds the expert of an entry, with all experts' offsets in its registers.
 
-A launch waits for its first weights. Until they are requested, each instruction runs for the first time, and is fetched
-from global memory. So no warp makes a table for other warps, and none waits for a table. Every warp reads the offsets,
-four experts a lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
+A launch waits for its first weights. The instructions before their request run for the first time, and are fetched from
+global memory. So no warp makes a table for other warps, and none waits for a table. Every warp reads the offsets, four
+experts a lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExpertFinder:
     Attributes:
         places: [round][expert + 1]: where the places of each of a lane's experts begin, and where those of the last one
             end.
-        before: [round][expert + 1]: how many entries come before each of these.
+        before: [round][expert + 1]: how many entries come before each of ``places``.
         total: number of all entries.
         entry_rows: the most rows of an entry, a power of two.
     """

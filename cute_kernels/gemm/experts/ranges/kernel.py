@@ -1,13 +1,13 @@
 """Grouped weight-only GEMM of few rows an expert by MMAs of bytes: limbs of an entry's rows, made by its CTAs.
 
-One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. If codes are decoded to bf16, a
-k block takes as long as loading it. So the time before the first MMA is never made up for. Bytes of codes take a third
-of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). The consumer warps of each CTA that has a block of an expert
-turn its few rows into limbs: no launch makes limbs, and no warp loads activations.
+One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. Decoding codes to bf16 would
+take as long as loading them, so the time before the first MMA would never be made up for. Decoding to bytes takes a
+third of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). The consumer warps of each CTA that has a block of an
+expert turn its few rows into limbs: no launch makes limbs, and no warp loads activations.
 
-There are few instructions from the start to the first copy, as each of them is fetched from memory itself when other
-kernels ran before. Blocks of output features of all entries are distributed whole, in equal work ranges, so there are
-no partial results. Each warp finds its CTA's range by itself (:mod:`.finder`).
+There are few instructions from the start to the first copy, as each of them has to be fetched from global memory if
+other kernels ran before. Blocks of output features of all entries are distributed whole, in equal work ranges, so there
+are no partial results. Each warp finds its CTA's range by itself (:mod:`.finder`).
 
 The four warps that take the same pipeline stages are a warpgroup. Warpgroups take stages in turn, and their
 accumulators of a block are added up in the staging buffer.
@@ -54,7 +54,7 @@ def room_of(config: RangeConfig) -> RowsRoom:
 
 @dataclass(frozen=True)
 class EntrySource(Source):
-    """The source of limbs: x, and which of its rows belong to an entry."""
+    """The rows of x that belong to an entry, from which limbs are made."""
 
     index: Int32  # of the lane's row
 
@@ -180,7 +180,7 @@ class RangeRoles:
                 ptx.bulk_copy_to_shared(place + part * size, source + part * other, Int32(size), address)
 
     def x_start(self, shape, memory, slot) -> Any:
-        """Returns the offset of the limbs of a slot, in bytes from those of the first slot."""
+        """Returns the offset of the limbs of a slot, in bytes after the limbs of the first slot."""
         return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
 
     def limb_scales(self, shape, memory) -> Any:
@@ -189,8 +189,8 @@ class RangeRoles:
 
     @cute.jit
     def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
-        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes after the first limbs. known:
-        as `Routing.find` returns it.
+        """Makes the limbs of an entry's rows from k block ``begin`` on, and stores them ``start`` bytes after the first
+        slot's limbs. known: as `Routing.find` returns it.
 
         With two slots no warp still reads the limbs that are overwritten: all consumer warps have met since they were
         last read. With one slot, the warps meet before they overwrite.
@@ -255,10 +255,10 @@ class RangeRoles:
 
     @cute.jit
     def multiply_block(self, acc, shape, memory, place: LimbLane, start, state, lane):
-        """Adds a block's products to ``acc``; a warpgroup takes every ``k_warps``-th of its chunks.
+        """Adds a warp's products of a block to ``acc``. A warpgroup takes every ``k_warps``-th chunk of the block.
 
-        start: offset in bytes of its limbs. state and result: (the pipeline's state, number of chunks until this warp's
-        next one).
+        start: offset in bytes of the entry's limbs. state: (the pipeline's state, number of chunks before the warp's
+        first one). Returns the same for the next block.
         """
         config, pipeline = self.config, memory.pipeline
         here, turn = state

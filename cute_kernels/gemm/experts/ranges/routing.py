@@ -29,8 +29,8 @@ def range_sizes(config: RangeConfig, given, places) -> Any:
 
 
 class Routing(ABC):
-    """How warps find the rows of x that an expert multiplies. A ``number`` counts entries, or the parts of K of all
-    entries."""
+    """How warps find the rows of x that an expert multiplies. A ``number`` is the index of an entry. If K is cut into
+    parts, it is the index of an entry's part."""
 
     def __init__(self, config: RangeConfig):
         self.config = config
@@ -45,20 +45,20 @@ class Routing(ABC):
 
     @abstractmethod
     def load(self, operands, shape, lane) -> Any:
-        """Loads what a lane needs of the routing, for `find`."""
+        """Loads the part of the routing that a lane passes to `find` as ``known``."""
 
     @abstractmethod
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """Returns (the finder of entries, what a lane knows of the rows of x, for `entry_row`)."""
+        """Returns (the finder of entries, a value that the lane passes to `entry_row` as ``known``)."""
 
     @abstractmethod
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
-        """Returns the row of x of the lane's row of an entry; lanes beyond its last row get the last one's. known: as
-        `find` returns it."""
+        """Returns which row of x is an entry's ``lane``-th row. Lanes beyond the entry's last row get the last one.
+        known: as `find` returns it."""
 
     def part_bits(self, shape) -> Any:
-        """Returns log2 of the number of parts of K of an entry. A ``number`` counts all parts of one entry, then those
-        of the next."""
+        """Returns log2 of the number of parts into which K is cut. A ``number`` counts all parts of one entry, then
+        those of the next."""
         return 0
 
     def part(self, shape, number) -> Any:
@@ -67,7 +67,7 @@ class Routing(ABC):
         return number - ((number >> bits) << bits)
 
     def with_parts(self, shape, entries) -> Any:
-        """Returns the number of parts of K of ``entries`` entries."""
+        """Returns the total number of parts of ``entries`` entries."""
         return entries << self.part_bits(shape)
 
     def entry_of(self, shape, number) -> Any:
@@ -83,7 +83,7 @@ class Routing(ABC):
         return shape.k_blocks << self.part_bits(shape)
 
     def result_place(self, shape, number, place) -> Any:
-        """Returns the row in which results of a place are stored, for the entry's part with a ``number``."""
+        """Returns the row of the output for the results of a place, in the part of K with a ``number``."""
         return self.part(shape, number) * shape.places + place
 
 
@@ -97,22 +97,22 @@ class SortedRouting(Routing):
         return operands_of(RangeOperands, given, residual=Int64(0))
 
     def load(self, operands, shape, lane) -> Any:
-        """Loads what a lane needs of the routing, for `find`.
+        """Loads (the places of the lane's experts, the row of x at the lane's place).
 
-        If there are few places, it loads the row of x of each before the offsets say whether the row is needed.
+        With few places, the rows of x are loaded before the offsets say whether they are needed.
         """
         places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
         return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """Returns (the finder of entries, what a lane knows of the rows of x, for `entry_row`)."""
+        """Returns (the finder of entries, the row of x of the lane's place)."""
         places, row = known
         return ExpertFinder.of(places, lane, self.config.tile_m), row
 
     @cute.jit
     def entry_row(self, operands, shape, entry: Entry, known, lane):
-        """Returns the row of x of the lane's row of an entry; lanes beyond its last row get the last one's. known: the
-        row of x of the lane's place."""
+        """Returns which row of x is an entry's ``lane``-th row. Lanes beyond the entry's last row get the last one.
+        known: the row of x of the lane's place."""
         place = entry.place(cutlass.min(lane, entry.rows - 1))
         row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
         if shape.places > WARP_THREADS:
@@ -121,7 +121,7 @@ class SortedRouting(Routing):
 
     @cute.jit
     def row_at(self, operands, place):
-        """Loads the row of x that belongs at a place; without a list of rows, the place's own number."""
+        """Loads the number of the row of x at a place. Without a list of rows it is the place's own number."""
         row = place
         if operands.rows != 0:
             row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])

@@ -60,7 +60,7 @@ class RangeLayout:
         num_tiles: tiles of 64 output features of an expert.
         k_blocks: k blocks of the padded K, or of one part of it.
         num_ctas: as many as there are SMs; those without a block end at once.
-        x_slots: sets of limbs of an entry that a CTA has room for, 1 or 2.
+        x_slots: number of entries, 1 or 2, for whose limbs a CTA has room at a time.
         parts: how many parts K is cut into. Their results are stored apart and added up later. More than one part is
             only for unsorted assignments.
     """
@@ -89,7 +89,7 @@ class RangeLayout:
 
 
 def has_few_rows(problem: GroupedProblem) -> bool:
-    """Returns whether experts usually have at most one entry of rows, and a layout by work ranges exists for them."""
+    """Returns whether an expert's rows usually fit in one entry, and a layout by work ranges exists."""
     return usual_rows(problem) <= ROWS and any(layouts(problem))
 
 

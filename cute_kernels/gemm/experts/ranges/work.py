@@ -1,5 +1,5 @@
-"""The arguments of a launch of work ranges of whole blocks, and the blocks of a CTA. :mod:`.schedule` is the host's
-part."""
+"""A launch by work ranges as the device sees it: its sizes and addresses, and the blocks of a CTA. :mod:`.schedule` is
+the host's part."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class RangeOperands:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """A CTA's blocks of output features: ``count`` blocks from number ``first`` on, of the blocks of all entries."""
+    """A CTA's blocks of output features: ``count`` blocks from number ``first`` on. The blocks of all entries are
+    numbered one after the other."""
 
     shape: RangeSizes
     first: Int32

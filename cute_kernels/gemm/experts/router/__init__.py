@@ -42,8 +42,8 @@ def route(
         padding: bool [T], contiguous; ids of tokens for which it is True are -1, of no expert.
 
     Returns:
-        (ids int32 [T, top_k], weights fp32 [T, top_k]), the expert that ranks first first. Among equal ones the lower
-        index ranks first. NaN ranks above all numbers, as in `torch.topk`.
+        (ids int32 [T, top_k], weights fp32 [T, top_k]), each token's experts in order of rank. Among equal scores the
+        lower index ranks first. NaN ranks above all numbers, as in `torch.topk`.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.

@@ -22,8 +22,8 @@ LOGITS, IDS = "logits", "ids"
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """A kernel before the products: from hidden states to experts, for up to `MAX_TOKENS` tokens; from logits to
-    experts, for any number of tokens; or from ids to assignments sorted by expert.
+    """The configuration of a kernel before the products. It chooses experts from hidden states of up to `MAX_TOKENS`
+    tokens, chooses experts from logits of any number of tokens, or sorts assignments by expert from ids.
 
     Attributes:
         dtype: that of hidden states. For a kernel from logits: that of a bias or correction that is not fp32. For one

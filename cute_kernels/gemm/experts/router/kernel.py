@@ -191,8 +191,8 @@ class RouterKernel:
 
 
 class SelectKernel:
-    """The kernel that chooses experts of tokens whose logits an earlier product has stored; a warp for each token. A
-    :class:`RouterConfig` compiles it."""
+    """The kernel that chooses experts from logits that an earlier product has stored, as one :class:`RouterConfig`
+    compiles it. Each token has a warp."""
 
     def __init__(self, config: RouterConfig):
         self.config = config
@@ -220,7 +220,7 @@ class SelectKernel:
 
     @cute.jit
     def choose(self, first, choice, token, lane):
-        """Chooses a token's experts by the logits at an address."""
+        """Chooses a token's experts by the logits from address ``first`` on."""
         logits = cute.make_rmem_tensor(self.selection.count, Float32)
         for i in cutlass.range_constexpr(self.selection.count):
             expert = self.selection.expert(i, lane)

@@ -28,7 +28,7 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter's own tensor, which stands for the router's weight."""
+    """Returns the tensor that a parameter holds; other tensors as they are."""
     return tensor.data if type(tensor) is torch.nn.Parameter else tensor
 
 

@@ -1,4 +1,5 @@
-"""The reference of a router, in fp32 PyTorch; it also computes CPU tensors, and calls that no kernel supports."""
+"""The reference of a router, in fp32 PyTorch. It also computes calls with CPU tensors, and calls that no kernel
+supports."""
 
 from __future__ import annotations
 

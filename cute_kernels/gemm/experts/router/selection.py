@@ -1,8 +1,8 @@
 """How a warp chooses a token's experts: lane l has experts l, l + 32, l + 64 ... in its registers.
 
-Experts are ranked by keys: integers in the same order as the numbers, NaN above all of them. redux.sync finds the
-greatest key of a warp, since it does not take fp32; of equal keys the lowest index wins. One round of this finds one
-expert. Lane j keeps the j-th.
+Experts are ranked by keys: integers in the same order as the numbers, NaN above all of them. redux.sync, which does not
+take fp32, finds the greatest key of a warp. Of equal keys the lowest index wins. Each round finds one expert, and lane
+j keeps the j-th.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Choice:
 
     @staticmethod
     def of(given, experts) -> Choice:
-        """Takes the choice from a launch's arguments."""
+        """Makes the choice from a launch's arguments."""
         names = (name for name in Choice.__dataclass_fields__ if name not in ("experts", "group_reciprocal"))
         size = experts // given.groups
         reciprocal = ((Int32(1) << GROUP_SHIFT) + size - 1) // size
@@ -173,7 +173,7 @@ class Selection:
 
     @cute.jit
     def keep_groups(self, choice, keys, lane):
-        """Sets the keys of experts outside the kept groups to that of -inf. Lane g has the key of group g."""
+        """Sets the keys of experts outside the kept groups to the key of -inf. Lane g has the key of group g."""
         own = Int32(NONE)
         within = cute.make_rmem_tensor(self.count, Int32)
         for group in cutlass.range(choice.groups, unroll=1):

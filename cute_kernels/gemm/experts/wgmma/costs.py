@@ -37,7 +37,7 @@ class MainloopCost(ABC):
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Returns whether weights are of the format whose scaled decoding tests/facts/moe.json measures."""
+    """Returns whether tests/facts/moe.json has measured scaled decoding of the weights' format."""
     return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 

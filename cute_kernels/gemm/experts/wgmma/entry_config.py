@@ -1,4 +1,5 @@
-"""The configuration of tiles of few rows an expert with the same bits as all other tiles. Plain Python, no GPU.
+"""The configuration of tiles for few rows an expert, whose results have the same bits as those of other tiles. Plain
+Python, no GPU.
 
 A batch-invariant layer adds up each result in one chain of k16 steps, however many rows there are. With one token, the
 tiles that many rows need leave half of the SMs without work, and sorting and gathering are two more launches. So a work

@@ -1,4 +1,5 @@
-"""Grouped weight-only GEMM of few rows an expert, with the same bits as all tiles of decoded weights.
+"""Grouped weight-only GEMM for few rows an expert. Its results have the same bits as those of all tiles of decoded
+weights.
 
 The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. The
 distribution of the work differs. A work tile is 64 output features of one entry. Each of a CTA's two warpgroups has its
@@ -185,8 +186,8 @@ class EntryResults:
 
     @cute.jit
     def store_rows(self, operands, columns, store: Store, work_tile, features: int, pitch: int):
-        """Stores, from the staging buffer, the first column of each row of the entry: ``features`` results, 8
-        neighbouring ones a thread."""
+        """Stores the results of an entry's rows from the staging buffer: ``features`` of each row, 8 neighbouring ones
+        a thread. In the buffer a row's results are the first of its `ROW_COLUMNS` columns."""
         vectors = features // PACKED_VECTOR
         row, vector = store.tid // vectors, store.tid % vectors
         column = work_tile.block * features + vector * PACKED_VECTOR
@@ -221,7 +222,8 @@ class EntryKernel:
         self.layout = TmaLoads(config, places).layout
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `ENTRIES` of its `arguments`."""
+        """Launches ``num_ctas`` CTAs; ``given`` has the arguments `ENTRIES` of
+        `cute_kernels.gemm.experts.arguments`."""
         sizes = dense_sizes(self.ring, given, whole=Int32(0), splits=Int32(1))
         shape = EntryTileSizes(
             *sizes,

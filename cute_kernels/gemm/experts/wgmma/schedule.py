@@ -1,8 +1,8 @@
-"""The choice of the tile of a grouped product of many rows an expert. Plain Python, no GPU.
+"""Chooses the tile of a grouped product with many rows an expert. Plain Python, no GPU.
 
 Only the device knows how many rows each expert has. So the host compares tile sizes by how many tiles an expert takes
 on average, if rows are distributed at random. Small tiles waste the tensor cores; large ones waste the rows of each
-expert's last tile. The time of a tile is that of `.costs`.
+expert's last tile. `.costs` has the time of a tile.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
-    """Returns the numbers of an expert's tiles of ``tile_m`` rows: element i counts the tiles of which exactly i + 1 of
-    their ``parts`` parts have rows.
+    """Returns how many tiles of ``tile_m`` rows an expert has. Element i counts tiles in which exactly i + 1 of the
+    ``parts`` parts have rows.
 
     The numbers are means over experts with normally distributed numbers of rows, close to random routing.
     """
@@ -216,7 +216,8 @@ def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
 def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
     """Returns the layout of a batch-invariant product over the unsorted assignments of ``tokens`` tokens.
 
-    None if there are too many assignments, experts usually have more rows than an entry, or K or N are not whole.
+    None if there are too many assignments, experts usually have more rows than an entry, or K is not whole k blocks or
+    N not whole vectors.
     """
     usual = min(usual_rows(problem), tokens)  # a router gives no token an expert twice
     rows = next((count for count in ENTRY_ROWS if usual <= count), None)

@@ -121,8 +121,8 @@ class GroupedTileScheduler:
 
 
 def band_width(left) -> Divisor:
-    """Returns the width of a band, in token tiles, if ``left`` token tiles remain, as a divisor of numbers below 2**28.
-    The width is at least one."""
+    """Returns the width of the next band if ``left`` token tiles remain. The width is a number of token tiles, at least
+    one, as a divisor of numbers below 2**28."""
     multiplier = Uint32(-(-(2**31) // M_TILE_BAND))
     for width in range(M_TILE_BAND - 1, 0, -1):
         multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
@@ -140,8 +140,8 @@ def fill_table(table, offsets, shape, warp, lane, tile_m: int):
     """Writes the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place); `TABLE_WARPS` warps, two
     entries a lane.
 
-    offsets: address of int32 [experts + 1]. Experts that do not exist have no rows. A launch waits for the table until
-    its first weights are requested, so it is made in few steps. Each warp counts its own experts' work tiles. Then it
+    offsets: address of int32 [experts + 1]. Experts that do not exist have no rows. A launch requests its first weights
+    only when the table is complete, so few steps make the table. Each warp counts its own experts' work tiles. Then it
     adds what the preceding warps have counted, which they leave after the table.
     """
     expert = (warp * WARP_THREADS + lane) * 2
