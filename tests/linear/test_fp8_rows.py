@@ -35,7 +35,7 @@ from tests.each import each
 from tests.launchers import given_to, recording
 from tests.linear.limbs import limbs_of
 from tests.linear.test_fp8_mainloop import ORDER
-from tests.moe.machine import Machine, Word
+from tests.moe.machine import Machine, Word, e4m3_bits
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROUP = 128
@@ -236,6 +236,10 @@ def permuted(a: int, b: int, selector: int) -> Word:
     return Word(sum((both >> 8 * place & 255) << 8 * i for i, place in enumerate(places)))
 
 
+HALVES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half().numpy().view(np.uint16).tolist()
+"""FP16 of each byte of E4M3, as bits."""
+
+
 class RowsMachine(Machine):
     """With what the kernel computes with, of a thread's own numbers."""
 
@@ -248,20 +252,12 @@ class RowsMachine(Machine):
         return found
 
     def numbers(self) -> SimpleNamespace:
-        def pack(low: np.float32, high: np.float32) -> Word:
-            pair = torch.tensor([float(low), float(high)]).clamp(-448, 448).to(torch.float8_e4m3fn)
-            return Word(int(pair.view(torch.int16)) & 0xFFFF)
-
-        def unpacked(pair: Word) -> Word:
-            halves = torch.tensor([int(pair)], dtype=torch.uint16).view(torch.float8_e4m3fn).half()
-            return Word(int(halves.view(torch.int32)) % 2**32)
-
         found = super().numbers()
         found.multiply, found.bits = lambda a, b: np.float32(a) * np.float32(b), lambda x: Word(x.view(np.uint32))
-        found.pack_e4m3x2 = pack
+        found.pack_e4m3x2 = lambda low, high: Word(e4m3_bits(low) | e4m3_bits(high) << 8)
         load = self.ptx().load_global_words
         found.load_global_if = lambda inside, *given, **options: load(*given, **options) if inside else [Word(0)] * 4
-        found.e4m3x2_to_f16x2 = unpacked
+        found.e4m3x2_to_f16x2 = lambda pair: Word(HALVES[int(pair) & 255] | HALVES[int(pair) >> 8 & 255] << 16)
         return found
 
     def cute(self) -> SimpleNamespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,9 +36,26 @@ def take_tma_tile(shared: np.ndarray, start: int, num_rows: int) -> np.ndarray:
     return shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2]
 
 
+E4M3_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+
+
 def e4m3_numbers(codes: np.ndarray) -> np.ndarray:
     """What bytes of E4M3 stand for, fp64."""
-    return torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).double().numpy()
+    return E4M3_NUMBERS[codes]
+
+
+@functools.cache
+def places_of_bytes(columns: int) -> np.ndarray:
+    """Where each of 32 bytes of B's columns lies in rows of 128 bytes, [columns, 32, (eight rows, bytes in them)]."""
+    n, k = np.indices((columns, 32))
+    return np.stack([n // 8, n % 8 * 128 + k], axis=-1)
+
+
+@functools.cache
+def places_of_sums(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, columns) of each lane's sums, [count, 32]."""
+    i = np.arange(count)[:, None]
+    return ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2
 
 
 @dataclass
@@ -89,8 +107,8 @@ class WarpgroupWarp(LinearWarp):
         return list(acc)
 
     def multiply_bytes(self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
-        products = self.byte_products(count, a, b_low, lambda codes: codes.view(np.int8).astype(np.int64))
-        return [Int32(value + (np.int64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
+        products = self.byte_products(count, a, b_low, lambda codes: codes.view(np.int8).astype(np.float64))
+        return [Int32(value.astype(np.int64) + (np.int64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
 
     def multiply_e4m3(self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
         products = self.byte_products(count, a, b_low, e4m3_numbers)
@@ -99,17 +117,16 @@ class WarpgroupWarp(LinearWarp):
     def byte_products(
         self, count: int, a: Sequence[Lanes], b_low: Lanes, numbers_of: Callable[[np.ndarray], np.ndarray]
     ) -> list[np.ndarray]:
-        """Each sum of A B^T of bytes, A [16, 32] of registers, B [2 * count, 32] behind a descriptor."""
+        """Each sum of A B^T of bytes, A [16, 32] of registers, B [2 * count, 32] behind a descriptor. fp64 is exact."""
         left = np.zeros((16, 32), np.uint8)
         for register, word in enumerate(a):
             column = 16 * (register // 2) + 4 * COLUMN
-            for byte in range(4):
-                left[ROW + 8 * (register % 2), column + byte] = np.asarray(word, np.uint32) >> 8 * byte & 255
+            four = np.ascontiguousarray(np.asarray(word, np.uint32)).view(np.uint8).reshape(32, 4)
+            left[(ROW + 8 * (register % 2))[:, None], column[:, None] + np.arange(4)] = four
         start, stride = self.described(int(np.unique(b_low).item()))
-        n, k = np.indices((2 * count, 32))
-        right = self.shared_memory[swizzled(start + n // 8 * stride + n % 8 * 128 + k)]
-        total = numbers_of(left) @ numbers_of(right).T
-        return [total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2] for i in range(count)]
+        places = places_of_bytes(2 * count)
+        right = self.shared_memory[swizzled(start + places[..., 0] * stride + places[..., 1])]
+        return list((numbers_of(left) @ numbers_of(right).T)[places_of_sums(count)])
 
     def mma(self, acc: Sequence[Lanes], a: Sequence[Lanes], b_low: Lanes, *, dtype: str) -> list[Lanes]:
         columns = 2 * len(acc)
@@ -121,8 +138,7 @@ class WarpgroupWarp(LinearWarp):
         right = self.b_operand(int(np.unique(b_low).item()), columns, dtype)
         total = left @ right.T
         return [
-            Float32(np.float64(value) + total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2])
-            for i, value in enumerate(acc)
+            Float32(np.float64(value) + sums) for value, sums in zip(acc, total[places_of_sums(len(acc))], strict=True)
         ]
 
     def described(self, low: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ is run are the kernels' own addresses, loops and waits; the tensor cores are not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -49,6 +50,26 @@ def int32(value: Any) -> int:
 
 def uint32(value: Any) -> Word:
     return Word(int(value) % 2**32)
+
+
+def bf16_bits(value: Any) -> int:
+    """A number rounded to the nearest BF16, ties to even, as bits."""
+    bits = int(np.float32(value).view(np.uint32))
+    return 0x7FC0 if value != value else bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+def fp16_bits(value: Any) -> int:
+    """A number rounded to the nearest FP16, ties to even, as bits."""
+    return int(np.float32(value).astype(np.float16).view(np.uint16))
+
+
+def e4m3_bits(value: Any) -> int:
+    """A number of at most 448 rounded to the nearest E4M3, ties to even, as bits."""
+    if value != value:
+        return 0x7F
+    magnitude = min(abs(float(value)), 448.0)
+    exponent = max(math.frexp(magnitude)[1] - 1, -6) if magnitude else -6
+    return (math.copysign(1, value) < 0) << 7 | 8 * (exponent + 6) + round(math.ldexp(magnitude, 3 - exponent))
 
 
 class Registers(list):
@@ -242,9 +263,6 @@ class Machine:
             place = address + offset
             self.cta.shared[place : place + 2].view(np.uint16)[0] = int(word) & 0xFFFF
 
-        def bits(value: Any, dtype: torch.dtype) -> int:
-            return int(torch.tensor(float(value)).to(dtype).view(torch.int16)) & 0xFFFF
-
         def quiet(function: Callable[[Any], Any]) -> Callable[[Any], np.float32]:
             def run(x: Any) -> np.float32:
                 with np.errstate(all="ignore"):  # to infinities, as the GPU
@@ -262,8 +280,8 @@ class Machine:
             load_relaxed=load_relaxed,
             store_global=lambda address, values, offset=0: store(self.memory, address + offset, values),
             bulk_copy_to_shared=bulk_copy,
-            pack_bf16x2=lambda a, b: Word(bits(a, torch.bfloat16) | bits(b, torch.bfloat16) << 16),
-            pack_f16x2=lambda a, b: Word(bits(a, torch.float16) | bits(b, torch.float16) << 16),
+            pack_bf16x2=lambda a, b: Word(bf16_bits(a) | bf16_bits(b) << 16),
+            pack_f16x2=lambda a, b: Word(fp16_bits(a) | fp16_bits(b) << 16),
             bf16x2_low_to_float=lambda word: np.uint32((int(word) << 16) % 2**32).view(np.float32),
             bf16x2_high_to_float=lambda word: np.uint32(int(word) & 0xFFFF0000).view(np.float32),
             half2_low_to_float=lambda word: np.float32(np.uint16(int(word) & 0xFFFF).view(np.float16)),

@@ -164,15 +164,12 @@ class Launch:
                     shared[scales : scales + config.k_block_scale_bytes].tobytes(),
                 )
                 at = x_offset + k_block * config.activations.k_block_limb_bytes(config)
-                for i in range(4):
-                    token = 2 * place.t + i % 2
-                    feature = 16 * place.row_warp + place.g + 8 * (i // 2)
-                    x = halves(shared, place.x + at + token * ROW_BYTES, 128)
-                    scale_at = place.x_scales + ranges_kernel.scale_offset(at) + (token - 2 * place.t) * 4
-                    scale = shared[scale_at : scale_at + 4].view(np.float32)[0]
-                    with np.errstate(invalid="ignore"):
-                        index = tile * 4 + i
-                        acc[index] = np.float32(acc[index] + float(w[feature] @ x) * scale)
+                x = halves(shared, place.x + at + 2 * place.t * ROW_BYTES, 256).reshape(2, 128)  # of two tokens
+                sums = w[16 * place.row_warp + place.g :: 8][:2] @ x.T
+                scale_at = place.x_scales + ranges_kernel.scale_offset(at)
+                scales = shared[scale_at : scale_at + 8].view(np.float32)
+                for i, products in enumerate((sums.astype(np.float32) * scales).flat, 4 * tile):
+                    acc[i] = np.float32(acc[i] + products)
         if self.machine.lane == 0:
             self.read[cta, base // config.stage_bytes] += 1
             self.readers[cta, entry] += 1
