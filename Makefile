@@ -58,8 +58,8 @@ format: setup
 typecheck: setup
 	$(PY) -m pyright --pythonpath $(PY)
 
-# Modules side by side where pytest-xdist is installed; tests/conftest.py says how many.
-PARALLEL = $(shell $(PY) -c "import xdist; print('-n auto --dist loadscope')" 2>/dev/null)
+# Modules side by side where pytest-xdist is installed; tests/conftest.py says how many, and in which order.
+PARALLEL = $(shell $(PY) -c "import xdist; print('-n auto --dist loadscope --no-loadscope-reorder')" 2>/dev/null)
 
 # The engines' Python (wheels of up to 300 MB, once) is for the plug-ins' interface tests, a small model's weights (93 MB)
 # for that of `bench accuracy --model`; they are skipped without.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -153,7 +154,27 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
+LONG = {"CompileCounter", "default_cache", "golden", "subprocess"}
+"""Names that modules of tests have if they compile kernels or models, or start processes."""
+
+
+def long_modules_first(items: list[pytest.Item]) -> None:
+    """Orders modules, since a long one that comes last leaves the other processes without work.
+
+    Long modules have few tests. pytest-xdist orders modules by the number of tests, as this does with all others.
+    """
+    count = Counter(item.path for item in items)
+
+    def place(item: pytest.Item) -> tuple[bool, int, Path]:
+        names = vars(item.module) if isinstance(item, pytest.Function) else {}
+        return LONG.isdisjoint(names), -count[item.path], item.path
+
+    items.sort(key=place)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        long_modules_first(items)
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)

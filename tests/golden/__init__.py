@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from cute_kernels import families
 from cute_kernels.runtime import KernelCache, KernelSpec, native
+from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.cache import ProgressCallback
 from cute_kernels.runtime.store import source_digest
 from tools.resources import KernelResources, resource_report, short_name
@@ -35,14 +36,27 @@ def inventory() -> list[tuple[KernelSpec, str]]:
     return [(spec, ARCH) for spec in families.shipped_specs()]
 
 
+def artifacts(
+    specs: Iterable[KernelSpec], cache: KernelCache, progress: ProgressCallback | None = None, arch: str = ARCH
+) -> list[Artifact]:
+    """Compiles `specs` (what the cache lacks) in worker processes: one for each core that is this pytest process's own.
+
+    A worker takes as long to start as a kernel to compile, and each of pytest's processes starts its own ones. With
+    `GOLDEN_ALL` there is one for each core, since the last file alone has hundreds of kernels.
+    """
+    processes = 1 if os.environ.get(ALL) else int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    jobs = None if processes == 1 else max(len(os.sched_getaffinity(0)) // processes, 1)
+    return cache.artifacts(specs, arch, jobs, progress)
+
+
 def measure(
     specs: Iterable[KernelSpec], cache: KernelCache, progress: ProgressCallback | None = None, arch: str = ARCH
 ) -> dict[str, Entry]:
     """Compiles `specs` (what the cache lacks, in worker processes) and reads their resources, by symbol."""
     specs = list(specs)
-    artifacts = cache.artifacts(specs, arch, progress=progress)
+    compiled = artifacts(specs, cache, progress, arch)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # the work is in the disassembler's processes
-        reports = list(pool.map(resource_report, artifacts))
+        reports = list(pool.map(resource_report, compiled))
     return {spec.symbol: [entry_of(item) for item in report] for spec, report in zip(specs, reports, strict=True)}
 
 
