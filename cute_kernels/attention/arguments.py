@@ -1,21 +1,22 @@
 """The arguments that the kernels are launched with; they are listed nowhere else.
 
-Decode attention (`decode_arguments`): q [batch, q_len, num_q_heads, head_dim], the first two strides free; out [batch,
-q_len, num_q_heads, v_head_dim]; caches [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if
-they are head-major, 8-bit codes as bytes, all strides free but that of a row's elements; a block is a page with
-``block_table``, else a request; seq_lens int32 [batch]. The others are addresses and numbers, which cost the caller
-less than tensors:
+Decode attention (`decode_arguments`) takes these tensors. q: [batch, q_len, num_q_heads, head_dim], the first two
+strides free. out: [batch, q_len, num_q_heads, v_head_dim]. Caches: [blocks, tokens, num_kv_heads, row], or [blocks,
+num_kv_heads, tokens, row] if they are head-major; 8-bit codes as bytes, all strides free but that of a row's elements.
+A block is a page with ``block_table``, else a request. seq_lens: int32 [batch]. The other arguments are addresses and
+numbers, which cost the caller less than tensors:
 
     lse                  fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode`` is set
     workspace            fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for
-                         every 4 their maximum in powers of 2 and their sum), every word EMPTY before and after
+                         every 4 their maximum in powers of 2 and their sum); a launch finds every word EMPTY, and
+                         leaves it so
     k_scale, v_scale     fp32 scales beside the cache, ``*_scale_stride`` elements from a KV head's to the next head's
                          (0: one for all heads); a head's column scales are contiguous, aligned to 16 bytes
     mode                 bit 0: write lse; bit 1: leave the partial results of all splits in the workspace; bits from 8
                          on: log2 of the most CTAs that may combine a row
     more_rows            rows of CTAs beyond the batch, so that there is a CTA for each range
-    ranges               CTAs, the first of each head block, that share the tiles of all requests where lengths differ;
-                         0 to cut every row into num_splits parts whatever the lengths
+    ranges               how many ranges the tiles of all requests are cut into where lengths differ; 0 if every row
+                         is cut into num_splits parts, whatever the lengths
     block_table          int32 [batch, max_pages], rows table_stride entries apart
     sinks, alibi_slopes  fp32 [num_q_heads]
     bias                 fp32 or bf16, with its strides in elements
@@ -34,13 +35,13 @@ less than tensors:
 
 Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
-Extend attention (`extend_arguments`): q and out [total_q, num_q_heads, head_dim], q's first stride free; caches as
-above, or one block of all tokens if they are ragged; cu_seqlens int32 [batch + 1]; seq_lens int32 [batch] (ragged:
-where each request's keys begin, [batch + 1]). Arguments that are not listed are as above:
+Extend attention (`extend_arguments`) takes these tensors. q, out: [total_q, num_q_heads, head_dim], q's first stride
+free. Caches: as above, or one block of all tokens if they are ragged. cu_seqlens: int32 [batch + 1]. seq_lens: int32
+[batch]; ragged [batch + 1], where each request's keys begin. Arguments that are not listed are as above:
 
     lse                  fp32 [total_q, num_q_heads], or 0
     other_out, other_lse a result to merge with, shaped as out and lse
-    counter              a word, EMPTY before and after
+    counter              a word; a launch finds it EMPTY, and leaves it so
     prefix_only          1 to leave out the queries' own tokens, else 0
     block_table          int32 [batch, max_pages], contiguous
     max_pages            pages of a request; with unpacked keys, tokens that a request may have
@@ -48,15 +49,15 @@ where each request's keys begin, [batch + 1]). Arguments that are not listed are
     num_splits           number of parts that the keys of every work tile are cut into
     partials             fp32 [num_splits, total_q, num_q_heads, head_dim], then [num_splits, total_q, num_q_heads] of
                          log2 sums. With more than one split the launch writes only these, for `COMBINE` to read
-    tile_scales          of unpacked keys, as :class:`.loads.unpack.UnpackTarget` has them
+    tile_scales          of unpacked keys, see :class:`.loads.unpack.UnpackTarget`
     num_ctas             CTAs that are launched, at most one for each work tile
 
 Unpacking (`UNPACK`): caches, cu_seqlens, seq_lens, block_table, prefix_only as above; k_rows, v_rows [batch,
-num_kv_heads, room, head_dim], contiguous, room whole tiles; others as :class:`.loads.unpack.UnpackSizes` and
-:class:`.loads.unpack.UnpackTarget` have them.
+num_kv_heads, room, head_dim], contiguous; room is a number of whole tiles. :class:`.loads.unpack.UnpackSizes` and
+:class:`.loads.unpack.UnpackTarget` describe the others.
 
-Combining parts (`COMBINE`): out [..., num_heads, head_dim]; last: for splits, the address of an int32, the number of
-queries to write; others as :class:`.combine.kernel.Parts` has them; num_parts at most 32.
+Combining parts (`COMBINE`): out [..., num_heads, head_dim]. last: for splits, the address of an int32 that says how
+many queries to write. num_parts: at most 32. :class:`.combine.kernel.Parts` describes the others.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ from cute_kernels.device.cuda import WARP_THREADS
 class Requests:
     """Lengths and counts of the requests of a launch; run-time values.
 
-    address: of int32 lengths [batch]. max_seq_len: tokens that the cache has room for in a request. seen: how many of a
-    request's last tokens its queries may see (:meth:`.terms.ScoreTerms.reach`); None if they see all. parts: CTAs of a
-    row. ranges: how many ranges the tiles of all requests are cut into where lengths differ; the grid's first CTAs take
-    one each. 0 if every row has ``parts`` parts whatever its length.
+    address: address of the lengths, int32 [batch]. max_seq_len: tokens that the cache has room for in a request. seen:
+    how many of a request's last tokens its queries may see (:meth:`.terms.ScoreTerms.reach`); None if they see all.
+    parts: CTAs of a row. ranges: how many ranges the tiles of all requests are cut into where lengths differ; the
+    grid's first CTAs take one each. 0 if every row has ``parts`` parts whatever its length.
     """
 
     address: Int64

@@ -11,7 +11,7 @@ ROWS_WRITTEN = 10  # any free number would do, 5 too; another one would compile 
 
 
 def announce_ready(config: DecodeConfig) -> None:
-    """Tells consumer warps that the ring's barriers are initialised. Each producer warp calls it; it does not wait."""
+    """Tells consumer warps that the ring's barriers are initialised; does not wait. Each producer warp calls it."""
     cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 

@@ -151,7 +151,7 @@ class AttentionCall:
 
     @property
     def q_len(self) -> int:
-        """The queries of every request; 1 for extend attention, whose requests differ in it."""
+        """How many queries each request has; 1 for extend attention, whose requests have different numbers."""
         return 1 if self.extends else self.q.shape[1]
 
     @property
@@ -251,7 +251,8 @@ class AttentionCall:
         return replace(self, cu_seqlens_q=None, q=q, k=k, v=v, seq_lens=lengths, **changes)
 
     def _with_tree(self, request_call: AttentionCall, own: slice, before: int) -> AttentionCall:
-        """Returns ``request_call`` with the tree's mask as a bias. before: how many tokens come before the new ones."""
+        """Returns ``request_call`` with the tree's mask as a bias. before: how many tokens the request has before its
+        new tokens."""
         assert self.tree_mask is not None
         room = request_call.max_seq_len
         seen = unpack_tree_mask(self.tree_mask[own], torch.arange(room, device=self.q.device) - before)

@@ -143,7 +143,7 @@ def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
-    """Returns the configuration, with fewer CTAs to an SM where its threads would have too few registers."""
+    """Returns ``config``, with fewer CTAs to an SM if its threads would have too few registers."""
     if config.mainloop.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
         return config
     while config.pipeline.ctas_per_sm > 1 and config.num_warps * config.pipeline.ctas_per_sm > TARGET_WARPS:
@@ -162,17 +162,17 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _groups(form: KvFormat) -> int:
-    """Returns the number of a row's groups, as registers count it. Keys in blocks count as at least four groups,
-    because their scales multiply the queries. With four groups, an SM has registers for one CTA if warps have two
-    blocks of queries, and for none if warps have four."""
+    """Returns the number of a row's groups, as far as registers are concerned. Keys in blocks count as at least four
+    groups, because their scales multiply the queries. With four groups, an SM has registers for one CTA if warps have
+    two blocks of queries, and for none if warps have four."""
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 
 def _fits_four_blocks(problem: AttentionProblem) -> bool:
     """Returns whether a warp can carry four blocks of queries, so that each row is decoded once instead of twice.
 
-    Their accumulators leave registers only for codes with one group of at most 128 columns. Score options have to allow
-    four blocks (``fits_four_blocks``). 16-bit caches need no decoding, so four blocks gain nothing there.
+    The accumulators of four blocks leave registers only for codes with one group of at most 128 columns. Score options
+    have to allow four blocks (``fits_four_blocks``). 16-bit caches need no decoding, so four blocks would gain nothing.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     return (
@@ -183,8 +183,8 @@ def _fits_four_blocks(problem: AttentionProblem) -> bool:
 
 
 def _borrows_registers(problem: AttentionProblem) -> bool:
-    """Returns whether eight consumer warps need over 168 registers a thread, of which producer warps then lend them
-    some. They do with four query blocks a warp, or with two query blocks a warp and several INT4 groups.
+    """Returns whether eight consumer warps need over 168 registers a thread. Producer warps then lend them registers.
+    This holds for four query blocks a warp, and for two query blocks a warp with several INT4 groups.
 
     Two blocks with four groups take 218 registers, which an SM has for one CTA only. Spills would go to the L2 cache,
     since the ring leaves the L1 cache no room.
@@ -201,7 +201,7 @@ def _target_warps(*head_dims: int) -> int:
 
 
 def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> int:
-    """Returns the most KV heads for which a CTA can copy a token's rows in bulk; 0 if it can for none."""
+    """Returns the greatest number of KV heads whose rows of a token a CTA can copy in bulk; 0 if there is none."""
     dims = (problem.head_dim, problem.v_head_dim)
     target = _target_warps(*dims)
     most = (MAX_WARPS if target == TARGET_WARPS and not _borrows_registers(problem) else target) // num_query_blocks
@@ -290,7 +290,7 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512), and the largest tiles of which three fit
-    shared memory. Two have to fit if queries lie in shared memory, too."""
+    shared memory. If queries lie in shared memory as well, two tiles have to fit."""
     target = _target_warps(*base.head_dims)
     ctas_per_sm = 1 if target == WIDE_WARPS else ctas_per_sm
     slices = max(1, target // ctas_per_sm // base.num_roles)

@@ -42,13 +42,13 @@ CACHES = ("k_cache", "v_cache")
 
 
 def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
-    """Returns K's and V's format; ValueError for an unknown name lists the known ones."""
+    """Returns K's and V's format. Raises ValueError for an unknown name; the message lists the known names."""
     k_name, v_name = format_pair(kv_format)
     return format_of(k_name), format_of(v_name)
 
 
 def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
-    """Raises TypeError or ValueError unless attention over caches of these formats can take q."""
+    """Raises TypeError or ValueError unless attention over caches in ``forms`` can take q."""
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
     check_dtype("q", q, *Q_DTYPES)
@@ -198,8 +198,8 @@ def check_tail(
 
 
 def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:
-    """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with contiguous columns, there are
-    pages, and kernels support their size."""
+    """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with contiguous columns. Also raises
+    ValueError for a cache without pages, or with pages of a size that kernels do not support."""
     check_dtype("block_table", block_table, torch.int32)
     check_shape("block_table", block_table, batch, "max_pages", why=", a row for each request of q")
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
@@ -271,7 +271,8 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 def out_wanted(out: object, q: torch.Tensor, sizes: tuple[int, ...], why: str) -> Wanted:
-    """Returns the dtype, sizes and device that ``out`` must have for ``q``. why: ends the message about its sizes."""
+    """Returns the dtype, sizes and device that ``out`` must have for ``q``. why: the end of the message about wrong
+    sizes."""
     return Wanted("out", out, (q.dtype,), sizes, q.device, "q", ", that of q", why, contiguous=True)
 
 

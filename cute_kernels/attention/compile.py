@@ -107,7 +107,7 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
 
 
 def fake_tensors(config: DecodeConfig, memory: cute.AddressSpace) -> dict[str, Any]:
-    """Returns fake tensors for a launch, by name; a compiled function takes only tensors that fit them.
+    """Returns fake tensors for a launch, by name. The compiled function takes only tensors that match the fake ones.
 
     memory: the tensors' address space in the DSL: global memory, except in tests.
     """
@@ -203,6 +203,6 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
 
 
 def _coded_cache(config: ExtendConfig | UnpackConfig, form: KvFormat, blocks: Sequence[Any]) -> Any:
-    """Returns a fake tensor of rows of codes, which begin on any multiple of 4 bytes."""
+    """Returns a fake tensor for a cache of codes, whose rows may begin at any multiple of 4 bytes."""
     shape = (*blocks, form.row_elements(config.head_dim))
     return strided(element_type("e4m3"), shape, (WORD, WORD, WORD), WORD)

@@ -85,7 +85,8 @@ class GivenScales:
 class QueryRows:
     """The rows of q in global memory: their address, and the strides in bytes of requests and of query positions.
 
-    The rows of a position's heads touch; q may be a view of something larger, such as a fused projection.
+    The rows of a position's heads lie one after the other. q may be a view of a larger tensor, such as a fused
+    projection.
     """
 
     base: Int64

@@ -44,16 +44,16 @@ class DecodeConfig:
 
     Attributes:
         k, v: how tiles of the two caches are loaded, and their formats.
-        q_dtype: dtype of q and out, "bf16" or "fp16"; a 16-bit cache has the same.
+        q_dtype: dtype of q and out, "bf16" or "fp16". A 16-bit cache has to have q's dtype.
         mainloop: which consumer warps multiply what.
         pipeline: the CTAs and tiles that an SM has in flight.
         runs: which bytes of the caches lie together.
         features: what the kernel computes beyond softmax(q K^T) V.
-        units: whether rows are cut by their lengths where those differ (see :mod:`cute_kernels.attention.assignment`);
-            if not, every row has one part for each CTA that the grid has for it.
-        after_append: whether it is a programmatic dependent of the append kernel, which writes each request's last
-            q_len tokens and rotates q. It then starts while that kernel runs, and waits for it before it reads these
-            tokens or q.
+        units: whether rows of different lengths are cut into parts by length (see
+            :mod:`cute_kernels.attention.assignment`). If not, every row is cut into one part for each of its CTAs.
+        after_append: whether the kernel is a programmatic dependent of the append kernel, which writes each request's
+            last q_len tokens and rotates q. If so, it starts while the append runs, and waits for the append's end
+            before it reads the new tokens or q.
     """
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_decode"
@@ -104,7 +104,7 @@ class DecodeConfig:
 
     @property
     def has_features(self) -> bool:
-        """Whether a launch takes the arguments of features, which include those of pages."""
+        """Whether a launch has arguments for features. Pages count as a feature."""
         return self.features != PLAIN or self.page_tokens > 0
 
     @property
@@ -125,8 +125,8 @@ class DecodeConfig:
     def filling_warps(self) -> int:
         """Producer warps that copy.
 
-        Each copies a part of every whole tile. Nothing would wait for a warp without a part: it could fall a round of
-        the ring behind and mistake one barrier phase for another.
+        Each copies a part of every whole tile. Nothing would wait for a warp without such a part: it could fall a round
+        of the ring behind, and mistake one barrier phase for another.
         """
         return min(self.pipeline.producer_warps, most_filling_warps(self))
 
@@ -152,12 +152,12 @@ class DecodeConfig:
 
     @property
     def role_query_bytes(self) -> int:
-        """Bytes of shared memory for one role's queries; 0 if they stay in registers."""
+        """Bytes of shared memory for one role's queries; 0 if queries stay in registers."""
         return self.mainloop.role_query_bytes(self.k)
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of shared memory for all queries; 0 if they stay in registers."""
+        """Bytes of shared memory for all queries; 0 if queries stay in registers."""
         return self.mainloop.query_bytes(self.k)
 
     @property
@@ -212,7 +212,7 @@ class DecodeConfig:
 
     @property
     def ring_offsets(self) -> tuple[int, int]:
-        """Byte offsets in the ring at which its tiles of K and those of V begin."""
+        """Byte offsets in the ring of the first tile of K, and of the first tile of V."""
         alignment = RAW_TILE_ALIGNMENT if self.formats[1].has_header else SWIZZLE_ALIGNMENT
         return 0, _round_up(self.pipeline.num_stages * self.tile_bytes[0], alignment)
 
@@ -238,8 +238,8 @@ class DecodeConfig:
 
     @property
     def partial_words(self) -> int:
-        """Words of workspace for a query head's partial result of a split: vectors of 4 columns, each with a maximum
-        and a sum."""
+        """How many words of workspace a split's partial result of a query head takes: vectors of 4 columns, each with a
+        maximum and a sum."""
         return self.v_head_dim + self.v_head_dim // 2
 
     @property
@@ -341,7 +341,7 @@ def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | Sw
 
 
 def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
-    """Returns the tokens that one bulk or tensor-map copy brings."""
+    """Returns how many tokens one bulk copy, or one load by a tensor map, takes."""
     if isinstance(tile, RowTile) and not _is_mapped(config, tile):
         return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
     return min(config.tile_tokens, config.page_tokens or MAX_BOX)
@@ -371,7 +371,7 @@ def lane_tokens(config: DecodeConfig) -> int:
 
 
 def most_filling_warps(config: DecodeConfig) -> int:
-    """Returns the most producer warps that all have something to copy in every whole tile."""
+    """Returns the greatest number of producer warps with which each warp has something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
     tma_tiles = [

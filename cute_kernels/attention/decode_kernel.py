@@ -302,9 +302,11 @@ class DecodeKernel:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
 
     def knows_pages(self, work, expected):
-        """Returns whether the unit's tiles lie in the pages that the CTA has looked up early. It has looked up the
-        pages of every n-th tile, where the grid has n CTAs for a row. So the unit has to be expected, and its row has
-        to have n parts."""
+        """Returns whether the pages that the CTA has looked up early are those of the unit's tiles.
+
+        Early pages are those of every n-th tile, where the grid has n CTAs for a row. So the unit has to be expected,
+        and its row has to have n parts.
+        """
         return expected & (work.num_parts == cute.arch.grid_dim()[0])
 
     @cute.jit

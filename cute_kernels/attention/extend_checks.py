@@ -18,8 +18,8 @@ MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles,
 
 
 def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
-    """Returns K's and V's format; ValueError for a format that extend attention does not read lists those that it
-    reads."""
+    """Returns K's and V's format. Raises ValueError for a format that extend attention does not read; the message lists
+    the formats that it reads."""
     forms = checks.check_formats(kv_format)
     for name, form in zip(checks.CACHES, forms, strict=True):
         if cannot_read(form) is not None:
@@ -31,7 +31,7 @@ def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
 
 
 def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
-    """Raises ValueError if caches of these formats cannot be unpacked. Called if the call asks for unpacking."""
+    """Raises ValueError if caches in ``forms`` cannot be unpacked. Called if a call asks for unpacking."""
     reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
     if forms[0].is_coded != forms[1].is_coded:
         reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"

@@ -58,14 +58,15 @@ class ExtendConfig(ReadsCache):
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
     keys and values. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
-    row, by all producer warps. Where only one of K and V has codes, half of the warps decode it and the other half load
-    the 16-bit one. With head_dim 512 a work tile computes whole scores, and the output of one half of V's columns.
+    row, by all producer warps. Where only one of K and V has codes, half of the warps decode this operand, and the
+    other half load the 16-bit operand. With head_dim 512 a work tile computes whole scores, and the output of one half
+    of V's columns.
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. For unpacked keys: their
             formats in the cache, or formats whose unpacked rows are read alike.
-        q_dtype: dtype of q and out, "bf16" or "fp16"; a 16-bit cache has the same.
-        head_dim: of q, K, V and out.
+        q_dtype: dtype of q and out, "bf16" or "fp16". A 16-bit cache has to have q's dtype.
+        head_dim: columns of a head of q, K, V and out.
         pipeline: tokens of a tile, stages and producer warps.
         keys: where K and V lie.
         features: what the kernel computes beyond softmax(q K^T) V.
@@ -91,7 +92,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def key_rows(self) -> KeyRows | None:
-        """The shared memory of a CTA whose MMAs have keys as rows; None where they have queries as rows."""
+        """The sizes of shared memory of a CTA whose MMAs have keys as rows; None if queries are the rows."""
         if self.tile_rows == TILE_ROWS:
             return None
         rows, headers = zip(*map(self._key_rows_of, self.formats), strict=True)
@@ -115,7 +116,8 @@ class ExtendConfig(ReadsCache):
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
-        """Returns (bytes in shared memory of a row's codes, bytes of its header if that lies elsewhere)."""
+        """Returns how a row lies in shared memory: (bytes of its codes, bytes of its header if that lies apart from the
+        codes)."""
         if form.code_bits == 8 and form.header_bytes:
             return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
         if form.header_bytes == 4 and self.paired:
@@ -225,7 +227,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def why_as_it_lies(self) -> str | None:
-        """Why the cache cannot be unpacked, or None."""
+        """Why the cache cannot be unpacked, or None if it can."""
         if self.mixed:
             return f"K in {self.k_format} and V in {self.v_format}, one of 16 bits and the other of codes"
         return cannot_unpack(self.formats[0]) or cannot_unpack(self.formats[1])
@@ -290,8 +292,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def value_parts(self) -> int:
-        """Parts that V's columns are cut into, each for another work tile, so that a part's accumulators fit a
-        thread."""
+        """How many parts V's columns are cut into, so that accumulators fit a thread's registers. A work tile computes
+        one part."""
         return max(self.columns // SUM_COLUMNS, 1)
 
     @property
@@ -307,7 +309,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def ones_rows(self) -> int:
-        """Rows of ones after a tile of V's transpose; their products are sums of probabilities."""
+        """How many rows of ones follow a tile of V's transpose. Multiplied with probabilities, they give the
+        probabilities' sums."""
         return 8 if self.fp8 else 0
 
     @property

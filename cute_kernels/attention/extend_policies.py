@@ -122,7 +122,7 @@ class ReadsCache:
 
     @property
     def value_parts(self) -> int:
-        """Parts that V's columns are cut into, each for another work tile."""
+        """How many parts V's columns are cut into. A work tile computes one part."""
         return 1
 
     @property
@@ -296,8 +296,9 @@ class KeyRows:
 
     @property
     def group_told_bytes(self) -> int:
-        """Bytes through which the warps of a warpgroup exchange numbers: for each query one number a warp, and one of
-        all warps."""
+        """Bytes of the numbers that the warps of a warpgroup exchange. For each query they are a number of each warp,
+        and
+        a number of all warps together."""
         return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
 
     @property

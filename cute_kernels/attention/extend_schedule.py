@@ -267,7 +267,7 @@ def choose_splits(
     blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
-        """Returns the time of the busiest CTA, in units of the time of one block of keys."""
+        """Returns the time of the busiest CTA. 1 is the time that one block of keys takes."""
         extra = PARTIAL_COST if splits > 1 else 0.0
         rounds = -(-tiles * splits // num_sms)
         return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)

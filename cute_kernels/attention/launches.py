@@ -54,9 +54,9 @@ class DecodeLaunch:
     options.
 
     Attributes:
-        send: the compiled kernel, bound to its constant arguments; it takes the other arguments
-            (:mod:`cute_kernels.attention.arguments`) by name, and finds further ones in ``options`` and ``new``. In
-            native code it compares the shape, strides, dtype, alignment and device of every tensor with its compiled
+        send: the compiled kernel, bound to its constant arguments; it takes other arguments
+            (:mod:`cute_kernels.attention.arguments`) by name, and finds further arguments in ``options`` and ``new``.
+            In native code it compares the shape, strides, dtype, alignment and device of every tensor with its compiled
             signature. It launches on torch's current stream of the tensors' device.
         new_out, new_lse: shapes and dtypes of results that the caller gives no tensor for.
         k_view, v_view: dtypes as which the kernel takes the caches; None for the caches' own dtypes.
@@ -142,7 +142,7 @@ class ExtendLaunch:
     Attributes:
         send: the compiled kernel, which compares every tensor with its compiled signature. It takes by name the
             arguments that change between launches, and ``options``.
-        config: what it was compiled from.
+        config: the configuration of the compiled kernel.
         num_sms: SMs that a launch may use.
         max_seq_len: tokens that a request may have.
         num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.

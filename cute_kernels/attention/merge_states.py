@@ -1,4 +1,4 @@
-"""Merges attention over disjoint sets of keys: checks, launch and operator; the kernel is `combine.kernel`.
+"""Merges attention over disjoint sets of keys: checks, launch and operator. The kernel is in `combine.kernel`.
 
 With lse = log(sum of exp(score)), attention over two sets of keys is the average of both results, weighted by exp(lse).
 This is exact. So a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a
@@ -35,7 +35,7 @@ VECTOR_BYTES = 16  # that rows are a multiple of
 MAX_VECTORS = 2**31 - 1024  # the index of a row is 32-bit
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""out and lse of one set of keys, then of the other."""
+"""(out, lse) of one set of keys, then (out, lse) of the other set."""
 
 
 def merge_states(

@@ -98,8 +98,8 @@ def mixed_attention(
 
     Args:
         q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format: as for :func:`extend_attention`.
-        num_decodes: requests 0 to num_decodes - 1 have exactly one query each, as engines order batches. A GPU does not
-            check it, since cu_seqlens_q is not read on the host.
+        num_decodes: how many requests decode. They are the first of the batch, as engines order batches, and have
+            exactly one query each. A GPU does not check this, since cu_seqlens_q is not read on the host.
         return_lse: also return the log-sum-exp of the scores, as :func:`extend_attention` does.
         out: the tensor for the result, contiguous, with q's shape and dtype.
         options: block_table, cache_layout, softmax_scale, window_size, softcap, sinks, alibi_slopes, k_scale, v_scale,

@@ -94,7 +94,7 @@ class Bias:
 
 @dataclass(frozen=True, eq=False)
 class ChosenBlocks:
-    """The blocks of ``tokens`` tokens that each KV head of a request reads.
+    """The blocks that each KV head of a request reads. tokens: how many tokens a block has.
 
     list: int32 [batch, num_kv_heads, max_blocks], numbers of blocks, ascending. Only the first ``counts`` entries of
     each KV head count. counts: int32 [batch, num_kv_heads].
@@ -106,7 +106,7 @@ class ChosenBlocks:
 
     @staticmethod
     def of(options: Mapping[str, Any], heads: tuple[int, int], device: torch.device) -> ChosenBlocks | None:
-        """Returns the chosen blocks of a call with these options; None for a call over all tokens. heads: (batch,
+        """Returns the chosen blocks in a call's ``options``; None for a call over all tokens. heads: (batch,
         num_kv_heads).
 
         Raises TypeError and ValueError, naming the argument, what came and what is wanted.

@@ -1,8 +1,8 @@
 """Computes calls of attention: by plan and launch in eager mode, by the reference on a CPU, by registered operators
 under torch.compile.
 
-Both calls of attention share this path: a call of extend attention has ``cu_seqlens_q``, one of decode attention has
-none.
+Decode and extend attention share this path. A call of extend attention has ``cu_seqlens_q``, a call of decode attention
+has none.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
 
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the part of a plan's key that complete options decide. For a tensor it has everything but the contents,
-    alignment included; for another option it has the value.
+    """Returns the part of a plan's key that complete options decide. For a tensor the part has everything but the
+    contents, alignment included; for another option the part is the value.
 
     Options that change no plan are in the key, too, since a call with a known key is not checked again.
     """
@@ -164,7 +164,7 @@ def _plan_of(call: AttentionCall) -> Plan | None:
 
 
 def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the result for an empty batch, no queries or an empty cache, for which no kernel is launched."""
+    """Returns the result of a call without requests, queries or cached tokens, for which no kernel is launched."""
     lse = torch.full(call.out_shape[:-1], float("-inf"), dtype=torch.float32, device=call.q.device)
     result = call.q.new_zeros(call.out_shape)
     return result if call.out is None else written(call.out, result, call.cu_seqlens_q), lse
@@ -257,8 +257,8 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """Returns the operator of decode attention or of extend attention. more: schema of its tensors that the other
-    operator lacks. of_it: schema of such options."""
+    """Returns the operator of decode attention or of extend attention. more: schema of the tensors that only this
+    operator has. of_it: schema of the options that only this operator has."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
         f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}, {OF_BLOCKS}) -> (Tensor, Tensor)",

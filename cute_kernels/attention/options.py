@@ -62,7 +62,7 @@ class CallNumbers(TypedDict, total=False):
 
 
 class MaskOptions(TypedDict, total=False):
-    """Options that all calls have; :func:`cute_kernels.attention.decode_attention` documents each."""
+    """Options that all calls of attention have; :func:`cute_kernels.attention.decode_attention` documents each."""
 
     causal: bool
     window_size: WindowSize | None
@@ -72,7 +72,7 @@ class MaskOptions(TypedDict, total=False):
 
 
 class AttentionOptions(MaskOptions, total=False):
-    """Options of calls over caches that are given as tensors."""
+    """Options of calls whose caches are given as tensors."""
 
     block_table: torch.Tensor | None
     cache_layout: CacheLayout

@@ -61,7 +61,7 @@ def make_plan(call: AttentionCall) -> Plan:
 
 
 def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionProblem:
-    """Returns the problem of a call, as the schedule takes it."""
+    """Returns the problem of a call, for which a schedule is chosen."""
     rows, features = [operand for operand in (call.k, call.v) if operand.form.has_header], call.features
     device = call.q.device
     return AttentionProblem(
@@ -127,7 +127,7 @@ def decode_launch_of(
 
 
 def decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:
-    """Returns the compiled kernel, bound to the arguments that follow from the plan alone."""
+    """Returns the compiled kernel of a schedule, bound to the arguments that the plan fixes."""
     config = schedule.config
     function = load(AttentionSpec(config), arch_of(call.q.device.index))
     declared, known = decode_arguments(config.features, config.page_tokens > 0), known_arguments(call, schedule)
@@ -299,7 +299,7 @@ def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig
 
 
 def _as_it_lies(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Returns the algorithm that reads the cache as it lies; it supports any number of queries."""
+    """Returns the algorithm that reads the cache as it lies, which supports any number of queries."""
     if config.key_rows is not None and not lies_in_pieces(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
@@ -322,7 +322,8 @@ AlgorithmsOf = Callable[[AttentionCall, ExtendConfig], list[Algorithm]]
 ALGORITHMS: tuple[AlgorithmsOf, ...] = (_unpacked, _key_rows, _as_it_lies)
 """The algorithms that may support calls of a configuration, in the order in which they are tried."""
 ALGORITHMS_OF_A_CONFIG: tuple[AlgorithmsOf, ...] = (_unpacked, _as_it_lies)
-"""The algorithms for a given configuration. Key rows are missing: they have configurations of their own."""
+"""The algorithms for a configuration that the caller gives. Key rows are missing, since they have configurations of
+their own."""
 
 
 def lies_in_pieces(call: AttentionCall) -> bool:
@@ -360,7 +361,7 @@ def _lies_in_pieces(operand: CacheOperand) -> bool:
 
 
 def _launch_of(call: AttentionCall, config: ExtendConfig) -> ExtendLaunch:
-    """Makes the launch of attention with a configuration; loads its compiled kernels."""
+    """Makes the launch of a call with a configuration, and loads the configuration's compiled kernels."""
     arch, cannot_split = arch_of(call.q.device.index), config.merges or call.num_splits == 1
     return ExtendLaunch(
         send=_extend_sender(call, config),
@@ -382,7 +383,7 @@ def _num_sms(call: AttentionCall) -> int:
 
 
 def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., Any]:
-    """Returns the compiled kernel, bound to the arguments that follow from the plan alone."""
+    """Returns the compiled kernel of a configuration, bound to the arguments that the plan fixes."""
     fixed = _scale_strides(call) | {"window": call.window or 0, "soft_cap": call.soft_cap or 1.0}
     if not config.unpacked:
         fixed |= {"max_pages": _table_pages(call), "tile_scales": 0}
@@ -428,7 +429,7 @@ def check_columns(name: str, scale: GivenScale) -> None:
 
 
 def check_alignment(call: AttentionCall) -> None:
-    """Raises ValueError for a tensor that the kernels cannot address."""
+    """Raises ValueError if a tensor's address or strides are not aligned as the kernels need."""
     tensors: dict[str, tuple[torch.Tensor | None, int]] = {"q": (call.q, ALIGNMENT), "out": (call.out, ALIGNMENT)}
     if call.tail is not None:
         tensors["k_tail"] = call.tail.rows, ALIGNMENT

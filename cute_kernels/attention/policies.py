@@ -126,7 +126,7 @@ class CopyPipeline:
         return f"r{self.num_stages}{producers}c{self.ctas_per_sm}e{self.early_tiles}"
 
     def problem(self, after_append: bool) -> str | None:
-        """Returns why a kernel cannot have this pipeline, or None. after_append: whether the kernel follows an
+        """Returns why a kernel cannot have this pipeline, or None. after_append: whether the kernel directly follows an
         append."""
         if self.num_stages < 2:
             return "num_stages must be at least 2"

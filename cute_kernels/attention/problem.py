@@ -16,10 +16,10 @@ class AttentionProblem:
     them.
 
     Attributes:
-        batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.
-        head_dim: of q and K.
-        v_head_dim: of V and out.
-        k_format, v_format, q_dtype: names.
+        batch, max_seq_len, num_q_heads, num_kv_heads: sizes of the tensors.
+        head_dim: columns of q's and K's heads.
+        v_head_dim: columns of V's and out's heads.
+        k_format, v_format, q_dtype: names of the caches' formats and of q's dtype.
         q_len: queries of a request.
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
         features: the features of the call beyond softmax(q K^T) V.

@@ -94,7 +94,7 @@ def extend_attention_reference(
     compute_dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention as :func:`cute_kernels.extend_attention` defines it, with its arguments.
+    """Computes attention as :func:`cute_kernels.extend_attention` defines it, with that function's arguments.
 
     compute_dtype: float32, or float64 for use as a yardstick.
 
@@ -120,7 +120,7 @@ def attention_of(call: AttentionCall, compute_dtype: torch.dtype = torch.float32
 
 
 def _attention_of_requests(call: AttentionCall, compute_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention one request after the other; a request's queries are its newest tokens."""
+    """Computes a call of extend attention, one request after the other."""
     out = call.q.new_zeros(call.q.shape, dtype=compute_dtype)
     lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=compute_dtype)
     for own, request in call.requests():
@@ -318,8 +318,8 @@ def rows_at(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor) -
 
 
 def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Does what `fetch` does for keys in blocks, at neighbouring positions: fetches whole blocks from the cache, other
-    tokens from the tail."""
+    """Returns what `fetch` is to return, for keys in blocks at neighbouring positions. Tokens of full blocks come from
+    the cache, all others from the tail."""
     assert call.tail is not None
     form, size = call.k.form, call.k.form.block_tokens
     first = int(keys_at[0]) // size * size
@@ -334,7 +334,7 @@ def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype
 
 
 def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the scale beside a cache in the shape that :mod:`layouts.kv` uses."""
+    """Returns a scale beside the cache in the shape that :mod:`layouts.kv` takes; None for None."""
     if scale is None or form.given_scale == "channel":
         return scale
     return scale.reshape(()) if form.given_scale == "tensor" else scale.reshape(-1, 1)

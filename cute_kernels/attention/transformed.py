@@ -29,7 +29,8 @@ def transform_query(
     layout: str,
     sees_shift: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Transforms q. Returns (q', q_shift or None). sees_shift: whether the attention's result depends on the shift.
+    """Transforms q for decode attention. Returns (q', q_shift or None). sees_shift: whether attention's result depends
+    on the shift.
 
     Raises:
         TypeError, ValueError: the transform does not fit the caches, or q has been through one.
@@ -70,7 +71,7 @@ class Inputs(NamedTuple):
 
 @torch.no_grad()
 def inputs_of(transform: CacheTransform, q: torch.Tensor, options: dict[str, Any], return_lse: bool) -> Inputs:
-    """Returns the transformed inputs of a call with these options.
+    """Returns the transformed inputs of a call of extend attention.
 
     Raises:
         TypeError, ValueError: ``transform`` is no transform, does not fit, or would have to be undone inside the

@@ -110,7 +110,7 @@ def append_and_extend(
 
 
 def _check_heads(name: str, rows: torch.Tensor) -> None:
-    """Raises ValueError unless the heads of a token are contiguous, as `append_kv` needs them."""
+    """Raises ValueError unless the heads of each token in ``rows`` are contiguous, which `append_kv` needs."""
     if rows.dim() == 3 and rows.numel() and strides_of(rows)[1:] != (rows.shape[2], 1):
         raise ValueError(
             f"{name}: got strides {rows.stride()} for shape {shape_of(rows)}, want the last two dimensions contiguous"

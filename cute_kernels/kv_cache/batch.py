@@ -66,7 +66,7 @@ class Batch:
         self._one_token_each = True
 
     def is_of(self, pages: PageTable) -> bool:
-        """Returns whether the batch was made for this page table."""
+        """Returns whether the batch was made for the page table ``pages``."""
         return self._pages is pages
 
     @property
@@ -89,7 +89,7 @@ class Batch:
         """int32 [size]: the slot of each sequence's newest keys, for caches whose keys are written in blocks; None for
         other caches.
 
-        A padding row has the slot of another sequence, but nothing is written through it.
+        A padding row has the slot of another sequence, to which nothing is written for this row.
         """
         return None if self._slots is None else self._slots[: self.size]
 
@@ -161,7 +161,7 @@ class Batch:
     def _send(
         self, lens: np.ndarray, starts: np.ndarray, slots: np.ndarray, entries: tuple[np.ndarray, np.ndarray]
     ) -> None:
-        """Copies all changes to the device in one transfer, and writes them into the buffers there."""
+        """Copies all changes to the device in one transfer. There they are written into the buffers."""
         indices, values = entries
         held = (self._host_lens, self._host_starts, self._host_slots)
         lens, starts, slots = (

@@ -24,10 +24,10 @@ ROWS_IN_FLIGHT = 4  # rows that a team loads before it works on the first
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Rows in blocks that begin ``stride`` bytes apart and hold ``inner`` dense rows each; run-time values. A tensor
-    without gaps is one block.
+    """Rows in blocks; run-time values. Blocks begin ``stride`` bytes apart, and each holds ``inner`` dense rows. A
+    tensor without gaps is one block.
 
-    divisor: `divisor_of` inner.
+    divisor: the result of `divisor_of` for ``inner``.
     """
 
     base: Int64

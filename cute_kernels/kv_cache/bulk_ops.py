@@ -73,7 +73,7 @@ def _quantize_through_operator(call: Quantize) -> torch.Tensor:
 
 def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTransform | None:
     """Returns the part of a transform that applies to ``operand`` ("k" or "v"), as a transform of K. Returns None if
-    that part changes nothing.
+    the part changes nothing.
 
     Raises:
         TypeError, ValueError: only one of transform and operand is given, or one of them is invalid.

@@ -80,7 +80,7 @@ class KVCache:
     is done.
 
     Args:
-        num_layers, num_pages: pages per layer.
+        num_layers: layers of the model. num_pages: pages of each layer.
         page_size: tokens per page, a multiple of 16 from 16 to 256.
         num_kv_heads: KV heads of K and of V. head_dim: columns of K's heads; V's have ``v_head_dim`` (default:
             head_dim).
@@ -89,7 +89,7 @@ class KVCache:
             other layers) to a name or pair, or the path of a file (``*.json``, see `LayerFormats`).
         cache_layout: "NHD" ([num_pages, page_size, num_kv_heads, row] in a layer) or "HND" ([num_pages, num_kv_heads,
             page_size, row]).
-        dtype: of q, k and v: bf16 or fp16. A dense format must have the same dtype.
+        dtype: the dtype of q, k and v, bf16 or fp16. A 16-bit format must have this dtype.
         device: where the pages lie. On a CPU the reference implementations run.
         max_seq_len: the most tokens of a sequence, which set the block table's width; default: the tokens of all pages.
         max_seqs: the most sequences at a time. Only for keys in blocks ("int4_channel32"), whose newest rows lie
@@ -208,7 +208,8 @@ class KVCache:
             self.tails.lengthened(self._pages, seq_ids)
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
-        """Makes a sequence that shares all tokens of another. No page is taken until one of the two is extended."""
+        """Makes a sequence ``new_id`` that shares all tokens of ``seq_id``. No page is taken until one of the two is
+        extended."""
         if self.tails is not None:
             self.tails.check_free("new_id", new_id)
         self._pages.fork(seq_id, new_id)
@@ -228,7 +229,7 @@ class KVCache:
             self.tails.truncated(seq_id, num_tokens)
 
     def free(self, seq_id: SeqId) -> None:
-        """Forgets a sequence; its pages are free once no other sequence refers to them."""
+        """Forgets a sequence. Its pages become free if no other sequence refers to them."""
         self._pages.free(seq_id)
         if self.tails is not None:
             self.tails.free(seq_id)
@@ -446,8 +447,8 @@ class KVCache:
         return self._constants.keys
 
     def export_sequence(self, seq_id: SeqId) -> ExportedSequence:
-        """Copies a sequence's rows of all layers, with the layers' keys, for another cache's `import_sequence`. Raises
-        ValueError if the sequence is unknown, keys are in blocks, or layers differ in format."""
+        """Copies a sequence's rows of all layers, and `keys`, for another cache's `import_sequence`. Raises ValueError
+        if the sequence is unknown, the cache's K is in blocks, or layers differ in format."""
         sequence = self._pages[seq_id]
         if self.tails is not None:
             raise ValueError(
@@ -550,7 +551,7 @@ class KVCache:
                     part[:, target].copy_(part[:, source])
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
-        """Returns the arguments that describe a layer's cache, for append and attention alike."""
+        """Returns the arguments that describe a layer's cache, as append and attention both take them."""
         k_scale, v_scale = self._constants.scales(layer)
         tails = {}
         if self.tails is not None:
@@ -567,7 +568,7 @@ class KVCache:
         }
 
     def _rows(self, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Copies pages [layers, pages, ...] into rows [layers, length, num_kv_heads, row]."""
+        """Copies the rows of pages [layers, pages, ...] to a tensor [layers, length, num_kv_heads, row]."""
         pages = pages.transpose(2, 3) if self.cache_layout == "HND" else pages
         return pages.flatten(1, 2)[:, :length].contiguous()
 

@@ -34,8 +34,8 @@ def check_sizes(
 
 
 def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
-    """Raises ValueError unless each of ``counts``, the sequences' new tokens, is q_len, which q's shape has. The
-    operators check the other shapes."""
+    """Raises ValueError unless every sequence has as many new tokens as q has positions. counts: new tokens of each
+    sequence. The operators check the other shapes."""
     q_len = q.shape[1] if q.dim() == 4 else None
     wrong = next((count for count in counts if q_len is not None and count != q_len), None)
     if wrong is not None:
@@ -43,7 +43,7 @@ def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
 
 
 def formats_for(kv_format: object, dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
-    """Returns K's and V's format. Raises TypeError or ValueError unless a model in ``dtype`` can use them."""
+    """Returns K's and V's format. Raises TypeError or ValueError unless a model in ``dtype`` can use both."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
     k_name, v_name = format_pair(kv_format)
@@ -79,8 +79,8 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Returns ``given``: whether q is already transformed, for a layer with a transform. Raises ValueError if ``given``
-    is None, or if the options need q_shift for a transformed q and lack it."""
+    """Returns whether q is already transformed, as ``given`` says for a layer with a transform. Raises ValueError if
+    ``given`` is None, or if a transformed q needs a q_shift that the options lack."""
     if given is None:
         raise ValueError(
             f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
@@ -105,8 +105,8 @@ def sees_shift(options: dict[str, Any]) -> bool:
 def checked_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Returns a layer's scale after checking it. Raises TypeError or ValueError if it is invalid, missing, or not
-    needed.
+    """Checks a layer's scale and returns it. Raises TypeError or ValueError if it is invalid or missing, or if the
+    format needs none.
 
     held: the tensor that the scale will be copied to; None for a format that keeps no scale beside the cache.
     """

@@ -2,7 +2,7 @@
 
 The least scale without saturation maps the greatest magnitude to the greatest code (absmax). A few outliers can make
 that scale too coarse for all other numbers. Then a scale from a percentile of the magnitudes is better, although
-outliers saturate; TensorRT's and vLLM's calibrators do the same.
+outliers saturate. TensorRT's and vLLM's calibrators use percentiles, too.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class AppendCall(NamedTuple):
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        """The arguments that most calls lack: everything from cu_seqlens on."""
+        """The arguments that most calls lack: all fields from cu_seqlens on."""
         return self[NUM_USUAL:]
 
     @property
@@ -145,7 +145,7 @@ def check_append(call: AppendCall) -> None:
 
 
 def _check_memory(call: AppendCall) -> None:
-    """Raises ValueError if a tensor that is written overlaps with another argument. q_out may be q itself."""
+    """Raises ValueError if a tensor that the append writes overlaps with another argument. q_out may be q itself."""
     others = {name: value for name, value in call._asdict().items() if isinstance(value, torch.Tensor)}
     for name in ("v_cache", "k_cache", "q_shift", "q_out"):
         written = others.pop(name, None)
@@ -154,8 +154,8 @@ def _check_memory(call: AppendCall) -> None:
 
 
 def check_kinds(call: AppendCall) -> None:
-    """Raises TypeError or ValueError unless arguments are tensors on k's device, and contiguous where strides are not
-    free."""
+    """Raises TypeError or ValueError unless arguments are tensors on k's device. Where strides are not free, tensors
+    also have to be contiguous."""
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
         "q_norm k_norm k_scale v_scale q_shift"

@@ -32,7 +32,7 @@ def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
     """Returns the number of lanes that share a row, a power of two. For every head_dim each lane then has an even
     number of columns: ``lane_columns`` if possible.
 
-    Groups of columns are then whole numbers of lanes for up to 8 groups a row.
+    In a row of up to 8 groups of columns, each group then has a whole number of lanes.
     """
     lanes = WARP_THREADS
     while lanes > 1 and (
@@ -69,10 +69,10 @@ class RowTransform:
     """Which steps a cache transform has on rows, known at compile time.
 
     Attributes:
-        center, factor: whether K has a center; whether K and q have factors.
+        center: whether K has a center. factor: whether K and q have factors.
         v_factor: whether V has factors.
         shift: whether the kernel writes q . center.
-        k_rotation, v_rotation: columns of the Hadamard blocks of K and q, and of V; 1 for no rotation.
+        k_rotation: columns of the Hadamard blocks of K and q. v_rotation: columns of those of V. 1 for no rotation.
     """
 
     center: bool = False
@@ -116,7 +116,7 @@ class WrittenRows:
 
     Attributes:
         format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
-        head_dim: columns of a row: of q and k, or of v.
+        head_dim: columns of a row, as many as q and k have, or v.
     """
 
     format: str
@@ -134,7 +134,7 @@ class RowPrologue:
     Attributes:
         rope: "none", "half" or "interleaved".
         rotary_dim: columns of q and k that are rotated; 0 without RoPE.
-        has_bias, has_norm: whether a call may give any bias, or any norm of q and k.
+        has_bias: whether calls may give biases. has_norm: whether calls may give norms of q and k.
     """
 
     rope: str = "none"
@@ -173,8 +173,8 @@ class AppendConfig:
             is, if ``runs`` is 2. Otherwise a lane should own `LANE_ELEMENTS`.
         leads: whether attention over the same caches is launched as this kernel's programmatic dependent. If so, the
             kernel lets attention start early, and leaves the SMs' shared memory to attention.
-        decode: whether every token is its request's only new one, at the last position. The kernel then has no code for
-            slots, position ids and bounds of requests; see `for_decode`.
+        decode: whether every token is its request's only new token, at the request's last position. The kernel then has
+            no code for slots, position ids and bounds of requests; see `for_decode`.
         transform: the steps on rows between RoPE and quantisation; None for none.
     """
 
@@ -238,13 +238,13 @@ class AppendConfig:
 
     @property
     def least_ctas(self) -> int:
-        """For how many CTAs an SM must at least have registers (``min_blocks_per_mp``). With a transform the number is
-        only `ctas_per_sm`, since the kernel needs more registers."""
+        """The number of CTAs that the compiler must leave an SM enough registers for (``min_blocks_per_mp``). With a
+        transform the number is only `ctas_per_sm`, since the kernel needs more registers."""
         return RESIDENT_WARPS // NUM_WARPS if self.transform is None else self.ctas_per_sm
 
     @property
     def smem_percent(self) -> int:
-        """The percentage of an SM's combined L1 and shared memory that this kernel requests as shared memory.
+        """The percentage of an SM's L1 cache and shared memory that the kernel requests as shared memory.
 
         The percentage is 100 if attention follows (``leads``), else 0. With less than 100, attention could not start on
         an SM before this kernel has ended there.

@@ -73,7 +73,8 @@ class CacheConstants:
         return len(self.transforms)
 
     def save(self, path: str | Path) -> None:
-        """Writes the file. Raises ImportError without safetensors (``pip install 'cute-kernels[checkpoints]'``)."""
+        """Writes the constants to a file at ``path``. Raises ImportError without safetensors (``pip install
+        'cute-kernels[checkpoints]'``)."""
         from safetensors.torch import save_file
 
         tensors: dict[str, torch.Tensor] = {}
@@ -128,7 +129,7 @@ class CacheConstants:
 
 
 def constants_of(constants: CacheConstants | str | Path) -> CacheConstants:
-    """Returns the given constants, or reads them if a path is given. Raises TypeError for anything else."""
+    """Returns the given constants, or reads constants from the given path. Raises TypeError for anything else."""
     if isinstance(constants, (str, Path)):
         return CacheConstants.load(constants)
     if not isinstance(constants, CacheConstants):

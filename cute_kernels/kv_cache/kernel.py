@@ -91,7 +91,7 @@ class AppendKernel:
         )
 
     def _shares(self, inputs: Inputs, wave):
-        """Returns (how the work is distributed among CTAs, the grid)."""
+        """Returns (`Shares`, which says how the work is distributed among CTAs, and the grid)."""
         config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         q_rows, kv_rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave, Q_ROWS_PER_KV_ROW, cutlass.select_)
@@ -317,8 +317,8 @@ class AppendKernel:
     def process_q(self, raw, asked, constants, source, cos, sin, heads, extras, targets, place):
         """Applies bias, norm, RoPE and transform to the team's q heads, and stores them.
 
-        The loop is unrolled, except for decode and for transformed rows. In decode, fetching the copies of the code
-        would take longer than the few rows do. With a transform, the code is long.
+        The loop is unrolled, except for decode and for transformed rows. In decode, fetching copies of the code would
+        take longer than the few rows take. With a transform, the code is too long to unroll.
         """
         elements, ahead = self.k_elements, Q_ROWS_IN_FLIGHT
         values = cute.make_rmem_tensor(elements.count, Float32)
@@ -439,8 +439,8 @@ class AppendKernel:
 
     @cute.jit
     def turn(self, values, asked, cos, sin, given, head, ahead, lane):
-        """Applies bias, norm and RoPE to a q or k row. given: addresses of bias and norm weights, and the norm's
-        epsilon."""
+        """Applies bias, norm and RoPE to a q or k row. given: (address of the bias, address of the norm weights, the
+        norm's epsilon)."""
         bias, norm, eps = given
         self.row_extras.add_bias(values, asked, bias, self.k_elements, head, ahead, lane)
         self.row_extras.normalise(values, asked, norm, eps, lane)

@@ -25,7 +25,7 @@ class LayerConstants:
         device: where scales and transforms lie.
 
     Attributes:
-        transforms: the transform of each layer, on the device; None for a layer that has none or whose transform
+        transforms: the transform of each layer, on the device; None for a layer without a transform, or with one that
             changes nothing.
     """
 

@@ -22,7 +22,7 @@ class MemoryReport:
         tokens_stored: tokens in pages; tokens that several sequences share count once.
         token_bytes: bytes of K and V of one token, all layers.
         token_bytes_bf16: bytes of K and V of one token in bf16, all layers.
-        tail_bytes: bytes of the newest keys of formats in blocks, which lie beside the pages, all layers.
+        tail_bytes: bytes of the newest keys beside the pages, for formats in blocks, all layers.
     """
 
     kv_format: str

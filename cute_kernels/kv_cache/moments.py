@@ -129,7 +129,8 @@ class Moments:
         self._sums[name] = self._sums[name].to(x.device) + x if name in self._sums else x
 
     def _check_shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Checks the shapes against those of earlier calls, and keeps them; returns num_kv_heads."""
+        """Checks that the shapes fit each other and the shapes of earlier calls, and keeps them. Returns
+        num_kv_heads."""
         check_floating(q=q, k=k, v=v)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3 or 0 in x.shape:
@@ -163,7 +164,7 @@ def group_of(form: KvFormat, head_dim: int) -> int:
 
 
 def can_rotate(head_dim: int) -> bool:
-    """Returns whether the kernels can rotate rows of ``head_dim`` columns: it must be a power of two."""
+    """Returns whether the kernels can rotate rows of ``head_dim`` columns: whether it is a power of two."""
     return not head_dim & (head_dim - 1)
 
 

@@ -1,4 +1,4 @@
-"""The call of the append kernel: plan and launch in eager mode; the registered operator under torch.compile."""
+"""Computes appends: by plan and launch in eager mode, by the registered operator under torch.compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
 
 
 def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Appends on the device where the tensors are.
+    """Appends new tokens on the device where the tensors are. Returns the rotated q, or None without q.
 
     ``call`` and ``extras`` together are the fields of an `AppendCall`, which would take longer to make. ``extras``: the
     fields from cu_seqlens on, or None if all of them are None, as in most calls.
@@ -67,8 +67,8 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 
 def _checked(given: Given) -> AppendCall:
-    """Returns the call as an object after all checks that need not wait for the device. In debug mode it checks lengths
-    and pages as well."""
+    """Makes the `AppendCall` of ``given``, after all checks that need not wait for the device. In debug mode it also
+    checks lengths and pages."""
     call, extras = given
     checked = AppendCall(*call, *(extras or ()))
     check_append(checked)

@@ -82,7 +82,8 @@ class PageTable:
         return len(self._sequences)
 
     def __getitem__(self, seq_id: SeqId) -> SequencePages:
-        """Returns the sequence. Raises ValueError if the name is unknown, TypeError if it cannot be a name."""
+        """Returns the sequence called ``seq_id``. Raises ValueError if the name is unknown, TypeError if it cannot be a
+        name."""
         check_name("seq_id", seq_id)
         try:
             return self._sequences[seq_id]
@@ -153,7 +154,7 @@ class PageTable:
         return [copy for copy in copies if copy is not None]
 
     def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
-        """Makes a sequence with all tokens of another, in the same pages."""
+        """Makes a sequence ``new_id`` with all tokens of ``seq_id``, in the same pages."""
         parent = self[seq_id]
         self._check_new("new_id", new_id)
         for page in parent.pages:

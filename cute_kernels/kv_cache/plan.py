@@ -51,7 +51,8 @@ class AppendPlan:
             (:mod:`cute_kernels.kv_cache.arguments`) by name. In native code it compares the shape, strides, dtype,
             alignment and device of every tensor with its compiled signature. It launches on torch's current stream of
             the tensors' device.
-        phase_steps: the turns per position of the angles, kept alive because ``send`` holds its address.
+        phase_steps: the turns per position of RoPE's angles. The tensor is kept alive because ``send`` holds its
+            address.
         new_q_out: arguments of `GPU.empty` that allocate the rotated q if the caller gives no tensor; None without q.
         k_view, v_view: dtypes as which the kernel takes the caches; None for the caches' own dtypes.
         head_major: whether the caches are "HND".
@@ -122,7 +123,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
 
 
 def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
-    """Makes the plan of a checked call that has tokens; ``leads`` as for `config_of`."""
+    """Makes the plan of a checked call that has tokens. leads: as for `config_of`."""
     device, rope = call.k.device, call.rope
     steps = None if rope is None else rope.phase_steps(device)
     positions = call.position_ids
@@ -170,8 +171,8 @@ def _sender(call: AppendCall, config: AppendConfig, **fixed: int | float) -> Cal
 
 
 def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
-    """Raises ValueError if rows are not aligned for the kernel's vectors, or cannot be rotated by its lanes; ``leads``
-    as for `config_of`."""
+    """Raises ValueError if rows are not aligned for the kernel's vectors, or lanes cannot rotate them. leads: as for
+    `config_of`."""
     config = config_of(call, leads=leads)
     for name, head_dim in (("k_rotation", config.k.head_dim), ("v_rotation", config.v.head_dim)):
         width = 1 if config.transform is None else getattr(config.transform, name)

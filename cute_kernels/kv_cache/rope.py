@@ -40,7 +40,8 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class NtkScaling:
-    """NTK-aware scaling (bloc97, emozilla): theta grows until the lowest frequency is divided by about the stretch.
+    """NTK-aware scaling (bloc97, emozilla): theta grows until the lowest frequency is divided by about the stretch (see
+    ``seq_len``).
 
     Args:
         factor: the factor of transformers' "dynamic" scaling.
@@ -117,10 +118,10 @@ class YarnScaling:
     Args:
         factor: by how much the context grows.
         original_max_position: positions that the model was trained for.
-        beta_fast, beta_slow: turns within the trained context above which a frequency is kept, and below which it is
-            divided by ``factor``.
-        attention_factor: the factor of cosines and sines. Default: computed from ``mscale`` and ``mscale_all_dim``
-            (DeepSeek) if given, else 0.1 ln(factor) + 1.
+        beta_fast, beta_slow: numbers of turns within the trained context. A frequency with more than beta_fast turns is
+            kept; one with fewer than beta_slow turns is divided by ``factor``.
+        attention_factor: the number that cosines and sines are multiplied by. Default: computed from ``mscale`` and
+            ``mscale_all_dim`` (DeepSeek) if given, else 0.1 ln(factor) + 1.
         truncate: whether the range of blended dimensions is rounded outwards to whole dimensions.
     """
 
@@ -156,7 +157,8 @@ class YarnScaling:
         return blended
 
     def _dimension(self, turns: float, rotary_dim: int, theta: float) -> float:
-        """Returns the pair whose frequency makes ``turns`` turns within the trained context."""
+        """Returns the number of the pair, as a fraction, whose frequency makes ``turns`` turns within the trained
+        context."""
         return rotary_dim * math.log(self.original_max_position / (turns * TURN)) / (2 * math.log(theta))
 
     def amplitude(self) -> float:
@@ -183,7 +185,7 @@ def base_frequencies(rotary_dim: int, theta: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of a head's first ``rotary_dim`` columns; the others pass through.
+    """Rotary embedding of a head's first ``rotary_dim`` columns. Other columns pass through.
 
     Args:
         rotary_dim: columns that are rotated; even, at most head_dim.

@@ -126,7 +126,7 @@ class RowTransformer:
 
     @cute.jit
     def transform_q(self, values, constants, given, head, next_head, place):
-        """Transforms a row of q. With ``parts.shift`` it also stores the shift of the row's scores."""
+        """Transforms a row of q. With ``parts.shift`` it also stores the row's q_shift."""
         if const_expr(self.parts.shift):
             total = self.shift_of(values, constants)
             if place.valid:

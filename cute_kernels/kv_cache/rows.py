@@ -219,7 +219,7 @@ class NibbleRow(CodedRow):
         return [self._over_group(combine[i % 2], statistics[i]) for i in range(self.num_statistics)]
 
     def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32]]:
-        """Returns (codes in whole words, header words of the lane's groups)."""
+        """Returns (the lane's codes packed into words, header words of the lane's groups)."""
         rounded, header = [], []
         for s in range(self.sets):
             codes, word = encode_nibbles(self.of_set(values, s), statistics[2 * s], statistics[2 * s + 1])
@@ -281,7 +281,8 @@ class ScaledRow(CodedRow):
         return ~functools.reduce(operator.and_, [statistics[s] <= self.limit for s in range(self.sets)])
 
     def reduce(self, statistics) -> list[Float32]:
-        """Reduces statistics over the group, if rows have header words; else returns them unchanged."""
+        """If rows have header words, reduces statistics over the lanes of each group; otherwise returns them
+        unchanged."""
         sizes = [statistics[s] for s in range(self.sets)]
         return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
 
@@ -315,7 +316,7 @@ class ScaledRow(CodedRow):
         return divisor.tame(self.repair(value)), divisor.tame_step
 
     def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32] | None]:
-        """Returns (codes in whole words, header words of the lane's groups or None).
+        """Returns (the lane's codes packed into words, header words of the lane's groups or None).
 
         values, steps: the values and the result of `find_steps`. If they were `awkward`, both have gone through `tame`.
         """

@@ -99,10 +99,10 @@ def fold(
     *,
     rope: RotaryPairs | None,
 ) -> Folded:
-    """Multiplies the projection of q by factors, and divides the projection of k by them. Scores stay the same up to
-    rounding.
+    """Multiplies the weights and biases of q's projection by factors, and divides those of k's projection by the
+    factors. Scores stay the same up to rounding.
 
-    Do not use it for models that normalise q and k after the projection (QK-norm): the norm would undo the factors.
+    Models that normalise q and k after the projection (QK-norm) cannot use this: the norm would undo the factors.
 
     Args:
         factors: [num_kv_heads, head_dim] from `smooth_keys`.

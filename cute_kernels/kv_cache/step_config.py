@@ -45,7 +45,7 @@ class StepConfig:
 
     @property
     def queries_meet_more(self) -> bool:
-        """Whether queries have further steps than RoPE: biases, norms, factors or a rotation."""
+        """Whether queries have steps besides RoPE: biases, norms, factors or a rotation."""
         transform = self.append.transform
         return self.has_terms or (transform is not None and (transform.k_rotation > 1 or transform.factor))
 
@@ -80,7 +80,7 @@ class StepConfig:
 def serving_config(
     problem: AttentionProblem, schedule: DecodeSchedule, append: AppendConfig, positions: bool = False
 ) -> StepConfig | None:
-    """Returns the result of `step_config` if one launch is faster than two; else None.
+    """Returns the result of `step_config`, or None if two launches are faster than one.
 
     Steps on queries besides RoPE delay the beginning of each CTA. With such steps and many waves of CTAs, a separate
     append is faster: measured at 15 waves, but not at 4 (docs/design/kv_append.md).
@@ -96,7 +96,7 @@ def serving_config(
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
     """Returns the configuration of one launch that appends and attends, or None if it cannot be compiled.
 
-    It writes the same rows as `append_kv`, bit for bit, since as many lanes sum up a norm.
+    The launch writes the same rows as `append_kv`, bit for bit: as many lanes add up a row's squares for its norm.
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:

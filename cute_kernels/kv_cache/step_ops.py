@@ -1,9 +1,9 @@
 """The call of append and attention as one step: plan and launches in eager mode, and the registered operator.
 
-Some steps are one launch (:mod:`.step_plan`), others are two. The second launch is then a programmatic dependent of the
-first: it starts when all CTAs of the first have signalled it. It waits for the end of the first only before it reads
-appended data (`RingFiller.await_append`). The first launch is an ordinary one, so the data that the second reads before
-its wait was written before both launches.
+Some steps are one launch (:mod:`.step_plan`), others are two: an append, then attention as its programmatic dependent.
+Attention starts when all CTAs of the append have let it start. It waits for the append's end only before it reads
+appended data (`RingFiller.await_append`). The append is an ordinary launch, so all data that attention reads before its
+wait was written before both launches.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class StepPlan:
 
 
 def _key(step: Step) -> tuple[Any, ...]:
-    """Returns the key of a step's plan. The key has everything because of which the second launch could be refused
-    after the first one. The first launch's compiled function checks the rest, as
+    """Returns the key of a step's plan. The key has everything for which attention could be refused after the
+    append has been launched. The append's compiled function checks the rest, as
     `cute_kernels.runtime.operator.launcher` says."""
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
@@ -170,8 +170,8 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_p
 
 
 def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """Returns the two calls of a step after all checks that need not wait for the device. In debug mode it checks
-    lengths and pages as well."""
+    """Returns the calls of append and of attention of a step, after all checks that need not wait for the device. In
+    debug mode it also checks lengths and pages."""
     append, attention = make_calls(step)
     append_plan.check_alignment(append, leads=True)
     attention_plan.check_alignment(attention)
@@ -251,7 +251,7 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
 
 
 def _as_tokens(name: str, x: torch.Tensor, q_shape: torch.Size) -> torch.Tensor:
-    """Returns [batch, q_len, heads, head_dim] as a view [tokens, heads, head_dim]."""
+    """Returns x [batch, q_len, heads, head_dim] as a view [tokens, heads, head_dim]."""
     check_shape(name, x, *q_shape[:2], "heads", "head_dim", why=", the tokens of q")
     try:
         return x.view(x.shape[0] * x.shape[1], *x.shape[2:])

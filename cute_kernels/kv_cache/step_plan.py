@@ -76,7 +76,8 @@ class OneLaunchPlan:
 
     Attributes:
         attention: the plan of the kernel, which appends as well.
-        phase_steps: the turns per position of the angles, kept alive because the launch holds its address.
+        phase_steps: the turns per position of RoPE's angles. The tensor is kept alive because the launch holds its
+            address.
         restores: whether the kernel undoes V's transform in its output.
     """
 
@@ -110,8 +111,7 @@ def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | Non
 
 
 def lie_well(q: torch.Tensor) -> bool:
-    """Returns whether q is aligned so that attention can read it in place. An append accepts smaller alignments,
-    too."""
+    """Returns whether q's address and strides are aligned as attention needs them. An append accepts less alignment."""
     return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
 
 

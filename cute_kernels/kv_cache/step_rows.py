@@ -2,9 +2,9 @@
 the cache.
 
 Every CTA rotates the queries of its heads. Only the CTA whose tiles include a request's newest token writes that
-token's K and V. Consumer warps do both, since they would otherwise wait for their first tile. A *team* of lanes takes a
-row, as in :mod:`.kernel`; all lanes of a warp take the same branches. The transform follows RoPE, in the same code as
-in an append.
+token's K and V. Consumer warps rotate and write, since they would otherwise wait for their first tile. A *team* of
+lanes takes a row, as in :mod:`.kernel`; all lanes of a warp take the same branches. The transform follows RoPE, by the
+code of an append.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ class NewRows:
 
     @property
     def writers(self) -> int:
-        """The number of warps that write K; the same number of other warps writes V. Each team of a warp writes one KV
-        head's row at a time."""
+        """How many warps write K; as many other warps write V. Each team of a warp writes one KV head's row at a
+        time."""
         wanted = -(-self.attention.mainloop.num_heads // self.teams)
         return max(1, min(wanted, self.attention.num_warps // 2))
 

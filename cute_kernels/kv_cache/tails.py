@@ -30,7 +30,7 @@ class KeyTails:
     Attributes:
         rows: fp16 [layers, sequences, 64, KV heads, head_dim]. rows[layer] is the k_tail of `append_kv`.
 
-    Raises ValueError if such a cache is impossible.
+    Raises ValueError unless page_size is a multiple of a block's tokens.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ def append_then_attend(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     options: dict[str, Any],
 ) -> Any:
-    """Does for keys in blocks what `KVCache.append_and_attend` does for others: appends, then attends. The two calls
-    cannot overlap, since a launch between them fills blocks.
+    """Appends to a cache with keys in blocks, then attends: `KVCache.append_and_attend` for such a cache. The two
+    launches cannot overlap, since a third one between them fills blocks.
 
     append, attend: the methods of a `KVCache`, for one layer and batch. transform: the layer's transform. qkv, options:
     as for `KVCache.append_and_attend`.

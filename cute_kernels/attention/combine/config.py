@@ -19,8 +19,8 @@ class CombineConfig:
     Attributes:
         dtype: the result's dtype, one of `DTYPES`.
         ndim: the result's number of dimensions, one of `NDIMS`.
-        states: whether the parts are two results of other calls, in ``dtype`` with natural log-sum-exps. Otherwise
-            they are what the splits of an extend launch leave: fp32, with log2 sums.
+        states: whether the parts are two results of other calls, in ``dtype`` with natural log-sum-exps. Otherwise the
+            parts are the splits' results of an extend launch, in fp32 with log2 sums.
     """
 
     compiled_by: ClassVar[str] = "cute_kernels.attention.compile:compile_combine"

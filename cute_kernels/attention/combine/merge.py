@@ -97,8 +97,8 @@ class Merger:
 
     @cute.jit
     def finish_row(self, work, results, ring, warp, lane):
-        """Combines the CTA's share of its last row, if the row has several splits and the CTA a share. ``work``: the
-        CTA's last unit, which is finished. The CTA waits here for other CTAs, so it may have no further unit that
+        """Combines the CTA's share of its last row, if the row has several splits and the CTA has a share. ``work``:
+        the CTA's last unit, which is finished. The CTA waits here for other CTAs, so it may have no further unit that
         others wait for."""
         if (work.num_parts > 1) & (work.part < work.num_parts):
             share = self.share_of(work, results)
@@ -128,7 +128,7 @@ class Merger:
 
     @property
     def direct_log2(self) -> int:
-        """log2 of the number of combiners from which on a CTA has a thread for every vector of its share."""
+        """log2 of the least number of combiners with which a CTA has a thread for every vector of its share."""
         return (-(-self.num_vectors // self.config.num_threads) - 1).bit_length()
 
     @property
@@ -153,7 +153,7 @@ class Merger:
 
     @cute.jit
     def publish_warp(self, state, address, warp, lane, slice_index):
-        """Writes a warp's unnormalised outputs and statistics to the merge buffer."""
+        """Writes a warp's unnormalised outputs, and their (maximum, sum) pairs, to the merge buffer."""
         columns, softmax = range(self.config.columns), state.softmax
         totals = [lane_sum(softmax.totals[column], COLUMN_LANES) for column in columns]
         values = self.value_reader.outputs(state.values)
@@ -322,7 +322,7 @@ class Merger:
         return results.workspace + work.partial_row(query_row, part) * (4 * self.config.partial_words)
 
     def partial_offset(self, work, part):
-        """Returns the offset in bytes of a part's partial result from that of part 0."""
+        """Returns the bytes in the workspace from part 0's partial result to the partial result of ``part``."""
         shape = work.place.shape
         return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 

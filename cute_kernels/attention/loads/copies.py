@@ -261,7 +261,7 @@ class _Operand:
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of a run: a part of the tile that has bytes of all its tokens, in order."""
+        """Bytes of a run: a part of the tile that has some or all columns of every token, in order."""
         raise NotImplementedError
 
     def row_start(self, first: Int32):

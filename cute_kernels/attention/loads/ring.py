@@ -1,4 +1,4 @@
-"""The producer warps of a decode attention CTA: they keep its ring of K and V tiles full."""
+"""The producer warps of a decode attention CTA, which keep its ring of K and V tiles full."""
 
 import cutlass
 import cutlass.cute as cute
@@ -26,8 +26,7 @@ class RingFiller:
         self.writes_rows = writes_rows
 
     def make_pages(self):
-        """Makes registers for one (page, row of the page) pair a tile: for as many tiles as the ring has stages, and
-        one more."""
+        """Makes registers for (page, row of the page) pairs: one pair for each stage of the ring, and one more."""
         pages = cute.make_rmem_tensor(2 * (self.config.pipeline.num_stages + 1), Int32)
         pages.fill(0)
         return pages
@@ -153,7 +152,7 @@ class RingFiller:
         self.await_append(work, token)
 
     def finish(self) -> None:
-        """Ends the producers' work, when all tiles of the CTA's units are in flight."""
+        """Ends the producers' work. Called when all tiles of the CTA's units are in flight."""
         self.copier.drain()
         self.let_next_begin()
 

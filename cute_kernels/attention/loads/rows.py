@@ -9,9 +9,10 @@ Half of the warps decode K, half V. When a warp has decoded its rows of one tile
 rows, then waits until that tile is free. A warp issues no loads while it decodes: the hardware counts a thread's loads
 together, so decoding would wait for all of them. The pages of a tile are loaded one tile ahead.
 
-Byte codes with one scale for a head or tensor become fp16 numbers without the scale. A row's scale is multiplied in, in
-fp16, up to a power of 2 that a warp's rows have in common (:mod:`.powers`). K's warps read V's scales, too: consumers
-want V's powers with K's tile, before its softmax. INT4 rows become half of code * scale + shift in fp16, rounded once.
+Byte codes with one scale for a head or tensor become fp16 numbers without the scale. A scale of a row is divided by a
+power of 2 that a warp's rows share (:mod:`.powers`), and multiplied in, in fp16. K's warps read V's scales, too:
+consumers want V's powers of 2 with K's tile, before the tile's softmax. INT4 rows become half of code * scale + shift
+in fp16, rounded once.
 """
 
 from __future__ import annotations
@@ -333,7 +334,7 @@ class TileWriter:
 
 
 class RowProducer:
-    """The producer warps of a cache of codes, of K, of V or of both: half of the warps fill K's tiles, half V's.
+    """The producer warps of caches in which K, V or both have codes. Half of the warps fill K's tiles, half V's.
 
     Where K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2
     with K's tile. So if V's rows have scales and K is not decoded, each of K's warps reads the scales of one V warp's
@@ -345,8 +346,8 @@ class RowProducer:
         self.writers = {operand: TileWriter(config, operand) for operand in (KEYS, VALUES) if config.decoded[operand]}
 
     def make_maps(self, k_cache, v_cache):
-        """Returns (K's tensor map, V's tensor map). A map is None if its operand has codes; None replaces the pair if
-        both have. Runs on the host."""
+        """Returns (K's tensor map, V's tensor map). A map is None if its operand has codes. If both operands have
+        codes, returns None instead of the pair. Runs on the host."""
         if all(self.config.decoded):
             return None
         caches = enumerate((k_cache, v_cache))

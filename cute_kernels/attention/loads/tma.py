@@ -1,7 +1,8 @@
 """The producer of 16-bit caches: TMA tiles of 128-byte rows in the 128-byte swizzle, without decoding.
 
 Some tokens of a block may not exist, or no query may see them. The rows of such tokens become zeros, and the block's
-valid rows are copied one by one. Memory there may hold anything, and NaN times a probability of 0 is NaN.
+valid rows are copied one by one. The memory of a token that does not exist may hold anything, and NaN times a
+probability of 0 is NaN.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_rows(self, operand: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
-        """Copies the rows of a tile that some query sees; the others become zeros."""
+        """Copies the rows of a tile that some query sees. Other rows become zeros."""
         for start in cutlass.range_constexpr(0, self.row_pieces[operand], WARP_THREADS):
             self.copy_pieces(operand, start, filling, at, stage, lane)
         cute.arch.cp_async_commit_group()
@@ -188,7 +189,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_pieces(self, operand: cutlass.Constexpr, start: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
-        """Starts copying pieces of rows from piece ``start`` on, at most 32 of a row."""
+        """Starts copying pieces of a tile's rows: of each row at most 32 pieces, from piece ``start`` on."""
         work, memory, first = filling.work, filling.memory, at.block * self.config.tile_tokens
         rows, row_pieces = filling.source.rows(operand), self.row_pieces[operand]
         row_lanes = min(row_pieces, WARP_THREADS)

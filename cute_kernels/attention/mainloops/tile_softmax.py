@@ -67,14 +67,15 @@ class Softmax:
         self.terms = ScoreTerms(self.features, 2, self.count // 2)
 
     def load_tile_scales(self, address) -> list[Any]:
-        """Loads the words of shared memory with a tile's scales, see :meth:`scales_in`."""
+        """Loads a tile's scales from shared memory, as words for :meth:`scales_in`."""
         if not any(self.tile_scales):
             return []
         return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
 
     def scales_in(self, words) -> list[TileScale]:
         """Returns the scales of each part of a tile; 1 where tiles have none. Callers convert words as late as
-        possible. Scales take three times as many registers, which are scarce while scores and accumulators are live."""
+        possible. Scales take three times as many registers as words, and registers are scarce while scores and
+        accumulators are live."""
         if not words:
             return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
         if self.runs > 1:
@@ -149,8 +150,8 @@ class Softmax:
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor that turns scores into exponents of 2 after :meth:`take`, which may have turned them
-        already."""
+        """Returns the factor that turns scores into exponents of 2 after :meth:`take`. It is 1 if :meth:`take` has
+        already turned them."""
         return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
     def own(self, row: int, run: int) -> list[int]:

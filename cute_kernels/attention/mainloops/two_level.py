@@ -22,7 +22,7 @@ from cute_kernels.device.softmax import row_of
 
 
 class TwoLevelSums:
-    """The processing of blocks for FP8 products. Its methods have the arguments of `tiles.Consumer`'s."""
+    """The processing of blocks for FP8 products. Its methods have the arguments of `tiles.Consumer`'s methods."""
 
     def __init__(self, config: ExtendConfig, consumer: Any):
         self.config, self.consumer, self.products = config, consumer, consumer.products

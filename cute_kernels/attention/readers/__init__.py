@@ -1,9 +1,9 @@
 """Readers turn shared-memory tiles into MMA operands. Each cache format names one reader of keys and one of values.
 
 A key reader scores a block of 32 tokens against a warp's queries. A value reader adds up the block's rows of V,
-weighted by the probabilities. K and V may have different formats. `int4` and `bytes` say how codes become operands,
-`rows` and `dense` where codes lie. `dense` also reads 16-bit elements. `common` has the parts that all readers share.
-`decoded` reads the rows of any format that can make fp16 numbers of its codes.
+weighted by the probabilities. K and V may have different formats. `int4` and `bytes` say how codes become operands.
+`rows` and `dense` say where codes lie. `dense` also reads 16-bit elements. `common` has the parts that all readers
+share. `decoded` reads the rows of any format that can make fp16 numbers of its codes.
 
 Every method runs in all lanes of a warp. ``g = lane // 4`` and ``t = lane % 4``; ``j`` in 0..3 numbers the row halves
 of a block: a lane holds the scores of tokens ``(g, j)``. ``column`` numbers the lane's query heads: ``2 block + c`` for

@@ -182,7 +182,7 @@ class RowValueByteReader(RowValueReader):
 
 
 class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
-    """The key reader of bare bytes: an MMA contracts a chunk of a row, 4 columns to a lane."""
+    """The key reader of bare bytes. An MMA contracts a chunk of a row; each lane has 4 of the chunk's columns."""
 
     num_groups = 1
 
@@ -256,7 +256,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         return state
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
-        """Adds P V of 32 tokens; probabilities [j][column] in fp32."""
+        """Adds P V of 32 tokens to the accumulators. probabilities: [j][column] in fp32."""
         blocks = range(self.config.mainloop.blocks_per_warp)
         operands = [
             [ptx.transpose_8x8(ptx.pack_f16x2(*row[2 * block : 2 * block + 2])) for row in probabilities]
@@ -272,7 +272,8 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
                     self.multiply_add(state, LOAD_CHUNKS * load + half, [*first, *last], probability, "f16")
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        """Returns the warp's sums P V: a list of (column of queries, first column of V, fp32 values of consecutive
+        columns of V)."""
         result = []
         for chunk in range(self.tile.num_chunks):
             scales = self._output_scales(state, chunk)

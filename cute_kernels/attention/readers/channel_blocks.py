@@ -1,13 +1,13 @@
 """Keys with a scale and a shift for each channel of 32 tokens: :class:`layouts.kv.channel_blocks.ChannelBlocks`.
 
-With k_tc = scale_c q_tc + shift_c over a block of tokens t,
+A key is k_tc = scale_c q_tc + shift_c, for tokens t of a block and codes q_tc. So with queries Q_c the scores are
 
     S_t = sum_c q_tc (scale_c Q_c) + sum_c shift_c Q_c
 
-so scales go into the queries, once a block: two fp16 numbers an instruction, for each B register of the codes' MMAs.
-The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators, alike in all rows, are what the
-codes' MMAs start from. For 32 tokens and 128 columns this takes 16 packed products (8 more for the shifts) and 8 MMAs.
-Rows with four groups would take a conversion, a product and a sum for each group, row and query.
+Scales are multiplied into the queries once a block: one instruction for two fp16 numbers of each B register of the
+codes' MMAs. The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators, alike in all rows,
+are what the codes' MMAs start from. For 32 tokens and 128 columns this takes 16 packed products (8 more for the shifts)
+and 8 MMAs. Rows with four groups would take a conversion, a product and a sum for each group, row and query.
 
 The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6. Registers of high
 nibbles hold a 16th of their queries (see `.int4`); 16 times a shift is an fp16 number, too.
@@ -125,8 +125,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
     # -- the tail -----------------------------------------------------------------------------------------------------
 
     def open_tail(self, state: State, tail, work, head: Int32):
-        """Starts loading the slot of a request, from which the address of its tail rows for a KV head follows. Does not
-        wait."""
+        """Starts loading a request's slot of the tail, and computes from it where the rows of a KV head lie in the
+        tail. Does not wait."""
         slot = ptx.load_global_words(tail.slots + Int64(work.request) * 4, 0, 1)[0].to(Int32)
         state.tail_stride = work.place.shape.num_kv_heads * (2 * self.config.head_dim)
         rows = Int64(slot) * (Int64(state.tail_stride) * TAIL_TOKENS)

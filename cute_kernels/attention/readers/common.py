@@ -85,8 +85,8 @@ class CodeKeyReader:
         num_groups: groups of columns, each with its own sum of queries.
         units_per_group: units of columns of a group.
         pairs: for each B register of a unit, which of the lane's codes meet its low and its high half.
-        factors: for each B register of a unit, the factor of its queries. It is below 1 where operands of codes are too
-            large by its reciprocal.
+        factors: for each B register of a unit, the factor of its queries. A factor below 1 makes up for operands of
+            codes that are too large by 1 / factor.
         code_unit: 1 / v, where v is the operand that stands for code 1.
         sum_factor: the factor by which sums of queries are multiplied; None if the reader needs no such sums.
         query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).
@@ -102,7 +102,7 @@ class CodeKeyReader:
     query_exponent: int = QUERY_EXPONENT
 
     def load_queries(self, address, offset: int, num_words: int) -> list[Any]:
-        """Loads queries as the function :func:`load_queries` does."""
+        """Loads words of a query by the function :func:`load_queries`."""
         return load_queries(self.config, address, offset, num_words)
 
     def unit_queries(self, state: State, words) -> list[Any]:
@@ -150,7 +150,7 @@ class CodeKeyReader:
         return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
 
     def sums_of_group(self, state: State, group: int) -> list[Any]:
-        """Returns each column's sum of queries over a group, times ``sum_factor``; None instead of each sum if none is
+        """Returns a group's sum of queries, times ``sum_factor``, for each column of the lane; Nones if no sums are
         needed."""
         if self.sum_factor is None:
             return [None] * self.config.columns
@@ -165,8 +165,8 @@ class CodeKeyReader:
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
-        """Returns (B registers, sum of each group) of one block of queries. ``exact``: whether fp16 holds the queries
-        exactly."""
+        """Returns (B registers of one block of queries, sum of the queries of each group of columns). ``exact``:
+        whether fp16 holds the queries exactly."""
         registers: list[Any] = []
         sums = [Float32(0.0) for _ in range(self.num_groups)]
         for index, unit in enumerate(units):
@@ -181,8 +181,8 @@ class CodeKeyReader:
         return registers, sums
 
     def _sums_of_columns(self, state: State, sums) -> list[Any]:
-        """Returns [c][group] sums of queries for the query heads of the lane's columns c = 0 and 1. sums: what the lane
-        has added up for query head g."""
+        """Exchanges sums of queries between lanes. sums: for each group, what the lane has added up for query head g.
+        Returns [c][group]: the sums for the query heads of the lane's columns c = 0 and 1."""
         if self.sum_factor is None:
             return []
         totals = [lane_sum(value, (1, 2)) * self.sum_factor for value in sums]

@@ -71,8 +71,8 @@ class DecodedKeyReader(RowKeyReader):
 
 
 class DecodedValueReader(RowValueReader):
-    """The value reader of decoded rows. MMAs take pairs of two tokens in one column; they are made of two tokens' pairs
-    of columns."""
+    """The value reader of decoded rows. MMAs take pairs of two tokens in one column, which are made from two tokens'
+    pairs of columns."""
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)

@@ -121,7 +121,7 @@ class DenseValueReader(SwizzledLoads, ValueReader):
         return state
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
-        """Adds P V of 32 tokens; probabilities [j][column] in fp32."""
+        """Adds P V of 32 tokens to the accumulators. probabilities: [j][column] in fp32."""
         blocks = range(self.config.mainloop.blocks_per_warp)
         operands = [[ptx.transpose_8x8(self.pack(*row[2 * b : 2 * b + 2])) for row in probabilities] for b in blocks]
         for pair in range(2):
@@ -130,7 +130,8 @@ class DenseValueReader(SwizzledLoads, ValueReader):
                 self.multiply_add(state, step, a, [rows[2 * pair : 2 * pair + 2] for rows in operands], self.dtype)
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        """Returns the warp's sums P V: a list of (column of queries, first column of V, fp32 values of consecutive
+        columns of V)."""
         return [
             (column, K_STEP * step + MATRIX * half + state.g, [state.accumulators[self.place(step, half, column)]])
             for step in range(self.num_loads)

@@ -160,7 +160,7 @@ class RowValueReader(RowLoads, ValueReader):
     still be added up."""
 
     def scale(self, header) -> Any:
-        """Returns the scale in a header as fp32; here the header is the scale."""
+        """Returns a header's scale as fp32; here the header itself is the scale."""
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
@@ -190,7 +190,7 @@ class RowValueReader(RowLoads, ValueReader):
         return (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
-        """Returns the headers of the block's rows: [j][group]."""
+        """Loads the headers of the block's rows. Returns [j][group]."""
         return [self._load_header(state.header_offset + tile_address, block_offset, j) for j in range(4)]
 
     def log_scale(self, headers, j: int):
@@ -208,7 +208,7 @@ class RowValueReader(RowLoads, ValueReader):
         return self.place(unit * self.unit_mmas + code // 2, code % 2, column)
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
-        """Adds P V of 32 tokens; probabilities [j][column] in fp32, headers as :meth:`load_scales` returns them."""
+        """Adds P V of 32 tokens; probabilities: [j][column] in fp32. headers: the result of :meth:`load_scales`."""
         operands = self._probability_operands(state, probabilities, headers)
         for pair in range(2):
             for unit in range(self.tile.v_units):
@@ -247,8 +247,8 @@ class RowValueReader(RowLoads, ValueReader):
         return WORD_BYTES * (self._row_offset(j, parity) + words)
 
     def _accumulate_unit(self, state: State, unit: int, words, operands):
-        """Adds P V of one unit of columns. words: [half][parity] codes of four tokens. operands: [block] B
-        registers."""
+        """Adds P V of one unit of columns. words: the codes of four tokens, [half][parity]. operands: the B operand of
+        each block of queries."""
         rows = [self.code_pairs(state, *pair) for pair in words]  # [half][output row of the lane]
         for mma in range(self.unit_mmas):
             if self.lane_codes == 1:
@@ -258,7 +258,8 @@ class RowValueReader(RowLoads, ValueReader):
             self.multiply_add(state, unit * self.unit_mmas + mma, a, operands, "f16")
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        """Returns the warp's sums P V: a list of (column of queries, first column of V, fp32 values of consecutive
+        columns of V)."""
         terms = self.output_terms(state)
         result = []
         for unit in range(self.tile.v_units):

@@ -205,7 +205,8 @@ class ScaledByteRows(ByteRows):
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
     def scale_place(self, group, row):
-        """Returns the offset in bytes of the scale of a warpgroup's row in a tile, without the row's shift."""
+        """Returns where a row's scale lies in a tile, in bytes, without the row's shift. row: counted among the
+        warpgroup's rows."""
         return self.group_place(group) + row * self.row_bytes
 
     # -- keys -----------------------------------------------------------------------------------------------------

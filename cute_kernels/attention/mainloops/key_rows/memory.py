@@ -52,7 +52,7 @@ class KeyRowsMemory:
         told: fp32 numbers that a warpgroup's warps exchange: [warpgroup], and in each [warp][tile_rows], then
             [tile_rows].
         tops: fp32 [8], the greatest number among each warp's queries. Then a word for each warpgroup, see `flag`.
-        slots, work: as `loads.memory.ExtendMemory` has them.
+        slots, work: as in `loads.memory.ExtendMemory`.
         tile_pipeline: the pipeline of K's and V's tiles together: a consumer waits once a block, and arrives once.
     """
 

@@ -467,7 +467,7 @@ class KeyRowsConsumer:
         sums.probabilities[0] = self.shape.probability_bytes - sums.probabilities[0]
 
     def any_of_warpgroup(self, memory, place):
-        """Returns 1 if some thread has set the warpgroup's flag since its probabilities are too large; else 0.
+        """Returns 1 if some thread of the warpgroup has set the flag, because its probabilities are too large; else 0.
         Synchronises the warpgroup, so that MMAs see all probabilities that were written before."""
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_warpgroup(place.group)
