@@ -116,15 +116,15 @@ def from_bits(x: Uint32) -> Asm[Float32]:
 
 @pure
 def pack_e4m3x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Rounds two fp32 to nearest-even E4M3, saturating at 448. They are the low two bytes of the result; the others are
-    0."""
+    """Rounds two fp32 to nearest-even E4M3, saturating at 448. Returns them in the low two bytes of a word; the upper
+    two bytes are 0."""
     return Asm("{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }")
 
 
 @pure
 def pack_e5m2x2(low: Float32, high: Float32) -> Asm[Uint32]:
-    """Rounds two fp32 to nearest-even E5M2, saturating at 57344. They are the low two bytes of the result; the others
-    are 0."""
+    """Rounds two fp32 to nearest-even E5M2, saturating at 57344. Returns them in the low two bytes of a word; the upper
+    two bytes are 0."""
     return Asm("{ .reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }")
 
 
@@ -184,7 +184,8 @@ def load_global_if(
 ) -> Asm[list[Uint32]]:
     """Loads 2 or 4 words of global memory where ``condition`` is not 0, else zeros and no access.
 
-    constant: whether the words stay unchanged while the kernel runs. If not, the access keeps its order among others.
+    constant: whether the words stay unchanged while the kernel runs. If not, the access keeps its order among other
+    accesses.
     """
     zeros = " ".join(f"mov.u32 ${i}, 0;" for i in range(num_words))
     load = f"ld.global{'.nc' if constant else ''}{loaded(num_words)}, [${num_words + 1} + {offset}];"
@@ -284,13 +285,13 @@ def copy_to_global(target: Int64, source: Int32, num_bytes: Int32) -> Asm[None]:
 
 @effect
 def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32]) -> Asm[None]:
-    """Stores two fp32 in the shared memory of a CTA of the cluster, at an address from `address_in`."""
+    """Stores two fp32 in shared memory of the cluster, at an address from `address_in`."""
     return Asm(f"st.shared::cluster.v2.f32 [$0 + {offset}], {{$1, $2}};")
 
 
 @effect
 def load_in_cluster(address: Int32, num_words: int) -> Asm[list[Uint32]]:
-    """Loads 2 or 4 words of the shared memory of a CTA of the cluster, at an address from `address_in`."""
+    """Loads 2 or 4 words from shared memory of the cluster, at an address from `address_in`."""
     return Asm(f"ld.shared::cluster{loaded(num_words)}, [${num_words}];", count=num_words)
 
 

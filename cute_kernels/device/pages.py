@@ -5,7 +5,7 @@ steps:
 
     1, with the length           2                               3                   4
     list[request, head, place]   block_table[request, page]      rows of K and V
-    counts[request, head]        list[request, head, count - 1]  tokens of the list  scores that tokens end
+    counts[request, head]        list[request, head, count - 1]  tokens of the list  masks of scores
 
 A contiguous cache has no table: that load falls away. Without lists the table is asked in step 1.
 """

@@ -263,7 +263,8 @@ def store_shared_zero(address: Int32, zero: Uint32 | int = 0) -> Asm[None]:
 def load_global_words(address: Int64, offset: int, num_words: int, *, constant: bool = True) -> Asm[list[Uint32]]:
     """Loads 1, 2 or 4 words of global memory in one access, which the compiler does not move.
 
-    constant: whether the words stay unchanged while the kernel runs. If not, the access keeps its order among others.
+    constant: whether the words stay unchanged while the kernel runs. If not, the access keeps its order among other
+    accesses.
     """
     load = f"ld.global{'.nc' if constant else ''}{loaded(num_words)}, [${num_words} + {offset}];"
     return Asm(load, count=num_words, memory=not constant)

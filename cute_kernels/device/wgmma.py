@@ -32,7 +32,8 @@ DESCRIPTOR_LOW = 1 << 16
 
 
 def descriptor(address) -> Uint32:
-    """Returns the lower word of the descriptor of B at a shared address: rows of 128 bytes in the 128-byte swizzle.
+    """Returns the lower word of B's descriptor. B lies at a shared address, in rows of 128 bytes with the 128-byte
+    swizzle.
 
     The next 16 of a row's 64 columns begin ``STEP_BYTES`` later; see `advanced`.
     """
@@ -88,8 +89,8 @@ def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
 
 @dsl_user_op
 def wait_for(sums: Sequence[Float32], pending: int, *, loc=None, ip=None) -> list[Float32]:
-    """Waits until at most the last ``pending`` groups are running. None of these may write the accumulators ``sums``,
-    which are returned."""
+    """Waits until at most the last ``pending`` groups are running. The groups that still run must not write the
+    accumulators ``sums``, which are returned."""
     return _through(f"wgmma.wait_group.sync.aligned {pending};", sums, Float32, "f", loc=loc, ip=ip)
 
 

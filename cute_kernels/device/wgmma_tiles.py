@@ -1,8 +1,8 @@
 """Warpgroup MMAs over bf16 or fp16 tiles of shared memory in the 128-byte swizzle: layouts, operands, issue.
 
-A tile of R rows and C columns (C a multiple of 64) lies as C / 64 slabs of R rows of 128 bytes; the 16-byte pieces of
-row r of a slab are permuted by ``piece ^ (r % 8)``. The same bytes serve as a K-major operand [rows, columns] and as an
-MN-major operand [columns, rows]: a tile can be K in one product and V in the next.
+A tile has R rows and C columns, C a multiple of 64. It consists of C / 64 slabs; a slab has R rows of 128 bytes. Row r
+of a slab has its 16-byte pieces permuted by ``piece ^ (r % 8)``. The same bytes serve as a K-major operand [rows,
+columns] and as an MN-major operand [columns, rows]: a tile can be K in one product and V in the next.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Functions by which a team of lanes writes one row of a KV cache, and `divide_by`, a division by a number of the
-host."""
+"""Writes one row of a KV cache by a team of lanes. `divide_by` divides by a number of the host."""
 
 import cutlass
 import cutlass.cute as cute

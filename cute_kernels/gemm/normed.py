@@ -27,8 +27,8 @@ class RowNorm:
     def of(
         self, x: torch.Tensor, order: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Computes the norm of x's rows by a launch of its own. Rows are copied first where the kernel does not support
-        their strides or alignment.
+        """Computes the norm of x's rows by a separate launch. If the kernel does not support the rows' strides or
+        alignment, they are copied first.
 
         order, input_scale: as in `cute_kernels.rms_norm`.
         """

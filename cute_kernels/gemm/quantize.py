@@ -163,8 +163,8 @@ def _choose_scales(
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns fp32 [rows, groups, length] of [rows, K]; a short last group is filled with zeros, which the range of
-    every group contains."""
+    """Returns w [rows, K] as fp32 [rows, groups, length]. A short last group is filled up with zeros. They do not
+    change its scale, since every group's range contains 0."""
     w = w.float()
     missing = -w.shape[1] % length
     return (pad(w, (0, missing)) if missing else w).unflatten(1, (-1, length))

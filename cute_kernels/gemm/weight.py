@@ -56,8 +56,8 @@ def symmetric_zero(bits: int) -> int:
 
 
 def _share_of_groups(tensor: torch.Tensor, rank: int, world_size: int, more: int) -> torch.Tensor:
-    """Returns a rank's share of the G groups of a tensor [tiles, G + more, 64], followed by all of the last ``more``
-    groups."""
+    """Cuts a tensor [tiles, G + more, 64] along its groups. Returns a rank's share of the first G groups, followed by
+    the last ``more`` groups."""
     groups = tensor.shape[1] - more
     own = tensor[:, :groups].chunk(world_size, dim=1)[rank]
     return torch.cat((own, tensor[:, groups:]), dim=1) if more else own.contiguous()
@@ -456,7 +456,7 @@ def check_weight_format(weight_format: object) -> None:
 
 
 def check_presence(zeros: object, weight_format: WeightFormat) -> None:
-    """Raises ValueError unless zero points are given if, and only if, the format has some."""
+    """Raises ValueError if the format has zero points and ``zeros`` is None, or if it has none and they are given."""
     if (zeros is not None) != bool(weight_format.has_zeros):
         found, wanted = ("none", "some") if zeros is None else ("some", "None")
         raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {spelling(weight_format)}")

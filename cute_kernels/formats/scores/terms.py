@@ -56,8 +56,7 @@ class ScoreState:
 class ScoreTerm:
     """The base of terms, which does nothing.
 
-    features: of the variant. columns: number of queries that a lane has. rows: number of a block's keys that a lane
-        has.
+    features: the variant's features. columns: number of a lane's queries. rows: number of a lane's keys in a block.
     """
 
     changes_scores = False

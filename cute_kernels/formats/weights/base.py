@@ -25,9 +25,9 @@ Format = TypeVar("Format", bound="WeightFormat")
 class WeightFormat(ABC):
     """The format of a stored weight [N, K]: codes, and a scale for each group of consecutive inputs of a row.
 
-    Codes lie in the order of `layouts.weights.hopper`; scales and zero points lie in tiles [N_pad / 64, G, 64], so
-    those of 64 rows of a group are neighbours. Subclasses are frozen dataclasses with ``eq=False`` whose fields JSON
-    can hold. Each format has one object, the registered one: it equals only itself, and unpickling returns it.
+    Codes lie in the order of `layouts.weights.hopper`; scales and zero points lie in tiles [N_pad / 64, G, 64], so the
+    scales of 64 rows for one group are neighbours. Subclasses are frozen dataclasses with ``eq=False`` whose fields
+    JSON can hold. Each format has one object, the registered one: it equals only itself, and unpickling returns it.
 
     Attributes:
         bits: bits of a code, 4 or 8.
@@ -140,7 +140,8 @@ class WeightFormat(ABC):
 
     @property
     def more_groups(self) -> int:
-        """Number of groups whose scales would take as many bytes of a tile as the scales of the second level."""
+        """The number of groups whose scales take as many bytes as a row's second-level scale; 0 without a second
+        level."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property
@@ -199,11 +200,11 @@ class WeightFormat(ABC):
         return
 
     def fitting(self, scales: torch.Tensor) -> WeightFormat:
-        """Returns the format with the same bytes that supports these stored scales. May wait for a GPU."""
+        """Returns the format that has the same bytes and supports the stored ``scales``. May wait for a GPU."""
         return self
 
     def includes(self, other: WeightFormat) -> bool:
-        """Returns whether the bytes of a weight of another format are a weight of this format, too."""
+        """Returns whether the bytes of any weight in the format ``other`` are also a weight in this format."""
         return other is self
 
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

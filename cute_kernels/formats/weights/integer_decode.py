@@ -165,7 +165,7 @@ class SubnormalDecoder(CodeDecoder):
         self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """Returns (factor, offset) for the codes of each row; without scales, those for scale 1.
+        """Returns (factor, offset) for the codes of each row. Without ``scales`` the scale is 1.
 
         points: zero points; not used for symmetric weights.
         """

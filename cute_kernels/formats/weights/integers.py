@@ -230,9 +230,9 @@ def check_scales(name: str, scales: torch.Tensor) -> None:
 def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
     """Raises ValueError if kernels cannot subtract a zero point, uint8, from codes of so many bits; waits for a GPU.
 
-    8-bit codes may have any zero point. 4-bit codes may have zero points up to 16: a fragment's second row has them
-    four bits further up, where larger ones are no subnormal bf16 number (`SubnormalDecoder`). Checkpoints have none
-    above 16.
+    8-bit codes may have any zero point. 4-bit codes may have zero points up to 16. In a fragment's second row zero
+    points stand four bits higher, and larger ones would not be subnormal bf16 numbers (`SubnormalDecoder`). Checkpoints
+    have none above 16.
     """
     top = 1 << bits
     if zeros is not None and bits < 8 and int(zeros.max()) > top:

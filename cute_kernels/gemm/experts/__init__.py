@@ -1,10 +1,10 @@
-"""Mixtures of experts with INT4 and INT8 weights: grouped products, and a layer of two of them.
+"""Mixtures of experts with weights in 4- or 8-bit codes: grouped products, and layers of two grouped products.
 
 Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`. `schedule` says how many rows experts
 are assumed to have, `choice` which kernel and layout compute a product. `wgmma` has the grouped products by tiles, and
-says how they differ from `cute_kernels.gemm.wgmma`. `ranges` has those of few rows, by work ranges over the active
-experts' weights. `routing` and `combine` come before and after the products, `router` chooses experts, and `module` has
-the layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
+says how they differ from `cute_kernels.gemm.wgmma`. `ranges` has the grouped products of few rows, by work ranges over
+the active experts' weights. `routing` and `combine` come before and after the products, `router` chooses experts, and
+`module` has the layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def grouped_linear(
     check, wrong values are undefined behaviour.
 
     Returns:
-        [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places after expert_offsets[E]: those
-        of a given ``out`` stay as they are; in a new tensor they are 0 on the CPU, and hold anything on a GPU.
+        [places, N], or [places, N / 2] of a gated activation, in ``out_dtype``. Places from expert_offsets[E] on have
+        no expert. In a given ``out`` they stay as they are; in a new tensor they are 0 on the CPU, and hold anything on
+        a GPU.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.

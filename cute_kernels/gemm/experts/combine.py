@@ -1,5 +1,5 @@
-"""The kernel that adds up the results of a token's experts: one thread for four columns of a token, in the order of its
-assignments.
+"""The kernel that adds up the results of a token's experts, in the order of its assignments. A thread takes four
+columns of a token.
 
 Results lie in the order of places, so those of one token lie apart. Adding them here, in a fixed order, costs one write
 and one read of them in L2. Atomics in the GEMM's epilogue would save that, but results would depend on the order of

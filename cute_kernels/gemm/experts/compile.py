@@ -1,4 +1,4 @@
-"""The kernels that ship for products of experts, and all kernels of a given layer."""
+"""The kernels of experts: those that ship, and those that a product or a layer launches."""
 
 from __future__ import annotations
 

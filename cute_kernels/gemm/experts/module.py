@@ -104,7 +104,7 @@ Biases = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class OfExperts(nn.Module):
-    """A layer of two products of experts, and the format to which both round activations."""
+    """A layer of experts: two products, which may round activations to FP8."""
 
     batch_invariant: bool = False
     activation: ActivationFunction = Swiglu()  # also of layers pickled before they had one
@@ -333,7 +333,7 @@ def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfEx
 
 
 def parts_of(layer: QuantizedLinear | OfExperts) -> tuple[QuantizedLinear, ...] | tuple[QuantizedExperts, ...]:
-    """Returns the parts of a layer that have a weight each, in the order of the layer's products."""
+    """Returns the modules that hold a layer's weights, in the order of the layer's products."""
     return (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
 
 

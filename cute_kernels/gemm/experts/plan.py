@@ -125,7 +125,7 @@ Products = tuple[GroupedProduct, GroupedProduct]
 
 
 class LayerForm(NamedTuple):
-    """The properties of a layer's calls that decide its products. Each call has at least one assignment.
+    """What a layer's products depend on in its calls. Each call has at least one assignment.
 
     Attributes:
         id_bits: bits of an expert's id, 32 or 64.
@@ -255,8 +255,8 @@ def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, sc
     """Returns the function that sorts assignments by expert. With ``lays_out_rows`` it also puts rows of x in that
     order, for a product that does not gather them.
 
-    The function takes x, ids and the address of the scratch memory. It returns (x of the first product, the routing of
-    each product, the address of the indices by which results are added up).
+    The function takes x, ids and the address of the scratch memory. It returns (x for the first product, each product's
+    arguments for the routing, the address of the places that the sum over experts reads).
     """
     num_experts, sort = form.num_experts, routing_function(id_bits, form.device_index)
     gather = gathering(count, form) if lays_out_rows else None

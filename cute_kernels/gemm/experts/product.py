@@ -41,7 +41,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 TENSORS = ("codes", "scales", "zeros", "bias", "x_scales")
 """Names of the tensors, besides x, that callers pass to a bound product. They pass addresses of out and, for sorted
 assignments, of offsets and rows, for unsorted ones of ids."""
-FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
+FEW_PLACES = 256  # up to so many places, results that a layer adds up are stored in fp32; more take half the bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GroupedProduct(Product):
 
     Attributes:
         gathers: whether it takes rows of x by index.
-        stores_fp32: whether results that a layer adds up are best stored in fp32, as there are few of them.
+        stores_fp32: whether the product stores results that a layer adds up in fp32, since they are few.
         waits: whether the product has to wait for the previous launch before it reads offsets and rows, or ids. If not,
             it loads weights while the previous launch ends. None for kernels without this choice.
         finds_ids: whether it takes unsorted assignments, by ids of experts.

@@ -16,8 +16,8 @@ def room_for(k: int) -> int | None:
 
 
 def parts_of(m: int, k: int, num_sms: int, room: int = 0) -> int:
-    """Returns the number of CTAs for each row. Without ``room`` (inputs keep their order), each thread then has one
-    vector.
+    """Returns the number of CTAs for each row. Without ``room``, inputs keep their order, and a row has so many CTAs
+    that each thread takes one vector.
 
     CTAs make one part of all rows before the next part, so rows that are gathered several times are read from L2. With
     ``room`` every CTA loads all of its row. So a row has several CTAs only if there are then at most two CTAs for each

@@ -89,7 +89,7 @@ class InputRowsKernel:
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
-        """Loads the order and the factors of a vector's inputs; if ``vector`` is after the row's end, those of the last
+        """Loads the order and the factors of a vector's inputs. A ``vector`` after the row's end stands for the last
         vector."""
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:

@@ -107,8 +107,8 @@ class Loader:
     def following(self, sizes: Sizes, tile):
         """Returns the number of the CTA's next work tile; one lane calls it.
 
-        No CTA waits for tiles of the last product. So these are not drawn one by one but distributed evenly: each CTA
-        has equally many, or one more.
+        No CTA waits for tiles of the last product. So its tiles are not drawn one by one but distributed evenly: each
+        CTA has equally many, or one more.
         """
         number = tile + sizes.num_ctas
         if tile < sizes.waited_for:

@@ -1,4 +1,4 @@
-"""The numbers of a launch of several products, and the shared memory of a CTA."""
+"""The numbers that describe a launch of several products, and a CTA's shared memory."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a launch. first_end to num_tiles: the number after each product's last work tile. waited_for: work
-    tiles whose results other CTAs wait for, all but the last product's. used: words of these results. x, residual: the
-    first product's."""
+    """The sizes of a launch. first_end to num_tiles: the number after each product's last work tile. waited_for: number
+    of work tiles whose results other CTAs wait for: all but the last product's. used: words that these results take. x,
+    residual: addresses for the first product."""
 
     first_end: Int32
     second_end: Int32

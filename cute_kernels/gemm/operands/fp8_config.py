@@ -71,7 +71,7 @@ def check_activations(activations: object, scale: object, form: WeightFormat, k:
 
 
 def x_group(form: WeightFormat) -> int:
-    """Returns how many inputs of a row of x share a scale, for weights of a format; 0 for all of K.
+    """Returns how many inputs in a row of x share a scale, if weights have a given format; 0 for all of K.
 
     x has groups only for weights with 8-bit codes in groups: DeepSeek's checkpoints were calibrated with such scales.
     With one scale per row, one instruction instead of two adds a sum.

@@ -59,8 +59,8 @@ class ScaledRows:
     def make(
         self, x: torch.Tensor, scale: torch.Tensor | None = None, end: int = 0, rows: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes (codes, scales) on the current device. x: 16 bits [.., k], k a multiple of 8, on 16 bytes. scale: the
-        scale of all of x, or None. end, rows: addresses, see `ROWS`."""
+        """Makes (codes, scales) on the current device. x: bf16 or fp16 [.., k], k a multiple of 8; its
+        address is a multiple of 16 bytes. scale: the scale of all of x, or None. end, rows: addresses, see `ROWS`."""
         codes, scales = GPU.empty(*self.new_codes), GPU.empty(*self.new_scales)
         given = 0 if scale is None else scale.data_ptr()
         self.send(x=x, end=end, rows=rows, given=given, out=codes.data_ptr(), scales=scales.data_ptr())

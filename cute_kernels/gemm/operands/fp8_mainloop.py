@@ -109,7 +109,7 @@ class Fp8Mainloop(StageByStage):
     """The mainloop policy of FP8 products; `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop` describes the
     methods.
 
-    x_scale_shift: as in `LimbReader`; None where tiles begin at any multiple of 8 rows.
+    x_scale_shift: as in `LimbReader`; None if tiles begin at multiples of 8 rows.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class Fp8Mainloop(StageByStage):
                 self.add(acc, k_block, group, wgmma.wait_for(started, 0), [], first)
 
     def load_x_scales(self, memory, stage, x_place, tile_m: int, first: int) -> list[Any]:
-        """Loads a thread's scales of up to `PIECE_M` rows of x, two of every eight. Those of all rows would not fit in
-        registers."""
+        """Loads the scales of a thread's rows among up to `PIECE_M` rows of x: two of every eight. The scales of all
+        rows would not fit in registers."""
         return self.reader.load_x_scales(memory, stage, x_place + 4 * first, min(PIECE_M, tile_m - first))
 
     def groups(self, memory, stage, place) -> list[Group]:
@@ -216,11 +216,12 @@ class Fp8Mainloop(StageByStage):
         return sums
 
     def add(self, acc, k_block: KBlock, group: Group, sums, before: Sequence[Any], first_row: int = 0) -> list[Any]:
-        """Scales the sums of a group for some rows of x, and adds ``before``, the total of the k block's earlier
-        groups. Returns the new total.
+        """Scales a group's sums for some rows of x, and adds ``before``, the total of the k block's earlier groups.
+        Returns the new total.
 
         After the k block's last group it adds the total, times the scales of x, to the accumulators and returns [].
-        Where x has one scale per row, it adds each group's sums to the accumulators at once and returns []."""
+        Where x has one scale per row, it adds each group's sums to the accumulators at once and returns [].
+        """
         first, scales = group.tile * (self.config.tile_m // 2) + first_row // 2, group.scales
         if self.by_row:
             for i, value in enumerate(sums):

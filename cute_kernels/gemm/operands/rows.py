@@ -57,7 +57,8 @@ class RowCodes:
         return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """Returns (the factor of inputs, bits of the scale) from the bits of the largest magnitude."""
+        """Returns (the factor that inputs are multiplied by, bits of the scale). largest: bits of the largest
+        magnitude."""
         most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
         finite = largest < INFINITY
         scale = Uint32(numbers.bits(numbers.multiply(most, Float32(1 / MOST))))
@@ -66,7 +67,7 @@ class RowCodes:
         return Float32(factor), Uint32(cutlass.select_(finite, scale, Uint32(0x7FFFFFFF)))
 
     def given_scale(self, bits) -> tuple[Any, Any]:
-        """Returns (the factor of inputs, bits of the scale) of a given scale."""
+        """Returns (the factor that inputs are multiplied by, bits of the scale) for a given scale."""
         return self.over(bits.bitcast(Float32)), bits
 
     def over(self, by) -> Any:
@@ -185,7 +186,7 @@ class RowsKernel:
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
     def source(self, piece, group, groups, row_pieces):
-        """Returns the index of the piece of a row of x that a lane reads. With ``half_last``, the first half of the
+        """Returns the index, in a row of x, of the piece that a lane reads. With ``half_last``, the first half of the
         last group reads after the row's end, which gives zeros."""
         if not self.config.half_last:
             return piece
@@ -200,8 +201,7 @@ class RowsKernel:
 
     @cute.jit
     def of_row(self, x, row, row_pieces, groups, first, lane, thread):
-        """Returns (the factor of inputs, bits of the scale) of a whole row, as `RowCodes.scales_of` does. All threads
-        of the CTA get the same values."""
+        """Returns the results of `RowCodes.scales_of` for a whole row. All threads of the CTA get the same values."""
         largest = Int32(0)
         for begin in cutlass.range(0, groups, IN_FLIGHT * GROUPS_AT_ONCE, unroll=1):
             pieces = [(begin + i * GROUPS_AT_ONCE + first) * GROUP_LANES + lane for i in range(IN_FLIGHT)]

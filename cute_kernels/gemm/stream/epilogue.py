@@ -124,8 +124,8 @@ class StreamEpilogue:
 
     @cute.jit
     def finish(self, operands, memory, work, segment, index, held, tid):
-        """Adds up all parts of this CTA's share of a block and stores the outputs. Parts are added in order, a held one
-        last."""
+        """Adds up all parts of this CTA's share of a block and stores the outputs. Parts are added in order; but if the
+        CTA's own part is ``held``, it is added last."""
         first, end = self.share(work, segment)
         parts, part = self.parts_of(work, segment)
         own = cutlass.select_(held, part, Int32(-1))

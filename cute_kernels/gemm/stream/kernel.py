@@ -55,8 +55,8 @@ class StreamLane:
 
 
 class SliceLoads:
-    """The loads of x: the CTA's slice of K of all rows, part by part as the weights need it. The slice stays in shared
-    memory for all blocks."""
+    """The loads of x. A CTA loads its slice of K for all rows, part by part as the weights need it. The slice stays in
+    shared memory for all blocks."""
 
     def __init__(self, config: StreamConfig):
         self.config = config

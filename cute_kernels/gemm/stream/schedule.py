@@ -1,8 +1,9 @@
 """Chooses the configuration of a product, and how its weights are cut among CTAs. Plain Python, no GPU.
 
-A memory-bound product reads every byte of its weights once. So its time is that of these bytes at the memory's rate,
-plus what the schedule adds: SMs with larger shares than others, activations that every group of CTAs reads again,
-partial results. The model adds up these terms; its rates are those of an H200 (docs/design/weight_only_linear.md).
+A memory-bound product reads every byte of its weights once. So it takes the time to read these bytes at the memory's
+rate, and the time that the schedule adds. Some SMs may have larger shares, every group of CTAs reads activations again,
+and partial results are exchanged. The model adds up these terms; its rates are those of an H200
+(docs/design/weight_only_linear.md).
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class StreamSchedule:
         return {name: getattr(self, name) for name in names}
 
     def workspace_words(self, m: int) -> int:
-        """Returns the number of fp32 words of partial results; 0 if every CTA has all of K of its blocks."""
+        """Returns the number of fp32 words that partial results take; 0 if every CTA computes its blocks over all of
+        K."""
         whole = all(self.group_range(group)[0] % self.slice_k_blocks == 0 for group in range(self.num_groups))
         if self.num_slices == 1 and whole:
             return 0

@@ -107,11 +107,11 @@ class Work:
         return self.slice_index * self.shape.slice_k_blocks
 
     def missing_x(self, index, k_block, end, k_block_bytes: int):
-        """Returns (offset in the slice, size), in bytes, of the activations of a token that must be loaded for k blocks
-        [k_block, end) of the ``index``-th segment. Activations that were loaded before are left out.
+        """Returns the activations that must be loaded for k blocks [k_block, end) of the ``index``-th segment: (offset
+        in the slice, size), in bytes for each token. Activations that were loaded before are left out.
 
-        The first segment loads the activations of its k blocks, the second segment those of the rest of the slice.
-        Later segments load none.
+        The first segment loads the activations of its k blocks. The second segment loads the rest of the slice. Later
+        segments load none.
         """
         seen = cutlass.select_(index == 1, self.segment(0).end, Int32(0))
         first = cutlass.max(k_block, seen) * k_block_bytes

@@ -1,9 +1,9 @@
-"""The DSMEM reduction of tiles of few rows: partials are published to the CTA of a cluster that adds them up.
+"""The DSMEM reduction for tiles of few rows: CTAs of a cluster publish partials to the CTA that adds them up.
 
-The CTAs of a cluster compute equal parts of K of one block of output features, and divide its tiles of 64 features
-among them. If another CTA stores a tile, a warpgroup writes its accumulators into that CTA's shared memory. A barrier
-there counts their bytes. So a partial travels once; through the workspace it would be stored to L2 and polled for. Each
-barrier is used once, since a CTA of a cluster has one work tile.
+The CTAs of a cluster compute equal parts of K for one block of output features. Each stores some of the block's tiles
+of 64 features. If another CTA stores a tile, a warpgroup writes its accumulators into that CTA's shared memory. A
+barrier there counts their bytes. So a partial travels once; through the workspace it would be stored to L2 and polled
+for. Each barrier is used once, since a CTA of a cluster has one work tile.
 
 If warpgroups interleave k blocks, their accumulators are first added up through their CTA's own memory. Then the CTA
 sends a single partial, since sending takes some hundred clocks for each 4 KB.
@@ -134,7 +134,8 @@ class InterleavedReduction:
 
 
 class ClusterReduction(StoringReduction):
-    """Reduces parts of K in the shared memory of a cluster, tile by tile: one CTA stores each tile of 64 features."""
+    """The reduction of parts of K through a cluster's shared memory. Each tile of 64 features has one CTA that adds up
+    and stores it."""
 
     def __init__(self, config: WgmmaConfig, epilogue: TileStore, places: Places):
         super().__init__(config, epilogue, places)

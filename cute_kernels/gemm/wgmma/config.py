@@ -108,12 +108,12 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def block_tiles(self) -> int:
-        """Tiles of 64 output features of a CTA."""
+        """Number of tiles, of 64 output features each, in a CTA's block."""
         return self.n_tiles * self.warpgroups // self.k_warpgroups - self.mainloop.spare
 
     @property
     def last_tiles(self) -> int:
-        """Tiles of 64 output features of a CTA's last warpgroup."""
+        """Number of tiles, of 64 output features each, of a CTA's last warpgroup."""
         return self.n_tiles - self.mainloop.spare
 
     @property
@@ -167,8 +167,8 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def combine_batch(self) -> int:
-        """Vectors of another CTA's part of K that a thread loads at a time: a divisor of `thread_vectors`, so that all
-        batches are full."""
+        """Number of vectors that a thread loads at a time from another CTA's part of K. It divides `thread_vectors`, so
+        all batches are full."""
         return gcd(MOST_COMBINED, self.thread_vectors)
 
     @property

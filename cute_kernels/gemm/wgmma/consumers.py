@@ -82,9 +82,9 @@ class Consumers:
     def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, releases, present, count: int):
         """Multiplies a work tile of which ``present`` row parts, at least ``count``, have rows.
 
-        MMAs are only as wide as the parts that have rows. So each number of parts, or most numbers, have a loop of
-        their own, all in the same registers. Columns of parts that were not loaded are never stored. state and result:
-        as in `RegisterMainloop.multiply`.
+        MMAs are only as wide as the parts that have rows. So all or most numbers of parts have a loop of their own. All
+        loops use the same registers. Columns of parts that were not loaded are never stored. state and result: as in
+        `RegisterMainloop.multiply`.
         """
         here, last = state
         tile_m = count * self.config.part_m

@@ -134,7 +134,8 @@ class GivingStore:
 
     @cute.jit
     def store_chunk(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int, chunk: int):
-        """Stores a chunk's rows, the rows times the norm's weights, and sums of squares: 8 features a thread."""
+        """Stores three results of a chunk: its rows, the rows times the norm's weights, and a sum of squares for each
+        row's 64 features. Each thread stores 8 features at a time."""
         factors = self.factors_of(operands, store, ordinal)
         for i in cutlass.range_constexpr(-(-self.tiles.chunks[chunk][1] // TOKENS_AT_ONCE)):
             piece = self.piece(shape, store, corner, factors, ordinal, chunk, i)
@@ -150,7 +151,8 @@ class GivingStore:
         return [weight + operands.offset for weight in self.to_floats(ptx.load_shared_vector(Int32(address), 0, 4))]
 
     def piece(self, shape, store: Store, corner: Corner, factors, ordinal: int, chunk: int, i: int) -> Piece:
-        """Returns the ``i``-th 8 results of a chunk that a thread stores. All lanes of a row get the row's sum."""
+        """Returns the ``i``-th 8 results of a chunk that a thread stores. All lanes of a row
+        get the same ``total``, the sum of squares of the row's 64 features."""
         done, tile_m = self.tiles.chunks[chunk]
         buffer, vector = self.residuals.buffer(store, ordinal, chunk), store.tid % ROW_VECTORS
         token = store.tid // ROW_VECTORS + i * TOKENS_AT_ONCE
@@ -228,8 +230,8 @@ class TakingStore:
                 self.keep(operands, factors + (base + rows[i] + own) * FACTOR_BYTES, sums[i])
 
     def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
-        """Starts loading a thread's sums of squares of the first rows; `keep_asked` makes factors of them. Only kernels
-        with limbs call this; in others `make_factors` loads the sums."""
+        """Starts loading the sums of squares from which `keep_asked` makes factors. Only kernels with limbs call this;
+        in other kernels `make_factors` loads the sums."""
         own, lane = tid // self.row_lanes, tid % self.row_lanes
         return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 

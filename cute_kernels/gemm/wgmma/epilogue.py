@@ -29,7 +29,7 @@ GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W ma
 
 @dataclass(frozen=True)
 class Store:
-    """A thread's position among those that store a tile; run-time integers."""
+    """A thread's position among the threads that store a tile; run-time integers."""
 
     staging: Int32  # shared memory of its warpgroup
     warpgroup: Int32
@@ -43,7 +43,7 @@ class TileEpilogue:
 
     Args:
         dense: whether the product is dense: only then is there fast code for residuals and fp32 results. Results of
-            experts normally need neither; `store_any` stores those that do.
+            experts normally need neither; otherwise `store_any` stores them.
     """
 
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
@@ -56,7 +56,7 @@ class TileEpilogue:
 
     @cute.jit
     def prepare(self, operands, shape, store: Store, corner: Corner, ordinal: int):
-        """Starts loading the residual of the ``ordinal``-th tile that is to be stored, before a work tile's
+        """Starts loading the residual of the ``ordinal``-th tile that the warpgroup stores. Runs before the work tile's
         products."""
         if const_expr(self.dense and self.residuals.is_early(ordinal, 0)):
             if self.adds_chunks(operands, shape):

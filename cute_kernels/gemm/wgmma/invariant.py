@@ -63,9 +63,9 @@ def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 def parts_of_k(problem: LinearProblem) -> int:
     """Returns the number of parts that K is cut into, for any number of rows.
 
-    For each number of parts, the model compares the expected time with that of the fastest schedule, at each number of
-    rows in `ROWS`. The number whose worst ratio is the least is returned. All of ``problem`` counts, also the number of
-    SMs, but not the number of rows.
+    For each number of parts and each number of rows in `ROWS`, the model compares the expected time with the fastest
+    schedule's. The result is the number of parts whose worst ratio is the least. All of ``problem`` counts, also the
+    number of SMs, but not the number of rows.
     """
     # Bits depend on the number of parts: what serves only other products, and what they take, is left out.
     problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
@@ -81,8 +81,8 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Returns the numbers of parts of K that `parts_of_k` compares. No part is empty, and the CTAs of all parts of all
-    blocks of two tiles can run at the same time."""
+    """Returns the numbers of parts of K that `parts_of_k` compares. No part is empty. With blocks of two tiles, the
+    CTAs of all parts of all blocks can run at the same time."""
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
     return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
@@ -96,7 +96,8 @@ def part_inputs(k_pad: int, parts: int) -> int:
 
 
 def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
-    """Yields every schedule whose tiles all have ``parts`` parts of K, which begin at the same inputs."""
+    """Yields every schedule whose tiles all have ``parts`` parts of K. In all of them the parts begin at the same
+    inputs."""
     for config in configs_of(problem):
         schedule = schedule_of(problem, config, parts)
         if schedule is not None:
@@ -170,7 +171,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns configurations of few rows whose clusters add four parts, for layers with few features. A CTA has one
-    tile of 64 features: only then are parts added in the same order as elsewhere."""
+    tile of 64 features: only then are parts added in the order of the other schedules."""
     if not plain.has_few_features(problem):
         return []
     return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)

@@ -164,9 +164,10 @@ class TileRoles:
         CTAs of a cluster need to see only the barriers, so a fence for barriers alone suffices. An arrival that
         releases all writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
 
-        A launch may begin while the previous one is running. Its prefetches into L2 depend on nothing. All else is read
-        after the warp that initialises barriers has waited for the previous launch, weights too, which that launch may
-        have written. If every warp waits, barriers are initialised before, so that the copies follow the wait at once.
+        A launch may begin while the previous one is running. Its prefetches into L2 depend on nothing. The previous
+        launch may have written anything else, also weights. So all else is read after the warp that initialises
+        barriers has waited for it. If every warp waits, barriers are initialised before, so that the copies follow the
+        wait at once.
         """
         config = self.config
         if warp == self.weight_warp:

@@ -118,7 +118,7 @@ class MainloopCost(ABC):
 
     @abstractmethod
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks of a k block of a CTA's tile, averaged over tiles of rows."""
+        """Returns the clocks that a k block takes in a CTA's tile, averaged over the tiles of rows."""
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Returns the clocks that a launch's start takes beyond `.costs.START_CLOCKS`."""

@@ -1,4 +1,5 @@
-"""Device code that makes two signed limbs of 8 bits, and a scale for each 128 inputs, of rows of x.
+"""Device code that makes limbs from rows of x: two signed limbs of 8 bits for each input, and a scale for each 128
+inputs.
 
 The MMAs of bytes in :mod:`.limbs` read them. The largest of a row's 128 inputs decides their common power of two. In 16
 bits of fixed point, an input is 256 times a high limb plus a low one, both from -128 to 127. Inputs of at least a 64th

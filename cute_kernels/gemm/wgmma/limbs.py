@@ -7,9 +7,9 @@ is in 16-bit fixed point, with a power of two for each row and 128 inputs. Two s
 and multiplied by both: twice the columns at twice the rate of bf16. 256 times the sum over high limbs plus the sum over
 low limbs is the exact sum of a group's products.
 
-Operands may have any order of k if both have the same one. In the blob of `layouts.weights.hopper`, a thread's bytes of
-a k16 step are inputs 2t, 2t + 8, 2t + 1, 2t + 9. Their lower halves are codes of row g, their upper halves codes of row
-g + 8. So x alternates between the first and the second eight of 16 inputs.
+Operands may have any order of k, as long as W and x have the same order. In the blob of `layouts.weights.hopper`, a
+thread's bytes of a k16 step are inputs 2t, 2t + 8, 2t + 1, 2t + 9. Their lower halves are codes of row g, their upper
+halves codes of row g + 8. So x alternates between the first and the second eight of 16 inputs.
 
 FP4 codes become E4M3 by moving bits, in seven instructions for 8 codes, and bytes of integers by look-ups in eleven. So
 their x is in limbs of E4M3: see `E4m3Products`.
@@ -90,7 +90,7 @@ class LimbProducts:
 
     Args:
         tiles: number of tiles of 64 output features that are multiplied by the same limbs.
-        tile_m: rows of x that the accumulators have room for; a thread's are [tile][tokens / 2].
+        tile_m: rows of x for which there are accumulators. A thread has accumulators [tile][tile_m / 2].
         word_steps: number of k16 steps whose codes are in one word of a thread.
         bytes_of: function that decodes codes to bytes.
         groups: number of groups in a k block; each has its own scales and accumulators.
@@ -195,15 +195,15 @@ class LimbProducts:
             acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
 
     def add_shifts(self, acc, tile: int, shifts, sums, x_scales) -> None:
-        """Adds the shift of each of the thread's two rows times the sum of each token's inputs to a tile's
-        accumulators."""
+        """Adds shifts to a tile's accumulators: the shift of a row of W times the sum of a token's inputs."""
         inputs = [numbers.to_float(one * CODE_UNIT) * scale for one, scale in zip(sums, x_scales, strict=True)]
         for i in range(2 * len(inputs)):
             at = tile * (self.tile_m // 2) + i
             acc[at] = ptx.fma(inputs[i // 4 * 2 + i % 2], shifts[i // 2 % 2], acc[at])
 
     def sum_groups(self, products, scales) -> list[Any]:
-        """Returns the sum of the products of all groups of a part, each times the scale of its row."""
+        """Returns the products of a part, added up over its groups. Each group's products are multiplied by its
+        scales."""
         groups = len(scales) // 2
         count, sums = len(products) // groups, []
         for i in range(count):
@@ -276,7 +276,7 @@ class LimbReader:
         return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
-        """Loads (codes [tile], scales [tile] of the thread's rows of W, scales of its rows of x) of a stage. With limbs
+        """Loads a stage: (codes [tile], scales [tile] of the thread's rows of W, scales of its rows of x). With limbs
         in E4M3, codes and scales are `Later`."""
         tiles = range(self.config.n_tiles)
         if self.config.format.bytes_in_e4m3:
@@ -320,8 +320,8 @@ class LimbReader:
         return ptx.load_shared_part(address, (8 * (number % 2) + TILE_N * (number // 2)) * size, size)
 
     def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """Loads, for each tile, (16 * (8 - zero point) of the thread's two rows, sums of its rows of x). Returns None
-        if weights have no zero points."""
+        """Loads zero points and sums of inputs. Returns, for each tile, (16 * (8 - zero point) of the thread's two
+        rows, sums of its rows of x); None if weights have no zero points."""
         config = self.config
         if not config.format.has_zeros:
             return None
@@ -339,16 +339,16 @@ class LimbReader:
         return [Int32(word) for pair in pairs for word in pair]
 
     def load_shifts(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """Loads, for each tile, (shifts of the thread's two rows, sums of its rows of x). Returns None if weights have
-        no shifts."""
+        """Loads shifts and sums of inputs. Returns, for each tile, (shifts of the thread's two rows, sums of its rows
+        of x); None if weights have no shifts."""
         if not self.has_shifts:
             return None
         sums = self.load_sums(memory, x_place, tile_m)
         return [(self.load_halves(memory, stage, place, i, upper=1), sums) for i in range(self.config.n_tiles)]
 
     def load_halves(self, memory, stage, place, tile: int, upper: int) -> list[Any]:
-        """Loads one half of each stored scale of the thread's two rows of a tile, as fp32. The lower halves are scales,
-        the ``upper`` ones shifts."""
+        """Loads half of the stored scale of each of the thread's two rows of a tile, as fp32. upper: 0 for lower
+        halves, which are scales; 1 for upper halves, which are shifts."""
         row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size

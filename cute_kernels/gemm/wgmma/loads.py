@@ -108,8 +108,9 @@ class TmaLoads:
                 here = pipeline.next(here)
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
-        """Returns (part, number among all stages' TMA tiles) where a TMA tile is stored, if ``present`` parts have
-        rows. With limbs, the parts of both limbs lie one after the other, since both are one operand."""
+        """Returns where a TMA tile is stored: (row part, number among all stages' TMA tiles). present: number of row
+        parts that have rows. With limbs, the parts of both limbs lie one after the other, since both limbs are one
+        operand."""
         tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
         if not self.config.limbs:
             return part, stage * tma_tiles + tma_tile

@@ -313,7 +313,7 @@ class ResidentLimbs(Mainloop):
         return 0
 
     def k_block_limb_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of both limbs of 128 inputs of a tile's rows."""
+        """Returns the bytes that both limbs take for a k block, 128 inputs of all rows of a tile."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:

@@ -79,8 +79,8 @@ class StoringReduction:
 
 
 class WorkspaceReduction(StoringReduction):
-    """The reduction through global memory: the CTA with the last part of K adds up the others' partials and stores.
-    Work tiles with all of K are stored at once."""
+    """The reduction through global memory: the CTA with the last part of K adds the other CTAs' partials, and stores
+    the tile. Work tiles with all of K are stored at once."""
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
@@ -102,7 +102,7 @@ class WorkspaceReduction(StoringReduction):
         """Publishes the accumulators of a part of K. For the last part, adds the other parts to its accumulators
         instead.
 
-        A thread loads only partials that the threads of the same number in other CTAs stored. So partials lie in the
+        A thread loads only partials that threads with its number in other CTAs have stored. So partials lie in the
         order of the registers.
         """
         if work_tile.splits > 1:
@@ -192,12 +192,12 @@ class RowReduction(StoringReduction):
 
     @cute.jit
     def join(self, store: Store, state, rank, acc):
-        """Makes acc[: own_m / 2] the sums over all of K, for the ``rank``-th share of the tile's tokens.
+        """Adds up, in acc[: own_m / 2], the ``rank``-th share of the tile's tokens over all of K.
 
-        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs. So one
-        CTA adds up a sum, in an order that does not depend on which CTA was first. ``state``: the address of the
-        activations, which are no longer needed. The caller waits for the cluster before it ends, since other CTAs read
-        until then.
+        Each CTA of the cluster leaves the other CTAs' shares in its own memory, and reads its own share from their
+        memory. So one CTA adds up a sum, in an order that does not depend on which CTA was first. ``state``: the
+        address of the activations, which are no longer needed. The caller waits for the cluster before it ends, since
+        other CTAs read until then.
         """
         config = self.config
         math_threads = config.warpgroups * WARPGROUP_THREADS
@@ -246,8 +246,8 @@ class RowReduction(StoringReduction):
 
     def load_in_order(self, place, acc, rank):
         """Adds the parts of more than two CTAs in the same order as a reduction through the workspace: the last, then
-        the first, the second and so on. The CTA's own part comes from ``acc``; what is loaded for it is ignored, since
-        it was never published."""
+        the first, the second and so on. The CTA's own part comes from ``acc``; the words loaded in its place are
+        ignored, since it was never published."""
         own, total = self.config.own_m // 2, []
         for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):
             other = numbers.address_in(place + rank * self.config.share_bytes, Int32(part))

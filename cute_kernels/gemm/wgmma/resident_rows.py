@@ -334,9 +334,9 @@ def room_of(config: ResidentConfig) -> RowsRoom:
 
 
 class ResidentLimbLoads:
-    """The loads of x, and the making of its limbs, in a CTA of a `.resident_kernel.ResidentKernel`.
+    """Loads x and makes its limbs, in a CTA of a `.resident_kernel.ResidentKernel`.
 
-    The consumer warps do both, while no MMA reads the part of the room that they fill.
+    The consumer warps do both, while no MMA reads the limbs that they overwrite.
     """
 
     def __init__(self, config: ResidentConfig):

@@ -26,8 +26,8 @@ class WarpgroupsOf:
     `ResidentLimbs` and its reduction.
 
     Attributes:
-        most_stages: the most stages of the pipeline, even if more fit: the more is loaded at once, the later all of it
-            arrives.
+        most_stages: the most stages of the pipeline, even if more fit. With more loads at once, all of them would
+            arrive later.
         loaded_stages: the most stages if warps load x.
         chunks: whether a CTA's part of K may be processed in chunks if there is no room for all its limbs.
         least: the fewest k blocks of a CTA's part of K for which the shape is worth a try.

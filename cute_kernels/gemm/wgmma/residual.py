@@ -3,7 +3,8 @@
 Threads load 16 bytes each, all in flight at once, before the tile's first k block. So nothing waits for memory when the
 accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits. So ldmatrix
 gives every thread the elements that its accumulators need, and stmatrix stores the sums in the same places. There are
-two buffers of a chunk of tokens; for a tile of more chunks, a buffer is filled again when it has been stored.
+two buffers, each for a chunk of tokens. If a tile has more chunks, a buffer is filled again when its chunk has been
+stored.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class ResidualChunks:
         return self.number(ordinal, chunk) < BUFFERS
 
     def bring_first(self, operands, shape, store, corner, ordinal: int, *, early: bool) -> None:
-        """Starts loading a tile's first `BUFFERS` chunks. With ``early``, before the products, it loads those that have
-        buffers by then (`is_early`); without, it loads the others."""
+        """Starts loading a tile's first `BUFFERS` chunks. With ``early``, which is before the products, it loads the
+        chunks that have buffers by then (`is_early`). Without, it loads the other chunks."""
         for chunk in range(min(BUFFERS, len(self.config.chunks))):
             if self.is_early(ordinal, chunk) == early:
                 self.bring(operands, shape, store, corner, ordinal, chunk)

@@ -269,7 +269,7 @@ class RangeSplitK(Reduction):
         return schedule.num_ctas * schedule.config.block_rows * schedule.config.tile_m
 
     def launch_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost) -> float:
-        """Returns the clocks of a CTA: those of its range's k blocks, of storing results, and of the exchange of
+        """Returns the clocks that a CTA takes for its range's k blocks, for storing results, and for the exchange of
         partials."""
         units = schedule.whole * (schedule.k_blocks + self.end) / schedule.num_ctas
         products = (units - self.end) * cost.k_block_clocks(problem, schedule) * RANGE_SPREAD
@@ -285,8 +285,9 @@ class RangeSplitK(Reduction):
 
 @dataclass(frozen=True)
 class SequentialSplitK(Reduction):
-    """A CTA has all parts of K of a tile, one after the other, each with accumulators that begin at 0. It adds the
-    parts up in the order of `WorkspaceSplitK`, so results have the same bits, without partial results in memory."""
+    """A CTA computes all parts of K of a tile, one after the other. Each part has accumulators that begin at 0. The CTA
+    adds up the parts in the order of `WorkspaceSplitK`, so results have the same bits, without partial results in
+    memory."""
 
     splits_k: ClassVar[bool] = False
     sequential: ClassVar[bool] = True

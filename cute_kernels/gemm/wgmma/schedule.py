@@ -160,8 +160,8 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def most_splits(config: WgmmaConfig) -> int:
-    """Returns the most parts of K worth trying: one for tiles of `PAIRED_SHAPES` without a DSMEM reduction, which are
-    for layers of many features; else `MAX_SPLITS`."""
+    """Returns the most parts of K worth trying: `MAX_SPLITS`, but 1 for tiles of `PAIRED_SHAPES` without a DSMEM
+    reduction. Such tiles are for layers of many features."""
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
 
@@ -281,7 +281,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations of one tile of 64 features a CTA in clusters of four, for layers with few features.
+    """Returns configurations in clusters of four, for layers with few features. Each CTA has one tile of 64 features.
 
     Up to 64 rows they have intra-CTA split-K, and tiles as in `dsmem_configs`. With more rows the partial sums that a
     CTA receives leave room for four stages only, too few for intra-CTA split-K.
@@ -301,8 +301,8 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns shapes of tiles whose rows a cluster of four exchanges, for layers with few features and more rows than
-    DSMEM supports."""
+    """Returns shapes for layers with few features and more rows than DSMEM supports. Clusters of four exchange the rows
+    of a tile."""
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
 
 
@@ -323,8 +323,8 @@ def is_short(problem: LinearProblem) -> bool:
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns shapes of one warpgroup with 64 features, for more than 48 rows, if one row of such tiles occupies more
-    than half of the SMs and at most all."""
+    """Returns shapes of one warpgroup with 64 features, for more than 48 rows. There are none unless the CTAs for one
+    tile of rows occupy more than half of the SMs, and at most all."""
     one_round = problem.num_sms // 2 < problem.num_tiles <= problem.num_sms
     return NARROW_SHAPES[:1] if one_round and problem.m > APART_TILE_M[0] else ()
 

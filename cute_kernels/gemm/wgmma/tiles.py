@@ -140,8 +140,8 @@ class TileScheduler:
         )
 
     def end(self, cut, begin):
-        """Returns the end of a work tile that begins at k block ``begin``: that of its part if the tile is ``cut``,
-        else that of K."""
+        """Returns the k block at which a work tile ends that begins at ``begin``: the end of its part if the tile is
+        ``cut``, else the end of K."""
         k_blocks = self.shape.k_blocks
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
 

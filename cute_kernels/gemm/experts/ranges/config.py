@@ -40,7 +40,8 @@ class EntryLimbs(Activations):
     turn. One producer warp loads weights.
 
     Attributes:
-        expert_rounds: number of rounds in which a warp counts entries, those of `ROUND_EXPERTS` experts in each round.
+        expert_rounds: number of rounds in which a warp counts entries. A round counts the entries of `ROUND_EXPERTS`
+            experts.
         lane_assignments: assignments of each lane if warps find entries among unsorted assignments; 0 if they are
             sorted.
         half_last: whether the last k block of the weights is half a block.
@@ -65,15 +66,15 @@ class EntryLimbs(Activations):
         return ROW_WARPS
 
     def k_block_limb_bytes(self, config: RangeConfig) -> int:
-        """Returns the bytes of the limbs of a k block, for ``tile_m`` rows."""
+        """Returns the bytes that limbs take for a k block of ``tile_m`` rows."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def k_block_scale_bytes(self, config: RangeConfig) -> int:
-        """Returns the bytes of the scales of the limbs of a k block, for ``tile_m`` rows."""
+        """Returns the bytes that the limbs' scales take for a k block of ``tile_m`` rows."""
         return ROW_SCALE_BYTES * config.tile_m
 
     def k_block_bytes(self, config: RangeConfig) -> int:
-        """Returns the bytes of the limbs of a k block and of their scales."""
+        """Returns the bytes that limbs and their scales take for a k block of ``tile_m`` rows."""
         return self.k_block_limb_bytes(config) + self.k_block_scale_bytes(config)
 
     def room_k_blocks(self, config: RangeConfig) -> int:

@@ -1,4 +1,4 @@
-"""Grouped weight-only GEMM of few rows an expert by MMAs of bytes: limbs of an entry's rows, made by its CTAs.
+"""Grouped weight-only GEMM for few rows an expert, by MMAs of bytes. CTAs make the limbs of their entries' rows.
 
 One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. Decoding codes to bf16 would
 take as long as loading them, so the time before the first MMA would never be made up for. Decoding to bytes takes a
@@ -138,7 +138,8 @@ class RangeRoles:
         cute.arch.griddepcontrol_launch_dependents()
 
     def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
-        """Returns the addresses of codes and scales of each of a block's tiles, from k block ``first_k_block`` on."""
+        """Returns, for each tile of a block, the addresses of its codes and scales from k block ``first_k_block``
+        on."""
         config = self.config
         tiles = [
             expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)
@@ -180,7 +181,7 @@ class RangeRoles:
                 ptx.bulk_copy_to_shared(place + part * size, source + part * other, Int32(size), address)
 
     def x_start(self, shape, memory, slot) -> Any:
-        """Returns the offset of the limbs of a slot, in bytes after the limbs of the first slot."""
+        """Returns the offset of a slot's limbs, in bytes from the first slot's limbs."""
         return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
 
     def limb_scales(self, shape, memory) -> Any:

@@ -79,7 +79,7 @@ class RangeLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of output features of an expert."""
+        """Number of blocks of output features that an expert's weight has."""
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property

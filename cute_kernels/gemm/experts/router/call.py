@@ -24,7 +24,7 @@ class RouteCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """hidden, weight and, of the other tensors, those that are given; by name."""
+        """All given tensors by name: hidden, weight, and the optional tensors that are not None."""
         optional = {"bias": self.bias, "correction": self.correction, "padding": self.padding}
         given = {name: tensor for name, tensor in optional.items() if tensor is not None}
         return {"hidden": self.hidden, "weight": self.weight, **given}

@@ -103,8 +103,8 @@ def takes_product(call: RouteCall) -> bool:
 
 
 def expert_shift_of(experts: int, num_sms: int) -> int:
-    """Returns log2 of the number of experts of a CTA: the fewest for which there are no more CTAs than SMs, at most one
-    for each warp."""
+    """Returns log2 of the number of a CTA's experts. It is the least number with which CTAs are no more than SMs, but
+    at most one expert for each warp."""
     most = WARPS.bit_length() - 1
     return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 

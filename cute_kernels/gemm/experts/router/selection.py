@@ -151,7 +151,7 @@ class Selection:
 
     @cute.jit
     def take(self, keys, scores, lane):
-        """Removes the highest-ranking of the warp's remaining experts. Returns (index, score)."""
+        """Removes the warp's highest-ranking expert from ``keys``. Returns its (index, score)."""
         index, _ = self.first(keys, lane)
         value = Float32(0.0)
         for i in cutlass.range_constexpr(self.count):
@@ -161,7 +161,7 @@ class Selection:
         return index, cute.arch.shuffle_sync(value, index % WARP_THREADS)
 
     def first(self, keys, lane) -> tuple[Any, Any]:
-        """Returns (index, key) of the highest-ranking of the warp's experts: the greatest key, and of equal ones the
+        """Returns (index, key) of the warp's highest-ranking expert. It has the greatest key, and among equal keys the
         lowest index."""
         best, index = keys[0], self.expert(0, lane)
         for i in range(1, self.count):

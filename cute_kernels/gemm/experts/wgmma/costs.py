@@ -20,7 +20,7 @@ SCALED_BITS = 4  # bits of codes that were measured with an instruction that sca
 
 
 class MainloopCost(ABC):
-    """The cost model of a mainloop: clocks of a k block of a tile, of which ``tile_m`` rows are computed."""
+    """The cost model of a mainloop: clocks of a tile's k block. ``tile_m`` is the number of rows that are computed."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         """Returns the clocks of the tensor cores if they run concurrently with decoding; 0 if `decode_clocks` contains

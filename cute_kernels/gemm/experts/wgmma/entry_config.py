@@ -32,7 +32,7 @@ class EntryWgmma(RegisterWgmma):
     stages.
 
     Attributes:
-        lane_assignments: assignments of each lane of the warps that find entries.
+        lane_assignments: number of assignments that each lane reads, in the warps that find entries.
     """
 
     in_flight: int = 2

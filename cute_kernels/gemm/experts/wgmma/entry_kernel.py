@@ -7,10 +7,10 @@ own work tiles, stages and producer warps. One decodes while the other waits. If
 each SM, no warpgroup waits for the other. Entries are found among unsorted assignments
 (:mod:`cute_kernels.gemm.experts.ranges.assignments`), so no launch sorts them.
 
-Rows of an entry lie anywhere in x. A B operand is groups of eight rows of 128 bytes, whose pieces of 16 bytes are
+Rows of an entry lie anywhere in x. A B operand consists of groups of eight rows of 128 bytes. Pieces of 16 bytes are
 swizzled by the row's number in its group. The first row of a group is not permuted, so a bulk copy can load it. Each
-row of an entry is therefore the first of a group of its own; the seven others are columns of the product that are never
-stored.
+row of an entry is therefore the first of its own group. The group's seven other rows become columns of the product that
+are never stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Grouped weight-only GEMM for many rows an expert: persistent over the tiles of all experts, by warpgroup MMAs.
 
-The roles are those of `cute_kernels.gemm.wgmma.kernel.TileRoles`; places differ: `ExpertPlaces`. Rows of x lie in the
-order of the places, so the rows of a tile are neighbours. A TMA load may begin at any row. Rows that it loads beyond
-the expert's last one become columns of the product that are never stored.
+The roles are those of `cute_kernels.gemm.wgmma.kernel.TileRoles`. `ExpertPlaces` says where an expert's data lie. Rows
+of x lie in the order of the places, so the rows of a tile are neighbours. A TMA load may begin at any row. Rows that it
+loads beyond the expert's last one become columns of the product that are never stored.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     """Returns the configurations that are possible.
 
-    Batch-invariant ones add up each result in the same k16 steps of decoded weights. So limbs are excluded, and
-    accumulators that are scaled group by group.
+    Batch-invariant products have to add up each result in the same k16 steps of decoded weights. That excludes limbs,
+    and accumulators that are scaled group by group.
     """
     shapes = (one for one in SHAPES if not problem.batch_invariant or isinstance(one.mainloop, RegisterWgmma))
     configs = (tile_config(problem, shape) for shape in shapes)
@@ -181,8 +181,8 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
-    """Returns the clocks of a work tile of which ``tile_m`` rows are computed. tiles: mean number of an expert's tiles
-    of rows."""
+    """Returns the clocks of a work tile. tile_m: the number of rows that are computed. tiles: an expert's mean number
+    of tiles of rows."""
     config = layout.config
     cost = cost_of(config.mainloop)
     # Tiles of an expert that run side by side read a weight from memory once.
@@ -216,8 +216,8 @@ def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
 def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
     """Returns the layout of a batch-invariant product over the unsorted assignments of ``tokens`` tokens.
 
-    None if there are too many assignments, experts usually have more rows than an entry, or K is not whole k blocks or
-    N not whole vectors.
+    Returns None if there are too many assignments, or if experts usually have more rows than an entry. K has to be
+    whole k blocks and N whole vectors, else it returns None too.
     """
     usual = min(usual_rows(problem), tokens)  # a router gives no token an expert twice
     rows = next((count for count in ENTRY_ROWS if usual <= count), None)
