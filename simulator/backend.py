@@ -78,9 +78,9 @@ class Altered:
 def running(backend: Backend) -> Iterator[None]:
     """Device code that is called in this block runs on ``backend``; not for two threads with different ones.
 
-    So is that of formats and score options from elsewhere. Modules that are imported for the first time inside the
-    block take the backend's scalar types with them: they are given the compiler's when it ends. Numbers overflow and
-    become NaN as on a GPU, without NumPy's warnings.
+    So is that of formats, score options and reductions from elsewhere. Modules that are imported for the first time
+    inside the block take the backend's scalar types with them: they are given the compiler's when it ends. Numbers
+    overflow and become NaN as on a GPU, without NumPy's warnings.
     """
     saved: list[Patch] = []
     meanings, loaded = backend.meanings(), frozenset(sys.modules)
@@ -120,6 +120,7 @@ def patches(meanings: Meanings) -> list[Patch]:
     from cute_kernels.formats import kv as kv_formats
     from cute_kernels.formats import scores as score_options
     from cute_kernels.formats.weights import integer_decode  # noqa: F401  # formats import it when they are asked
+    from cute_kernels.gemm.wgmma.results import Reduction
 
     found: list[Patch] = []
     for module in (ptx, numbers):
@@ -131,6 +132,7 @@ def patches(meanings: Meanings) -> list[Patch]:
     replaced = {id(getattr(cutlass, name)): value for name, value in meanings.scalars.items()}
     found += [(cutlass, name, value) for name, value in meanings.scalars.items()]
     own = [name for name in sys.modules if name.startswith(PACKAGE) and name.partition(".")[0] == PACKAGE]
+    own += [name for kind in Reduction.__subclasses__() if (name := kind.made_by.partition(":")[0]) in sys.modules]
     compiled, scalars = _sites(
         frozenset((*own, *kv_formats.modules_of(*kv_formats.names()), *score_options.modules_of()))
     )

@@ -42,12 +42,11 @@ def chosen(problem: LinearProblem) -> Schedule:
 
 
 def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
-    """Whether the model of time is fitted to measurements of schedules like this one. Up to `FEW_ROWS` rows, only the
-    memory-bound kernel, tiles in limbs and intra-CTA split-K were measured, and only they are chosen. A new reduction
-    has to be measured for few rows, then named here."""
+    """Whether the model of time is fitted to measurements of schedules like this one. Up to `FEW_ROWS` rows a tile's
+    reduction says so (`Reduction.is_fitted`); other candidates are never chosen there."""
     if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
         return True
-    return schedule.config.limbs or schedule.config.k_warpgroups > 1
+    return schedule.config.reduction.is_fitted(schedule.config)
 
 
 def expected_us(problem: LinearProblem, schedule: Schedule) -> float:

@@ -182,7 +182,9 @@ def test_most_products_take_at_most_fifteen_percent_more():
 
 def sequential(m: int, n: int, k: int, parts: int, num_sms: int) -> TileSchedule:
     case = replace(problem(m, n, k), num_sms=num_sms)
-    return invariant.sequential_schedule_of(case, invariant.sequential_configs(case)[0], parts)
+    schedule = invariant.schedule_of(case, invariant.sequential_configs(case)[0], parts)
+    assert schedule is not None
+    return schedule
 
 
 @pytest.mark.parametrize(

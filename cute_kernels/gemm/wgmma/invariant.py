@@ -31,7 +31,6 @@ from cute_kernels.gemm.wgmma.schedule import (
     WIDE_CLUSTER,
     estimate_us,
 )
-from cute_kernels.gemm.wgmma.stages import with_stages
 
 ROWS = (1, 16, 64, 256, 1024)  # numbers of rows that a cut of K is judged by
 MOST_PARTS = 16
@@ -115,45 +114,23 @@ def configs_of(problem: LinearProblem) -> list[WgmmaConfig]:
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
     """Returns the schedule of all tiles in ``parts`` parts of K; None if a configuration does not support it, or if
-    parts would begin at other inputs than in other schedules."""
-    if config.reduction.sequential:
-        schedule = sequential_schedule_of(problem, config, parts) if parts > 1 else None
+    parts would begin at other inputs than in other schedules.
+
+    Parts that meet in memory run in one round, in neighbouring CTAs. The CTA that adds up a tile's parts has the
+    highest number, so it waits for no CTA that starts after it.
+    """
+    reduction = config.reduction
+    schedule = plain.cut_schedule(problem, config, parts)
+    if schedule is None or reduction.cuts_rows or (parts > 1 and config.multicast > 1):
+        return None
+    if parts > 1 and reduction.splits_k and config.cluster == 1:
+        schedule = replace(schedule, num_ctas=min(problem.num_sms // parts * parts, schedule.num_work_tiles))
     else:
-        schedule = concurrent_schedule_of(problem, config, parts)
+        schedule = reduction.laid_out(schedule, problem.num_sms, plain.share_of(config))
     if schedule is None or schedule.workspace_words > MOST_WORKSPACE_WORDS:
         return None
     begins_alike = schedule.split_k_blocks * config.block_k == part_inputs(problem.k_pad, parts)
     return schedule if begins_alike else None
-
-
-def concurrent_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
-    """Returns the schedule of all tiles in ``parts`` parts of K, for concurrent CTAs; None if a configuration does not
-    support it.
-
-    The parts of a tile run in one round, in neighbouring CTAs. The CTA that adds them up has the highest number, so it
-    waits for no CTA that starts after it.
-    """
-    if (config.multicast > 1 and parts > 1) or config.reduction.cuts_rows or config.cluster not in (1, parts):
-        return None
-    if parts == 1 or config.cluster > 1:
-        return plain.schedule_of(problem, config, parts)
-    if not config.reduction.splits_k:
-        return None
-    schedule = _all_tiles(problem, config, parts)
-    return replace(schedule, num_ctas=min(problem.num_sms // parts * parts, schedule.num_work_tiles))
-
-
-def sequential_schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
-    """Returns a schedule in which every CTA has whole tiles, and computes all parts of K of each, one after the
-    other."""
-    schedule = _all_tiles(problem, config, parts)
-    tiles = schedule.num_tiles_cut
-    return replace(schedule, whole=tiles, num_ctas=min(problem.num_sms, tiles))
-
-
-def _all_tiles(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule:
-    m_tiles, k_blocks = -(-problem.m // config.tile_m), problem.k_pad // config.block_k
-    return TileSchedule(config, problem.num_tiles, m_tiles, k_blocks, parts, 0)
 
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
@@ -197,8 +174,8 @@ def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns configurations whose CTAs compute all parts of K one after the other, with two sets of accumulators."""
     shapes = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if _is_sequential(*shape)]
-    configs = (replace(config, reduction=SequentialSplitK()) for config in plain.tile_configs(problem, shapes))
-    return [config for config in map(with_stages, configs) if config.can_implement() is None]
+    configs = plain.tile_configs(problem, shapes)
+    return plain.implementable(replace(config, reduction=SequentialSplitK()) for config in configs)
 
 
 def _is_sequential(tile_m: int, n_tiles: int, warpgroups: int, block_k: int, cluster: int) -> bool:

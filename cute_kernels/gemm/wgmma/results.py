@@ -132,6 +132,11 @@ class Reduction(ABC):
 
     # What a launch's schedule asks. Compiled kernels have nothing of it.
 
+    def is_fitted(self, config: WgmmaConfig) -> bool:
+        """Returns whether the model of time is fitted to measurements of products of few rows with this configuration:
+        without them it is never chosen there (`cute_kernels.gemm.choice`)."""
+        return config.limbs or self.k_warpgroups > 1
+
     def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
         """Returns whether tiles may be cut into ``splits`` parts, none of them empty."""
         cut = splits == self.cluster if self.cluster > 1 else splits == 1 or self.splits_k
@@ -293,6 +298,17 @@ class SequentialSplitK(Reduction):
     sequential: ClassVar[bool] = True
     made_by: ClassVar[str] = f"{_ROOM}.reduction:SequentialReduction"
     name: ClassVar[str] = "_sequential"
+
+    def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
+        return splits > 1 and -(-k_blocks // -(-k_blocks // splits)) == splits
+
+    def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
+        """Returns the schedule in which every CTA has whole tiles."""
+        tiles = schedule.num_tiles_cut
+        return replace(schedule, whole=tiles, num_ctas=min(num_sms, tiles))
+
+    def partial_words(self, schedule: TileSchedule) -> int:
+        return 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
         if config.n_tiles * config.tile_m > MOST_SEQUENTIAL_M:

@@ -167,13 +167,19 @@ def most_splits(config: WgmmaConfig) -> int:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """Returns the schedule of a given configuration. None if its k blocks do not cover K, or if its reduction cannot
-    cut tiles into ``splits`` parts or has nothing to cut."""
+    """Returns the schedule of a given configuration. None if `cut_schedule` has none, or if the reduction has nothing
+    to cut."""
+    schedule = cut_schedule(problem, config, splits)
+    return schedule and config.reduction.laid_out(schedule, problem.num_sms, share_of(config))
+
+
+def cut_schedule(problem: LinearProblem, config: WgmmaConfig, splits: int) -> TileSchedule | None:
+    """Returns a schedule without CTAs, whose tiles are all cut. None if the configuration's k blocks do not cover K, or
+    if its reduction cannot cut tiles into ``splits`` parts."""
     k_blocks, rest = divmod(problem.k_pad, config.block_k)
     if rest or not config.reduction.can_cut(config, splits, k_blocks):
         return None
-    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
-    return config.reduction.laid_out(schedule, problem.num_sms, share_of(config))
+    return TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
 
 
 def share_of(config: WgmmaConfig) -> float:
@@ -372,8 +378,7 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
 CANDIDATES: list[Candidates] = [
     shaped_configs, dsmem_configs, apart_configs, wide_configs, range_configs, resident_configs,
 ]  # fmt: skip
-"""The functions whose configurations the chooser considers. A reduction with a module of its own appends its function
-here. Up to 8 rows `cute_kernels.gemm.choice.is_fitted` leaves only some of them."""
+"""The functions whose configurations the chooser considers; a reduction with a file of its own appends one."""
 
 
 def shipped_configs() -> list[WgmmaConfig]:
