@@ -27,7 +27,7 @@ from cute_kernels.gemm.activations import (
     Swiglu,
     activation_named,
     register,
-    registered_names,
+    registered,
 )
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import beside_a_norm, deferred
@@ -35,6 +35,7 @@ from cute_kernels.gemm.experts import fused_moe, grouped_linear, quantize_expert
 from cute_kernels.gemm.experts.choice import assigned
 from cute_kernels.gemm.experts.choice import chosen as chosen_of_experts
 from cute_kernels.gemm.experts.spec import ExpertSpec
+from cute_kernels.gemm.experts.stored import known_experts
 from cute_kernels.gemm.experts.wgmma.schedule import entry_tiles
 from cute_kernels.gemm.layer.config import config_for
 from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
@@ -78,6 +79,20 @@ class ScaledGate(ActivationFunction):
 
     def device(self, math: FloatMath, *values: Any) -> Any:
         return math.sigmoid(values[0], self.slope) * values[1]
+
+
+@register
+@dataclass(frozen=True)
+class Hinge(SquaredRelu):
+    """max(x - 1, 0)."""
+
+    kind: ClassVar[str] = "hinge"
+
+    def reference(self, *values: torch.Tensor) -> torch.Tensor:
+        return (values[0] - 1).clamp(min=0)
+
+    def device(self, math: FloatMath, *values: Any) -> Any:
+        return math.max_or_nan(values[0] - 1.0, 0.0)
 
 
 OWN = (SquaredRelu(), ScaledGate(3))
@@ -170,10 +185,19 @@ def test_references_and_operators_compute_it(own):
         assert (found.double() - want).norm() < 6e-3 * want.norm()
 
 
+def test_experts_without_a_gate_are_known_by_it():
+    experts = torch.nn.Module()
+    experts.register_parameter("up_proj", torch.nn.Parameter(torch.zeros(2, 48, 16)))
+    experts.register_parameter("down_proj", torch.nn.Parameter(torch.zeros(2, 16, 48)))
+    setattr(experts, "act_fn", lambda x: torch.relu(x - 1))  # noqa: B010
+    known = known_experts(experts)
+    assert known is not None and known[1] == Hinge()
+
+
 def test_messages_name_those_that_there_are():
     x, weight = torch.zeros(1, 64).bfloat16(), quantize_weight(torch.ones(33, 64), dtype=torch.bfloat16)
-    names = registered_names()
-    assert names[:3] == ("silu", "gelu", "swiglu") and {"squared_relu", "scaled_gate(2.0)"} <= {*names}
+    names = [each.name for each in registered()]
+    assert names[:3] == ["silu", "gelu", "swiglu"] and {"squared_relu", "scaled_gate(2.0)"} <= {*names}
     with pytest.raises(ValueError, match=r"got 'tanh', want None, 'silu', 'gelu', 'swiglu'.*'scaled_gate\(2.0\)'"):
         quantized_linear(x, weight, activation="tanh")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"got 'scaled_gate\(3.0\)' for a weight of 33 rows, want an even number"):
@@ -191,7 +215,7 @@ def test_messages_name_those_that_there_are():
 # -- the device code, lane by lane -------------------------------------------------------------------------------------
 
 EDGES = (0.0, -0.0, 7.0, -7.0, 7.5, -7.5, 1e4, -1e4, 3e38, -3e38, np.inf, -np.inf, np.nan, 1e-30, -88.0, 5.5)
-EVERY = (*OWN, Relu2(), ClampedSwiglu(), ClampedSwiglu(1.0, 10.0, 0.0), Silu(), Gelu(), Swiglu())
+EVERY = (*OWN, Hinge(), Relu2(), ClampedSwiglu(), ClampedSwiglu(1.0, 10.0, 0.0), Silu(), Gelu(), Swiglu())
 
 
 def shape_of(own: ActivationFunction) -> SimpleNamespace:

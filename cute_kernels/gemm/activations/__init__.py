@@ -16,7 +16,7 @@ from cute_kernels.gemm.activations.base import (
     number_of,
     out_features,
     register,
-    registered_names,
+    registered,
 )
 from cute_kernels.gemm.activations.clamped_swiglu import ClampedSwiglu
 from cute_kernels.gemm.activations.relu2 import Relu2
@@ -37,5 +37,5 @@ __all__ = [
     "number_of",
     "out_features",
     "register",
-    "registered_names",
+    "registered",
 ]

@@ -89,10 +89,10 @@ def register(kind: KindT) -> KindT:
     return kind
 
 
-def registered_names() -> tuple[str, ...]:
-    """Returns the names of all activations, with their default numbers, the standard ones first."""
+def registered() -> tuple[ActivationFunction, ...]:
+    """Returns all activations, with their default numbers, the standard ones first."""
     kinds = sorted(_KINDS.values(), key=lambda kind: (not kind.number, kind.number))
-    return tuple(kind().name for kind in kinds)
+    return tuple(kind() for kind in kinds)
 
 
 def activation_named(given: object) -> ActivationFunction | None:
@@ -109,7 +109,7 @@ def experts_activation(given: object, others: str = "") -> ActivationFunction:
     further choices that the message names."""
     found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
     if not isinstance(found, ActivationFunction):
-        raise ValueError(f"activation: got {given!r}, want {others}{', '.join(map(repr, registered_names()))}")
+        raise ValueError(f"activation: got {given!r}, want {others}{', '.join(repr(each.name) for each in registered())}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Gelu, Relu2, Silu, Swiglu
+from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, Silu, Swiglu, registered
 
 NAMES = GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"  # of the weights of both products
 _LARGE = (30.0, 500.0, 1e4)  # numbers beyond published clamps, on which activations are compared
@@ -127,12 +127,12 @@ def known_experts(module: object) -> Known | None:
 
 
 def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
-    """Returns the activation that attributes name, or None. A limit with an alpha means gpt-oss's clamped SwiGLU. A
-    limit alone means the clamped SiLU gate of DeepSeek V4 and GLM 5."""
+    """Returns the activation that attributes name, or None. Without a gate it is any registered one. A limit with an
+    alpha means gpt-oss's clamped SwiGLU. A limit alone means the clamped SiLU gate of DeepSeek V4 and GLM 5."""
     alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
     function = getattr(experts, "act_fn", None)
     if not kind.gated:
-        return next((each for each in (Relu2(), Silu(), Gelu()) if _is(function, each)), None)
+        return next((each for each in registered() if not each.gated and _is(function, each)), None)
     if limit is not None and alpha is not None:
         return ClampedSwiglu(alpha, limit)
     if kind.biased or not (_is(function, Silu()) or (function is None and limit is not None)):
