@@ -9,6 +9,7 @@ its accumulators. Otherwise the same two calls launch a product, `rms_norm` and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,14 +33,13 @@ from cute_kernels.gemm.call import (
 from cute_kernels.gemm.deferred_choice import beside_a_norm, deferred
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import NORM_VECTOR, DeferredParts, NormedRows, left_to_next
-from cute_kernels.gemm.product import Product, problem_of, tile_product
+from cute_kernels.gemm.product import Product, make_product, problem_of
 from cute_kernels.gemm.served import may_load, schedule_for
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightForm, WeightTensors
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, SQUARES_N, STEP_N, TAKES, DeferredKind
 from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.norm.config import MAX_COLUMNS
-from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
@@ -72,10 +72,9 @@ def deferred_product_of(
     config = deferred(schedule, kind)
     if config is None or not isinstance(schedule, TileSchedule):
         return None
-    spec, arch = GemmSpec(config), arch_of(device)
-    if not may_load(spec, arch, problem):  # a norm can be launched
+    if not may_load(GemmSpec(config), arch_of(device), problem):  # a norm can be launched
         return None
-    return tile_product(load(spec, arch), spec.kernel.arguments, schedule, device)
+    return make_product(replace(schedule, config=config), m, device)
 
 
 def are_aligned(*tensors: torch.Tensor | None) -> bool:

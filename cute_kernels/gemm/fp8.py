@@ -23,15 +23,13 @@ from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.operands.fp8 import E4M3, check_scale, fp8_reference, quantize_activations
-from cute_kernels.gemm.operands.fp8_config import FP8, FP8_TILES, ROUNDED, RowsConfig, check_activations, x_group
+from cute_kernels.gemm.operands.fp8_config import FP8, ROUNDED, RowsConfig, check_activations, x_group
 from cute_kernels.gemm.operands.fp8_launch import VECTOR, rows_for_products, rows_in_order, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned, without_rows
-from cute_kernels.gemm.product import problem_of, product_of, tile_product
-from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.product import make_product, problem_of, product_of
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, is_captured, row_blocks
-from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.device import is_supported
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher
@@ -145,8 +143,7 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
         product, numbers = product_of(problem, index), {}
         rows = rows_in_order(RowsConfig(problem.dtype, scales, ROUNDED), m, -(-k // VECTOR) * VECTOR, index)
     else:
-        schedule = fp8_schedule(problem)
-        product = tile_product(load(GemmSpec(schedule.config), arch_of(index)), FP8_TILES, schedule, index)
+        product = make_product(fp8_schedule(problem), m, index)
         rows = rows_for_products(m, problem.k_pad, dtype, scales, index)
         numbers = {"x_scale_pitch": rows.pitch}
     out_dtype = given.result_dtype

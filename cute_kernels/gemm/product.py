@@ -11,7 +11,6 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations import config_of, number_of
-from cute_kernels.gemm.arguments import STREAM, TILES
 from cute_kernels.gemm.out_kinds import BF16, FP16, FP32
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
@@ -134,17 +133,7 @@ def product_of(problem: LinearProblem, device: int) -> Product:
 
 def make_product(schedule: StreamSchedule | TileSchedule, m: int, device_index: int) -> Product:
     """Makes a schedule's product of ``m`` rows; loads or compiles its kernel."""
-    function = load(GemmSpec(schedule.config), arch_of(device_index))
-    if isinstance(schedule, TileSchedule):
-        return tile_product(function, TILES, schedule, device_index)
-    words = schedule.workspace_words(m)
-    return Product(schedule, device_index, of_kernel(function, STREAM, schedule.sizes, DENSE, device_index, words))
-
-
-def tile_product(
-    function: Callable[..., Any], declared: LaunchArguments, schedule: TileSchedule, device_index: int
-) -> Product:
-    """Makes the product of a compiled kernel of tiles, with the sizes of its schedule."""
-    words = schedule.workspace_words
-    bind = of_kernel(function, declared, schedule.sizes, DENSE, device_index, words)
-    return Product(schedule, device_index, bind)
+    spec = GemmSpec(schedule.config)
+    words = schedule.workspace_words if isinstance(schedule, TileSchedule) else schedule.workspace_words(m)
+    function, declared = load(spec, arch_of(device_index)), spec.kernel.arguments
+    return Product(schedule, device_index, of_kernel(function, declared, schedule.sizes, DENSE, device_index, words))

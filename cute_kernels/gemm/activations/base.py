@@ -109,7 +109,8 @@ def experts_activation(given: object, others: str = "") -> ActivationFunction:
     further choices that the message names."""
     found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
     if not isinstance(found, ActivationFunction):
-        raise ValueError(f"activation: got {given!r}, want {others}{', '.join(repr(each.name) for each in registered())}")
+        names = ", ".join(repr(each.name) for each in registered())
+        raise ValueError(f"activation: got {given!r}, want {others}{names}")
     return found
 
 

@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.gemm.activations import config_of
-from cute_kernels.gemm.experts.arguments import (
-    ASSIGNED,
-    COMBINE,
-    ENTRIES,
-    LIMB_TILES,
-    RANGES,
-    ROUTING,
-    TILES,
-)
+from cute_kernels.gemm.experts.arguments import COMBINE, ROUTING
 from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
 from cute_kernels.gemm.experts.config import CombineConfig
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
@@ -32,10 +24,11 @@ from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import Bind, Product, of_kernel
 from cute_kernels.gemm.quantize import DTYPES
+from cute_kernels.gemm.stream.config import StreamConfig
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU, per_gpu
-from cute_kernels.runtime.launch_arguments import LaunchArguments
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 TENSORS = ("codes", "scales", "zeros", "bias", "x_scales")
@@ -107,24 +100,26 @@ def product_of(
     return make_product(layout, places, form.num_experts, form.device_index)
 
 
+def bind_of(config: StreamConfig | WgmmaConfig, sizes: Mapping[str, int], device_index: int) -> Bind:
+    """Returns the `Bind` of a configuration's kernel, which it loads or compiles."""
+    spec = ExpertSpec(config)
+    return of_kernel(load(spec, arch_of(device_index)), spec.kernel.arguments, sizes, TENSORS, device_index)
+
+
 def make_product(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> GroupedProduct:
     """Makes the product of a layout: work ranges for few rows an expert, or tiles."""
-    arch, sizes = arch_of(device_index), {**layout.sizes, "num_experts": num_experts}
-
-    def one(function: Callable[..., Any], declared: LaunchArguments, **more: int) -> Bind:
-        return of_kernel(function, declared, sizes | more, TENSORS, device_index)
-
+    sizes = {**layout.sizes, "num_experts": num_experts}
     if isinstance(layout, RangeLayout):
-        bind = one(load(ExpertSpec(layout.config), arch), RANGES, places=places)
+        bind = bind_of(layout.config, sizes | {"places": places}, device_index)
         return GroupedProduct(layout, device_index, bind, stores_fp32=places <= FEW_PLACES, waits=True)
-    function = load(ExpertSpec(layout.config), arch)
     if not layout.config.mainloop.scaled_rows:
-        return GroupedProduct(layout, device_index, one(function, TILES), gathers=False, stores_fp32=False)
+        bind = bind_of(layout.config, sizes, device_index)
+        return GroupedProduct(layout, device_index, bind, gathers=False, stores_fp32=False)
     config = layout.config
     made = (BY_GROUP, LIMBS) if config.limbs else (scales_of(x_group(config.format), None), FOR_PRODUCTS)
     k_pad = layout.k_blocks * X_GROUP - (X_GROUP // 2 if config.mainloop.half_last else 0)
     rows = rows_for_products(places, k_pad, TORCH_DTYPES[config.dtype], made[0], device_index, made[1])
-    multiply = one(function, LIMB_TILES, x_scale_pitch=rows.pitch)
+    multiply = bind_of(config, sizes | {"x_scale_pitch": rows.pitch}, device_index)
     return GroupedProduct(layout, device_index, _of_made_rows(multiply, rows, num_experts), stores_fp32=False)
 
 
@@ -168,12 +163,11 @@ def assigned_product(
 ) -> GroupedProduct:
     """Returns the product over assignments that no launch sorts. layout: the result of `among_assignments`, or
     batch-invariant tiles of entries."""
-    sizes, arch = {**layout.sizes, **ids.sizes, "num_experts": num_experts}, arch_of(device_index)
+    sizes = {**layout.sizes, **ids.sizes, "num_experts": num_experts}
     if isinstance(layout, GroupedTiles):
-        bind = of_kernel(load(ExpertSpec(layout.config), arch), ENTRIES, sizes, TENSORS, device_index)
+        bind = bind_of(layout.config, sizes, device_index)
         return GroupedProduct(layout, device_index, bind, stores_fp32=False, waits=ids.waits, finds_ids=True)
-    function = load(ExpertSpec(layout.config), arch)
-    bind = of_kernel(function, ASSIGNED, sizes | {"part_bits": layout.part_bits}, TENSORS, device_index)
+    bind = bind_of(layout.config, sizes | {"part_bits": layout.part_bits}, device_index)
     return GroupedProduct(layout, device_index, bind, waits=ids.waits, finds_ids=True)
 
 

@@ -20,9 +20,7 @@ from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.launch_arguments import by_name
 from cute_kernels.runtime.memory import Blank, blank
-from cute_kernels.runtime.plans import MAX_PLANS
-
-ALIGNMENT = 16  # bytes
+from cute_kernels.runtime.plans import ALIGNMENT, MAX_PLANS
 
 
 @dataclass(frozen=True)
