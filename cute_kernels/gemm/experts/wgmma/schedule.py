@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -117,8 +118,12 @@ def make_tiles(problem: GroupedProblem) -> GroupedTiles:
 
 def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
     """Returns the layouts of all possible tiles."""
+    return layouts_of(problem, candidate_configs(problem))
+
+
+def layouts_of(problem: GroupedProblem, configs: Iterable[WgmmaConfig]) -> list[GroupedTiles]:
+    """Returns the layouts of given configurations."""
     num_tiles = -(-problem.n // TILE_N)
-    configs = candidate_configs(problem)
     return [GroupedTiles(config, num_tiles, problem.k_pad // config.block_k, problem.num_sms) for config in configs]
 
 
@@ -132,10 +137,8 @@ def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
     if problem.k_pad % X_GROUP:
         shapes = tuple(shape._replace(mainloop=Fp8Wgmma(half_last=True)) for shape in shapes)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
-    configs = [config for shape in shapes if (config := tile_config(problem, shape)) is not None]
-    num_tiles, k_blocks = -(-problem.n // TILE_N), problem.k_pad // X_GROUP
-    found = [GroupedTiles(config, num_tiles, k_blocks, problem.num_sms) for config in configs]
-    return min(found, key=lambda layout: estimate_clocks(problem, layout))
+    configs = (config for shape in shapes if (config := tile_config(problem, shape)) is not None)
+    return min(layouts_of(problem, configs), key=lambda layout: estimate_clocks(problem, layout))
 
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
@@ -228,9 +231,7 @@ def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
         return None
     lanes = next(number for number in LANE_ASSIGNMENTS if problem.places <= number * WARP_THREADS)
     config = entry_config(problem, rows, block_k, lanes)
-    if config is None:
-        return None
-    return GroupedTiles(config, -(-problem.n // TILE_N), problem.k // block_k, problem.num_sms)
+    return None if config is None else layouts_of(problem, [config])[0]
 
 
 def entry_config(problem: GroupedProblem, rows: int, block_k: int, lane_assignments: int) -> EntryConfig | None:
