@@ -4,6 +4,7 @@ index, codes, scales, and accumulators in the staging buffer against exact produ
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,9 +140,25 @@ def weight_of(config: RangeConfig, k: int) -> PackedWeight:
     return quantize_weight(w, format=form, dtype=dtype)
 
 
-@every_config
-@pytest.mark.parametrize("k, slot", [(512, 0), (2048, 1), (1000, 1), (1280, 0)])
-@pytest.mark.parametrize("rows", [1, 7, None], ids=["one row", "seven rows", "all rows"])
+K_AND_SLOT = [(512, 0), (2048, 1), (1000, 1), (1280, 0)]
+ROWS = [1, 7, None]
+"""Of an entry; None: all that a tile has."""
+# Making limbs knows K and rows, multiplying knows K and the configuration: each pair of the three is here.
+PAIRS = [
+    pytest.param(config, k, slot, ROWS[(i + i // 3 + j) % 3], id=f"{config.name}-{k}-{ROWS[(i + i // 3 + j) % 3]}")
+    for i, config in enumerate(CONFIGS)
+    for j, (k, slot) in enumerate(K_AND_SLOT)
+]
+
+
+def test_configurations_k_and_rows_are_met_in_pairs():
+    met = [param.values for param in PAIRS]
+    assert {(config, k) for config, k, *_ in met} == set(product(CONFIGS, dict(K_AND_SLOT)))
+    assert {(config, rows) for config, *_, rows in met} == set(product(CONFIGS, ROWS))
+    assert {(k, rows) for _, k, _, rows in met} == set(product(dict(K_AND_SLOT), ROWS))
+
+
+@pytest.mark.parametrize("config, k, slot, rows", PAIRS)
 def test_rows_by_index_are_multiplied(config: RangeConfig, k: int, slot: int, rows: int | None, run_on):
     rows = rows or config.tile_m
     x = numbers(20, k, config.dtype)
