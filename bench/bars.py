@@ -30,6 +30,7 @@ RAGGED_FLOOR_RATIO, MHA_FLOOR_RATIO = 1.3, 1.35
 # Of a case's better layout of the cache, where both were measured: a user chooses the layout.
 MORE_FLOOR_RATIO, MORE_MICROSECONDS = 1.15, {"skewed": 5.0, "heads": 3.0, "blocks": 0.0}
 BF16_RIVAL = "SDPA cudnn"
+SHORT_PEER_RATIO = 0.9  # of the fastest peer's time, for one request of few tokens
 LINEAR_FORMATS = ("w4a16", "w8a16")  # others are compared with peers alone
 LINEAR_FEW_ROWS, LINEAR_FLOOR_RATIO = 16, 1.20
 LINEAR_SMALL, LINEAR_SMALL_FLOOR_RATIO = (4096, 4096), 1.35  # N, K
@@ -354,8 +355,12 @@ def _judge_append(row: Record) -> list[Verdict]:
 def _judge_row(row: Record) -> list[Verdict]:
     kv_format, batch, us = row["kv_format"], row["shape"]["batch"], row["us"]["median_us"]
     name = f"{kv_format} {row['name']}"
-    if row["suite"] in ("cache", "pages", "short", *MORE_MICROSECONDS):
+    if row["suite"] in ("cache", "pages", *MORE_MICROSECONDS):
         return []
+    if row["suite"] == "short":
+        times = {peer: found["us"] for peer, found in row.get("peers", {}).items() if found.get("us")}
+        rival = min(times, key=times.__getitem__, default=None)
+        return [Verdict(f"{name}: time over {rival}'s", us / times[rival], SHORT_PEER_RATIO, "")] if rival else []
     if row["suite"] != "main":
         return [Verdict(f"{name}: ratio to the floor", row["floor_ratio"], OTHER_SHAPES_FLOOR_RATIO, "")]
     verdicts = []

@@ -51,7 +51,7 @@ ATTENTION: tuple[Section, ...] = (
         partial(report.markdown, suite="skewed"),
     ),
     ("More requests with their append", "decode_heads", "The same, and one KV head of 8.", decode_steps.markdown),
-    ("Short contexts", "decode_heads", "One request of few tokens.", partial(report.markdown, suite="short")),
+    ("Short contexts", "decode_short", "One request of few tokens.", partial(report.markdown, suite="short")),
     (
         "Sizes of heads",
         "decode_heads",

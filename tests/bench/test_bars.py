@@ -73,7 +73,15 @@ def test_layouts_of_other_formats_suites_and_cases_are_judged_apart():
     assert len(judge({"rows": rows})) == 6
 
 
-@pytest.mark.parametrize("name", ["decode_apart", "decode_heads", "decode_blocks"])
+@pytest.mark.parametrize("name", ["decode_apart", "decode_heads", "decode_blocks", "decode_short"])
 def test_recorded_cases_have_the_bars_of_their_record(name):
     record = load(RESULTS / f"{name}.json")
     assert [verdict.as_dict() for verdict in judge(record)] == record["bars"]
+
+
+def test_one_request_of_few_tokens_is_judged_by_the_fastest_peer_that_ran():
+    peers = {"slow": {"us": 12.0}, "fast": {"us": 10.0}, "failed": {"us": None}}
+    row = {"suite": "short", "name": "a case", "kv_format": "bf16", "shape": {"batch": 1}, "us": {"median_us": 9.1}}
+    (verdict,) = judge({"rows": [row | {"peers": peers}]})
+    assert verdict.what == "bf16 a case: time over fast's" and verdict.measured == pytest.approx(0.91)
+    assert not verdict.met and judge({"rows": [row | {"peers": {}}]}) == []
