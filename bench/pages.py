@@ -79,7 +79,7 @@ def headline() -> str:
         "over a cache of K and V in INT4, which needs a [test on your own text](#use-it). "
         f"{peer} over BF16, the fastest other kernel, takes {number(best[0], 0)} us: "
         f"**{number(best[0] / us)} times** as long. The INT4 kernel reads {number(ours['gb_per_s'] / 1000)} TB/s, "
-        f"{number(100 / ours['floor_ratio'], 0)} % of what a read-only kernel reaches (`main.json`).\n"
+        f"{number(100 / ours['floor_ratio'], 0)} % of what a read-only kernel reaches (`main.json`). {_short()}\n"
         f"- **Weights**: {_weights()}\n"
         f"- **Serving**: {_served()}\n"
         f"- **Accuracy**: the recommended cache, K in INT8 and V in INT4, takes {_share(RECOMMENDED)} % of BF16's "
@@ -88,6 +88,21 @@ def headline() -> str:
         "The weights of this model are a GGUF of 4 bits (Q4_1). "
         "[More models, FP8 and needles](docs/accuracy.md).\n\n"
         f"Times are of one {gpu}; the [records](docs/benchmarks.md) lie in `bench/results`.\n"
+    )
+
+
+def _short() -> str:
+    """What one request of few tokens takes of the fastest other library's time, in words."""
+    rows = load("decode_short")["rows"]
+    lengths, parts = [row["shape"]["seq_len"] for row in rows], []
+    for row in rows:
+        fastest = fastest_peer(row["peers"])
+        assert fastest is not None
+        parts.append(row["us"]["median_us"] / fastest[0])
+    return (
+        f"One request of {min(lengths)} to {max(lengths)} tokens in BF16 or FP8 takes {number(min(parts), 2)} to "
+        f"{number(max(parts), 2)} of the time of the fastest of cuDNN, FlashAttention-3 and FlashInfer "
+        "(`decode_short.json`)."
     )
 
 
