@@ -76,7 +76,7 @@ class Poll:
 
     @property
     def num_words(self) -> int:
-        """Words of all sources."""
+        """Number of words that all sources have together."""
         return sum(source.words for source in self.sources)
 
     @cute.jit

@@ -35,7 +35,7 @@ class Hadamard:
 
     @property
     def run_columns(self) -> int:
-        """Columns of one run of a lane."""
+        """Number of columns in one run of a lane."""
         return self.head_dim // self.lanes // self.runs
 
     def apply(self, values, lane: Int32) -> None:

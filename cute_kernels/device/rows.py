@@ -25,7 +25,7 @@ class Piece:
         num_bytes: bytes of a run; lane i's first run begins at ``start + i * num_bytes``.
         start: bytes of the row in front of lane 0's run.
         row_bytes: bytes from one row to the next.
-        runs: runs of a lane.
+        runs: number of a lane's runs.
         run_bytes: bytes from one run of a lane to the lane's next.
     """
 
@@ -90,7 +90,7 @@ class Elements:
     Args:
         dtype: "bf16", "fp16" or "fp32".
         head_dim, lanes: columns of a row and lanes that share it.
-        runs: runs of columns that a lane owns, one in each of ``runs`` equal parts of the row.
+        runs: number of runs of columns that a lane owns, one in each of ``runs`` equal parts of the row.
     """
 
     dtype: str

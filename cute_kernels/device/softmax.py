@@ -77,8 +77,8 @@ class OnlineSoftmax:
 
 
 def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Returns (the greatest of several parts' references, the factor that converts each part's sums to that
-    reference)."""
+    """Returns (reference, factors) for parts that have a reference each. reference: the greatest of all. factors: for
+    each part, the factor that converts its sums to that reference."""
     common = references[0]
     for reference in references[1:]:
         common = ptx.fmax(common, reference)

@@ -54,12 +54,12 @@ class OfFormat:
 
     @property
     def out_features(self) -> int:
-        """N: output features, rows of the weight (of each expert) without padding."""
+        """N: number of output features, rows of the weight (of each expert) without padding."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
-        """K: features of x, columns of the weight (of each expert) without padding."""
+        """K: number of input features, columns of the weight (of each expert) without padding."""
         return self.shape[1]
 
 

@@ -85,7 +85,7 @@ class KvFormat:
         cache_dtypes: dtypes that a cache tensor may have; new caches get the first.
         make_row: a function of head_dim that returns the row as an object of :mod:`layouts.kv`, which quantises,
             dequantises, packs, proves its layout and bounds its error. None if rows are the elements themselves.
-        num_groups: groups of columns that have scales of their own in the row.
+        num_groups: number of groups of columns that have scales of their own in the row.
         header_bytes: bytes of scales in front of a row's codes: 4 for each group, or none.
         given_scale: granularity of a scale that lies beside the cache ("tensor", "head" or "channel"), or None.
         code_max: the largest code, to which a scale maps the largest magnitude; None without such scales.

@@ -41,8 +41,8 @@ class Row:
 
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
-        """Makes limbs of a product's row as its words arrive. The consumer warps wait for each other before, since none
-        may still read the previous product's limbs, and when all limbs are made."""
+        """Makes limbs of a product's row as its words arrive. The consumer warps wait for each other twice:
+        before, since none may still read the previous product's limbs, and after all limbs are made."""
         self.meet()
         total = product.k // GROUP
         for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):

@@ -49,7 +49,7 @@ class Activations(ABC):
 
     @abstractmethod
     def stage_warps(self, config: StreamConfig[Any]) -> int:
-        """Warps that release a stage."""
+        """Number of warps that release a stage."""
 
     @abstractmethod
     def problem(self, config: StreamConfig[Any]) -> str | None:
@@ -105,7 +105,7 @@ class StreamConfig(Generic[ActivationsT]):
         format: of the weight.
         dtype: of activations, "bf16" or "fp16".
         n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
-        k_warps: warps that share the k blocks of a chunk.
+        k_warps: number of warps that share the k blocks of a chunk.
         block_k: inputs of a k block: a multiple of the group size that divides the padded K.
         chunk_k_blocks: k blocks of a stage.
         num_stages: pipeline stages; nearly all of them are in flight.
@@ -132,12 +132,12 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def tile_k(self) -> int:
-        """Inputs of a tile of codes."""
+        """Number of inputs in a tile of codes."""
         return tile_k(self.format.bits)
 
     @property
     def block_rows(self) -> int:
-        """Output features of a block."""
+        """Number of a block's output features."""
         return TILE_N * self.n_tiles
 
     @property
@@ -150,17 +150,17 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def stage_warps(self) -> int:
-        """Warps that release a stage."""
+        """Number of warps that release a stage."""
         return self.activations.stage_warps(self)
 
     @property
     def num_threads(self) -> int:
-        """Threads of the consumer, producer and epilogue warps of a CTA."""
+        """Number of threads of a CTA's consumer, producer and epilogue warps."""
         return (self.consumer_warps + self.producer_warps + self.store.epilogue_warps) * WARP_THREADS
 
     @property
     def x_bytes(self) -> int:
-        """Shared memory for activations."""
+        """Bytes of shared memory for activations."""
         return self.activations.x_bytes
 
     @property
@@ -169,7 +169,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def k_block_groups(self) -> int:
-        """Groups of a k block; 0 where scales are per output feature."""
+        """Number of a k block's groups; 0 where scales are per output feature."""
         return self.block_k // self.group_size if self.group_size else 0
 
     @property

@@ -57,12 +57,12 @@ class StreamSchedule:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of tiles."""
+        """Number of blocks of tiles."""
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property
     def slice_k_blocks(self) -> int:
-        """K blocks of a slice; the last may have fewer."""
+        """Number of a slice's k blocks; the last slice may have fewer."""
         return -(-self.k_blocks // self.num_slices)
 
     @property

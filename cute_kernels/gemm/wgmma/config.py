@@ -46,12 +46,12 @@ class WgmmaConfig(Generic[M]):
         tile_m: rows of x of a tile, the N of the MMAs.
         row_parts: equal parts of ``tile_m``, with TMA tiles of their own. Parts without rows are neither loaded nor
             multiplied.
-        n_tiles: tiles of 64 output features that a warpgroup multiplies with the same activations.
+        n_tiles: number of tiles of 64 output features that a warpgroup multiplies with the same activations.
         warpgroups: number of consumer warpgroups, each with ``n_tiles`` tiles.
-        block_k: inputs of a k block.
+        block_k: number of inputs in a k block.
         num_stages: pipeline stages.
-        multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its
-            share of the activations into the shared memory of all of them. 1: each CTA loads its own.
+        multicast: number of CTAs of a cluster that compute neighbouring output features of the same rows of x. Each
+            loads its share of the activations into the shared memory of all of them. 1: each CTA loads its own.
         mainloop, reduction, store: the kernel's policies, values of `.mainloops` and `.results`.
     """
 
@@ -103,7 +103,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def tile_k(self) -> int:
-        """Inputs of a tile of codes."""
+        """Number of inputs in a tile of codes."""
         return tile_k(self.format.bits)
 
     @property
@@ -118,7 +118,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def block_rows(self) -> int:
-        """Output features of a CTA's tile."""
+        """Number of output features of a CTA's tile."""
         return TILE_N * self.block_tiles
 
     @property
@@ -152,17 +152,17 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a consumer thread."""
+        """Number of a consumer thread's registers."""
         return self.mainloop.registers[self.warpgroups]
 
     @property
     def thread_acc(self) -> int:
-        """fp32 accumulators of a thread."""
+        """Number of a thread's fp32 accumulators."""
         return self.n_tiles * self.tile_m // 2
 
     @property
     def thread_vectors(self) -> int:
-        """Vectors of four accumulators that a thread has."""
+        """Number of vectors of four accumulators that a thread has."""
         return self.thread_acc // 4
 
     @property
@@ -173,7 +173,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def own_m(self) -> int:
-        """Rows of x of a tile that a CTA stores."""
+        """Number of a tile's rows of x that each CTA stores."""
         return self.tile_m // (1 if self.reduction.dsmem else self.cluster)
 
     @property
@@ -196,7 +196,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def part_m(self) -> int:
-        """Rows of x of a TMA tile."""
+        """Number of a TMA tile's rows of x."""
         return self.tile_m // self.row_parts
 
     @property

@@ -122,7 +122,7 @@ class GivingStore:
 
     @cute.jit
     def run(self, operands: GivingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile whose accumulators are acc[first : first + tokens / 2], and its parts of the norm. Runs after
+        """Stores the tile whose accumulators are acc[first : first + tile_m / 2], and its parts of the norm. Runs after
         the tile's products."""
         self.plain.add_bias(operands, shape, store, corner, acc, first)
         for chunk in cutlass.range_constexpr(len(self.tiles.chunks)):
@@ -273,7 +273,7 @@ class TakingStore:
 
     @cute.jit
     def run(self, operands: TakingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Multiplies the accumulators acc[first : first + tokens / 2] of a tile by their rows' factors, and stores the
+        """Multiplies the accumulators acc[first : first + tile_m / 2] of a tile by their rows' factors, and stores the
         tile. First it waits for the factors."""
         if const_expr(ordinal == 0):
             if const_expr(self.tiles.limbs):

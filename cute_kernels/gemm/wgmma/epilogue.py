@@ -72,7 +72,7 @@ class TileEpilogue:
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile whose accumulators of a thread are acc[first : first + tokens / 2].
+        """Stores the tile whose accumulators of a thread are acc[first : first + tile_m / 2].
 
         ordinal: the tile's number among the work tile's tiles that the warpgroup stores, as in `prepare`.
         """

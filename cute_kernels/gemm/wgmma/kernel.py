@@ -234,7 +234,8 @@ class TileScheduling(Protocol):
 
     Attributes:
         places: maps the numbers of a work tile to rows, weights and results.
-        is_dense: whether results may have a residual, and the first work tile is known before any table is.
+        is_dense: whether products are dense. Then results may have a residual, and no table is needed to find the first
+            work tile.
         asks_first: whether the first weights are loaded before other warps know that barriers are initialised.
         masks_by_lane, x_scale_shift: as `make_mainloop` takes them.
         table_bytes: shared memory for a table of tiles.

@@ -25,12 +25,12 @@ class TileSchedule:
 
     Attributes:
         config: the compiled variant.
-        num_tiles: tiles of 64 output features.
-        m_tiles: tiles of rows of x.
+        num_tiles: number of tiles of 64 output features.
+        m_tiles: number of tiles of rows of x.
         k_blocks: k blocks of the padded K.
-        splits: parts of a tile that is cut, along K (none of them empty) or along rows of x.
+        splits: number of parts of a tile that is cut, along K (none of them empty) or along rows of x.
         num_ctas: number of CTAs that run.
-        whole: tiles that are not cut.
+        whole: number of tiles that are not cut.
     """
 
     config: WgmmaConfig
@@ -43,7 +43,7 @@ class TileSchedule:
 
     @property
     def blocks(self) -> int:
-        """Blocks of output features. The blocks of CTAs that share activations by TMA multicast count as one."""
+        """Number of blocks of output features. Blocks of CTAs that share activations by TMA multicast count as one."""
         return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
 
     @property
@@ -66,7 +66,7 @@ class TileSchedule:
 
     @property
     def workspace_words(self) -> int:
-        """fp32 words of partial accumulators in the workspace."""
+        """Number of fp32 words that partial accumulators take in the workspace."""
         return self.config.reduction.partial_words(self)
 
 

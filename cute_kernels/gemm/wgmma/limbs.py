@@ -151,7 +151,7 @@ class LimbProducts:
         ]
 
     def start(self, operands, x, tile_m: int) -> list[Any]:
-        """Issues the MMAs of a part. Returns their accumulators, [group][limb][tokens / 2], high limbs
+        """Issues the MMAs of a part. Returns their accumulators, [group][limb][tile_m / 2], high limbs
         first."""
         ready = wgmma.fence(operands)
         found: list[Any] = []

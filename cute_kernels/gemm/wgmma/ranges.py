@@ -137,8 +137,8 @@ class RangeReduction(StoringReduction):
 
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
-        """Adds the parts of a tile that preceding CTAs have published, from the nearest CTA back to the one where the
-        tile begins. No range is shorter than a tile, so the tile begins in the nearest CTA, and the loop runs once."""
+        """Adds the parts of a tile that preceding CTAs have published: CTA by CTA, back to the one where the tile
+        begins. No range is shorter than a tile, so that is the CTA just before, and the loop runs once."""
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
             add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)

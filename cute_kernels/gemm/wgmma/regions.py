@@ -24,7 +24,8 @@ class Barriers(NamedTuple):
 
     Attributes:
         count: number of barriers.
-        arrivals: arrivals that a phase waits for; 0 for barriers that `memory.init_barriers` does not initialise.
+        arrivals: number of arrivals that a phase waits for; 0 for barriers that `memory.init_barriers` does not
+            initialise.
         expected_bytes: bytes that the first phase waits for in addition.
     """
 

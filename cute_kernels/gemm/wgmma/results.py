@@ -78,9 +78,9 @@ class Reduction(ABC):
     reductions in a cluster. Other reductions override them.
 
     Attributes:
-        cluster: CTAs of a cluster that have equal parts of K of one tile.
-        k_warpgroups: warpgroups of a CTA that interleave the k blocks of one tile: one decodes while another waits for
-            its MMAs.
+        cluster: number of CTAs of a cluster that have equal parts of K of one tile.
+        k_warpgroups: number of warpgroups of a CTA that interleave the k blocks of one tile: one decodes while another
+            waits for its MMAs.
         splits_k: whether K may be cut into parts, by CTAs.
         cuts_rows: whether tiles of a last round are cut into the parts of their rows of x, not along K.
         dsmem: whether one CTA of the cluster stores each tile of 64 output features, and the others publish their
@@ -178,7 +178,8 @@ class Reduction(ABC):
         return clocks + parts * self.cut_clocks(problem, schedule, cost, k_block)
 
     def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
-        """Returns the clocks of a part of a tile that is cut, and of its reduction. k_block: clocks of a k block."""
+        """Returns the clocks that a CTA takes for a part of a cut tile, and for its reduction. k_block: the clocks of
+        a k block."""
         products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, schedule.config)
         if schedule.splits == 1:
             return products

@@ -248,7 +248,8 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
 
 
 def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations of short products in work ranges, for the one group size whose times were measured."""
+    """Returns configurations with work ranges, for products that `is_short` accepts. There are none for other group
+    sizes than `RANGE_GROUP`, the one that was measured."""
     if problem.format.group_size != RANGE_GROUP or not is_short(problem):
         return []
     configs = (

@@ -67,7 +67,7 @@ class SynchronousMainloop:
         ]
 
     def multiply_k_block(self, acc, memory, stage, place, rows, channel, tile_m: int):
-        """Adds W X^T of a k block to ``acc``: [tile of the warpgroup][tokens / 2]."""
+        """Adds W X^T of a k block to ``acc``: [tile of the warpgroup][config.tile_m / 2]."""
         config, stages = self.config, self.stages
         decoder = stages.decoder
         blocks, tile_acc = tile_m // MMA_N, config.tile_m // 2

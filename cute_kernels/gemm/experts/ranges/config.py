@@ -42,8 +42,8 @@ class EntryLimbs(Activations):
     Attributes:
         expert_rounds: number of rounds in which a warp counts entries. A round counts the entries of `ROUND_EXPERTS`
             experts.
-        lane_assignments: assignments of each lane if warps find entries among unsorted assignments; 0 if they are
-            sorted.
+        lane_assignments: number of each lane's assignments if warps find entries among unsorted assignments; 0 if they
+            are sorted.
         half_last: whether the last k block of the weights is half a block.
     """
 

@@ -57,7 +57,7 @@ class RangeLayout:
 
     Attributes:
         config: the compiled variant.
-        num_tiles: tiles of 64 output features of an expert.
+        num_tiles: number of tiles of 64 output features for each expert.
         k_blocks: k blocks of the padded K, or of one part of it.
         num_ctas: as many as there are SMs; those without a block end at once.
         x_slots: number of entries, 1 or 2, for whose limbs a CTA has room at a time.

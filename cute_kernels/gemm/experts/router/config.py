@@ -45,7 +45,7 @@ class RouterConfig:
 
     @property
     def id_words(self) -> int:
-        """Words of 32 bits of an id."""
+        """Number of 32-bit words that an id takes."""
         return 2 if self.dtype == "int64" else 1
 
     def kernel(self) -> CompiledAs:

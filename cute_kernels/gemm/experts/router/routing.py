@@ -30,7 +30,7 @@ class Routing:
     | DeepSeek V4 | ``Routing(top_k, "sqrtsoftplus", True, routed_scaling_factor)`` |
 
     Attributes:
-        top_k: experts of a token.
+        top_k: number of experts that a token gets.
         scoring: how a logit becomes a score.
         renormalize: whether a token's weights are divided by their sum.
         scale: factor of the weights, applied last.

@@ -89,7 +89,7 @@ class GroupedTiles:
 
     Attributes:
         config: the compiled variant.
-        num_tiles: tiles of 64 output features of an expert.
+        num_tiles: number of tiles of 64 output features for each expert.
         k_blocks: k blocks of the padded K.
         num_ctas: as many as there are SMs; those without a work tile end at once.
     """
@@ -106,7 +106,7 @@ class GroupedTiles:
 
     @property
     def blocks(self) -> int:
-        """Blocks of output features of an expert."""
+        """Number of blocks of output features that an expert's weight has."""
         return -(-self.num_tiles // self.config.block_tiles)
 
 
