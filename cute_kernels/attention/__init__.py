@@ -1,7 +1,7 @@
 """Attention over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
 
 Decode takes one to 16 queries a request (`decode`), extend any number (`extend`). They are two kernels of one family.
-Modules say ``decode_`` or ``extend_`` where the two differ; `policies` and `loads` hold the parts of both. Read on in
+Modules say ``decode_`` or ``extend_`` where the two differ; `loads` has the copies of both. Read on in
 `reference` (what both mean), `options` and `call` (checked arguments), `problem`, `decode_schedule` and
 `extend_schedule`, their configurations, `plan`, `launches` and `ops`. `merge_states` joins results over parts of a
 context. `mixed` takes batches of decode and extend requests.

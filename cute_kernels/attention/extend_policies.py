@@ -296,9 +296,8 @@ class KeyRows:
 
     @property
     def group_told_bytes(self) -> int:
-        """Bytes of the numbers that the warps of a warpgroup exchange. For each query they are a number of each warp,
-        and
-        a number of all warps together."""
+        """Bytes of the numbers that the warps of a warpgroup exchange: for each query one number of each warp, and one
+        of all warps together."""
         return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
 
     @property

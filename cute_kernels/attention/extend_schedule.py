@@ -65,8 +65,8 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
 
 
 def choose_newer(config: ExtendConfig) -> ExtendConfig:
-    """Returns the configuration for a second launch over the queries' own tokens, in 16 bits. The launch merges its
-    result with the result of ``config`` over the cache."""
+    """Returns the configuration of a second launch, over the 16-bit K and V of the queries' own tokens. It merges its
+    result with the result of ``config``, which is over the cache."""
     return ExtendConfig(
         k_format=config.q_dtype,
         v_format=config.q_dtype,

@@ -117,8 +117,8 @@ class _ByteKeys(CodeKeyReader):
         self.sum_factor = -self.codes.key_offset / self.codes.unit if self.codes.key_offset else None
 
     def _fetch_words(self, addresses, num_units: int, lane: Int32):
-        """Starts loading a lane's columns of the queries: of each unit four neighbours, or two where an MMA contracts 8
-        columns. Returns words [block][unit]."""
+        """Starts loading the query columns that a lane's codes are multiplied by: four neighbouring columns of each
+        unit, or two if an MMA contracts 8 columns. Returns words [block][unit]."""
         column_bytes = 2 * self.lane_codes
         count = self.lane_codes // 2
         first = lane % 4 * column_bytes

@@ -204,8 +204,8 @@ class KvFormat:
         return self.row(head_dim).dequantize(rows.view(torch.uint8), dtype, scale)
 
     def places(self, *uses: Use) -> tuple[str, ...]:
-        """Returns the import paths ("module:attribute") of the format's device code for the given uses; without
-        arguments for all uses."""
+        """Returns the import paths ("module:attribute") of the format's device code for some uses ("write", "decode",
+        "extend"). Without arguments it returns those for all uses."""
         decode = () if self.decode is None else (self.decode.keys, self.decode.values, self.decode.codes)
         extend = () if self.extend is None else (self.extend.words,)
         by_use: dict[Use, tuple[str | None, ...]] = {"write": (self.writer,), "decode": decode, "extend": extend}

@@ -57,8 +57,8 @@ class ByteDecoder(ABC):
 class E4m3Decoder(ABC):
     """Decodes codes of one format to E4M3, exactly: the A operand of FP8 products.
 
-    In the blob of `layouts.weights.hopper`, a thread has codes of its rows g and g + 8 in each k16 step. Their inputs
-    are 2t, 2t + 8, 2t + 1 and 2t + 9. The activations of these products have the same order.
+    With g = lane // 4 and t = lane % 4, a thread has codes of rows g and g + 8 in each k16 step, for the inputs 2t,
+    2t + 8, 2t + 1 and 2t + 9. That is the order of `layouts.weights.hopper`. The activations have the same order.
 
     Attributes:
         slots: issue slots of a warp for decoding 64 codes per thread.

@@ -43,7 +43,8 @@ class TileSchedule:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of output features. Blocks of CTAs that share activations by TMA multicast count as one."""
+        """The number of blocks of output features. CTAs that share activations by TMA multicast have neighbouring
+        blocks, which count as one."""
         return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
 
     @property

@@ -27,7 +27,7 @@ class Places(Protocol):
     or of the work tiles of grouped products."""
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
-        """Returns (first, end): the first row of x of a work tile, and a bound that its rows do not reach."""
+        """Returns (first, end): a work tile has rows of x from ``first`` on, and none from ``end`` on."""
         ...
 
     def weight_tile(self, shape, work_tile, index) -> Any:

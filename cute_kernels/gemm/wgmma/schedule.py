@@ -379,7 +379,7 @@ def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster:
 CANDIDATES: list[Candidates] = [
     shaped_configs, dsmem_configs, apart_configs, wide_configs, range_configs, resident_configs,
 ]  # fmt: skip
-"""The functions whose configurations the chooser considers; a reduction with a file of its own appends one."""
+"""The functions whose configurations the chooser considers. A reduction outside this package appends its own."""
 
 
 def shipped_configs() -> list[WgmmaConfig]:

@@ -66,8 +66,9 @@ class Products:
         prepare.note(problem_of(form), prepare.engine_rows())
 
     def settled(self, layer: Foreign, weight: PackedWeight) -> PackedWeight:
-        """Decides which operations around a layer are fused into it, and makes their kernels ready. Graphs that vLLM
-        keeps depend on the decision.
+        """Decides which operations around a layer are fused into it, and makes their kernels ready.
+
+        Is called before vLLM compiles or captures graphs, since these keep the decision.
 
         Returns the weight, with gate's and up's rows alternating if the fusion needs it.
         """

@@ -65,8 +65,11 @@ class ClusterCombine:
     # -- accumulators --------------------------------------------------------------------------------------------------
 
     def destination(self, memory, warp, lane, part) -> Any:
-        """Returns the cluster address for columns 2g and 2g + 1 of a warp's first chunk and head 2t. g is lane / 4, t
-        is lane % 4. The address is in the CTA that adds up the warp's columns, in the rows of this CTA's part."""
+        """Returns where a lane writes its partial sums: a cluster address in the CTA that adds up the warp's columns.
+
+        With g = lane // 4 and t = lane % 4, it is the place of columns 2g and 2g + 1 of the warp's first chunk, for
+        head 2t. part: the part of this CTA, which has rows of its own there.
+        """
         owner = warp * self.config.cluster // VALUE_WARPS
         column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
         place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4

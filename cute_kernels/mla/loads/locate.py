@@ -121,7 +121,7 @@ class SparseLocator(Locator):
 
     @cute.jit
     def lengths(self, source, request):
-        """Returns how many indices count in each row of a request: (of the cache, of the extra cache)."""
+        """Returns the numbers of valid entries of a request's rows of indices: (in the cache, in the extra cache)."""
         return self.length(source.main, request), self.length(source.extra, request)
 
     @cute.jit

@@ -71,7 +71,7 @@ class AssignmentFinder:
 
     @staticmethod
     def of(experts: Sequence[Any], num_experts, lane, entry_rows: int) -> AssignmentFinder:
-        """Makes the finder of a CTA. experts: those of the lane's assignments, as `load_expert` returns them."""
+        """Makes a warp's finder. experts: the expert of each of the lane's assignments, from `load_expert`."""
         earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)
         peers = peers_of(experts, num_experts)
         ranks = [count_bits([*words[:i], words[i] & earlier]) for i, words in enumerate(peers)]
