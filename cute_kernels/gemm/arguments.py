@@ -64,10 +64,16 @@ class CompiledAs:
 
 
 def code_of(config: object) -> tuple[str, ...]:
-    """Returns "module:name" of the device code of a configuration's reduction. It is imported only where a kernel is
-    compiled."""
-    reduction = getattr(config, "reduction", None)
-    return () if reduction is None else (reduction.made_by,)
+    """Returns "module:name" of the device code of a configuration's mainloop and reduction. It is imported only where a
+    kernel is compiled."""
+    policies = (getattr(config, name, None) for name in ("mainloop", "reduction"))
+    return tuple(place for policy in policies if policy is not None for place in policy.code)
+
+
+def load_code(place: str) -> Any:
+    """Imports and returns the object at "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def compile_kernel(config: Any, kernel: CompiledAs, arch: str, *options: str) -> Any:
@@ -81,8 +87,7 @@ def compile_kernel(config: Any, kernel: CompiledAs, arch: str, *options: str) ->
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     check_config(config)
-    module, _, name = kernel.made_by.partition(":")
-    made = getattr(importlib.import_module(module), name)(config)
+    made = load_code(kernel.made_by)(config)
     types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
     types |= {"int32": cutlass.Int32, "int64": cutlass.Int64}
     shape = (cute.sym_int(), cute.sym_int(divisibility=kernel.divisibility))

@@ -38,7 +38,7 @@ def test_every_k_block_is_multiplied_once_and_given_back_once(
     taken: list[int] = []
     for group in range(k_warpgroups):
         stages = reading.StageReader(config)
-        subject: Any = register_mainloop.RegisterMainloop(config, stages, None, masks_by_lane=True)  # type: ignore
+        subject: Any = register_mainloop.RegisterMainloop(config, reading.MainloopParts(stages, stand_in(None)))
         log: list[tuple[int, int, bool]] = []
         subject.multiply_k_block = lambda acc, memory, here, place, channel, last, releases, tile_m, log=log: (
             log.append((here.stage, last.stage, bool(releases)))

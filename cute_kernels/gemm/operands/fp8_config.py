@@ -107,6 +107,7 @@ class Fp8Wgmma(Mainloop):
     """
 
     half_last: bool = False
+    made_by: ClassVar[str] = "cute_kernels.gemm.operands.fp8_mainloop:Fp8Mainloop"
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, RowCuts, WorkspaceSplitK)
     scaled_rows: ClassVar[bool] = True
     multicasts: ClassVar[bool] = True
@@ -115,6 +116,11 @@ class Fp8Wgmma(Mainloop):
     @property
     def name(self) -> str:
         return "e4m3tail" if self.half_last else "e4m3"
+
+    @property
+    def weights_by(self) -> str:
+        """The loads of weights: `.fp8_tail` has those of a half k block."""
+        return "cute_kernels.gemm.operands.fp8_tail:TailWeightLoads" if self.half_last else super().weights_by
 
     def kernel(self) -> CompiledAs:
         return CompiledAs("cute_kernels.gemm.wgmma.kernel:WgmmaKernel", FP8_TILES)

@@ -25,10 +25,9 @@ from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, groups_apart, x_group
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
-from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, Shift, StageByStage
+from cute_kernels.gemm.wgmma.limbs import MMA_K, LimbReader, StageByStage
 from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS
-from cute_kernels.gemm.wgmma.places import Places
-from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing
+from cute_kernels.gemm.wgmma.reading import Channel, MainloopParts, nothing
 from layouts.weights.hopper import STEP_K
 
 SLICE_M = 128  # rows of x whose sums fit a thread's registers besides the accumulators of twice as many
@@ -107,22 +106,14 @@ class PingPong:
 
 class Fp8Mainloop(StageByStage):
     """The mainloop policy of FP8 products; `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop` describes the
-    methods.
-
-    x_scale_shift: as in `LimbReader`; None if tiles begin at multiples of 8 rows.
+    methods. Without `MainloopParts.x_scale_shift` tiles begin at multiples of 8 rows.
     """
 
-    def __init__(
-        self,
-        config: WgmmaConfig[Fp8Wgmma],
-        stages: StageReader,
-        channel: Channel,
-        places: Places,
-        x_scale_shift: Shift | None,
-    ):
-        self.config, self.stages, self.channel, self.places = config, stages, channel, places
-        self.by_row = not x_group(config.format)
-        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=x_scale_shift is None)
+    def __init__(self, config: WgmmaConfig[Fp8Wgmma], parts: MainloopParts):
+        self.config, self.stages, self.places = config, parts.stages, parts.places
+        self.channel = Channel(config, parts.stages, parts.places)
+        self.by_row, shift = not x_group(config.format), parts.x_scale_shift
+        self.reader = LimbReader(config, parts.stages, shift, in_pairs=shift is None)
         decoder = config.format.e4m3_decoder()
         assert decoder is not None, config.format
         self.decoder = decoder(HopperMath(config.dtype))

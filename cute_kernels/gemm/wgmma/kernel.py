@@ -16,21 +16,16 @@ warpgroups. Here neither its shuffles nor its pass over shared memory are needed
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Literal, Protocol
 
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
+from cute_kernels.gemm.arguments import load_code
 from cute_kernels.gemm.device_operands import Operands, operands_of
-from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
-from cute_kernels.gemm.operands.fp8_mainloop import Fp8Mainloop
-from cute_kernels.gemm.operands.fp8_tail import TailWeightLoads
-from cute_kernels.gemm.wgmma import mainloops
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers, TileMainloop
 from cute_kernels.gemm.wgmma.epilogue import TileEpilogue
-from cute_kernels.gemm.wgmma.limbs import LimbMainloop, Shift
 from cute_kernels.gemm.wgmma.loads import (
     ELEMENTS,
     ActivationLoads,
@@ -41,10 +36,8 @@ from cute_kernels.gemm.wgmma.loads import (
 )
 from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces, Places
-from cute_kernels.gemm.wgmma.reading import Channel, StageReader
+from cute_kernels.gemm.wgmma.reading import MainloopParts, Shift, StageReader
 from cute_kernels.gemm.wgmma.reduction import TileReduction, TileStore
-from cute_kernels.gemm.wgmma.register_mainloop import RegisterMainloop
-from cute_kernels.gemm.wgmma.synchronous import SynchronousMainloop
 from cute_kernels.gemm.wgmma.tiles import DenseRounds, TileSizes
 
 BEGIN = 8  # number of the barrier that others are there, after those of `.epilogue`
@@ -54,34 +47,6 @@ Waits = Literal["nobody", "loader", "all warps"]
 NOBODY: Waits = "nobody"
 LOADER: Waits = "loader"  # the warp that loads weights, before it asks for the first; others wait for it
 ALL_WARPS: Waits = "all warps"  # each by itself, so that x is asked for beside the first weights and not after them
-
-
-def make_mainloop(
-    config: WgmmaConfig,
-    stages: StageReader,
-    places: Places,
-    *,
-    masks_by_lane: bool = True,
-    x_scale_shift: Shift | None = None,
-) -> TileMainloop:
-    """Returns the device code of a configuration's mainloop, for kernels whose activations go through the pipeline.
-
-    masks_by_lane: as in `RegisterMainloop`. x_scale_shift: as in `LimbReader`.
-    """
-    if isinstance(config.mainloop, mainloops.Limbs):
-        return LimbMainloop(config, stages, x_scale_shift)
-    channel = Channel(config, stages, places)
-    if isinstance(config.mainloop, Fp8Wgmma):
-        return Fp8Mainloop(config, stages, channel, places, x_scale_shift)
-    if isinstance(config.mainloop, mainloops.MmaSync):
-        return SynchronousMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
-    return RegisterMainloop(config, stages, channel, masks_by_lane=masks_by_lane)
-
-
-def reduction_of(config: WgmmaConfig) -> Any:
-    """Returns the class of the device code of a configuration's reduction."""
-    module, _, name = config.reduction.made_by.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
@@ -237,7 +202,7 @@ class TileScheduling(Protocol):
         is_dense: whether products are dense. Then results may have a residual, and no table is needed to find the first
             work tile.
         asks_first: whether the first weights are loaded before other warps know that barriers are initialised.
-        masks_by_lane, x_scale_shift: as `make_mainloop` takes them.
+        masks_by_lane, x_scale_shift: as in `MainloopParts`.
         table_bytes: shared memory for a table of tiles.
     """
 
@@ -267,7 +232,7 @@ class DenseTiles:
         self.config, self.asks_first = config, config.one_m_tile
         self.places: Places = DensePlaces(config)
         self.x_scale_shift: Shift | None = None
-        self.rounds: type[DenseRounds] = reduction_of(config).rounds
+        self.rounds: type[DenseRounds] = load_code(config.reduction.made_by).rounds
 
     def sizes(self, given) -> TileSizes:
         return self.rounds.sizes(self.config, given)
@@ -311,13 +276,12 @@ class WgmmaKernel:
         self.scheduling: TileScheduling = DenseTiles(config) if scheduling is None else scheduling
         places, stages, dense = self.scheduling.places, StageReader(config), self.scheduling.is_dense
         self.epilogue: TileStore = TileEpilogue(config, dense=dense) if store is None else store
-        shift, by_lane = self.scheduling.x_scale_shift, self.scheduling.masks_by_lane
-        mainloop = make_mainloop(config, stages, places, masks_by_lane=by_lane, x_scale_shift=shift)
-        reduction: TileReduction = reduction_of(config)(config, self.epilogue, places)
+        parts = MainloopParts(stages, places, self.scheduling.masks_by_lane, self.scheduling.x_scale_shift)
+        mainloop: TileMainloop = load_code(config.mainloop.made_by)(config, parts)
+        reduction: TileReduction = load_code(config.reduction.made_by)(config, self.epilogue, places)
         self.consumers = Consumers(config, stages, places, mainloop, reduction)
         self.activations = TmaLoads(config, places)
-        loads_weights = TailWeightLoads if config.mainloop.half_last else WeightLoads
-        weights = loads_weights(config, places, asks_first=self.scheduling.asks_first)
+        weights = load_code(config.mainloop.weights_by)(config, places, asks_first=self.scheduling.asks_first)
         loads, table = (weights, self.activations), self.scheduling.table_bytes
         self.roles = TileRoles(config, places, *loads, self.consumers, table, dense=dense, waits=waits, spare=spare)
 

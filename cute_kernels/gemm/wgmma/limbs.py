@@ -36,7 +36,7 @@ from cute_kernels.gemm.device_operands import scale_number
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
-from cute_kernels.gemm.wgmma.reading import StageReader, nothing
+from cute_kernels.gemm.wgmma.reading import MainloopParts, Shift, StageReader, nothing
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 MMA_K = 2 * STEP_K
@@ -46,7 +46,6 @@ CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of integers are 16 times codes less 8
 # With the 40 accumulators of both tiles they are half of its registers, by arithmetic; more rows were not measured so.
 TOGETHER_TILE_M = 40
 
-Shift = Callable[[Any], Any]
 Zeros = tuple[list[Any], list[Any]]
 
 
@@ -406,10 +405,10 @@ class StageByStage:
 class LimbMainloop(StageByStage):
     """The mainloop of int8 limbs from pipeline stages: it decodes a k block, multiplies it and waits for its MMAs."""
 
-    def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None = None):
-        self.config, self.stages = config, stages
-        self.reader = LimbReader(config, stages, x_scale_shift, in_pairs=False)
-        self.products = limb_products(config, stages.decoder.steps)
+    def __init__(self, config: WgmmaConfig, parts: MainloopParts):
+        self.config, self.stages = config, parts.stages
+        self.reader = LimbReader(config, parts.stages, parts.x_scale_shift, in_pairs=False)
+        self.products = limb_products(config, parts.stages.decoder.steps)
 
     def masks(self, shape, lane):
         return self.products.bytes_of.masks(nothing(shape, lane))

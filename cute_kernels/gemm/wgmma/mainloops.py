@@ -35,6 +35,7 @@ from layouts.weights.hopper import STEP_K, TILE_N
 if TYPE_CHECKING:
     from cute_kernels.gemm.wgmma.config import WgmmaConfig
 
+_ROOM = "cute_kernels.gemm.wgmma"
 WARPGROUP_THREADS = 4 * WARP_THREADS
 TMA_TILE_K = 64  # inputs of a TMA tile of activations: rows of 128 bytes, what swizzling permutes
 MOST_LOOPS = 4  # one for each number of row parts; with more of them ptxas serialises the MMAs
@@ -72,8 +73,13 @@ class Mainloop(ABC):
         limits: limits of the architecture that its instructions are for.
         spare: how many fewer tiles of 64 features the last warpgroup has than the others.
         half_last: whether the last k block begins half a block earlier.
+        made_by: "module:name" of its device code, a `.consumers.TileMainloop` that is made from a configuration and
+            `.reading.MainloopParts`. "" if a kernel of its own has it.
+        weights_by: "module:name" of the loads of its weights.
     """
 
+    made_by: ClassVar[str] = ""
+    weights_by: ClassVar[str] = f"{_ROOM}.loads:WeightLoads"
     reductions: ClassVar[tuple[type[Reduction], ...]]
     scales_codes: ClassVar[bool] = False
     limbs: ClassVar[bool] = False
@@ -96,6 +102,11 @@ class Mainloop(ABC):
     @abstractmethod
     def name(self) -> str:
         """The mainloop's part of a kernel's name, before the stages."""
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The places of the mainloop's device code, for keys of kernels."""
+        return (self.made_by, self.weights_by) if self.made_by else ()
 
     def kernel(self) -> CompiledAs:
         """Returns how a configuration with this mainloop is compiled."""
@@ -178,6 +189,7 @@ class RegisterWgmma(Mainloop):
 
     group_steps: int = 2
     in_flight: int = 1
+    made_by: ClassVar[str] = f"{_ROOM}.register_mainloop:RegisterMainloop"
     reductions: ClassVar[tuple[type[Reduction], ...]] = (
         WholeK, RowCuts, WorkspaceSplitK, RangeSplitK, SequentialSplitK, RowExchange, Dsmem,
     )  # fmt: skip
@@ -215,6 +227,7 @@ class MmaSync(Mainloop):
     """The mainloop of mma.sync for few rows, in which each warp multiplies on its own and scales accumulators:
     `.synchronous`."""
 
+    made_by: ClassVar[str] = f"{_ROOM}.synchronous:SynchronousMainloop"
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK, WorkspaceSplitK)
     registers: ClassVar[dict[int, int]] = {2: 224}
     producer_registers: ClassVar[int] = 56  # with the consumers' 224, all that 384 threads have
@@ -249,6 +262,7 @@ def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_
 class Limbs(Mainloop):
     """The mainloop of int8 MMAs for grouped products, whose limbs of x an earlier launch makes: `.limbs`."""
 
+    made_by: ClassVar[str] = f"{_ROOM}.limbs:LimbMainloop"
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
     limbs: ClassVar[bool] = True
     scaled_rows: ClassVar[bool] = True

@@ -21,6 +21,8 @@ from layouts.weights.hopper import TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 
+Shift = Callable[[Any], Any]
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -186,3 +188,19 @@ class Channel:
             if channel:
                 value = value * channel[i // tile_acc][0][i // 2 % 2]
             acc[i] = value * decoder.unit if decoder.scales_weights else value
+
+
+@dataclass(frozen=True)
+class MainloopParts:
+    """What a mainloop is made from, besides its configuration.
+
+    Attributes:
+        masks_by_lane: whether masks are made so that no uniform register holds them; see `nothing_by_lane`.
+        x_scale_shift: function of a work tile: the number of x's scales between the last multiple of 16 bytes and the
+            tile's first scale. None if it is always 0.
+    """
+
+    stages: StageReader
+    places: Places
+    masks_by_lane: bool = True
+    x_scale_shift: Shift | None = None

@@ -17,25 +17,20 @@ from cute_kernels.device import wgmma
 from cute_kernels.device.packed_math import HopperMath
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, RegisterWgmma
-from cute_kernels.gemm.wgmma.reading import Channel, Lane, StageReader, nothing, nothing_by_lane
+from cute_kernels.gemm.wgmma.reading import Channel, Lane, MainloopParts, nothing, nothing_by_lane
 from layouts.weights.hopper import STEP_K
 
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 
 
 class RegisterMainloop:
-    """The mainloop policy of warpgroup MMAs whose A operand is decoded to registers.
+    """The mainloop policy of warpgroup MMAs whose A operand is decoded to registers."""
 
-    Args:
-        masks_by_lane: whether masks are made so that no uniform register holds them; see `nothing_by_lane`.
-    """
-
-    def __init__(
-        self, config: WgmmaConfig[RegisterWgmma], stages: StageReader, channel: Channel, *, masks_by_lane: bool
-    ):
-        self.config, self.stages, self.channel = config, stages, channel
+    def __init__(self, config: WgmmaConfig[RegisterWgmma], parts: MainloopParts):
+        self.config, self.stages = config, parts.stages
+        self.channel = Channel(config, parts.stages, parts.places)
         self.math = HopperMath(config.dtype)
-        self.nothing = nothing_by_lane if masks_by_lane else nothing
+        self.nothing = nothing_by_lane if parts.masks_by_lane else nothing
 
     def masks(self, shape, lane):
         return self.stages.decoder.masks(self.nothing(shape, lane))

@@ -106,6 +106,11 @@ class Reduction(ABC):
     def name(self) -> str:
         """The reduction's part of a kernel's name."""
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The places of the reduction's device code, for keys of kernels."""
+        return (self.made_by,)
+
     def partial_slots(self, config: WgmmaConfig) -> int:
         """Returns the most tiles of 64 output features whose partials a CTA receives from its cluster."""
         return -(-config.block_tiles // self.cluster) if self.dsmem else 0

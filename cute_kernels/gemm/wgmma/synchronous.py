@@ -17,7 +17,7 @@ from cutlass import Float32
 from cute_kernels.device import ptx
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
-from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing, nothing_by_lane
+from cute_kernels.gemm.wgmma.reading import Channel, MainloopParts, nothing, nothing_by_lane
 from cute_kernels.gemm.wgmma.register_mainloop import MMA_DTYPE
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 from layouts.weights.hopper import STEP_K
@@ -32,9 +32,10 @@ class SynchronousMainloop:
     """MMAs of single warps (mma.sync), which wait for no other warp; scales are applied to the accumulators of a
     group."""
 
-    def __init__(self, config: WgmmaConfig, stages: StageReader, channel: Channel, *, masks_by_lane: bool):
-        self.config, self.stages, self.channel = config, stages, channel
-        self.nothing = nothing_by_lane if masks_by_lane else nothing
+    def __init__(self, config: WgmmaConfig, parts: MainloopParts):
+        self.config, self.stages = config, parts.stages
+        self.channel = Channel(config, parts.stages, parts.places)
+        self.nothing = nothing_by_lane if parts.masks_by_lane else nothing
 
     def masks(self, shape, lane):
         return self.stages.decoder.masks(self.nothing(shape, lane))

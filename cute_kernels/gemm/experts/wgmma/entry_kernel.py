@@ -26,6 +26,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.wgmma import ATOM_BYTES
+from cute_kernels.gemm.arguments import load_code
 from cute_kernels.gemm.device_operands import Operands, operands_of
 from cute_kernels.gemm.experts.ranges.assignments import AssignedEntry, AssignmentFinder, expert_of, load_id
 from cute_kernels.gemm.experts.ranges.config import ROW_BITS
@@ -33,12 +34,12 @@ from cute_kernels.gemm.experts.wgmma.entry_config import RINGS, ROW_COLUMNS, Ent
 from cute_kernels.gemm.wgmma.config import WARPGROUP_WARPS, WgmmaConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers
 from cute_kernels.gemm.wgmma.epilogue import GATED_PITCH, PACKED_PITCH, PACKED_VECTOR, ROW_BYTES, Store, TileEpilogue
-from cute_kernels.gemm.wgmma.kernel import BEGIN, launch_options, make_mainloop
+from cute_kernels.gemm.wgmma.kernel import BEGIN, launch_options
 from cute_kernels.gemm.wgmma.loads import ELEMENTS, TmaLoads, WeightLoads, product
 from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K
 from cute_kernels.gemm.wgmma.memory import TileMemory, allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import corner_of
-from cute_kernels.gemm.wgmma.reading import StageReader
+from cute_kernels.gemm.wgmma.reading import MainloopParts, StageReader
 from cute_kernels.gemm.wgmma.tiles import TileSizes, dense_sizes
 from layouts.weights.hopper import TILE_N
 
@@ -215,7 +216,7 @@ class EntryKernel:
     def __init__(self, config: EntryConfig):
         self.config, self.ring = config, ring_config(config)
         places, stages = EntryPlaces(), StageReader(self.ring)
-        mainloop = make_mainloop(self.ring, stages, places, masks_by_lane=False)
+        mainloop = load_code(self.ring.mainloop.made_by)(self.ring, MainloopParts(stages, places, masks_by_lane=False))
         self.consumers = Consumers(self.ring, stages, places, mainloop, EntryResults(self.ring))
         self.weights = WeightLoads(self.ring, places, asks_first=False)
         self.rows = EntryLoads(self.ring)

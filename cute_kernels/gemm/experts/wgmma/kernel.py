@@ -19,10 +19,10 @@ from cute_kernels.gemm.experts.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, T
 from cute_kernels.gemm.experts.wgmma.tiles import GroupedTileScheduler, GroupedTileSizes, fill_table
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.kernel import NOBODY, TileRoles, WgmmaKernel
-from cute_kernels.gemm.wgmma.limbs import Shift
 from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
 from cute_kernels.gemm.wgmma.memory import init_barriers
 from cute_kernels.gemm.wgmma.places import Places, tile_of_block
+from cute_kernels.gemm.wgmma.reading import Shift
 from cute_kernels.gemm.wgmma.tiles import dense_sizes, x_scales_of
 
 
