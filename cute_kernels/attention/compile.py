@@ -44,7 +44,7 @@ class AttentionSpec(KernelSpec):
     def policies(self) -> tuple[object, ...]:
         config = self.config
         of_formats = code_of(config.use, *config.format_names)
-        return config.compiled_by, *of_formats, *score_options.code_of(config.features)
+        return config.compiled_by, *getattr(config, "parts", ()), *of_formats, *score_options.code_of(config.features)
 
     def modules(self) -> tuple[str, ...]:
         of_options = score_options.modules_of(self.config.features)

@@ -166,6 +166,17 @@ class ExtendConfig(ReadsCache):
         return self.coded and not all(form.is_coded for form in self.formats)
 
     @property
+    def parts(self) -> tuple[str, str, str]:
+        """The places, "module:name", of the code of the shared memory, the producer and the consumer. It is imported
+        only where a kernel is compiled."""
+        loads, mainloops = "cute_kernels.attention.loads", "cute_kernels.attention.mainloops"
+        if self.key_rows is not None:
+            rows = f"{mainloops}.key_rows"
+            return f"{rows}.memory:KeyRowsMemory", f"{rows}.copies:RawRowProducer", f"{rows}.multiply:KeyRowsConsumer"
+        producer = f"{loads}.rows:RowProducer" if self.decodes else f"{loads}.tma:TmaTileProducer"
+        return f"{loads}.memory:ExtendMemory", producer, f"{mainloops}.tiles:Consumer"
+
+    @property
     def decodes(self) -> bool:
         """Whether producers decode rows of K or of V; else both are loaded in 16 bits."""
         return self.coded and not self.unpacked

@@ -32,20 +32,14 @@ docs/design/extend_attention.md has the balance of clocks, bytes and registers b
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import MMA_WARPS, WARPGROUP_WARPS, WORK_BYTES
-from cute_kernels.attention.loads.memory import ExtendMemory, Rows, Source
-from cute_kernels.attention.loads.rows import RowProducer
-from cute_kernels.attention.loads.tma import TmaTileProducer
-from cute_kernels.attention.mainloops.key_rows.copies import RawRowProducer
-from cute_kernels.attention.mainloops.key_rows.memory import KeyRowsMemory
-from cute_kernels.attention.mainloops.key_rows.multiply import KeyRowsConsumer
-from cute_kernels.attention.mainloops.tiles import Consumer, Features, Operands
+from cute_kernels.attention.loads.memory import Rows, Source
+from cute_kernels.attention.mainloops.tiles import Features, Operands
 from cute_kernels.attention.work_tiles import END, ExtendSizes, Lengths, Work
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
@@ -53,6 +47,7 @@ from cute_kernels.device.lists import Lists
 from cute_kernels.device.pages import Pages
 from cute_kernels.device.pipeline import PipelineState
 from cute_kernels.device.types import extents
+from cute_kernels.formats.kv import load_code
 
 
 class ExtendKernel:
@@ -60,7 +55,8 @@ class ExtendKernel:
 
     def __init__(self, config: ExtendConfig):
         self.config = config
-        self.memory, self.producer, self.consumer = _parts(config)
+        self.memory, producer, consumer = map(load_code, config.parts)
+        self.producer, self.consumer = producer(config), consumer(config)
         self.worker = self.consumer.worker
 
     def launch(self, given, stream):
@@ -187,11 +183,3 @@ class ExtendKernel:
             memory.work.producer_commit(slot)
         cute.arch.sync_warp()
         return tile
-
-
-def _parts(config: ExtendConfig) -> tuple[Any, Any, Any]:
-    """Returns (class of the shared memory, producer, consumer) of a configuration."""
-    if config.key_rows is not None:
-        return KeyRowsMemory, RawRowProducer(config), KeyRowsConsumer(config)
-    producer = RowProducer(config) if config.decodes else TmaTileProducer(config)
-    return ExtendMemory, producer, Consumer(config)
