@@ -19,6 +19,7 @@ import pytest
 import cute_kernels
 import layouts
 from cute_kernels import families
+from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.runtime import KernelSpec, definitions, native, sources
 from cute_kernels.runtime.store import key_of
 from tests import golden
@@ -87,6 +88,23 @@ def test_a_key_has_the_readers_of_its_formats_alone():
 
     assert "bytes" not in readers("decode_int4_g1_bf16_d128") and "dense" not in readers("decode_int4_g1_bf16_d128")
     assert "dense" in readers("decode_bf16_bf16_d128") and "bytes" in readers("decode_int8_token_head_bf16_d128")
+
+
+def test_a_key_of_tiles_has_its_own_mainloop_alone():
+    """So an edit of one leaves the kernels of the others as they are."""
+    own = {"RegisterWgmma": "register_mainloop.py", "MmaSync": "synchronous.py", "Limbs": "limbs.py"}
+    others, specs = {*own.values(), "fp8_mainloop.py", "fp8_tail.py"}, {}
+    for spec in ALL_SPECS:
+        specs.setdefault(type(getattr(spec.config, "mainloop", None)).__name__, spec)
+    for kind, file in own.items():
+        found = {Path(name).name for name in named(specs[kind])} & others
+        assert file in found <= {file, "register_mainloop.py"}, kind  # that one has a base of the others
+
+
+def test_a_key_of_extend_attention_has_key_rows_if_keys_are_the_rows():
+    extend = [spec for spec in ALL_SPECS if isinstance(spec.config, ExtendConfig)]
+    held = {spec.config.key_rows is not None: any("/key_rows/" in name for name in named(spec)) for spec in extend}
+    assert held == {False: False, True: True}
 
 
 def test_a_key_names_classes_and_not_where_they_lie():
