@@ -27,20 +27,24 @@ def e4m3_limbs_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     A scale is what a product of 2**-6 times a code with either limb counts.
     """
-    values, step = in_steps(x, 8)
+    values, step = in_steps(x, 7, rounds_up=False)
     mantissa, exponent = np.frexp(values)
     high = np.ldexp(np.trunc(mantissa * 16) / 16, exponent)
     limbs = torch.from_numpy(np.stack([high, values - high], axis=2)[..., ORDER]).to(torch.float8_e4m3fn)
     return limbs.view(torch.uint8).numpy(), (step * 64).astype(np.float32).T.copy()
 
 
-def in_steps(x: torch.Tensor, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """x [rows, groups, 128] over each group's power of two, and these powers: magnitudes have ``bits`` bits."""
+def in_steps(x: torch.Tensor, bits: int, *, rounds_up: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, groups, 128] over each group's power of two, and these powers: magnitudes have ``bits`` bits.
+
+    rounds_up: 255/256 of a power of two count as that power, since of 16 bits 255.5 * 2**7 is the largest that a high
+    limb of 127 takes.
+    """
     rows, k = x.shape
     values = np.zeros((rows, -(-k // GROUP), GROUP))
     values.reshape(rows, -1)[:, :k] = x.double().numpy()
     largest = np.maximum(np.abs(values).max(axis=2), 2.0**-100)
-    # As if 255/256 of a power were that power: of 16 bits 255.5 * 2**7 is the largest that a high limb of 127 takes.
-    step = 2.0 ** (np.floor(np.log2(largest * 1.0000001)) - (bits - 1))
-    step = np.where(largest / step >= 255 * 2.0 ** (bits - 8), 2 * step, step)
+    step = np.ldexp(1.0, np.frexp(largest)[1] - bits)
+    if rounds_up:
+        step = np.where(largest / step >= 255 * 2.0 ** (bits - 8), 2 * step, step)
     return values / step[..., None], step

@@ -16,6 +16,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import Pipeline, PipelineState
 from cute_kernels.formats.weights import MXFP4, NVFP4, integers, shifted
+from cute_kernels.formats.weights.fp4 import MXFP4_ANY, MxFp4
+from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.weight import PackedWeight
@@ -252,6 +254,7 @@ def test_only_what_can_be_resident_is_taken():
     config = CONFIGS[1]
     for change in (
         {"format": NVFP4},
+        {"format": MxFp4(group_size=128)},  # of E4M3 an MMA loop takes half a k block, in whole groups
         {"format": integers(8)},
         {"format": integers(8, zero_points=True)},
         {"format": integers(4, 64, zero_points=True)},
@@ -271,9 +274,21 @@ def test_only_what_can_be_resident_is_taken():
         {"n_tiles": 5},
     ):
         assert replace(config, **change).can_implement(), change
-    assert config.can_implement() is None
+    assert config.can_implement() is None and replace(config, format=MxFp4(group_size=64)).can_implement() is None
 
 
 def test_zero_points_are_taken_with_all_tiles_of_a_stage():
     with_room = [config for config in ZERO_CONFIGS if replace(config, format=integers(4)).can_implement() is None]
     assert len(with_room) == 5 and all(config.can_implement() is None for config in with_room)
+
+
+def test_the_largest_scales_of_mxfp4_overflow_no_earlier_than_results(run_on):
+    """One-hot rows of 1 by weights near the largest fp32 number."""
+    config = replace(FP4_CONFIGS[0], format=MXFP4_ANY)
+    n, scales = config.block_rows, torch.full((config.block_rows, K // 32), 120, dtype=torch.uint8)
+    scales[:, 0] = 252
+    weight = pack_weight("mxfp4", torch.full((n, K // 2), 0x77, dtype=torch.uint8), scales)
+    x = torch.zeros(config.tile_m, K, dtype=torch.bfloat16)
+    x[:, 3] = 1
+    acc, _, _ = sums_of(config, weight, x, 0, parts_of(config, n)[0], run_on)
+    assert np.array_equal(acc, np.full_like(acc, 6 * 2.0**125))

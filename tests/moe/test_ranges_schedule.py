@@ -12,6 +12,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import integers, weight_format
+from cute_kernels.formats.weights.fp4 import MxFp4
 from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts.ranges import schedule
 from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS, MOST_DIVIDED, ROWS
@@ -176,7 +177,14 @@ def test_no_more_blocks_are_counted_than_quotients_hold():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"k_warps": 1}, {"k_warps": 5}, {"num_stages": 10}, {"expert_rounds": 3}, {"format": integers(8)}],
+    [
+        {"k_warps": 1},
+        {"k_warps": 5},
+        {"num_stages": 10},
+        {"expert_rounds": 3},
+        {"format": integers(8)},
+        {"format": MxFp4(group_size=128)},
+    ],
     ids=str,
 )
 def test_what_the_kernel_has_no_code_for_is_refused(changes):

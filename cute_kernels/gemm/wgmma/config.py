@@ -88,7 +88,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def limbs(self) -> bool:
-        """Whether x is multiplied as int8 limbs."""
+        """Whether x is multiplied as limbs of 8 bits."""
         return self.mainloop.limbs
 
     @property

@@ -61,8 +61,8 @@ class Mainloop(ABC):
     Attributes:
         reductions: types of reductions that it can be combined with.
         scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
-        limbs: whether x is two int8 limbs with a scale per row and `LIMB_GROUP` inputs. Products are then exact in
-            int32.
+        limbs: whether x is two limbs of 8 bits with a scale per row and `LIMB_GROUP` inputs. With int8 limbs, products
+            are exact in int32.
         scaled_rows: whether an earlier launch makes x, with an fp32 scale for each row and k block.
         registers: registers of a consumer thread, by the number of warpgroups.
         producer_registers: registers of a thread that loads.
@@ -240,8 +240,9 @@ class MmaSync(Mainloop):
 
 
 def takes_limbs(form: WeightFormat) -> bool:
-    """Returns whether a format's codes can be multiplied by limbs: exactly, with scales that apply group by group."""
-    return form.codes_as_bytes and not form.row_scales
+    """Returns whether a format's codes can be multiplied by limbs, with scales that apply group by group. E4M3 codes
+    take half a k block at a time, so it has whole groups."""
+    return form.codes_as_bytes and not form.row_scales and not (form.bytes_in_e4m3 and form.group_size >= LIMB_GROUP)
 
 
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
@@ -286,7 +287,7 @@ class Limbs(Mainloop):
 
 @dataclass(frozen=True)
 class ResidentLimbs(Mainloop):
-    """The mainloop of int8 MMAs whose limbs of x the consumer warps make once, before the first weights have arrived:
+    """The mainloop of byte MMAs whose limbs of x the consumer warps make once, before the first weights have arrived:
     `.resident_kernel`.
 
     Stages hold weights only, so x does not go through the pipeline, and one warp copies. Consumer warps keep the

@@ -31,7 +31,7 @@ def at(memory, index, tile_m: int):
 
 
 class ResidentMainloop:
-    """MMAs of int8 limbs that stay in shared memory, in chunks of K where there is no room for all of them."""
+    """MMAs of limbs that stay in shared memory, in chunks of K where there is no room for all of them."""
 
     def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, stages: StageReader):
         self.config, self.limbs, self.stages = config, limbs, stages

@@ -25,7 +25,7 @@ from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier, fence_init
 from cute_kernels.gemm.wgmma.config import ResidentConfig
-from cute_kernels.gemm.wgmma.limb_rows import E4M3_TOP_EXPONENT, E4M3_UNIT_BITS, MAGIC, RowLimbs
+from cute_kernels.gemm.wgmma.limb_rows import E4M3_ROUND_UP, E4M3_TOP_EXPONENT, E4M3_UNIT_BITS, MAGIC, RowLimbs
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K
 from cute_kernels.gemm.wgmma.reading import Lane
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
@@ -298,10 +298,10 @@ class E4m3Rows(ResidentRows):
     """Rows of x in two limbs of E4M3, whose sum is x in the group's unit.
 
     The high limb has the first four significant bits of an input, the low limb those that follow. So bf16 inputs of at
-    least 2**-8 of the group's largest are exact; smaller ones are off by at most 2**-16 of it.
+    least 2**-8 of the group's largest are exact; smaller ones are off by at most 2**-15 of it.
     """
 
-    exponents = E4M3_TOP_EXPONENT, E4M3_UNIT_BITS
+    exponents = E4M3_TOP_EXPONENT, E4M3_UNIT_BITS, E4M3_ROUND_UP
 
     def fixed(self, words, factor) -> list[Any]:
         """Returns 16 inputs in the group's unit, fp32."""
