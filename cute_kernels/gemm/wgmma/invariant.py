@@ -66,7 +66,8 @@ def parts_of_k(problem: LinearProblem) -> int:
     schedule's. The result is the number of parts whose worst ratio is the least. All of ``problem`` counts, also the
     number of SMs, but not the number of rows.
     """
-    # Bits depend on the number of parts: what serves only other products, and what they take, is left out.
+    # The fastest schedules are those of all products, resident limbs included. So their models of time decide, too, how
+    # many parts there are, and with these the bits of results.
     problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
     fastest = [estimate_us(one, plain.make_tile_schedule(one)) for one in problems]
 
