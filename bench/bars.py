@@ -7,6 +7,7 @@ latency, have bars in microseconds.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bench.workloads import HEADS_FIRST
@@ -352,15 +353,19 @@ def _judge_append(row: Record) -> list[Verdict]:
     return []
 
 
+def fastest_peer(peers: Mapping[str, Record]) -> tuple[float, str] | None:
+    """The least time of those that have one, in us, and whose it is; None if none has."""
+    return min(((peer["us"], name) for name, peer in peers.items() if peer.get("us")), default=None)
+
+
 def _judge_row(row: Record) -> list[Verdict]:
     kv_format, batch, us = row["kv_format"], row["shape"]["batch"], row["us"]["median_us"]
     name = f"{kv_format} {row['name']}"
     if row["suite"] in ("cache", "pages", *MORE_MICROSECONDS):
         return []
     if row["suite"] == "short":
-        times = {peer: found["us"] for peer, found in row.get("peers", {}).items() if found.get("us")}
-        rival = min(times, key=times.__getitem__, default=None)
-        return [Verdict(f"{name}: time over {rival}'s", us / times[rival], SHORT_PEER_RATIO, "")] if rival else []
+        fastest = fastest_peer(row.get("peers", {}))
+        return [Verdict(f"{name}: time over {fastest[1]}'s", us / fastest[0], SHORT_PEER_RATIO, "")] if fastest else []
     if row["suite"] != "main":
         return [Verdict(f"{name}: ratio to the floor", row["floor_ratio"], OTHER_SHAPES_FLOOR_RATIO, "")]
     verdicts = []

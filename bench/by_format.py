@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bench.bars import fastest_peer
 from bench.format_peers import FormatPeer, Peers
 from bench.kernels import make_ready, needed_by, needed_by_cases
 from bench.linear import CHECKED_ROWS, FEW_SAMPLES, LAYERS, MANY_FLOPS, disagreement
@@ -23,7 +24,7 @@ from bench.linear import check as check_rows
 from bench.moe import Inputs
 from bench.moe import check as check_tokens
 from bench.moe_fp8 import Fp8Layer, make_experts
-from bench.report import Record, aligned, fastest_peer, in_markdown, number
+from bench.report import Record, aligned, in_markdown, number
 from bench.suites import Bench
 from bench.timing import Protocol, capture, time_cold_in_turn
 from bench.workloads import MoeModel, MoeShape

@@ -20,9 +20,10 @@ from bench import (
     vllm_rows,
 )
 from bench import record as records
+from bench.bars import fastest_peer
 from bench.command_line import RECOMMENDED
 from bench.environment import ROOT
-from bench.report import OURS, Record, fastest_peer, filled, number
+from bench.report import OURS, Record, filled, number
 from bench.sections import ATTENTION, FIGURES, MODELS, WHOLE, Section
 from cute_kernels.formats.kv import format_of
 

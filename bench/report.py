@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench import perplexity
@@ -102,11 +102,6 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 def _is_numeric(cell: str) -> bool:
     return cell == "-" or cell.replace(".", "", 1).isdigit()
-
-
-def fastest_peer(peers: Mapping[str, Record]) -> tuple[float, str] | None:
-    """The least time of those that have one, in us, and whose it is; None if none has."""
-    return min(((peer["us"], name) for name, peer in peers.items() if peer.get("us")), default=None)
 
 
 def _absent_peers(rows: Iterable[Record]) -> list[str]:

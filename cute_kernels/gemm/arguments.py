@@ -30,10 +30,10 @@ row i of out is made of row rows[i] of x, or of row i if ``rows`` is 0.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from cute_kernels.formats.code import load_code
 from cute_kernels.runtime.launch_arguments import LaunchArguments, arguments, joined
 from cute_kernels.runtime.spec import check_config
 
@@ -68,12 +68,6 @@ def code_of(config: object) -> tuple[str, ...]:
     kernel is compiled."""
     policies = (getattr(config, name, None) for name in ("mainloop", "reduction"))
     return tuple(place for policy in policies if policy is not None for place in policy.code)
-
-
-def load_code(place: str) -> Any:
-    """Imports and returns the object at "module:name"."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def compile_kernel(config: Any, kernel: CompiledAs, arch: str, *options: str) -> Any:

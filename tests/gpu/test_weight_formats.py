@@ -111,7 +111,7 @@ def seen(weight: PackedWeight, problem: LinearProblem) -> torch.Tensor:
 
 
 def tolerance_of(problem: LinearProblem) -> float:
-    """Of fp32 results. The tensor cores add products in E4M3 with some 14 bits, those of 32 inputs at a time."""
+    """The relative error of fp32 results. Tensor cores add E4M3 products of 32 inputs at a time, with some 14 bits."""
     config = chosen(problem).config
     return E4M3_LIMBS if isinstance(config, WgmmaConfig) and config.limbs and problem.format.bytes_in_e4m3 else 3e-5
 

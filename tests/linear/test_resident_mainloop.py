@@ -283,7 +283,7 @@ def test_zero_points_are_taken_with_all_tiles_of_a_stage():
 
 
 def test_the_largest_scales_of_mxfp4_overflow_no_earlier_than_results(run_on):
-    """One-hot rows of 1 by weights near the largest fp32 number."""
+    """One-hot rows return weights that are near the largest fp32 number."""
     config = replace(FP4_CONFIGS[0], format=MXFP4_ANY)
     n, scales = config.block_rows, torch.full((config.block_rows, K // 32), 120, dtype=torch.uint8)
     scales[:, 0] = 252

@@ -10,6 +10,7 @@ Device code is named as "module:attribute" and imported only when a kernel is co
 from a cache never imports the compiler.
 """
 
+from cute_kernels.formats.code import load_code
 from cute_kernels.formats.kv import channel_blocks, dense, int4, one_byte
 from cute_kernels.formats.kv.base import (
     GIVEN_SCALES,
@@ -18,7 +19,6 @@ from cute_kernels.formats.kv.base import (
     DecodeReader,
     ExtendReader,
     KvFormat,
-    load_code,
 )
 from cute_kernels.formats.kv.by_layer import LayerFormats, check_layers, formats_of_layer, told_formats
 from cute_kernels.formats.kv.channel_blocks import CHANNEL_BLOCKS, WAITING

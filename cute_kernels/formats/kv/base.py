@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -210,9 +209,3 @@ class KvFormat:
         extend = () if self.extend is None else (self.extend.words,)
         by_use: dict[Use, tuple[str | None, ...]] = {"write": (self.writer,), "decode": decode, "extend": extend}
         return tuple(place for use in uses or by_use for place in by_use[use] if place is not None)
-
-
-def load_code(place: str) -> Any:
-    """Returns the class at "module:attribute"."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
-from cute_kernels.gemm.arguments import load_code
+from cute_kernels.formats.code import load_code
 from cute_kernels.gemm.device_operands import Operands, operands_of
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.consumers import Consumers, TileMainloop

@@ -26,7 +26,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.division import Divisor
 from cute_kernels.device.wgmma import ATOM_BYTES
-from cute_kernels.gemm.arguments import load_code
+from cute_kernels.formats.code import load_code
 from cute_kernels.gemm.device_operands import Operands, operands_of
 from cute_kernels.gemm.experts.ranges.assignments import AssignedEntry, AssignmentFinder, expert_of, load_id
 from cute_kernels.gemm.experts.ranges.config import ROW_BITS
