@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.gemm import deferred, fp8, ops
+from cute_kernels.gemm import deferred, ops
 from cute_kernels.gemm.activations import ActivationFunction
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.from_codes import pack_experts, pack_weight
@@ -19,7 +19,6 @@ from cute_kernels.gemm.layer.call import LayerRows
 from cute_kernels.gemm.module import QuantizedLinear
 from cute_kernels.gemm.normed import NormedRows
 from cute_kernels.gemm.operands.fp8 import quantize_activations
-from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import interleave_weights, quantize_weight
 from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.slices import reorder_outputs, slice_inputs, slice_outputs
@@ -103,19 +102,18 @@ def quantized_linear(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
-    in_fp8 = False
-    if activations is not None or activation_scale is not None:
-        in_fp8 = check_activations(activations, activation_scale, weight.format)
     if isinstance(x, NormedRows):
-        if in_fp8:
+        if activations is not None or activation_scale is not None:
             x = x.normed()
         elif norm is not None:
             raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
         else:
             return deferred.take(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out))
-    values = x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset
-    call = new_call(LinearCall, values)
-    return fp8.linear(fp8.Fp8Call(call, activation_scale)) if in_fp8 else ops.linear(call)
+    values = (
+        x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset,
+        activations, activation_scale,
+    )  # fmt: skip
+    return ops.linear(new_call(LinearCall, values))
 
 
 def quantized_linear_norm(

@@ -11,6 +11,8 @@ from torch.compiler import is_compiling
 from cute_kernels.arguments import Wanted, check_apart, check_flag, check_number, check_wanted
 from cute_kernels.formats.weights.integers import SCALE_DTYPES
 from cute_kernels.gemm.activations import ActivationFunction, activation_named, out_features
+from cute_kernels.gemm.operands.fp8 import check_scale
+from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed import Packed
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.gpu import GPU
@@ -33,6 +35,8 @@ class LinearCall(NamedTuple):
     norm: torch.Tensor | None = None
     eps: float = 1e-6
     offset: float = 0.0
+    activations: str | None = None
+    activation_scale: torch.Tensor | None = None
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -52,7 +56,7 @@ class LinearCall(NamedTuple):
 def key_of(call: LinearCall) -> tuple[Any, ...]:
     """Returns the key of a call's plan, without checking the call. Raises TypeError or RuntimeError for some arguments
     that `check` refuses."""
-    x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset = call
+    x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset, activations, scale = call
     if batch_invariant.__class__ is not bool:  # a 1 would be found as True
         raise TypeError("batch_invariant")
     address = x.data_ptr()
@@ -70,6 +74,7 @@ def key_of(call: LinearCall) -> tuple[Any, ...]:
         None if residual is None else identity(residual),
         None if out is None else (identity(out), out.data_ptr() == address),
         None if norm is None else (identity(norm), eps, offset),
+        activations if scale is None else (activations, identity(scale)),
     )
 
 
@@ -82,6 +87,9 @@ def check(call: LinearCall) -> LinearCall:
         check_norm_numbers(call.eps, call.offset)
     check_wanted(wanted)
     check_flag("batch_invariant", call.batch_invariant)
+    check_activations(call.activations, call.activation_scale, call.weight.format, call.weight.shape[1])
+    if call.activation_scale is not None:
+        check_scale(call.activation_scale, call.x.device)
     if call.out is not None:
         read = {"x": call.x, "norm": call.norm, "bias": call.bias, "residual": call.residual}
         check_apart("out", call.out, read, in_place=("residual",))

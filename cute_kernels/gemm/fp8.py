@@ -14,42 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cute_kernels.gemm import call as linear_call
-from cute_kernels.gemm import ops
+from cute_kernels.gemm.activations import out_features
 from cute_kernels.gemm.call import LinearCall
-from cute_kernels.gemm.operands.fp8 import E4M3, check_scale, fp8_reference, quantize_activations
-from cute_kernels.gemm.operands.fp8_config import FP8, ROUNDED, RowsConfig, check_activations, x_group
+from cute_kernels.gemm.operands.fp8 import E4M3, quantize_activations
+from cute_kernels.gemm.operands.fp8_config import ROUNDED, RowsConfig, x_group
 from cute_kernels.gemm.operands.fp8_launch import VECTOR, rows_for_products, rows_in_order, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
-from cute_kernels.gemm.plan import aligned, without_rows
+from cute_kernels.gemm.plan import aligned, of_rows
 from cute_kernels.gemm.product import make_product, problem_of, product_of
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors, is_captured, row_blocks
 from cute_kernels.runtime.device import is_supported
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.memory import blank
-from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher
-from cute_kernels.runtime.plans import identity
+from cute_kernels.runtime.operator import Plan
 from layouts.weights import hopper
 
 TORCH_MULTIPLE = 16  # N and K that `torch._scaled_mm` takes are multiples of this
 FEW_ROWS, FEW_BLOCK_ROWS = 64, 32  # up to so many rows 16-bit products are fastest; FP8 in blocks; H200, 2026-11-29
 MEMORY_KEPT = 2  # one part in so many of a GPU's memory stays free when codes are copied, for caches
 FAST_ACCUMULATION = False  # sums of some 14 bits, which over long K err by more than a result's rounding
-
-
-class Fp8Call(NamedTuple):
-    """A product with ``activations="fp8"``.
-
-    linear: the call without that argument. scale: the scale of all of x, or None: scales are computed from x.
-    """
-
-    linear: LinearCall
-    scale: torch.Tensor | None = None
 
 
 def takes_row_codes(weight: PackedWeight | WeightTensors) -> bool:
@@ -97,48 +84,34 @@ def forget_row_codes(codes: torch.Tensor) -> None:
     _kept_rows.pop(codes, None)
 
 
-def key_of(call: Fp8Call) -> tuple[Any, ...]:
-    """Returns the key of a call's plan."""
-    return linear_call.key_of(call.linear), None if call.scale is None else identity(call.scale)
-
-
-def check(call: Fp8Call) -> Fp8Call:
-    """Raises TypeError or ValueError, which name the argument, unless a call can be computed."""
-    linear_call.check(call.linear)
-    check_activations(FP8, call.scale, call.linear.weight.format, call.linear.size[2])
-    if call.scale is not None:
-        check_scale(call.scale, call.linear.x.device)
-    return call
-
-
-def make_plan(call: Fp8Call) -> Plan[[Fp8Call], torch.Tensor] | None:
+def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     """Returns the plan of a checked call; None for a call without rows."""
-    if call.linear.size[0] == 0:
+    if call.size[0] == 0:
         return None
-    index = call.linear.x.get_device()
+    index = call.x.get_device()
     few = has_few_rows(call) and is_supported(index)
     return _torch_plan(index) if by_torch(call) and not few else _own_plan(call, index, in_16_bits=few)
 
 
-def has_few_rows(call: Fp8Call) -> bool:
+def has_few_rows(call: LinearCall) -> bool:
     """Whether a 16-bit product of rounded x is expected to be the fastest, and is exact enough.
 
     It is not exact for fp16, which may not hold the numbers that codes stand for. Nor is it for a given scale and a
     weight in groups: bf16 rounds both scales. Batch-invariant products never use it, since the choice depends on the
     number of rows.
     """
-    given, form = call.linear, call.linear.weight.format
+    form = call.weight.format
     most = FEW_BLOCK_ROWS if form.bits == 8 and form.group_size else FEW_ROWS
-    exact = given.x.dtype == torch.bfloat16 and (call.scale is None or not form.group_size)
-    return given.size[0] <= most and exact and not given.batch_invariant
+    exact = call.x.dtype == torch.bfloat16 and (call.activation_scale is None or not form.group_size)
+    return call.size[0] <= most and exact and not call.batch_invariant
 
 
-def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call], torch.Tensor]:
+def _own_plan(call: LinearCall, index: int, *, in_16_bits: bool) -> Plan[[LinearCall], torch.Tensor]:
     """Returns the plan of our kernels: one launch that rounds rows of x, then the product."""
-    given, (m, n, k) = call.linear, call.linear.size
-    form, dtype = given.weight.format, given.x.dtype
-    problem = problem_of(m, n, k, form, dtype, index, given.batch_invariant, given.activation)
-    scales = scales_of(x_group(form), call.scale)
+    m, n, k = call.size
+    form, dtype = call.weight.format, call.x.dtype
+    problem = problem_of(m, n, k, form, dtype, index, call.batch_invariant, call.activation)
+    scales = scales_of(x_group(form), call.activation_scale)
     if in_16_bits:
         product, numbers = product_of(problem, index), {}
         rows = rows_in_order(RowsConfig(problem.dtype, scales, ROUNDED), m, -(-k // VECTOR) * VECTOR, index)
@@ -146,9 +119,9 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
         product = make_product(fp8_schedule(problem), m, index)
         rows = rows_for_products(m, problem.k_pad, dtype, scales, index)
         numbers = {"x_scale_pitch": rows.pitch}
-    out_dtype = given.result_dtype
-    send = product.bound(n, given.activation, out_dtype, **numbers)
-    new_out = blank((m, ops.out_features(n, given.activation)), out_dtype)
+    out_dtype = call.result_dtype
+    send = product.bound(n, call.activation, out_dtype, **numbers)
+    new_out = blank((m, out_features(n, call.activation)), out_dtype)
 
     def multiply(scale, x, codes, scales, zeros, bias, residual, *_: object) -> torch.Tensor:
         made, x_scales = rows.make(aligned(x), scale)
@@ -157,26 +130,25 @@ def _own_plan(call: Fp8Call, index: int, *, in_16_bits: bool) -> Plan[[Fp8Call],
         send(x=made, x_scales=x_scales, **of_weight, bias=bias, residual=residual, out=out)
         return out
 
-    def launch(call: Fp8Call) -> torch.Tensor:
-        return ops.of_rows(call.linear, partial(multiply, call.scale))
+    def launch(call: LinearCall) -> torch.Tensor:
+        return of_rows(call, partial(multiply, call.activation_scale))
 
     return Plan(index, launch, (product,))
 
 
-def by_torch(call: Fp8Call) -> bool:
+def by_torch(call: LinearCall) -> bool:
     """Whether torch's product computes a checked call."""
-    given = call.linear
-    plain = given.residual is given.activation is None and not given.batch_invariant
-    bf16 = given.x.dtype == given.result_dtype == torch.bfloat16
-    return takes_row_codes(given.weight) and plain and bf16
+    plain = call.residual is call.activation is None and not call.batch_invariant
+    bf16 = call.x.dtype == call.result_dtype == torch.bfloat16
+    return takes_row_codes(call.weight) and plain and bf16
 
 
-def _torch_plan(index: int) -> Plan[[Fp8Call], torch.Tensor]:
+def _torch_plan(index: int) -> Plan[[LinearCall], torch.Tensor]:
     """Returns the plan of torch's product. Our product computes calls with weights whose codes may not be copied."""
-    is_ours, own = is_supported(index), list[Plan[[Fp8Call], torch.Tensor]]()
+    is_ours, own = is_supported(index), list[Plan[[LinearCall], torch.Tensor]]()
 
-    def launch(given: Fp8Call) -> torch.Tensor:
-        weight, held = given.linear.weight, given.linear.weight.codes
+    def launch(given: LinearCall) -> torch.Tensor:
+        weight, held = given.weight, given.weight.codes
         codes = kept_row_codes(weight, lambda: not is_ours or has_room(held))
         if codes is None and not own:  # made of this call: a plan keeps no tensors of the first one
             own.append(_own_plan(given, index, in_16_bits=False))
@@ -185,54 +157,13 @@ def _torch_plan(index: int) -> Plan[[Fp8Call], torch.Tensor]:
     return Plan(index, launch)
 
 
-def _launch_torch(call: Fp8Call, row_codes: torch.Tensor) -> torch.Tensor:
+def _launch_torch(call: LinearCall, row_codes: torch.Tensor) -> torch.Tensor:
     def product(x, codes, scales, zeros, bias, residual, form, n, k, activation, out_dtype, batch_invariant):
-        rows, of_rows = quantize_activations(x, scale=call.scale)
+        rows, x_scales = quantize_activations(x, scale=call.activation_scale)
         of_features = scales.view(torch.float32).view(1, -1)[:, :n]
         return torch._scaled_mm(
-            rows, row_codes.t(), of_rows, of_features.contiguous(), bias, out_dtype=out_dtype,
+            rows, row_codes.t(), x_scales, of_features.contiguous(), bias, out_dtype=out_dtype,
             use_fast_accum=FAST_ACCUMULATION,
         )  # fmt: skip
 
-    return ops.of_rows(call.linear, product)
-
-
-launch = launcher(key_of, check, make_plan, lambda call: without_rows(call.linear))
-"""`linear` of tensors on a GPU."""
-
-
-def linear(call: Fp8Call) -> torch.Tensor:
-    """Computes `cute_kernels.quantized_linear` of a tensor with ``activations="fp8"``."""
-    if is_direct(call.linear.x, call.linear.weight.codes):
-        return launch(call)
-    return ops.of_rows(check(call).linear, partial(operator, scale=call.scale))
-
-
-# -- the operator ------------------------------------------------------------------------------------------------------
-
-
-def _fields_on_cpu(
-    x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant, scale=None
-) -> torch.Tensor:
-    weight = PackedWeight(codes, scales, zeros, ops.weight_format(format), (n, k), check_values=False)
-    return fp8_reference(
-        x, weight, bias, scale, residual=residual, activation=activation, out_dtype=out_dtype,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-
-
-def _fields_on_cuda(
-    x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant, scale=None
-) -> torch.Tensor:
-    weight = ops.weight_of(codes, scales, zeros, ops.weight_format(format), (n, k))
-    given = LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant)
-    return launch(Fp8Call(given, scale))
-
-
-operator = Operator(
-    "fp8_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, str format, "
-    "int n, int k, str? activation, ScalarType out_dtype, bool batch_invariant, Tensor? scale=None) -> Tensor",
-    cpu=_fields_on_cpu,
-    cuda=_fields_on_cuda,
-    meta=ops.fields_on_meta,
-)
+    return of_rows(call, product)

@@ -13,6 +13,7 @@ from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.gradient import dense_weight, differentiable
+from cute_kernels.gemm.operands.fp8 import check_scale
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed import OfFormat
 from cute_kernels.gemm.packed_experts import PackedExperts
@@ -217,11 +218,10 @@ class QuantizedLinear(OfWeight):
         assert codes is not None and scales is not None
         inputs = tensors["perm"], tensors["input_scale"]
         weight = new_call(WeightTensors, (codes, scales, tensors["zeros"], self.weight_format, self.shape, *inputs))
-        options = None, None, None, self.batch_invariant, None, None, 1e-6, 0.0
-        call = new_call(LinearCall, (x, weight, tensors["bias"], *options))
-        if self._activations is not None:
-            return fp8.linear(fp8.Fp8Call(call, tensors["activation_scale"]))
-        return ops.linear(call)
+        activations = self._activations
+        scale = None if activations is None else tensors["activation_scale"]
+        options = None, None, None, self.batch_invariant, None, None, 1e-6, 0.0, activations, scale
+        return ops.linear(new_call(LinearCall, (x, weight, tensors["bias"], *options)))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns W [N, K] of y = x W^T + bias in ``dtype``, default that of x. Input scales are multiplied in."""
@@ -295,7 +295,7 @@ class QuantizedLinear(OfWeight):
             weight = with_shifts(weight, checked_shifts(own["shifts"], weight))
         extra = {"bias": self._checked_bias(bias, weight), "activation_scale": own.get("activation_scale")}
         if extra["activation_scale"] is not None:
-            fp8.check_scale(extra["activation_scale"], weight.device)
+            check_scale(extra["activation_scale"], weight.device)
         check_activations(self.activations, None, weight.format, weight.shape[1])
         return weight.format, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra
 

@@ -3,93 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from cute_kernels.formats.weights import WeightFormat, weight_format
-from cute_kernels.gemm.activations import name_of, out_features
+from cute_kernels.gemm import fp8, plan
+from cute_kernels.gemm.activations import out_features
 from cute_kernels.gemm.call import LinearCall, check, key_of
-from cute_kernels.gemm.normed import RowNorm
-from cute_kernels.gemm.plan import make_plan, without_rows
-from cute_kernels.gemm.reference import linear_reference, prepare_input
+from cute_kernels.gemm.operands.fp8 import fp8_rows
+from cute_kernels.gemm.operands.fp8_config import FP8
+from cute_kernels.gemm.reference import linear_reference
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.gpu import forgotten
-from cute_kernels.runtime.operator import Operator, is_direct, launcher
+from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher, new_call
 from cute_kernels.runtime.plans import identity, keep
 
 T = TypeVar("T", torch.Tensor, "torch.Tensor | None")
 ResultT = TypeVar("ResultT")
 
 
-@torch.no_grad()
-def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Computes a checked call by ``work``, a function of prepared rows [m, k] and of the weight's fields."""
-    x, weight, residual = call.x, call.weight, call.residual
-    n, k = weight.shape
-    rows = x if call.norm is None else RowNorm(call.norm, call.eps, call.offset).of(x)
-    if not (weight.perm is weight.input_scale is None):
-        rows = prepare_input(rows, weight.perm, weight.input_scale)
-    rows = _rows(rows, k)
-    rows = rows.detach() if rows.requires_grad else rows
-    columns = out_features(n, call.activation)
-    result = work(
-        rows, weight.codes, weight.scales, weight.zeros, call.bias,
-        None if residual is None else _rows(residual, columns), weight.format.key, n, k, name_of(call.activation),
-        call.result_dtype, call.batch_invariant,
-    )  # fmt: skip
-    if x.dim() != 2:
-        result = result.view(*x.shape[:-1], columns)
-    return result if call.out is None else call.out.copy_(result)
+def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
+    """Returns the plan of a checked call, with products in 16 bits or in FP8; None for a call without rows."""
+    return (plan if call.activations is None else fp8).make_plan(call)
 
 
-def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """Returns a tensor [..., columns] as a contiguous [rows, columns]; the tensor itself if it is that already."""
-    if tensor.dim() != 2:
-        tensor = tensor.reshape(-1, columns)
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-launch = launcher(key_of, check, make_plan, without_rows)
+launch = launcher(key_of, check, make_plan, plan.without_rows)
 """`linear` of tensors on a GPU."""
 
 
 def linear(call: LinearCall) -> torch.Tensor:
     """Computes `cute_kernels.quantized_linear` of a tensor."""
-    return launch(call) if is_direct(call.x, call.weight.codes) else of_rows(check(call), operator)
+    if is_direct(call.x, call.weight.codes):
+        return launch(call)
+    check(call)
+    work = operator if call.activations is None else partial(fp8_operator, scale=call.activation_scale)
+    return plan.of_rows(call, work)
 
 
-# -- the operator ------------------------------------------------------------------------------------------------------
+# -- the operators -----------------------------------------------------------------------------------------------------
 
 
-def _fields_on_cpu(
-    x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant=False
-) -> torch.Tensor:
-    weight = PackedWeight(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
-    options = {"activation": activation, "out_dtype": out_dtype, "batch_invariant": batch_invariant}
-    return linear_reference(x, weight, bias, residual=residual, **options)
-
-
-def _fields_on_cuda(
-    x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, batch_invariant=False
-) -> torch.Tensor:
+def _of_fields(
+    path, activations, x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype,
+    batch_invariant=False, scale=None,
+) -> torch.Tensor:  # fmt: skip
+    """Computes a product of plain fields on one device. path: :func:`launch` or `_reference`."""
     weight = weight_of(codes, scales, zeros, weight_format(format), (n, k))
-    return launch(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant))
+    options = activation, out_dtype, batch_invariant, None, None, 1e-6, 0.0, activations, scale
+    return path(new_call(LinearCall, (x, weight, bias, residual, *options)))
 
 
-def fields_on_meta(x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, *_, **__):
-    """Returns an empty result of a product with these fields, in 16 bits or in FP8."""
+def _reference(call: LinearCall) -> torch.Tensor:
+    weight = PackedWeight(*call.weight[:5], check_values=False)
+    x = call.x if call.activations is None else fp8_rows(call.x, weight.format, call.activation_scale)
+    options: Any = {name: getattr(call, name) for name in ("residual", "activation", "out_dtype", "batch_invariant")}
+    return linear_reference(x, weight, call.bias, **options)
+
+
+def _on_meta(x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype, *_, **__):
     return x.new_empty((x.shape[0], out_features(n, activation)), dtype=out_dtype)
 
 
-operator = Operator(
-    "weight_only_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, "
-    "str format, int n, int k, str? activation, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
-    cpu=_fields_on_cpu,
-    cuda=_fields_on_cuda,
-    meta=fields_on_meta,
-)
+def _operator_of(name: str, activations: str | None, last: str) -> Operator:
+    """Returns the operator of products with some ``activations``. last: schema of the last arguments."""
+    return Operator(
+        f"{name}(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, str format, "
+        f"int n, int k, str? activation, ScalarType out_dtype, {last}) -> Tensor",
+        cpu=partial(_of_fields, _reference, activations),
+        cuda=partial(_of_fields, launch, activations),
+        meta=_on_meta,
+    )
 
+
+operator = _operator_of("weight_only_linear", None, "bool batch_invariant=False")
+fp8_operator = _operator_of("fp8_linear", FP8, "bool batch_invariant, Tensor? scale=None")
 
 _checked: dict[tuple[Hashable, ...], None] = {}
 """Keys of the tensors that `weight_of` has checked. An engine's layers pass the same tensors in each step."""
@@ -108,7 +97,7 @@ def weight_of(
     if key not in _checked:
         PackedWeight(codes, scales, zeros, form, shape, check_values=False)
         keep(_checked, key, None)
-    return WeightTensors(codes, scales, zeros, form, shape)
+    return new_call(WeightTensors, (codes, scales, zeros, form, shape, None, None))
 
 
 def plain(tensor: T) -> T:

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.arguments import row_stride
+from cute_kernels.gemm.activations import name_of, out_features
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import RowNorm
@@ -38,7 +39,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
 
     def launch(call: LinearCall) -> torch.Tensor:
         """Launches the product. It is one flat function, as every layer of every decode step waits for it."""
-        x, weight, bias, residual, _, _, _, out, _, _, _ = call
+        x, weight, bias, residual, _, _, _, out, _, _, _, _, _ = call
         if prepare is not None:
             x = prepare(call)
         if x.requires_grad:
@@ -61,6 +62,34 @@ def without_rows(call: LinearCall) -> torch.Tensor:
     if call.out is not None:
         return call.out
     return call.x.new_empty(call.result_shape, dtype=call.result_dtype)
+
+
+@torch.no_grad()
+def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Computes a checked call by ``work``, a function of prepared rows [m, k] and of the weight's fields."""
+    x, weight, residual = call.x, call.weight, call.residual
+    n, k = weight.shape
+    rows = x if call.norm is None else RowNorm(call.norm, call.eps, call.offset).of(x)
+    if not (weight.perm is weight.input_scale is None):
+        rows = prepare_input(rows, weight.perm, weight.input_scale)
+    rows = _rows(rows, k)
+    rows = rows.detach() if rows.requires_grad else rows
+    columns = out_features(n, call.activation)
+    result = work(
+        rows, weight.codes, weight.scales, weight.zeros, call.bias,
+        None if residual is None else _rows(residual, columns), weight.format.key, n, k, name_of(call.activation),
+        call.result_dtype, call.batch_invariant,
+    )  # fmt: skip
+    if x.dim() != 2:
+        result = result.view(*x.shape[:-1], columns)
+    return result if call.out is None else call.out.copy_(result)
+
+
+def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """Returns a tensor [..., columns] as a contiguous [rows, columns]; the tensor itself if it is that already."""
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(-1, columns)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> tuple[Product, TensorOf | None]:

@@ -321,7 +321,7 @@ def test_a_plan_keeps_no_tensors_of_the_first_call():
     with standing_in(NO_HOPPER):
         layer(x)
         del x
-        assert fp8.launch.plans and there() is None
+        assert ops.launch.plans and there() is None
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

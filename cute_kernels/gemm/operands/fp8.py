@@ -14,8 +14,7 @@ from cute_kernels.arguments import check_dtype, check_place, check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.operands.fp8_config import SCALE_BITS, SCALE_ROUND_UP, X_GROUP, x_group
 from cute_kernels.gemm.operands.fp8_launch import plain_rows
-from cute_kernels.gemm.reference import linear_reference
-from cute_kernels.gemm.weight import PackedWeight, has_values
+from cute_kernels.gemm.weight import has_values
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, route
 
@@ -124,25 +123,3 @@ def fp8_rows(x: torch.Tensor, form: WeightFormat, scale: torch.Tensor | None = N
     """Returns rows of x in fp32, rounded to E4M3 as for products with weights of format ``form``."""
     group = x_group(form)
     return dequantize_activations(*_quantized(x, group, scale), group)
-
-
-def fp8_reference(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    *,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype,
-    batch_invariant: bool,
-) -> torch.Tensor:
-    """Computes `linear_reference` with x [m, K] rounded to E4M3, and a weight that is not rounded.
-
-    x comes prepared: in the weight's packed order, times its input scale. scale: the scale of all of x, or None: x has
-    scales of its own.
-    """
-    return linear_reference(
-        fp8_rows(x, weight.format, scale), weight, bias, residual=residual, activation=activation, out_dtype=out_dtype,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
