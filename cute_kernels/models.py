@@ -13,7 +13,7 @@ from torch import nn
 from cute_kernels.arguments import check_flag
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts.blocks import is_moe_block
-from cute_kernels.gemm.experts.module import OfExperts, parts_of, quantized_experts
+from cute_kernels.gemm.experts.module import OfExperts, quantized_experts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES, chosen_format
@@ -122,7 +122,7 @@ def reported(
 
     note: the entry's note; by default the names of the weight format and of the products.
     """
-    parts = parts_of(layer)
+    parts = layer.parts
     asked = f"{layer.products}{'' if layer.activations is None else ' as asked'}"
     note = f"{parts[-1].weight_format.title}, {asked}" if note is None else note
     packed = sum(part.weight.nbytes for part in parts)

@@ -112,13 +112,42 @@ class OfWeight(OfFormat, nn.Module):
         self.weight_format = form
 
 
+class OfProducts(nn.Module):
+    """A layer whose products may round x to FP8."""
+
+    batch_invariant: bool = False
+    _activations: Activations | None = None
+
+    @property
+    def parts(self) -> tuple[OfWeight, ...]:
+        """The modules that hold the layer's weights, in the order of its products."""
+        raise NotImplementedError
+
+    @property
+    def activations(self) -> Activations | None:
+        """The format that x is rounded to, as in `cute_kernels.quantized_linear`: None or "fp8". It may be set, and is
+        not part of a state dict."""
+        return self._activations
+
+    @activations.setter
+    def activations(self, value: Activations | None) -> None:
+        for part in self.parts:
+            check_activations(value, None, part.weight_format, part.shape[1])
+        self._activations = value
+
+    @property
+    def products(self) -> str:
+        """The number format of the layer's products, as reports name it."""
+        return "16-bit products" if self._activations is None else "FP8 products"
+
+
 def is_conv1d(module: object) -> bool:
     """Whether a module is a Conv1D of transformers: y = x W + bias with W [in_features, out_features]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-class QuantizedLinear(OfWeight):
+class QuantizedLinear(OfWeight, OfProducts):
     """An nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
 
     Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "activation_scale".
@@ -146,8 +175,6 @@ class QuantizedLinear(OfWeight):
     perm: torch.Tensor | None
     input_scale: torch.Tensor | None
     activation_scale: torch.Tensor | None
-    batch_invariant: bool = False
-    _activations: Activations | None = None
     tensor_names = (*TENSOR_NAMES, *EXTRA_NAMES, "shifts")
 
     def __init__(
@@ -195,19 +222,8 @@ class QuantizedLinear(OfWeight):
         return PackedWeight(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
 
     @property
-    def activations(self) -> Activations | None:
-        """The format that x is rounded to; see the class."""
-        return self._activations
-
-    @property
-    def products(self) -> str:
-        """The number format of the layer's products, as reports name it."""
-        return products_in(self._activations)
-
-    @activations.setter
-    def activations(self, value: Activations | None) -> None:
-        check_products(value, self)
-        self._activations = value
+    def parts(self) -> tuple[QuantizedLinear]:
+        return (self,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Computes [..., out_features] of x [..., in_features], in x's dtype, which must be the weight's."""
@@ -298,16 +314,6 @@ class QuantizedLinear(OfWeight):
             check_scale(extra["activation_scale"], weight.device)
         check_activations(self.activations, None, weight.format, weight.shape[1])
         return weight.format, {name: getattr(weight, name) for name in TENSOR_NAMES} | extra
-
-
-def check_products(activations: object, layer: OfWeight) -> None:
-    """Raises ValueError unless products with a layer's weight support these activations."""
-    check_activations(activations, None, layer.weight_format, layer.shape[1])
-
-
-def products_in(activations: Activations | None) -> str:
-    """Returns the number format of layers' products, as reports name it."""
-    return "16-bit products" if activations is None else "FP8 products"
 
 
 def describe(form: WeightFormat) -> str:

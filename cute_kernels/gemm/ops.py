@@ -56,9 +56,10 @@ def _of_fields(
 
 
 def _reference(call: LinearCall) -> torch.Tensor:
+    assert isinstance(call.weight, WeightTensors)
     weight = PackedWeight(*call.weight[:5], check_values=False)
     x = call.x if call.activations is None else fp8_rows(call.x, weight.format, call.activation_scale)
-    options: Any = {name: getattr(call, name) for name in ("residual", "activation", "out_dtype", "batch_invariant")}
+    options = {name: getattr(call, name) for name in ("residual", "activation", "out_dtype", "batch_invariant")}
     return linear_reference(x, weight, call.bias, **options)
 
 

@@ -24,10 +24,9 @@ from cute_kernels.gemm.experts.blocks import (
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.experts.stored import WANTED, Known, is_experts, known_experts
 from cute_kernels.gemm.gradient import differentiable
-from cute_kernels.gemm.module import OfWeight, QuantizedLinear, check_products, describe, products_in
+from cute_kernels.gemm.module import OfProducts, OfWeight, describe
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 from cute_kernels.gemm.weight import has_values
-from cute_kernels.names import Activations
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,12 +102,10 @@ class QuantizedExperts(OfWeight):
 Biases = tuple[torch.Tensor, torch.Tensor] | None
 
 
-class OfExperts(nn.Module):
+class OfExperts(OfProducts):
     """A layer of experts: two products, which may round activations to FP8."""
 
-    batch_invariant: bool = False
     activation: ActivationFunction = Swiglu()  # also of layers pickled before they had one
-    _activations: Activations | None = None
 
     def __init__(
         self,
@@ -135,21 +132,8 @@ class OfExperts(nn.Module):
         return ops.moe(MoeCall(x, gate_up.weight, down.weight, weights, ids, *options))
 
     @property
-    def activations(self) -> Activations | None:
-        """The ``activations`` of `cute_kernels.fused_moe`: None or "fp8". It may be set, and is not part of a state
-        dict."""
-        return self._activations
-
-    @activations.setter
-    def activations(self, value: Activations | None) -> None:
-        for part in (self.gate_up, self.down):
-            check_products(value, part)
-        self._activations = value
-
-    @property
-    def products(self) -> str:
-        """The number format of the layer's products, as reports state it."""
-        return products_in(self._activations)
+    def parts(self) -> tuple[QuantizedExperts, QuantizedExperts]:
+        return self.gate_up, self.down
 
 
 class OfBlock(OfExperts):
@@ -330,11 +314,6 @@ def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfEx
     kind, (first, second, biases) = known[0], known[0].weights(experts)
     gate_up = quantize_experts(first, *weights, halves_in_turn=kind.gated and not kind.in_turn, **options)
     return layer_for(swapped, known, gate_up, quantize_experts(second, *weights, **options), biases)
-
-
-def parts_of(layer: QuantizedLinear | OfExperts) -> tuple[QuantizedLinear, ...] | tuple[QuantizedExperts, ...]:
-    """Returns the modules that hold a layer's weights, in the order of the layer's products."""
-    return (layer,) if isinstance(layer, QuantizedLinear) else (layer.gate_up, layer.down)
 
 
 def layer_for(

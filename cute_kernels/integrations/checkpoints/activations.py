@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.gemm.experts.module import OfExperts, parts_of
+from cute_kernels.gemm.experts.module import OfExperts
 from cute_kernels.gemm.module import QuantizedLinear
 from cute_kernels.gemm.operands.fp8 import check_scale
 from cute_kernels.gemm.operands.fp8_config import X_GROUP, fp8_problem, x_group
@@ -102,7 +102,7 @@ class Rounding(NamedTuple):
             return f"there are none in {declared.kind}"
         if declared is not None and declared.scales == STATIC and isinstance(layer, OfExperts):
             return "experts have no static scales"
-        for part in parts_of(layer):
+        for part in layer.parts:
             form, k = part.weight_format, part.shape[1]
             if (wanted := fp8_problem(form)) is not None:
                 return f"FP8 ones want {wanted}"
@@ -120,7 +120,7 @@ class Rounding(NamedTuple):
         why = f" because {reason}" if reason else "" if self.asked is None else " as asked"
         said = " as declared" if reason is None and self.asked is None else "; declared"
         said = "" if declared is None else f"{said}: {declared}"
-        return f"{parts_of(layer)[-1].weight_format.title}, {layer.products}{why}{said}"
+        return f"{layer.parts[-1].weight_format.title}, {layer.products}{why}{said}"
 
     def scale(self, name: str, entries: Container[str], read: Read, device: torch.device) -> torch.Tensor | None:
         """Returns a layer's static FP8 scale, or None if it has none.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.gemm.experts.module import OfExperts, parts_of
+from cute_kernels.gemm.experts.module import OfExperts
 from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.integrations.checkpoints.activations import E4M3, Declared, Rounding
 from cute_kernels.integrations.checkpoints.configuration import Config
@@ -100,7 +100,7 @@ def _round_saved(model: torch.nn.Module, asked: ModelActivations | None) -> None
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantizedLinear, OfExperts)):
             note = Rounding(asked, None if layer.activations is None else Declared(E4M3)).set(layer)
-            before = sum(2 * math.prod(one.shape) * one.codes.shape[:-3].numel() for one in parts_of(layer))
+            before = sum(2 * math.prod(one.shape) * one.codes.shape[:-3].numel() for one in layer.parts)
             done.append(reported(name, layer, layer, before, note))
     if asked is not None:
         record_layers(model)
