@@ -16,9 +16,10 @@ from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed import Packed
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.plans import ALIGNMENT, identity
+from cute_kernels.runtime.plans import ALIGNMENT, TENSOR, key_function
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OUT = f"{TENSOR}, {{0}}.data_ptr() == x.data_ptr()"  # what keys have of out, which may not lie over x
 
 
 class LinearCall(NamedTuple):
@@ -53,29 +54,9 @@ class LinearCall(NamedTuple):
         return *self.x.shape[:-1], out_features(self.weight.shape[0], self.activation)
 
 
-def key_of(call: LinearCall) -> tuple[Any, ...]:
-    """Returns the key of a call's plan, without checking the call. Raises TypeError or RuntimeError for some arguments
-    that `check` refuses."""
-    x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, eps, offset, activations, scale = call
-    if batch_invariant.__class__ is not bool:  # a 1 would be found as True
-        raise TypeError("batch_invariant")
-    address = x.data_ptr()
-    return (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        x.is_contiguous() or x.stride(),
-        address % ALIGNMENT,
-        weight.form,
-        activation,
-        out_dtype,
-        batch_invariant,
-        None if bias is None else identity(bias),
-        None if residual is None else identity(residual),
-        None if out is None else (identity(out), out.data_ptr() == address),
-        None if norm is None else (identity(norm), eps, offset),
-        activations if scale is None else (activations, identity(scale)),
-    )
+key_of = key_function(LinearCall, x=TENSOR, out=OUT)
+"""Returns the key of a call's plan, without checking the call. Raises TypeError or RuntimeError for some arguments that
+`check` refuses."""
 
 
 def check(call: LinearCall) -> LinearCall:

@@ -18,18 +18,10 @@ import torch
 
 from cute_kernels.arguments import Wanted, check_apart, check_wanted, row_stride
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
 from cute_kernels.gemm.activations import activation_named, config_of
-from cute_kernels.gemm.call import (
-    LinearCall,
-    check_activation,
-    check_norm_numbers,
-    check_out_dtype,
-    norm_wanted,
-    result_dtype,
-    results_wanted,
-    rows_wanted,
-)
+from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.deferred_choice import beside_a_norm, deferred
 from cute_kernels.gemm.inputs.launch import input_rows
 from cute_kernels.gemm.normed import NORM_VECTOR, DeferredParts, NormedRows, left_to_next
@@ -44,7 +36,7 @@ from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Plan, is_direct, launcher
-from cute_kernels.runtime.plans import ALIGNMENT, identity
+from cute_kernels.runtime.plans import ALIGNMENT, identity, key_function
 
 PIECE = 8  # results of 16 bytes
 FLOATS_K_WARPGROUPS = 3  # warpgroups along K from which on fp32 results are staged
@@ -108,7 +100,7 @@ def check_giving(call: GivingCall) -> GivingCall:
     """Raises TypeError or ValueError, which name the argument, unless a call's rows can be computed and then normed."""
     n = call.weight.shape[0]
     wanted = _giving_wanted(call)
-    check_norm_numbers(call.eps, call.offset)
+    linear_call.check_norm_numbers(call.eps, call.offset)
     check_wanted(wanted)
     if n % NORM_VECTOR or n > MAX_COLUMNS:
         raise ValueError(f"weight: got {n} rows, want a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}: they are normed")
@@ -122,25 +114,11 @@ def check_giving(call: GivingCall) -> GivingCall:
 
 def _giving_wanted(call: GivingCall) -> Iterator[Wanted]:
     x, n = call.x, call.weight.shape[0]
-    yield rows_wanted(x, call.weight, "...")
+    yield linear_call.rows_wanted(x, call.weight, "...")
     if call.bias is not None:
         yield Wanted("bias", call.bias, (x.dtype,), (n,), x.device, contiguous=True)
     yield Wanted("residual", call.residual, (x.dtype,), (*x.shape[:-1], n), x.device)
-    yield norm_wanted(call.norm, call.residual)
-
-
-def _giving_key(call: GivingCall) -> tuple[Any, ...]:
-    bias, following = call.bias, call.following
-    return (
-        identity(call.x),
-        identity(call.residual),
-        identity(call.norm),
-        None if bias is None else identity(bias),
-        call.weight.form,
-        call.eps,
-        call.offset,
-        None if following is None else following.form,
-    )
+    yield linear_call.norm_wanted(call.norm, call.residual)
 
 
 def _giving_plan(call: GivingCall) -> Plan[[GivingCall], NormedRows]:
@@ -178,7 +156,7 @@ def _giving_plan(call: GivingCall) -> Plan[[GivingCall], NormedRows]:
     return Plan(index, launch, (product,))
 
 
-_give = launcher(_giving_key, check_giving, _giving_plan)
+_give = launcher(key_function(GivingCall), check_giving, _giving_plan)
 
 
 def give(call: GivingCall) -> NormedRows:
@@ -230,10 +208,10 @@ def take_apart(call: LinearCall) -> torch.Tensor:
 
 def check_taking(call: LinearCall) -> LinearCall:
     """Raises TypeError or ValueError, which name the argument, unless a product of `NormedRows` can be computed."""
-    check_activation(call.activation, call.weight.shape[0])
-    check_out_dtype(call.out_dtype)
-    rows = rows_wanted(call.x.rows, call.weight, "...")
-    check_wanted(chain([rows], results_wanted(call, call.x.rows), _parts_wanted(call.x)))
+    linear_call.check_activation(call.activation, call.weight.shape[0])
+    linear_call.check_out_dtype(call.out_dtype)
+    rows = linear_call.rows_wanted(call.x.rows, call.weight, "...")
+    check_wanted(chain([rows], linear_call.results_wanted(call, call.x.rows), _parts_wanted(call.x)))
     parts = call.x.deferred
     if call.out is not None and parts is not None:
         read = {"x": parts.scaled, "squares": parts.squares, "bias": call.bias, "residual": call.residual}
@@ -278,7 +256,7 @@ def stores_floats(product: Product) -> bool:
 def _taking_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor]:
     rows, weight, index = call.x.rows, call.weight, call.x.rows.get_device()
     (n, k), m = weight.shape, rows.numel() // weight.shape[1]
-    out_dtype = result_dtype(call.out_dtype, rows, call.out)
+    out_dtype = linear_call.result_dtype(call.out_dtype, rows, call.out)
     activation = activation_named(call.activation)
     gated = activation is not None and activation.gated
     plain = call.residual is None and not gated

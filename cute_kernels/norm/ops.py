@@ -21,7 +21,7 @@ from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.launch_arguments import by_name
 from cute_kernels.runtime.memory import Blank, blank
 from cute_kernels.runtime.operator import Operator, launcher, route
-from cute_kernels.runtime.plans import identity
+from cute_kernels.runtime.plans import key_function
 
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
@@ -84,18 +84,6 @@ class NormPlan:
         return y, total
 
 
-def _key(call: NormCall) -> tuple[Any, ...]:
-    given = (call.residual, call.out, call.residual_out, call.bias, call.order, call.input_scale)
-    return (
-        call.kind,
-        identity(call.x),
-        identity(call.weight),
-        *[None if tensor is None else identity(tensor) for tensor in given],
-        call.eps,
-        call.weight_offset,
-    )
-
-
 def _checked(call: NormCall) -> NormCall:
     check_call(call)
     if arguments.DEBUG:
@@ -156,7 +144,7 @@ def _make_plan(call: NormCall) -> NormPlan:
     )
 
 
-launch = launcher(_key, _checked, _make_plan, always=_may_meet)
+launch = launcher(key_function(NormCall), _checked, _make_plan, always=_may_meet)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+from torch import Tensor
 
 ALIGNMENT = 16  # bytes, of the widest access, of bulk copies and of tensor maps
 MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
+
+# What a key has of a call's field, as source code. The properties of tensors are those of `identity`.
+COPIED = "{0}.shape, {0}.dtype, {0}.get_device()"  # of a tensor that is copied where it has gaps
+TENSOR = f"{COPIED}, {{0}}.is_contiguous() or {{0}}.stride(), {{0}}.data_ptr() % {ALIGNMENT}"
+FORM, VALUE = "{0}.form", "{0}"
+FLAG = "{0} if {0}.__class__ is bool else no_flag({0})"  # a 1 would be found as True
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 PlanT = TypeVar("PlanT")
@@ -21,6 +30,31 @@ def identity(tensor: Any) -> tuple[Hashable, ...]:
     """
     layout = tensor.is_contiguous() or tensor.stride()
     return tensor.shape, layout, tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
+
+
+def key_function(call: type[tuple[Any, ...]], **parts: str) -> Callable[[Any], tuple[Hashable, ...]]:
+    """Makes the function that returns the key of a call, a NamedTuple whose annotations say what a key has of each
+    field. It is made as source code, since every call of a decoding step waits for it.
+
+    parts: source code for fields of which a key has something else, such as `COPIED`.
+    """
+
+    def part_of(name: str, hint: Any) -> str:
+        kinds = get_args(hint) or (hint,)
+        own = FORM if any("form" in dir(kind) for kind in kinds) else FLAG if hint is bool else VALUE
+        own = parts.get(name, TENSOR if Tensor in kinds else own)
+        optional = NoneType in kinds and own != VALUE
+        return f"None if {name} is None else ({own})".format(name) if optional else own.format(name)
+
+    hints = get_type_hints(call)
+    shown = ", ".join(part_of(name, hint) for name, hint in hints.items())
+    scope: dict[str, Any] = {"__name__": call.__module__, "no_flag": _no_flag}
+    exec(f"def key_of(call):\n    {', '.join(hints)} = call\n    return {shown}", scope)
+    return scope["key_of"]
+
+
+def _no_flag(value: object) -> NoReturn:
+    raise TypeError(f"got {value!r}, want True or False")
 
 
 def keep(plans: dict[KeyT, PlanT], key: KeyT, plan: PlanT) -> PlanT:

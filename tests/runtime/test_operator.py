@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from cute_kernels import arguments, decode_attention
 from cute_kernels.runtime.gpu import Gpu, standing_in
 from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.plans import COPIED, key_function
 
 
 @dataclass(frozen=True)
@@ -191,3 +192,38 @@ def test_a_compiled_call_with_a_tensor_left_on_meta_is_refused_by_name(moved):
     call = torch.compile(functools.partial(decode_attention, kv_format="bf16"), backend="eager")
     with pytest.raises(RuntimeError, match=": got a tensor on (meta|cpu), want it on (meta|cpu), where q is"):
         call(**given)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+class Weight(NamedTuple):
+    form: str
+
+
+class Fields(NamedTuple):
+    x: torch.Tensor
+    weight: Weight
+    scale: float = 1.0
+    bias: torch.Tensor | None = None
+    other: Weight | None = None
+    flag: bool = False
+
+
+def test_a_key_has_what_the_checks_read_of_each_field():
+    key = key_function(Fields)
+    x = torch.zeros(4, 8)
+    given = Fields(x, Weight("w4"))
+    alike = Fields(torch.ones(4, 8), Weight("w4"), True)  # True equals 1.0: numbers are compared, not their classes
+    others = [{"x": x[:, ::2]}, {"x": x.half()}, {"x": torch.zeros(33)[1:].view(4, 8)}]
+    others += [{"weight": Weight("w8")}, {"scale": 2.0}, {"bias": x[0]}, {"bias": x[:, 0]}, {"other": Weight("w4")}]
+    keys = [key(given), *(key(given._replace(**other)) for other in others), key(given._replace(flag=True))]
+    assert key(alike) == keys[0] and len(set(keys)) == len(keys)
+
+
+def test_keys_refuse_a_number_for_a_flag_and_what_is_no_tensor():
+    key = key_function(Fields, x=COPIED)
+    assert key(Fields(torch.zeros(8, 4).T, Weight("w4"))) == key(Fields(torch.zeros(4, 8), Weight("w4")))
+    for wrong in ({"flag": 1}, {"x": 3}, {"bias": "3"}, {"weight": None}):
+        with pytest.raises((AttributeError, TypeError)):
+            key(Fields(torch.zeros(4), Weight("w4"))._replace(**wrong))

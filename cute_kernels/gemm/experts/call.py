@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -12,11 +12,11 @@ from torch.compiler import is_compiling
 from cute_kernels import arguments
 from cute_kernels.arguments import Wanted, check_apart, check_flag, check_wanted
 from cute_kernels.gemm.activations import ActivationFunction, experts_activation, out_features
-from cute_kernels.gemm.call import check_activation, check_out_dtype, out_wanted, result_dtype, rows_wanted
+from cute_kernels.gemm.call import OUT, check_activation, check_out_dtype, out_wanted, result_dtype, rows_wanted
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.packed_experts import PackedExperts
-from cute_kernels.runtime.plans import identity
+from cute_kernels.runtime.plans import COPIED, key_function
 
 ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,25 +46,8 @@ class GroupedCall(NamedTuple):
         return len(self.x if self.rows is None else self.rows)
 
 
-def grouped_key(call: GroupedCall) -> tuple[Any, ...]:
-    """Returns the key of a call's plan. Raises TypeError or RuntimeError for arguments that the checks refuse."""
-    x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out, activations = call
-    if batch_invariant.__class__ is not bool:  # a 1 would be found as True
-        raise TypeError("batch_invariant")
-    return (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        weight.form,
-        identity(expert_offsets),
-        None if rows is None else identity(rows),
-        None if bias is None else identity(bias),
-        activation,
-        out_dtype,
-        batch_invariant,
-        None if out is None else (identity(out), out.data_ptr() == x.data_ptr()),
-        activations,
-    )
+grouped_key = key_function(GroupedCall, x=COPIED, out=OUT)
+"""Returns the key of a call's plan, without checking the call."""
 
 
 def check_grouped(call: GroupedCall) -> GroupedCall:
@@ -125,33 +108,8 @@ class MoeCall(NamedTuple):
         return result_dtype(self.out_dtype, self.x, self.out)
 
 
-def moe_key(call: MoeCall) -> tuple[Any, ...]:
-    """Returns the key of a call's plan, as in `grouped_key`. Strides of x, ids and weights are not part of the key:
-    tensors with gaps are copied."""
-    x, gate_up, down, topk_weights, topk_ids, activation, out_dtype, batch_invariant, out, first, second, rounded = call
-    if batch_invariant.__class__ is not bool:
-        raise TypeError("batch_invariant")
-    return (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        gate_up.form,
-        down.form,
-        topk_ids.shape,
-        topk_ids.dtype,
-        topk_ids.get_device(),
-        topk_weights.shape,
-        topk_weights.dtype,
-        topk_weights.get_device(),
-        activation,
-        out_dtype,
-        batch_invariant,
-        None if out is None else identity(out),
-        None if first is None else identity(first),
-        None if second is None else identity(second),
-        rounded,
-    )
-
+moe_key = key_function(MoeCall, x=COPIED, topk_weights=COPIED, topk_ids=COPIED)
+"""Returns the key of a call's plan, as `grouped_key` does."""
 
 KEPT = "topk_weights", "topk_ids", "gate_up_bias", "down_bias"  # what a result of experts may not lie over
 

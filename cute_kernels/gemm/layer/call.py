@@ -16,17 +16,10 @@ import torch
 from cute_kernels.arguments import check_wanted
 from cute_kernels.gemm.call import LinearCall, norm_wanted
 from cute_kernels.gemm.deferred import GivingCall, are_aligned, check_giving, give, take
+from cute_kernels.gemm.layer import config as layout
 from cute_kernels.gemm.layer.arguments import LAYER_PRODUCTS, NUMBERS, PRODUCTS
 from cute_kernels.gemm.layer.compile import SHIPPED_K
-from cute_kernels.gemm.layer.config import (
-    EXCHANGE_WORDS,
-    FORMAT,
-    SET_WORDS,
-    STAGE_K,
-    TILE_N,
-    LayerProductsConfig,
-    config_for,
-)
+from cute_kernels.gemm.layer.config import LayerProductsConfig
 from cute_kernels.gemm.normed import NormedRows, left_to_next
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, WeightTensors
@@ -36,7 +29,7 @@ from cute_kernels.runtime.gpu import GPU, forgotten, per_gpu
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.native import compiler_version
 from cute_kernels.runtime.operator import Plan, is_direct, launcher
-from cute_kernels.runtime.plans import identity, keep
+from cute_kernels.runtime.plans import keep, key_function
 from cute_kernels.runtime.workspace import UnsettledError
 
 Weight = PackedWeight | WeightTensors
@@ -65,6 +58,9 @@ class LayerCall(NamedTuple):
     def weights(self) -> tuple[Weight, ...]:
         three = (self.o, self.gate_up, self.down)
         return three if self.qkv is None else (*three, self.qkv)
+
+
+_key = key_function(LayerCall)
 
 
 class LayerRows(NamedTuple):
@@ -155,7 +151,7 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 def configs_for(most_k: int) -> list[LayerProductsConfig]:
     """Returns the configurations for rows of up to ``most_k`` inputs, the best one first. If ``most_k`` is below
     `SHIPPED_K`, the configuration that bundles hold comes second; it supports more inputs than needed."""
-    found = (config_for(room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
+    found = (layout.config_for(room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
     return [config for config in found if config is not None]
 
 
@@ -181,25 +177,20 @@ def serves_rows(rows: int) -> bool:
 
 def serves_shape(n: int, k: int) -> bool:
     """Whether the launch supports weights [n, k]."""
-    return n % (2 * TILE_N) == 0 and k % STAGE_K == 0
+    return n % (2 * layout.TILE_N) == 0 and k % layout.STAGE_K == 0
 
 
 def is_served(weight: Weight) -> bool:
     """Whether the launch supports a weight."""
     as_it_is = weight.perm is weight.input_scale is None and weight.scales.dtype == torch.bfloat16
-    return weight.format == FORMAT and as_it_is and serves_shape(*weight.shape)
-
-
-def _key(call: LayerCall) -> tuple[Any, ...]:
-    tensors = (call.x, call.residual, call.norm, call.following_norm)
-    return *(identity(tensor) for tensor in tensors), *(weight.form for weight in call.weights), call.eps, call.offset
+    return weight.format == layout.FORMAT and as_it_is and serves_shape(*weight.shape)
 
 
 def _plan(call: LayerCall) -> Plan[[LayerCall], LayerRows]:
     index, m = call.x.get_device(), call.x.numel() // call.o.shape[1]
     tensors = (call.x, call.residual, call.norm, call.following_norm)
     fits = all(tensor.dtype == torch.bfloat16 for tensor in tensors) and are_aligned(*tensors)
-    fits = fits and serves_rows(m) and results_of(call) <= 2 * SET_WORDS
+    fits = fits and serves_rows(m) and results_of(call) <= 2 * layout.SET_WORDS
     kernel = None
     if fits and all(is_served(weight) for weight in call.weights):
         kernel = kernel_of(max(weight.shape[1] for weight in call.weights), index)
@@ -211,7 +202,7 @@ def exchange_words(device_index: int) -> int:
 
     Raises UnsettledError: a CUDA graph is captured, and no such words were filled before.
     """
-    return GPU.counters(device_index, GPU.stream(device_index), EXCHANGE_WORDS)
+    return GPU.counters(device_index, GPU.stream(device_index), layout.EXCHANGE_WORDS)
 
 
 def results_of(call: LayerCall) -> int:
@@ -225,7 +216,7 @@ def make_plan(
 ) -> Plan[[LayerCall], LayerRows]:
     """Returns the plan of a compiled kernel for calls like ``call``, with at most ``num_ctas`` CTAs."""
     hidden, heads = call.o.shape
-    assert results_of(call) <= 2 * SET_WORDS, "a set has no room for so many results"
+    assert results_of(call) <= 2 * layout.SET_WORDS, "a set has no room for so many results"
     dtype, leading = call.x.dtype, call.x.shape[:-1]
     new = [blank((*leading, hidden), dtype)]
     if call.qkv is not None:
@@ -237,7 +228,7 @@ def make_plan(
             numbers |= dict(zip((names[each] for each in NUMBERS), values, strict=True))
         else:
             numbers |= dict.fromkeys(names.values(), 0)
-    tiles = sum(weight.shape[0] for weight in call.weights) // TILE_N
+    tiles = sum(weight.shape[0] for weight in call.weights) // layout.TILE_N
     numbers["num_ctas"] = min(num_ctas, tiles)
     send, index, news = LAYER_PRODUCTS.bound(function, numbers), call.x.get_device(), tuple(new)
 

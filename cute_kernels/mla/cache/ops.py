@@ -32,7 +32,7 @@ from cute_kernels.mla.formats import MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.operator import Operator, launcher, route
-from cute_kernels.runtime.plans import identity
+from cute_kernels.runtime.plans import key_function
 from layouts.kv.mla import ROPE_DIM
 
 # -- append ------------------------------------------------------------------------------------------------------------
@@ -54,16 +54,6 @@ def _append_here(call: AppendMlaCall) -> None:
     append_mla_reference(call, shape)
 
 
-def _append_key(call: AppendMlaCall) -> tuple[Any, ...]:
-    positions = call.position_ids
-    return (
-        *map(identity, call[:4]),
-        call.kv_format,
-        None if call.rope is None else call.rope.text,
-        None if positions is None else identity(positions),
-    )
-
-
 def _append_checked(call: AppendMlaCall) -> tuple[AppendMlaCall, CacheShape]:
     shape = check_append(call)
     if arguments.DEBUG:
@@ -76,7 +66,9 @@ def _append_plan(checked: tuple[AppendMlaCall, CacheShape]) -> AppendMlaPlan | N
     return make_plan(call, shape) if call.num_tokens and shape.num_slots else None
 
 
-launch_append = launcher(_append_key, _append_checked, _append_plan, empty=lambda checked: None)
+launch_append = launcher(
+    key_function(AppendMlaCall, rope="{0}.text"), _append_checked, _append_plan, empty=lambda checked: None
+)
 
 
 # -- quantise ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from cute_kernels.gemm.experts.router.call import RouteCall, check_route
 from cute_kernels.gemm.experts.router.plan import by_torch, route_plan, unfilled
 from cute_kernels.gemm.experts.router.routing import Routing
 from cute_kernels.runtime.operator import Operator, is_direct, launcher
-from cute_kernels.runtime.plans import identity
+from cute_kernels.runtime.plans import key_function
 
 FIELDS = 6  # of a `Routing`
 
@@ -32,22 +32,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data if type(tensor) is torch.nn.Parameter else tensor
 
 
-def _key(call: RouteCall) -> tuple[Any, ...]:
-    hidden, weight, routing, bias, correction, padding = call
-    return (
-        hidden.shape,
-        hidden.dtype,
-        hidden.layout,
-        hidden.get_device(),
-        identity(weight),
-        routing,
-        None if bias is None else identity(bias),
-        None if correction is None else identity(correction),
-        None if padding is None else (padding.shape, padding.stride(), padding.dtype, padding.get_device()),
-    )
-
-
-launch = launcher(_key, check_route, route_plan, unfilled)
+launch = launcher(key_function(RouteCall), check_route, route_plan, unfilled)
 
 
 def _call_of(hidden, weight, bias, correction, *others) -> RouteCall:
