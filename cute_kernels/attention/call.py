@@ -8,30 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import (
-    Wanted,
-    check_apart,
-    check_flag,
-    check_optional_count,
-    check_optional_positive,
-    check_place,
-    check_shape,
-    check_tensors,
-    check_vector,
-    check_wanted,
-)
-from cute_kernels.attention import checks, extend_checks
+from cute_kernels import arguments
+from cute_kernels.arguments import Wanted
+from cute_kernels.attention import checks, extend_checks, operands
 from cute_kernels.attention.extend_config import MAX_EXTEND_SPLITS
-from cute_kernels.attention.operands import (
-    Bias,
-    CacheOperand,
-    ChosenBlocks,
-    Tail,
-    check_beside_blocks,
-    check_caches,
-    operand_of,
-    part_of,
-)
+from cute_kernels.attention.operands import Bias, CacheOperand, ChosenBlocks, Tail
 from cute_kernels.attention.options import TENSORS, CallOptions, keys_seen, with_defaults
 from cute_kernels.formats.kv import format_of
 from cute_kernels.formats.scores import SIZES, check_given, tensors_of
@@ -228,7 +209,7 @@ class AttentionCall:
         if self.block_table is not None:
             table, k, v = self.block_table[part], self.k, self.v
         else:
-            table, k, v = None, part_of(self.k, part), part_of(self.v, part)
+            table, k, v = None, operands.part_of(self.k, part), operands.part_of(self.v, part)
         lengths = self.seq_lens[part]
         tensors = dict(self.score_tensors)
         for tensor in tensors_of(self.terms):
@@ -299,13 +280,13 @@ def make_call(
     checks.check_layout(given["cache_layout"])
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
     tensors |= {name: given[name] for name in TENSORS if given[name] is not None}
-    check_tensors(**tensors)
+    arguments.check_tensors(**tensors)
     for name, tensor in tensors.items():
-        check_place(name, tensor, q.device)
+        arguments.check_place(name, tensor, q.device)
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
     head_major = given["cache_layout"] == "HND"
-    caches = check_caches((batch, num_q_heads), k_cache, v_cache, forms, head_major, block_table)
+    caches = operands.check_caches((batch, num_q_heads), k_cache, v_cache, forms, head_major, block_table)
     checks.check_heads(q_len, num_q_heads, caches.num_kv_heads)
     checks.check_row("k_cache", k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
@@ -321,16 +302,18 @@ def make_call(
         Wanted("q_shift", given["q_shift"], fp32, *of_queries),
         checks.out_wanted(out, q, (*q.shape[:3], v_head_dim), ": q's, with the head_dim of V"),
     ]
-    check_wanted(one for one in wanted if one.tensor is not None)
-    check_optional_positive("softmax_scale", softmax_scale)
-    check_optional_positive("softcap", given["softcap"], 2.0**15)  # scores' rounding errors are in proportion to it
-    check_flag("causal", given["causal"])
+    arguments.check_wanted(one for one in wanted if one.tensor is not None)
+    arguments.check_optional_positive("softmax_scale", softmax_scale)
+    arguments.check_optional_positive(
+        "softcap", given["softcap"], 2.0**15
+    )  # scores' rounding errors are in proportion to it
+    arguments.check_flag("causal", given["causal"])
     window = given["window_size"] = keys_seen(given["window_size"])
-    check_optional_count("window_size", window)
-    check_optional_count("num_splits", num_splits, checks.MAX_SPLITS)
+    arguments.check_optional_count("window_size", window)
+    arguments.check_optional_count("num_splits", num_splits, checks.MAX_SPLITS)
     scores = {} if given["score_options"] is None else given["score_options"]
     if out is not None:
-        check_apart("out", out, {**tensors, **scores})
+        arguments.check_apart("out", out, {**tensors, **scores})
     max_seq_len, soft_cap, bias = caches.max_seq_len, given["softcap"], given["attn_bias"]
     tail = given["k_tail"], given["tail_slots"]
     checks.check_tail(forms[0], *tail, batch, (caches.num_kv_heads, head_dim))
@@ -339,8 +322,8 @@ def make_call(
     blocks = ChosenBlocks.of(given, (batch, caches.num_kv_heads), q.device)
     call = AttentionCall(
         q=q,
-        k=operand_of("k_scale", k_cache, forms[0], head_dim, caches, given["k_scale"]),
-        v=operand_of("v_scale", v_cache, forms[1], v_head_dim, caches, given["v_scale"]),
+        k=operands.operand_of("k_scale", k_cache, forms[0], head_dim, caches, given["k_scale"]),
+        v=operands.operand_of("v_scale", v_cache, forms[1], v_head_dim, caches, given["v_scale"]),
         seq_lens=seq_lens,
         block_table=block_table,
         num_kv_heads=caches.num_kv_heads,
@@ -392,25 +375,25 @@ def make_extend_call(
     forms = extend_checks.check_formats(kv_format)
     if unpack is True:
         extend_checks.check_unpack(forms)
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    check_place("cu_seqlens_q", cu_seqlens_q, q.device)
+    arguments.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
+    arguments.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     extend_checks.check_query(q)
-    check_shape("seq_lens", seq_lens, "batch")
+    arguments.check_shape("seq_lens", seq_lens, "batch")
     batch, window_size = seq_lens.shape[0], options.get("window_size")
-    check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
-    check_optional_count("num_splits", num_splits, MAX_EXTEND_SPLITS)
+    arguments.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    arguments.check_optional_count("num_splits", num_splits, MAX_EXTEND_SPLITS)
     if type(sm_margin) is not int or sm_margin < 0:
         raise ValueError(f"sm_margin: got {sm_margin!r}, want a number of SMs from 0 on")
     if unpack is not None and type(unpack) is not bool:
         raise TypeError(f"unpack: got {unpack!r}, want None, True or False")
-    check_optional_count("max_seq_len", max_seq_len)
+    arguments.check_optional_count("max_seq_len", max_seq_len)
     extend_checks.check_fp8(fp8_products, forms, q.shape[2], unpack)
     one_query = q.new_empty((batch, 1, *q.shape[1:]))
     call = make_call(one_query, k_cache, v_cache, seq_lens, kv_format=kv_format, **options)
     if call.terms:
         extend_checks.check_score_options(call.terms, tree_mask=tree_mask, new_k=new_k, new_v=new_v)
     if call.blocks is not None:
-        check_beside_blocks(new_k=new_k, tree_mask=tree_mask)
+        operands.check_beside_blocks(new_k=new_k, tree_mask=tree_mask)
         if unpack is True or fp8_products:
             name = "unpack" if unpack is True else "fp8_products"
             raise ValueError(f"{name}: got True beside a block_list, want False: chosen blocks are read as they lie")
@@ -424,11 +407,11 @@ def make_extend_call(
         Wanted("new_v", new_v, *of_rows, ": a row for each query and KV head"),
         Wanted("tree_mask", tree_mask, (torch.int32,), (q.shape[0], "words"), q.device, "q", *words, True),
     ]
-    check_wanted(one for one in wanted if one.tensor is not None)
+    arguments.check_wanted(one for one in wanted if one.tensor is not None)
     if out is not None:
         read = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
         read |= {"new_k": new_k, "new_v": new_v, "tree_mask": tree_mask, **options, **call.score_tensors}
-        check_apart("out", out, read)
+        arguments.check_apart("out", out, read)
     new = extend_checks.check_new(new_k, new_v)
     for name in ("window_size", "alibi_slopes"):
         if tree_mask is not None and options.get(name) is not None:

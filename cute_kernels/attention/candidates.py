@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from cute_kernels.attention import policies
 from cute_kernels.attention.checks import CACHES, check_readable
 from cute_kernels.attention.decode_config import DecodeConfig, copies_per_tile
-from cute_kernels.attention.policies import (
-    BLOCK_QUERIES,
-    MAX_BLOCKS_PER_WARP,
-    CacheLoad,
-    CopyPipeline,
-    TokenRuns,
-    WarpMma,
-)
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import MAP_UNIT, kernel_format, map_problem
 from cute_kernels.formats.kv import KvFormat, format_of
@@ -104,7 +97,7 @@ def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
-    one_block = problem.rows <= BLOCK_QUERIES
+    one_block = problem.rows <= policies.BLOCK_QUERIES
     few = problem.batch <= FEW_REQUESTS and problem.features.paged and not problem.after_append
     if problem.features.by_head and not _is_contiguous(problem, 1) and _maps_fit(problem, names, 1):
         return [(1, "map")]
@@ -155,10 +148,10 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
     """Returns how a CTA divides the queries of a KV head: (warps, blocks of 8 queries for each warp). Further queries
     take more CTAs."""
     wide = _target_warps(problem.head_dim, problem.v_head_dim) == WIDE_WARPS
-    per_warp = 2 if problem.rows > BLOCK_QUERIES and not wide else 1
-    if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
-        per_warp = MAX_BLOCKS_PER_WARP
-    return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
+    per_warp = 2 if problem.rows > policies.BLOCK_QUERIES and not wide else 1
+    if problem.rows > per_warp * policies.BLOCK_QUERIES and _fits_four_blocks(problem):
+        per_warp = policies.MAX_BLOCKS_PER_WARP
+    return 2 if problem.rows > per_warp * policies.BLOCK_QUERIES else 1, per_warp
 
 
 def _groups(form: KvFormat) -> int:
@@ -192,7 +185,7 @@ def _borrows_registers(problem: AttentionProblem) -> bool:
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     grouped = "int4" in costs_of(forms) and max(_groups(form) for form in forms) > 1
     blocks_per_warp = query_blocks(problem)[1]
-    return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
+    return blocks_per_warp == policies.MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
 
 
 def _target_warps(*head_dims: int) -> int:
@@ -210,7 +203,7 @@ def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_block
     # Head-major caches have one head's tokens side by side.
     one_by_one = problem.features.head_major or problem.features.by_head or not problem.heads_touch
     for heads in (1,) if one_by_one else dict.fromkeys((problem.num_kv_heads, 8, 4, 2, 1)):
-        if heads > min(BLOCK_QUERIES, most) or problem.num_kv_heads % heads:
+        if heads > min(policies.BLOCK_QUERIES, most) or problem.num_kv_heads % heads:
             continue
         contiguous = _is_contiguous(problem, heads)
         if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
@@ -232,16 +225,16 @@ def _base_config(
     """Returns the configuration that follows from the problem, with one slice of tokens to a tile."""
     dims = (problem.head_dim, problem.v_head_dim)
     k, v = (
-        CacheLoad(name, head_dim, row_copy if format_of(name).has_header else "tma")
+        policies.CacheLoad(name, head_dim, row_copy if format_of(name).has_header else "tma")
         for name, head_dim in zip(names, dims, strict=True)
     )
     return DecodeConfig(
         k,
         v,
         problem.q_dtype,
-        WarpMma(num_heads, num_query_blocks, query_blocks(problem)[1], num_slices=1),
-        CopyPipeline(early_tiles=0 if problem.features.window or problem.after_append else 1),
-        TokenRuns(contiguous, problem.page_tokens),
+        policies.WarpMma(num_heads, num_query_blocks, query_blocks(problem)[1], num_slices=1),
+        policies.CopyPipeline(early_tiles=0 if problem.features.window or problem.after_append else 1),
+        policies.TokenRuns(contiguous, problem.page_tokens),
         features=problem.features,
         units=problem.features.paged and not problem.features.by_head,
         after_append=problem.after_append,

@@ -9,17 +9,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels import arguments
-from cute_kernels.arguments import (
-    Wanted,
-    check_contiguous,
-    check_dtype,
-    check_shape,
-    check_tensors,
-    check_vector,
-    overlaps,
-    shape_of,
-    strides_of,
-)
+from cute_kernels.arguments import Wanted
 from cute_kernels.attention.decode_config import RECIPROCAL_BITS
 from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, format_of, format_pair
@@ -51,7 +41,7 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
     """Raises TypeError or ValueError unless attention over caches in ``forms`` can take q."""
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
-    check_dtype("q", q, *Q_DTYPES)
+    arguments.check_dtype("q", q, *Q_DTYPES)
     for form in forms:
         if not form.fits(q.dtype):
             raise TypeError(f"q: got dtype {q.dtype}, want {form.cache_dtype}, that of a {form.name} cache")
@@ -72,8 +62,8 @@ def check_query_strides(q: torch.Tensor, what: str) -> None:
     the name of q's other dimensions in messages."""
     if q.is_contiguous() or not q.numel():
         return
-    *others, head, column = strides_of(q)
-    found = f"q: got strides {q.stride()} for shape {shape_of(q)}"
+    *others, head, column = arguments.strides_of(q)
+    found = f"q: got strides {q.stride()} for shape {arguments.shape_of(q)}"
     if column != 1 or head != q.shape[-1]:
         raise ValueError(f"{found}, want the last two dimensions contiguous")
     if any(stride * q.element_size() % ALIGNMENT for stride in others):
@@ -90,7 +80,7 @@ def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str)
     support."""
     if cache.dim() != 4:
         raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: {dimensions}")
-    check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
+    arguments.check_dtype(name, cache, *form.cache_dtypes, why=f" for {form.name}")
     if not cache.is_contiguous() and cache.numel():
         _check_cache_strides(name, cache, form, dimensions)
 
@@ -101,14 +91,14 @@ def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensi
     Rows that carry their scales begin on multiples of 4 bytes, others on multiples of 16. Blocks lie less than 2**40
     bytes apart, tokens and heads less than 2**31.
     """
-    found = f"{name}: got strides {cache.stride()} for shape {shape_of(cache)} {dimensions}"
-    strides, size = strides_of(cache), cache.element_size()
+    found = f"{name}: got strides {cache.stride()} for shape {arguments.shape_of(cache)} {dimensions}"
+    strides, size = arguments.strides_of(cache), cache.element_size()
     if strides[3] != 1:
         raise ValueError(f"{found}, want rows contiguous: a last stride of 1")
     unit = WORD if form.has_header else ALIGNMENT
     if any(stride * size % unit for stride in strides[:3]):
         raise ValueError(f"{found}, want rows of {form.name} on multiples of {unit} bytes")
-    if overlaps(cache):
+    if arguments.overlaps(cache):
         raise ValueError(f"{found}, want rows that do not overlap")
     if strides[0] * size >= 2**40 or max(strides[1:3]) * size >= 2**31:
         raise ValueError(f"{found}, want blocks less than 2**40 bytes apart, tokens and heads less than 2**31")
@@ -117,8 +107,8 @@ def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensi
 def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
     """Raises ValueError unless the shapes of two caches agree in all but the last dimension."""
     if v_cache.shape[:3] != k_cache.shape[:3]:
-        wanted = f"that of k_cache, {shape_of(k_cache)}, in all but the last dimension"
-        raise ValueError(f"v_cache: got shape {shape_of(v_cache)}, want {wanted}")
+        wanted = f"that of k_cache, {arguments.shape_of(k_cache)}, in all but the last dimension"
+        raise ValueError(f"v_cache: got shape {arguments.shape_of(v_cache)}, want {wanted}")
 
 
 def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
@@ -191,17 +181,17 @@ def check_tail(
             raise ValueError(f"{name}: got {found}, want {want} for {form.name} keys")
     if rows is None or slots is None:
         return
-    check_vector("tail_slots", slots, torch.int32, batch, "a slot of k_tail for each request")
-    check_dtype("k_tail", rows, torch.float16)
-    check_shape("k_tail", rows, "slots", TAIL_TOKENS, *heads)
-    check_contiguous("k_tail", rows)
+    arguments.check_vector("tail_slots", slots, torch.int32, batch, "a slot of k_tail for each request")
+    arguments.check_dtype("k_tail", rows, torch.float16)
+    arguments.check_shape("k_tail", rows, "slots", TAIL_TOKENS, *heads)
+    arguments.check_contiguous("k_tail", rows)
 
 
 def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:
     """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with contiguous columns. Also raises
     ValueError for a cache without pages, or with pages of a size that kernels do not support."""
-    check_dtype("block_table", block_table, torch.int32)
-    check_shape("block_table", block_table, batch, "max_pages", why=", a row for each request of q")
+    arguments.check_dtype("block_table", block_table, torch.int32)
+    arguments.check_shape("block_table", block_table, batch, "max_pages", why=", a row for each request of q")
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
         raise ValueError(f"block_table: got strides {block_table.stride()}, want columns side by side")
     if block_table.shape[0] > 1 and block_table.stride(0) >= 2**31:
@@ -222,9 +212,9 @@ def check_given_scale(
     """
     if form.given_scale is None:
         if scale is not None:
-            check_tensors(**{name: scale})
+            arguments.check_tensors(**{name: scale})
             raise ValueError(
-                f"{name}: got a tensor of shape {shape_of(scale)}, want None: {form.name} has no such scale"
+                f"{name}: got a tensor of shape {arguments.shape_of(scale)}, want None: {form.name} has no such scale"
             )
         return None
     shapes = {
@@ -235,10 +225,10 @@ def check_given_scale(
     wanted = f"{' or '.join(map(str, shapes))} for {form.name}"
     if scale is None:
         raise ValueError(f"{name}: got None, want torch.float32 {wanted}")
-    check_tensors(**{name: scale})
-    check_dtype(name, scale, torch.float32)
-    if shape_of(scale) not in shapes:
-        raise ValueError(f"{name}: got shape {shape_of(scale)}, want {wanted}")
+    arguments.check_tensors(**{name: scale})
+    arguments.check_dtype(name, scale, torch.float32)
+    if arguments.shape_of(scale) not in shapes:
+        raise ValueError(f"{name}: got shape {arguments.shape_of(scale)}, want {wanted}")
     if scale.is_cpu or (arguments.DEBUG and scale.is_cuda):
         arguments.check_all_positive(name, scale)
     if form.given_scale == "tensor":
@@ -255,11 +245,11 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
     Raises TypeError or ValueError unless the bias is fp32 or bf16 and broadcasts to ``shape``.
     """
-    check_dtype("attn_bias", bias, *BIAS_DTYPES)
+    arguments.check_dtype("attn_bias", bias, *BIAS_DTYPES)
     padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(padded) != 4 or any(size not in (1, full) for size, full in zip(padded, shape, strict=True)):
         raise ValueError(
-            f"attn_bias: got shape {shape_of(bias)}, want one that broadcasts to [batch, q_len, num_q_heads, "
+            f"attn_bias: got shape {arguments.shape_of(bias)}, want one that broadcasts to [batch, q_len, num_q_heads, "
             f"max_seq_len], here {list(shape)}"
         )
     strides = (0,) * (4 - bias.dim()) + bias.stride()
@@ -279,6 +269,6 @@ def out_wanted(out: object, q: torch.Tensor, sizes: tuple[int, ...], why: str) -
 def check_out(out: torch.Tensor, q: torch.Tensor, v_head_dim: int) -> None:
     """Raises TypeError or ValueError unless ``out`` has the shape and dtype of the result for ``q``; its address and
     strides are not checked."""
-    check_tensors(out=out)
-    check_dtype("out", out, q.dtype, why=", that of q")
-    check_shape("out", out, *q.shape[:-1], v_head_dim, why=": q's, with the head_dim of V")
+    arguments.check_tensors(out=out)
+    arguments.check_dtype("out", out, q.dtype, why=", that of q")
+    arguments.check_shape("out", out, *q.shape[:-1], v_head_dim, why=": q's, with the head_dim of V")

@@ -6,22 +6,9 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
+from cute_kernels.attention import extend_policies as policies
 from cute_kernels.attention.extend_config import MAX_EXTEND_SPLITS, ExtendConfig
-from cute_kernels.attention.extend_policies import (
-    ELEMENT_BYTES,
-    KEY_ROWS_HEAD_DIM,
-    MOST_COLUMNS,
-    TILE_ROWS,
-    TILE_TOKENS,
-    CachedKeys,
-    ProducerPipeline,
-    RaggedKeys,
-    UnpackConfig,
-    UnpackedKeys,
-    columns_of,
-    has_channel_scales,
-    has_head_scale,
-)
+from cute_kernels.attention.extend_policies import MOST_COLUMNS, TILE_ROWS, TILE_TOKENS, UnpackConfig
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.tiles import kernel_format
 from cute_kernels.formats.kv import FORMATS, KvFormat, format_of
@@ -58,7 +45,7 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
         q_dtype=problem.q_dtype,
         head_dim=problem.head_dim,
         pipeline=_pipeline(problem.head_dim, any(format_of(name).is_coded for name in formats)),
-        keys=CachedKeys(problem.page_tokens),
+        keys=policies.CachedKeys(problem.page_tokens),
         features=problem.features,
         tree=problem.tree,
     )
@@ -73,7 +60,7 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
         q_dtype=config.q_dtype,
         head_dim=config.head_dim,
         pipeline=_pipeline(config.head_dim, decodes=False),
-        keys=RaggedKeys(),
+        keys=policies.RaggedKeys(),
         features=replace(config.features, paged=False, head_major=False),
         merges=True,
         tree=config.tree,
@@ -91,11 +78,11 @@ def key_rows_of(
     """Returns the variant of ``config`` with keys as rows of MMAs and ``tile_rows`` queries as columns; None if it
     cannot be compiled. mapped: whether tensor maps can load rows with their headers. tile_heads: the result of
     `heads_of_tile`, or 1."""
-    tokens = TILE_TOKENS[KEY_ROWS_HEAD_DIM] // tile_heads
-    least = ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
+    tokens = TILE_TOKENS[policies.KEY_ROWS_HEAD_DIM] // tile_heads
+    least = policies.ProducerPipeline(tokens, num_stages=2, producer_warps=KEY_ROWS_WARPS)
     wide = replace(config, tile_rows=tile_rows, pipeline=least)
     if mapped and any(form.header_bytes for form in wide.formats):
-        by_maps = replace(wide, keys=CachedKeys(wide.page_tokens, mapped=True))
+        by_maps = replace(wide, keys=policies.CachedKeys(wide.page_tokens, mapped=True))
         wide = by_maps if by_maps.can_implement() is None else wide
     if wide.can_implement() is not None:
         return None
@@ -138,14 +125,14 @@ def decodes_with_key_rows(
 def _is_exact(form: KvFormat) -> bool:
     """Returns whether key rows multiply a format's codes unrounded, and apply its scales to scores and
     probabilities."""
-    if form.extend is None or form.num_groups > 1 or has_channel_scales(form):
+    if form.extend is None or form.num_groups > 1 or policies.has_channel_scales(form):
         return False
     return form.extend.scales in ("outside", "row")
 
 
-def _pipeline(head_dim: int, decodes: bool) -> ProducerPipeline:
-    columns = columns_of(head_dim)
-    return ProducerPipeline(TILE_TOKENS[columns], producer_warps=DECODE_WARPS[columns] if decodes else 4)
+def _pipeline(head_dim: int, decodes: bool) -> policies.ProducerPipeline:
+    columns = policies.columns_of(head_dim)
+    return policies.ProducerPipeline(TILE_TOKENS[columns], producer_warps=DECODE_WARPS[columns] if decodes else 4)
 
 
 def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
@@ -164,7 +151,7 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
         k_format=_unpacked_as(config.formats[0]),
         v_format=_unpacked_as(config.formats[1]),
         pipeline=_pipeline(config.head_dim, decodes=False),
-        keys=UnpackedKeys(),
+        keys=policies.UnpackedKeys(),
         features=replace(config.features, paged=False, head_major=True),
     )
     return unpack, attention
@@ -179,7 +166,7 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
         k_format=config.k_format,
         v_format=config.v_format,
         pipeline=replace(attention.pipeline, num_stages=FP8_STAGES),
-        keys=UnpackedKeys(fp8=True),
+        keys=policies.UnpackedKeys(fp8=True),
     )
 
 
@@ -190,7 +177,9 @@ def _unpacked_as(form: KvFormat) -> str:
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
         reader = other.extend
         return (
-            None if reader is None else (reader.scales, reader.unit, has_head_scale(other), has_channel_scales(other))
+            None
+            if reader is None
+            else (reader.scales, reader.unit, policies.has_head_scale(other), policies.has_channel_scales(other))
         )
 
     return next((name for name, other in FORMATS.items() if meaning(other) == meaning(form)), form.name)
@@ -207,7 +196,7 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
         return None
     rates = [READING_RATES[reader.scales] for form in config.formats if (reader := form.extend) is not None]
     saved = 4 * config.head_dim * group / PRODUCTS_PER_US * (1 / min(rates) - 1)
-    moved = sum(form.row_bytes(config.head_dim) + ELEMENT_BYTES * config.head_dim for form in config.formats)
+    moved = sum(form.row_bytes(config.head_dim) + policies.ELEMENT_BYTES * config.head_dim for form in config.formats)
     queries = math.ceil(moved / UNPACKED_BYTES_PER_US / saved)
     return None if window is not None and window < queries else queries * batch
 
@@ -232,7 +221,7 @@ def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int |
 
 def room_of(max_seq_len: int, head_dim: int) -> int:
     """Returns how many tokens of unpacked keys a request has room for: max_seq_len, rounded up to whole tiles."""
-    tokens = TILE_TOKENS[columns_of(head_dim)]
+    tokens = TILE_TOKENS[policies.columns_of(head_dim)]
     return -(-max_seq_len // tokens) * tokens
 
 

@@ -13,15 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from cute_kernels.arguments import (
-    check_aligned,
-    check_contiguous,
-    check_dtype,
-    check_place,
-    check_shape,
-    check_tensors,
-    shape_of,
-)
+from cute_kernels import arguments
 from cute_kernels.attention.arguments import COMBINE
 from cute_kernels.attention.combine.config import NDIMS, CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
@@ -97,22 +89,24 @@ def merge_over_ranks(
 def check_states(**tensors: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless the tensors are states of one shape. Messages call them by their
     keywords."""
-    check_tensors(**tensors)
+    arguments.check_tensors(**tensors)
     first, out = next(iter(tensors.items()))
     if out.dim() not in NDIMS:
         raise ValueError(f"{first}: got {out.dim()} dimensions, want 3 or 4: [..., num_heads, head_dim]")
-    check_dtype(first, out, *DTYPES)
+    arguments.check_dtype(first, out, *DTYPES)
     row_bytes = out.shape[-1] * out.element_size()
     if row_bytes % VECTOR_BYTES or not row_bytes:
         raise ValueError(f"{first}: got rows of {row_bytes} bytes, want a multiple of {VECTOR_BYTES}")
     if out.numel() * out.element_size() // VECTOR_BYTES > MAX_VECTORS:
-        raise ValueError(f"{first}: got shape {shape_of(out)}, want at most {MAX_VECTORS} times {VECTOR_BYTES} bytes")
+        raise ValueError(
+            f"{first}: got shape {arguments.shape_of(out)}, want at most {MAX_VECTORS} times {VECTOR_BYTES} bytes"
+        )
     for name, tensor in tensors.items():
-        check_place(name, tensor, out.device, first)
+        arguments.check_place(name, tensor, out.device, first)
         dtype, shape = (out.dtype, out.shape) if name.startswith("out") else (torch.float32, out.shape[:-1])
-        check_dtype(name, tensor, dtype)
-        check_shape(name, tensor, *shape)
-        check_contiguous(name, tensor)
+        arguments.check_dtype(name, tensor, dtype)
+        arguments.check_shape(name, tensor, *shape)
+        arguments.check_contiguous(name, tensor)
 
 
 def reference(
@@ -136,7 +130,7 @@ def _checked(states: States) -> tuple[torch.Tensor, torch.Tensor]:
     out_a, lse_a, out_b, lse_b = states
     check_states(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
-        check_aligned(name, tensor, VECTOR_BYTES)
+        arguments.check_aligned(name, tensor, VECTOR_BYTES)
     return out_a, lse_a
 
 

@@ -15,14 +15,6 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import (
-    check_contiguous,
-    check_flag,
-    check_place,
-    check_shape,
-    check_tensors,
-    check_vector,
-)
 from cute_kernels.attention.call import make_extend_call
 from cute_kernels.attention.checks import check_out
 from cute_kernels.attention.decode import decode_attention
@@ -119,14 +111,14 @@ def mixed_attention(
         if name not in OF_BOTH + OF_EXTEND:  # before anything is launched
             known = ", ".join(OF_BOTH + OF_EXTEND)
             raise TypeError(f"{name}: got it as an option of mixed_attention, want one of {known}")
-    check_tensors(q=q, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, k_cache=k_cache, v_cache=v_cache)
+    arguments.check_tensors(q=q, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, k_cache=k_cache, v_cache=v_cache)
     _check(q, seq_lens, cu_seqlens_q, num_decodes)
     if out is None:
         out = torch.empty_like(q)
     else:
         check_out(out, q, q.shape[-1])
-        check_place("out", out, q.device)
-        check_contiguous("out", out)
+        arguments.check_place("out", out, q.device)
+        arguments.check_contiguous("out", out)
     if 0 < num_decodes < len(seq_lens) and (arguments.DEBUG or q.is_cpu) and not is_compiling():
         # Each part checks its own, which is too late for what the first has written.
         given = {name: value for name, value in options.items() if name != "transform"}
@@ -137,7 +129,7 @@ def mixed_attention(
     first = _part_of(caches, options, slice(0, num_decodes), batch)
     rest = _part_of(caches, options, slice(num_decodes, None), batch) | of_extend
 
-    check_flag("return_lse", return_lse)
+    arguments.check_flag("return_lse", return_lse)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
 
     def keep(part: slice, result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -217,9 +209,9 @@ def _margin_of(
 def _check(q: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_decodes: object) -> None:
     """Raises ValueError unless the batch can be divided in two parts. The calls of both parts check the rest."""
     check_query(q)
-    check_shape("seq_lens", seq_lens, "batch")
+    arguments.check_shape("seq_lens", seq_lens, "batch")
     batch, queries = seq_lens.shape[0], q.shape[0]
-    check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    arguments.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
     if type(num_decodes) is not int or not 0 <= num_decodes <= min(batch, queries):
         raise ValueError(f"num_decodes: got {num_decodes!r}, want a number of requests from 0 to {min(batch, queries)}")
     if cu_seqlens_q.device.type == "cpu":
@@ -232,11 +224,11 @@ def _part_of(caches: dict[str, torch.Tensor], options: dict[str, Any], part: sli
     """Returns the caches and options of the requests ``part`` of a batch."""
     table, why = options.get("block_table"), ", those of each request of seq_lens"
     if table is not None:
-        check_tensors(block_table=table)
-        check_shape("block_table", table, batch, "max_pages", why=why)
+        arguments.check_tensors(block_table=table)
+        arguments.check_shape("block_table", table, batch, "max_pages", why=why)
         return {**caches, **options, "block_table": table[part]}
     for name, cache in caches.items():
-        check_shape(name, cache, batch, "max_seq_len", "num_kv_heads", "row", why=why)
+        arguments.check_shape(name, cache, batch, "max_seq_len", "num_kv_heads", "row", why=why)
     return {name: cache[part] for name, cache in caches.items()} | options
 
 

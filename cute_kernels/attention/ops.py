@@ -14,29 +14,13 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_kernels import arguments
-from cute_kernels.arguments import (
-    check_given_tensors,
-    check_optional_count,
-    check_optional_positive,
-    check_tensors,
-    check_together,
-)
 from cute_kernels.attention import few_queries
+from cute_kernels.attention import options as schemas
 from cute_kernels.attention.call import AttentionCall, Given, make_call, make_extend_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.device_values import check_device_values
 from cute_kernels.attention.extend_checks import MAX_ROWS, PIECE
-from cute_kernels.attention.options import (
-    NO_EXTEND_OPTIONS,
-    NO_OPTIONS,
-    OF_BIAS,
-    OF_BLOCKS,
-    OF_BOTH,
-    OF_DECODE,
-    OF_EXTEND,
-    OF_NUMBERS,
-    OF_SCORES,
-)
+from cute_kernels.attention.options import NO_EXTEND_OPTIONS, NO_OPTIONS
 from cute_kernels.attention.plan import check_alignment, make_plan
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.formats.kv import format_of, format_pair
@@ -59,7 +43,7 @@ def _key(given: Given) -> tuple[Any, ...]:
     since they decide whether key rows support the call."""
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
-        check_optional_positive("softmax_scale", softmax_scale)
+        arguments.check_optional_positive("softmax_scale", softmax_scale)
     if cu_seqlens_q is not None:
         return _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q)
     shape = q.shape
@@ -85,7 +69,7 @@ def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, optio
     step, and are left out. Two facts about the number of queries count: whether it is 0, and whether the call may be
     refused because of it. A refused call has no plan."""
     if options["max_seq_len"] is not None:
-        check_optional_count("max_seq_len", options["max_seq_len"])
+        arguments.check_optional_count("max_seq_len", options["max_seq_len"])
     of_queries = {name: options[name] for name in ROWS_OF_QUERIES if options[name] is not None}
     num_queries, heads, head_dim = q.shape
     stride, *strides = q.stride()
@@ -197,7 +181,7 @@ def launch_splits(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches attention with fixed splits. Returns the results of ``decode_attention_splits``."""
-    check_optional_positive("softmax_scale", softmax_scale)
+    arguments.check_optional_positive("softmax_scale", softmax_scale)
     given = Given(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
     call = _checked(given)
     batch, q_len, heads, head_dim = call.out_shape
@@ -261,15 +245,16 @@ def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) 
     operator has. of_it: schema of the options that only this operator has."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
-        f"{OF_NUMBERS}, {OF_BOTH}, {of_it}, {OF_SCORES}, {OF_BLOCKS}) -> (Tensor, Tensor)",
+        f"{', '.join((schemas.OF_NUMBERS, schemas.OF_BOTH, of_it, schemas.OF_SCORES, schemas.OF_BLOCKS))}) "
+        "-> (Tensor, Tensor)",
         cpu=_implementation(reference, defaults, bool(more)),
         cuda=_implementation(launch, defaults, bool(more)),
         meta=_on_meta,
     )
 
 
-_decode = _operator_of("decode_attention", "", f"{OF_BIAS}, {OF_DECODE}", NO_OPTIONS)
-_extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", OF_EXTEND, NO_EXTEND_OPTIONS)
+_decode = _operator_of("decode_attention", "", f"{schemas.OF_BIAS}, {schemas.OF_DECODE}", NO_OPTIONS)
+_extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", schemas.OF_EXTEND, NO_EXTEND_OPTIONS)
 
 
 def are_plain(values: Iterable[Any]) -> bool:
@@ -294,13 +279,13 @@ def path_of(given: Given) -> Callable[[Given], tuple[torch.Tensor, Any]]:
         if options is not None:
             scores = options.get("score_options")
             if not are_plain(options.values()) or (scores and not are_plain(scores.values())):
-                check_given_tensors(options)
+                arguments.check_given_tensors(options)
                 return dispatch
         if q.is_cuda or (q.is_cpu and GPU.takes_cpu):
             return launch
         if q.is_cpu:
             return reference
-        check_together(**given.tensors)
+        arguments.check_together(**given.tensors)
         return dispatch
-    check_tensors(**given.tensors)
+    arguments.check_tensors(**given.tensors)
     return dispatch

@@ -8,15 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import (
-    check_dtype,
-    check_flag,
-    check_floating,
-    check_number,
-    check_numbers,
-    check_tensors,
-    shape_of,
-)
+from cute_kernels import arguments
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.gemm.packed_experts import PackedExperts, filled
@@ -67,13 +59,13 @@ def pack_weight(
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
     form = format_named(format, dtype)
-    check_numbers(codes=codes, scales=scales)
-    check_flag("second_divides", second_divides)
+    arguments.check_numbers(codes=codes, scales=scales)
+    arguments.check_flag("second_divides", second_divides)
     if form.has_zeros:
         raise ValueError(f"format: got {spelling(form)}, which has zero points, want one without")
     by_row = _bytes_of("codes", codes, form.code_dtypes)
     if by_row.dim() != 2 or not by_row.numel():
-        raise ValueError(f"codes: got shape {shape_of(codes)}, want [N, K], or [N, K / 2] of 4-bit codes")
+        raise ValueError(f"codes: got shape {arguments.shape_of(codes)}, want [N, K], or [N, K / 2] of 4-bit codes")
     per_byte = 8 // form.bits
     shape = (by_row.shape[0], by_row.shape[1] * per_byte)
     where = device_of(device) or codes.device
@@ -111,13 +103,15 @@ def pack_experts(
     Raises:
         TypeError, ValueError: as `pack_weight`, or tensors have different numbers of experts.
     """
-    check_tensors(codes=codes, scales=scales)
+    arguments.check_tensors(codes=codes, scales=scales)
     if codes.dim() != 3 or codes.shape[0] < 1:
-        raise ValueError(f"codes: got shape {shape_of(codes)}, want [E, N, K], or [E, N, K / 2] of 4-bit codes")
+        raise ValueError(
+            f"codes: got shape {arguments.shape_of(codes)}, want [E, N, K], or [E, N, K / 2] of 4-bit codes"
+        )
     count = codes.shape[0]
     for name, tensor in (("scales", scales), ("second", second)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape[0] != count:
-            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {count} experts as codes have")
+            raise ValueError(f"{name}: got shape {arguments.shape_of(tensor)}, want {count} experts as codes have")
 
     def expert(i: int) -> PackedWeight:
         own = second[i] if isinstance(second, torch.Tensor) and second.dim() else second
@@ -128,7 +122,7 @@ def pack_experts(
 
 
 def _bytes_of(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    check_dtype(name, tensor, *dtypes)
+    arguments.check_dtype(name, tensor, *dtypes)
     return tensor.view(torch.uint8)
 
 
@@ -181,9 +175,9 @@ def _second_level(
     if second is None:
         raise ValueError(f"second: got None, want the scale of the second level of the format {spelling(form)}")
     if not isinstance(second, torch.Tensor):
-        check_number("second", second)
+        arguments.check_number("second", second)
         second = torch.tensor(second, dtype=torch.float32, device="cpu")
-    check_floating(second=second)
+    arguments.check_floating(second=second)
     if second.numel() not in (1, n) or second.dim() > 2:
         raise ValueError(f"second: got shape {list(second.shape)}, want one number or [{n}], one for each row")
     rows = second.float().reshape(-1)

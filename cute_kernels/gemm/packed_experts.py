@@ -10,17 +10,10 @@ import torch
 
 from cute_kernels.arguments import check_contiguous, check_flag, check_tensors
 from cute_kernels.formats.weights import WeightFormat
+from cute_kernels.gemm import weight as packed_weight
 from cute_kernels.gemm.packed import Packed, kept
 from cute_kernels.gemm.quantize import chosen_format, differences, interleave_weights, points_of, quantize_weight, wider
-from cute_kernels.gemm.weight import (
-    PackedWeight,
-    check_presence,
-    check_weight_format,
-    checked_state,
-    format_numbers,
-    has_values,
-    padded_shape,
-)
+from cute_kernels.gemm.weight import PackedWeight
 
 _TENSORS = ("codes", "scales", "zeros")
 
@@ -65,7 +58,7 @@ class PackedExperts(Packed):
     tensor_names: ClassVar[tuple[str, ...]] = _TENSORS
 
     def __post_init__(self, check_values: bool) -> None:
-        check_weight_format(self.format)
+        packed_weight.check_weight_format(self.format)
         check_tensors(codes=self.codes, scales=self.scales)
         if self.codes.dim() != 4 or self.codes.shape[0] < 1:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
@@ -74,10 +67,10 @@ class PackedExperts(Packed):
             if tensor.dim() != 4 or tensor.shape[0] != len(self):
                 raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{len(self)}, N tiles, groups, 64]")
             check_contiguous(name, tensor)
-        check_presence(self.zeros, self.format)
+        packed_weight.check_presence(self.zeros, self.format)
         self[0]  # which checks all else but numbers
         check_flag("check_values", check_values)
-        if check_values and has_values(self.codes):
+        if check_values and packed_weight.has_values(self.codes):
             groups = self.scales.shape[2] - self.format.more_groups
             self.format.check_values(self.scales[:, :, :groups], self.zeros)
 
@@ -101,7 +94,7 @@ class PackedExperts(Packed):
     @kept
     def form(self) -> ExpertsForm:
         """Everything that a plan for these weights depends on; the addresses of their tensors do not count."""
-        k_pad = padded_shape(self.shape, self.group_size)[1]
+        k_pad = packed_weight.padded_shape(self.shape, self.group_size)[1]
         return ExpertsForm(len(self), *self.shape, k_pad, self.format, self.dtype, self.codes.get_device())
 
     def __repr__(self) -> str:
@@ -126,7 +119,7 @@ class PackedExperts(Packed):
 
         For formats other than integers "format" is version 2, N, K, experts, and the bytes of the format's key.
         """
-        return {**self._tensors(), "format": format_numbers(self.format, self.shape, len(self))}
+        return {**self._tensors(), "format": packed_weight.format_numbers(self.format, self.shape, len(self))}
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedExperts:
@@ -135,7 +128,7 @@ class PackedExperts(Packed):
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
         """
-        found, shape, (experts,) = checked_state(tensors, _TENSORS, 1)
+        found, shape, (experts,) = packed_weight.checked_state(tensors, _TENSORS, 1)
         fields: dict[str, Any] = {name: tensors.get(name) for name in _TENSORS}
         weights = cls(**fields, format=found, shape=shape)
         if len(weights) != experts:

@@ -107,17 +107,8 @@ def problem_of(
     activation: object = None,
 ) -> LinearProblem:
     """Returns the problem of a product of ``m`` rows on a CUDA device. activation: a name or an object."""
-    return LinearProblem(
-        m=m,
-        n=n,
-        k=k,
-        k_pad=padded_shape((n, k), form.group_size)[1],
-        format=form,
-        dtype=DTYPES[dtype],
-        num_sms=GPU.num_sms(device),
-        batch_invariant=batch_invariant,
-        activation=config_of(activation),
-    )
+    k_pad, own = padded_shape((n, k), form.group_size)[1], config_of(activation)
+    return LinearProblem(m, n, k, k_pad, form, DTYPES[dtype], GPU.num_sms(device), batch_invariant, own)
 
 
 @per_gpu

@@ -309,13 +309,8 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
         points = (points_of(each, like=gate.scales) for each in (gate, up))
         zeros = in_turn(*(rows_of(each)[:n, :groups] for each in points))
     chosen, zeros = chosen.simplest(zeros)
-    packed = pack(
-        chosen,
-        codes_of,
-        in_turn(*(scales_of(each, slice(groups))[:n] for each in (gate, up))),
-        zeros,
-        shape=(2 * n, k),
-    )
+    scales = in_turn(*(scales_of(each, slice(groups))[:n] for each in (gate, up)))
+    packed = pack(chosen, codes_of, scales, zeros, shape=(2 * n, k))
     # The codes are in packed order already.
     return replace(packed, perm=gate.perm, input_scale=gate.input_scale, check_values=False)
 

@@ -10,19 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels import blocks
-from cute_kernels.arguments import (
-    check_aligned,
-    check_contiguous,
-    check_count,
-    check_dtype,
-    check_flag,
-    check_matrix_shape,
-    check_permutation,
-    check_place,
-    check_tensors,
-    is_one_of,
-)
+from cute_kernels import arguments, blocks
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, weight_format
 from cute_kernels.formats.weights.base import spelling, without_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES as SCALE_DTYPES
@@ -202,8 +190,8 @@ class PackedWeight(Packed):
 
     def __post_init__(self, check_values: bool) -> None:
         check_weight_format(self.format)
-        check_matrix_shape("shape", self.shape)
-        check_tensors(codes=self.codes, scales=self.scales)
+        arguments.check_matrix_shape("shape", self.shape)
+        arguments.check_tensors(codes=self.codes, scales=self.scales)
         n_pad, k_pad = padded_shape(self.shape, self.group_size)
         tiles, k = n_pad // TILE_N, self.shape[1]
         groups = num_groups(self.shape, self.group_size)
@@ -214,24 +202,24 @@ class PackedWeight(Packed):
         self._check("zeros", torch.uint8, (tiles, groups, TILE_N))
         self._check("perm", torch.int32, (k,))
         self._check("input_scale", dtype, (k,))
-        check_flag("check_values", check_values)
+        arguments.check_flag("check_values", check_values)
         if check_values and has_values(self.codes):
             self.format.check_values(self.scales[:, :groups], self.zeros)
             if self.perm is not None:
-                check_permutation("perm", self.perm)
+                arguments.check_permutation("perm", self.perm)
 
     def _check(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = getattr(self, name)
         if tensor is None:
             return
-        check_tensors(**{name: tensor})
-        check_dtype(name, tensor, dtype)
+        arguments.check_tensors(**{name: tensor})
+        arguments.check_dtype(name, tensor, dtype)
         if tuple(tensor.shape) != shape:
             n, k = self.shape
             kind = f"{self.bits}-bit [{n}, {k}] in {f'groups of {self.group_size}' if self.group_size else 'rows'}"
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {list(shape)} for a weight of {kind}")
-        check_contiguous(name, tensor)
-        check_place(name, tensor, self.codes.device, "codes")
+        arguments.check_contiguous(name, tensor)
+        arguments.check_place(name, tensor, self.codes.device, "codes")
         if name in _COPIED:
             check_start(name, tensor)
 
@@ -390,7 +378,7 @@ def checked_state(
     """
     if not isinstance(tensors, dict):
         raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
-    check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
+    arguments.check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
     for name in ("format", "codes", "scales"):
         if name not in tensors:
             raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
@@ -465,13 +453,13 @@ def check_presence(zeros: object, weight_format: WeightFormat) -> None:
 def check_format(bits: object, group_size: object, shape: object) -> None:
     """Raises TypeError or ValueError unless there is a format of integers with these bits and groups, and ``shape`` can
     be a weight's."""
-    if not is_one_of(bits, hopper.CODE_BITS):
+    if not arguments.is_one_of(bits, hopper.CODE_BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     group_size = per_row(group_size)
-    if group_size is not None and not is_one_of(group_size, GROUP_SIZES):
+    if group_size is not None and not arguments.is_one_of(group_size, GROUP_SIZES):
         wanted = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None or -1 for one scale per row")
-    check_matrix_shape("shape", shape)
+    arguments.check_matrix_shape("shape", shape)
 
 
 SizeT = TypeVar("SizeT")
@@ -487,7 +475,7 @@ def check_start(name: str, tensor: torch.Tensor) -> None:
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return
     if tensor.is_cuda or GPU.takes_cpu:
-        check_aligned(name, tensor, ALIGNMENT)
+        arguments.check_aligned(name, tensor, ALIGNMENT)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -509,5 +497,5 @@ def fitted(weight_format: WeightFormat, scales: torch.Tensor) -> WeightFormat:
 
 
 def _check_rank(rank: int, world_size: int) -> None:
-    check_count("world_size", world_size, 1)
-    check_count("rank", rank, 0, world_size - 1)
+    arguments.check_count("world_size", world_size, 1)
+    arguments.check_count("rank", rank, 0, world_size - 1)

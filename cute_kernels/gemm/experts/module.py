@@ -12,15 +12,7 @@ from torch.compiler import is_compiling
 from cute_kernels.arguments import check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations import ActivationFunction, Swiglu, experts_activation
-from cute_kernels.gemm.experts import ops
-from cute_kernels.gemm.experts.blocks import (
-    SHARED_GATE,
-    SHARED_NAMES,
-    is_moe_block,
-    refusal,
-    shared_of,
-    with_shared,
-)
+from cute_kernels.gemm.experts import blocks, ops
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.experts.stored import WANTED, Known, is_experts, known_experts
 from cute_kernels.gemm.gradient import differentiable
@@ -156,7 +148,7 @@ class OfBlock(OfExperts):
         self._shared: str | None = None
         for name, module in _checked_shared(shared).items():
             self.add_module(name, module)
-            if name in SHARED_NAMES:
+            if name in blocks.SHARED_NAMES:
                 self._shared = name
 
     @classmethod
@@ -182,12 +174,12 @@ class OfBlock(OfExperts):
             TypeError, ValueError: the block is none of these, a weight has values that are not finite, or an argument
                 is wrong; the message says which.
         """
-        if not (is_moe_block(block) and cls.router_name in block._modules):
+        if not (blocks.is_moe_block(block) and cls.router_name in block._modules):
             raise TypeError(
                 f"block: got {type(block).__name__}, want one with a router {cls.router_name!r} and 'experts' that "
                 f"hold {WANTED}"
             )
-        if (reason := refusal(block)) is not None:
+        if (reason := blocks.refusal(block)) is not None:
             raise ValueError(f"block: got a {type(block).__name__} that is not served: {reason}")
         layer = quantized_experts(block, bits, group_size, zero_point, dtype, device=device, format=format)
         return cast("Self", layer)
@@ -223,7 +215,7 @@ class QuantizedMoE(OfBlock):
         _, weights, ids = modules["gate"](x)
         y = self._routed(x, ids, weights)
         if self._shared is not None:
-            y = with_shared(self, self._shared, x, y)
+            y = blocks.with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
 
 
@@ -246,7 +238,7 @@ class QuantizedInputScaledMoE(OfBlock):
         rows = (x[:, None] * weights[..., None]).flatten(0, 1)
         y = self._routed(rows, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         y = y if ids.shape[1] == 1 else y.view(*ids.shape, -1).sum(1)
-        return y if self._shared is None else with_shared(self, self._shared, x, y), logits
+        return y if self._shared is None else blocks.with_shared(self, self._shared, x, y), logits
 
 
 class QuantizedRoutedExperts(OfExperts):
@@ -288,7 +280,7 @@ class QuantizedRoutedExperts(OfExperts):
         """
         if not is_experts(experts):
             raise TypeError(f"experts: got {type(experts).__name__}, want {WANTED}")
-        if (reason := refusal(experts)) is not None:
+        if (reason := blocks.refusal(experts)) is not None:
             raise ValueError(f"experts: got {type(experts).__name__} that are not served: {reason}")
         layer = quantized_experts(experts, bits, group_size, zero_point, dtype, device=device, format=format)
         return cast("QuantizedRoutedExperts", layer)
@@ -324,7 +316,7 @@ def layer_for(
     if "experts" not in swapped._modules:
         return QuantizedRoutedExperts(gate_up, down, biases, activation).train(swapped.training)
     made = QuantizedInputScaledMoE if kind.scales_inputs else QuantizedMoE
-    router, shared = swapped.get_submodule(kind.router), shared_of(swapped)
+    router, shared = swapped.get_submodule(kind.router), blocks.shared_of(swapped)
     return made(router, gate_up, down, shared, activation).train(swapped.training)
 
 
@@ -350,10 +342,10 @@ def _checked_shared(shared: object) -> dict[str, nn.Module]:
         raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")
     found = shared or {}
     for name, module in found.items():
-        if name not in (*SHARED_NAMES, SHARED_GATE):
-            raise ValueError(f"shared: got {name!r}, want {', '.join((*SHARED_NAMES, SHARED_GATE))}")
+        if name not in (*blocks.SHARED_NAMES, blocks.SHARED_GATE):
+            raise ValueError(f"shared: got {name!r}, want {', '.join((*blocks.SHARED_NAMES, blocks.SHARED_GATE))}")
         if not isinstance(module, nn.Module):
             raise TypeError(f"shared: got {type(module).__name__} as {name}, want an nn.Module")
-    if all(name in found for name in SHARED_NAMES):
-        raise ValueError(f"shared: got both {' and '.join(SHARED_NAMES)}, want one of them")
+    if all(name in found for name in blocks.SHARED_NAMES):
+        raise ValueError(f"shared: got both {' and '.join(blocks.SHARED_NAMES)}, want one of them")
     return found

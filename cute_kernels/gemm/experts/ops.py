@@ -10,16 +10,8 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat, weight_format
 from cute_kernels.gemm.activations import name_of, out_features
-from cute_kernels.gemm.experts.call import (
-    GroupedCall,
-    MoeCall,
-    check_grouped,
-    check_grouped_values,
-    check_moe,
-    check_routing,
-    grouped_key,
-    moe_key,
-)
+from cute_kernels.gemm.experts import call as calls
+from cute_kernels.gemm.experts.call import GroupedCall, MoeCall
 from cute_kernels.gemm.experts.plan import grouped_plan, moe_plan, without_assignments, without_places
 from cute_kernels.gemm.experts.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.gemm.packed_experts import PackedExperts
@@ -40,7 +32,7 @@ def _grouped_of(call: GroupedCall, work: Callable[..., torch.Tensor]) -> torch.T
     return result if call.out is None else written(call.out, result, call.expert_offsets)
 
 
-launch_grouped = launcher(grouped_key, check_grouped_values, grouped_plan, without_places)
+launch_grouped = launcher(calls.grouped_key, calls.check_grouped_values, grouped_plan, without_places)
 """Computes `grouped` for tensors on a GPU."""
 
 
@@ -49,14 +41,14 @@ def grouped(call: GroupedCall) -> torch.Tensor:
     x, weight = call.x, call.weight
     if isinstance(weight, PackedExperts) and is_direct(x, weight.codes):
         return launch_grouped(call)
-    return _grouped_of(check_grouped(call), grouped_operator)
+    return _grouped_of(calls.check_grouped(call), grouped_operator)
 
 
 _OPTIONS = "activation", "out_dtype", "batch_invariant", "activations"  # the operator's last arguments
 
 
 def _grouped_fields_on_cpu(x, codes, scales, zeros, expert_offsets, rows, bias, format, n, k, *options) -> torch.Tensor:
-    check_routing(expert_offsets, rows, x.shape[0])
+    calls.check_routing(expert_offsets, rows, x.shape[0])
     weight = PackedExperts(codes, scales, zeros, weight_format(format), (n, k), check_values=False)
     named = dict(zip(_OPTIONS, options, strict=False))
     return grouped_linear_reference(x, weight, expert_offsets, rows=rows, bias=bias, **named)
@@ -113,7 +105,7 @@ def _moe_of(call: MoeCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
     return result if call.out is None else call.out.copy_(result)
 
 
-launch_moe = launcher(moe_key, check_moe, moe_plan, without_assignments)
+launch_moe = launcher(calls.moe_key, calls.check_moe, moe_plan, without_assignments)
 """Computes `moe` for tensors on a GPU."""
 
 
@@ -122,7 +114,7 @@ def moe(call: MoeCall) -> torch.Tensor:
     x, gate_up = call.x, call.gate_up
     if isinstance(gate_up, PackedExperts) and is_direct(x, gate_up.codes):
         return launch_moe(call)
-    return _moe_of(check_moe(call), moe_operator)
+    return _moe_of(calls.check_moe(call), moe_operator)
 
 
 def _moe_call_of(

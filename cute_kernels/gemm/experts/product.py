@@ -76,18 +76,8 @@ def problem_of(
     places: int, form: ExpertsForm, batch_invariant: bool = False, activation: object = None
 ) -> GroupedProblem:
     """Returns the problem of a grouped product on a CUDA device. activation: a name or an `ActivationFunction`."""
-    return GroupedProblem(
-        places=places,
-        num_experts=form.num_experts,
-        n=form.n,
-        k=form.k,
-        k_pad=form.k_pad,
-        format=form.format,
-        dtype=DTYPES[form.dtype],
-        num_sms=GPU.num_sms(form.device_index),
-        batch_invariant=batch_invariant,
-        activation=config_of(activation),
-    )
+    dtype, num_sms = DTYPES[form.dtype], GPU.num_sms(form.device_index)
+    return GroupedProblem(places, *form[:5], dtype, num_sms, batch_invariant, config_of(activation))
 
 
 @per_gpu

@@ -37,21 +37,14 @@ def grouped_linear_reference(
     places = x.shape[0] if rows is None else rows.shape[0]
     columns = out_features(weight.out_features, activation)
     out = torch.zeros(places, columns, dtype=out_dtype or x.dtype, device=x.device)
-    ends = expert_offsets.tolist()
-    for expert, (first, last) in enumerate(itertools.pairwise(ends)):
+    product = functools.partial(linear_reference, activation=activation, batch_invariant=batch_invariant)
+    for expert, (first, last) in enumerate(itertools.pairwise(expert_offsets.tolist())):
         if first == last:
             continue
         chosen = x[first:last] if rows is None else x[rows[first:last].long()]
         expert_bias = None if bias is None else bias[expert]
         rounded = chosen if activations is None else fp8_rows(chosen, weight.format)
-        out[first:last] = linear_reference(
-            rounded,
-            weight[expert],
-            expert_bias,
-            activation=activation,
-            out_dtype=out.dtype,
-            batch_invariant=batch_invariant,
-        )
+        out[first:last] = product(rounded, weight[expert], expert_bias, out_dtype=out.dtype)
     return out
 
 

@@ -10,15 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.gemm.layer.call import (
-    LayerCall,
-    configs_for,
-    is_one_launch,
-    layer,
-    layer_apart,
-    serves_rows,
-    serves_shape,
-)
+from cute_kernels.gemm.layer import call as layer_call
+from cute_kernels.gemm.layer.call import LayerCall
 from cute_kernels.gemm.layer.config import FORMAT, config_for
 from cute_kernels.gemm.ops import of_plain, weight_of
 from cute_kernels.gemm.product import problem_of
@@ -33,18 +26,18 @@ from cute_kernels.runtime.operator import Operator
 def may_serve(weights: list[tuple[str, int, int]]) -> bool:
     """Whether there is a kernel that multiplies by all of the weights (format, n, k) in one launch, for some number of
     rows."""
-    fits = all(form == FORMAT.key and serves_shape(n, k) for form, n, k in weights)
+    fits = all(form == FORMAT.key and layer_call.serves_shape(n, k) for form, n, k in weights)
     return fits and config_for(max(k for _, _, k in weights)) is not None
 
 
 def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
     """Whether the kernel may be loaded for a number of rows. If a server has noted the product, the kernel must be
     compiled already: no step waits for the compiler."""
-    if not serves_rows(rows):
+    if not layer_call.serves_rows(rows):
         return False
     if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):
         return True
-    return any(default_cache().has(GemmSpec(config), arch_of(device)) for config in configs_for(most_k))
+    return any(default_cache().has(GemmSpec(config), arch_of(device)) for config in layer_call.configs_for(most_k))
 
 
 def _apply(
@@ -56,8 +49,8 @@ def _apply(
     o, gate_up, down, qkv = (weight_of(*each, None, FORMAT, shape) for each, shape in zip(fields, shapes, strict=True))
     call = LayerCall(x, o, gate_up, down, qkv, residual, norm, following_norm, eps, 0.0)
     on_gpu, most_k = x.is_cuda or GPU.takes_cpu, max(heads, hidden, inner)
-    one = on_gpu and _may_load(len(x), *shapes[2], most_k, x.get_device()) and is_one_launch(call)
-    found = layer(call) if one else layer_apart(call)
+    one = on_gpu and _may_load(len(x), *shapes[2], most_k, x.get_device()) and layer_call.is_one_launch(call)
+    found = layer_call.layer(call) if one else layer_call.layer_apart(call)
     assert found.qkv is not None
     return found.rows.rows, found.qkv
 

@@ -9,20 +9,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.gemm.operands.fp8_config import (
-    BY_GROUP,
-    BY_ROW,
-    FOR_PRODUCTS,
-    GIVEN,
-    LIMBS,
-    PLAIN,
-    ROUNDED,
-    ROWS,
-    X_GROUP,
-    Fp8Wgmma,
-    RowsConfig,
-    whole_k,
-)
+from cute_kernels.gemm.operands import fp8_config
+from cute_kernels.gemm.operands.fp8_config import X_GROUP, Fp8Wgmma, RowsConfig
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.mainloops import X_SCALE_ALIGNMENT
@@ -70,25 +58,25 @@ class ScaledRows:
 def scales_of(group_size: int, scale: torch.Tensor | None) -> str:
     """Returns `RowsConfig.scales` for a group size (0: no groups) and a given scale or None: `GIVEN`, `BY_GROUP` or
     `BY_ROW`."""
-    return GIVEN if scale is not None else BY_GROUP if group_size else BY_ROW
+    return fp8_config.GIVEN if scale is not None else fp8_config.BY_GROUP if group_size else fp8_config.BY_ROW
 
 
 @per_gpu
 @lru_cache(maxsize=MAX_PLANS)
 def rows_for_products(
-    places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int, makes: str = FOR_PRODUCTS
+    places: int, k_pad: int, dtype: torch.dtype, scales: str, index: int, makes: str = fp8_config.FOR_PRODUCTS
 ) -> ScaledRows:
     """Returns the launch that makes rows of x for products, in FP8 or in `LIMBS`.
 
     It writes 2-byte elements of ``dtype``: [places, 64 * k blocks] in FP8, [places, 128 * k blocks] in limbs. Scales
     are fp32 [k blocks, pitch].
     """
-    groups, half_last = whole_k(k_pad) // X_GROUP, bool(k_pad % X_GROUP)
+    groups, half_last = fp8_config.whole_k(k_pad) // X_GROUP, bool(k_pad % X_GROUP)
     # From a group's scales to the next: room for a whole last tile, loaded from a multiple of 16 bytes on.
     pitch = -(-places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + MOST_TILE_M + X_SCALE_ALIGNMENT
     sizes = {"groups": groups, "scale_groups": groups, "group_stride": pitch, "place_stride": 1}
     config = RowsConfig(DTYPES[dtype], scales, makes, half_last)
-    elements = groups * (X_GROUP if makes == LIMBS else X_GROUP // 2)
+    elements = groups * (X_GROUP if makes == fp8_config.LIMBS else X_GROUP // 2)
     send = _bound(config, index, places=places, out_pieces=groups * (X_GROUP // VECTOR), **sizes)
     return ScaledRows(send, blank((places, elements), dtype), blank((groups, pitch), torch.float32))
 
@@ -102,7 +90,7 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         return None
-    config = RowsConfig(DTYPES[x.dtype], scales_of(group_size, scale), PLAIN)
+    config = RowsConfig(DTYPES[x.dtype], scales_of(group_size, scale), fp8_config.PLAIN)
     if not is_supported(index):
         return None
     if compiler_version() is None and not default_cache().has(GemmSpec(config), arch_of(index)):
@@ -115,13 +103,13 @@ def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> 
 def rows_in_order(config: RowsConfig, places: int, k: int, index: int) -> ScaledRows:
     """Returns the launch that makes rows [places, k] in x's own order, k a multiple of 8. Scales are fp32 [places,
     groups], or [places, 1] without groups."""
-    kind = torch.bfloat16 if config.makes == ROUNDED else torch.float8_e4m3fn
+    kind = torch.bfloat16 if config.makes == fp8_config.ROUNDED else torch.float8_e4m3fn
     groups = -(-k // X_GROUP)
-    count = groups if config.scales == BY_GROUP else 1
+    count = groups if config.scales == fp8_config.BY_GROUP else 1
     sizes = {"groups": groups, "scale_groups": count, "group_stride": 1, "place_stride": count}
     send = _bound(config, index, places=places, out_pieces=k // VECTOR, **sizes)
     return ScaledRows(send, blank((places, k), kind), blank((places, count), torch.float32))
 
 
 def _bound(config: RowsConfig, index: int, **sizes: int) -> Callable[..., Any]:
-    return ROWS.bound(load(GemmSpec(config), arch_of(index)), sizes)
+    return fp8_config.ROWS.bound(load(GemmSpec(config), arch_of(index)), sizes)

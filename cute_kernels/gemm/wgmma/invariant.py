@@ -21,16 +21,6 @@ from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.results import Dsmem, SequentialSplitK
-from cute_kernels.gemm.wgmma.schedule import (
-    BETWEEN_SHAPES,
-    DSMEM_BLOCK_K,
-    DSMEM_STAGES,
-    MOST_WIDE_ROWS,
-    NARROW_SHAPES,
-    SHAPES,
-    WIDE_CLUSTER,
-    estimate_us,
-)
 
 ROWS = (1, 16, 64, 256, 1024)  # numbers of rows that a cut of K is judged by
 MOST_PARTS = 16
@@ -38,7 +28,7 @@ BLOCK_K = (64, 128)  # parts of K are whole k blocks of these sizes
 MOST_WORKSPACE_WORDS = 16 << 20  # of partial results; with more rows one CTA computes the parts one after the other
 DSMEM_PARTS, DSMEM_TILE_M = 2, (16, 32, 64)  # tiles of few rows whose parts of K are added in a cluster
 # Of layers with few features, in clusters of four: for the last size there are too few stages in clusters of two.
-WIDE_TILE_M = (*DSMEM_TILE_M, MOST_WIDE_ROWS)
+WIDE_TILE_M = (*DSMEM_TILE_M, plain.MOST_WIDE_ROWS)
 # Of those of one warpgroup, as measured with 4 bits: rows up to which, and inputs of a part from which on, k blocks are
 # long. Nobody decodes while it waits, some 90 clocks in each k block: of twice as many inputs it is half of that.
 LONG_BITS, LONG_TILE_M, LONG_PART, LONG_STAGES, LONG_BLOCK_K = 4, 32, 7168, 8, 256
@@ -50,7 +40,7 @@ FEW_PARTS_ROWS = 64  # rows from which on a CTA may have all parts of a tile
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
     """Returns the microseconds that the model expects, without the launch itself."""
-    return estimate_us(problem, schedule) + (WORKSPACE_US if schedule.workspace_words else 0.0)
+    return plain.estimate_us(problem, schedule) + (WORKSPACE_US if schedule.workspace_words else 0.0)
 
 
 def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
@@ -69,7 +59,7 @@ def parts_of_k(problem: LinearProblem) -> int:
     # The fastest schedules are those of all products, resident limbs included. So their models of time decide, too, how
     # many parts there are, and with these the bits of results.
     problems = [replace(problem, m=m, batch_invariant=True) for m in ROWS]
-    fastest = [estimate_us(one, plain.make_tile_schedule(one)) for one in problems]
+    fastest = [plain.estimate_us(one, plain.make_tile_schedule(one)) for one in problems]
 
     def worst(parts: int) -> float:
         times = [
@@ -108,7 +98,9 @@ def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
 def configs_of(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns the configurations worth considering, made once for all numbers of parts that are compared; `schedule_of`
     filters them."""
-    tiles = plain.tile_configs(problem, (*SHAPES, *BETWEEN_SHAPES, *NARROW_SHAPES, *plain.wide_shapes(problem)))
+    tiles = plain.tile_configs(
+        problem, (*plain.SHAPES, *plain.BETWEEN_SHAPES, *plain.NARROW_SHAPES, *plain.wide_shapes(problem))
+    )
     sequential = sequential_configs(problem) if problem.m >= FEW_PARTS_ROWS else []
     return [*tiles, *dsmem_configs(problem), *wide_configs(problem), *sequential]
 
@@ -152,29 +144,29 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     tile of 64 features: only then are parts added in the order of the other schedules."""
     if not plain.has_few_features(problem):
         return []
-    return cluster_configs(problem, WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
+    return cluster_configs(problem, plain.WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
 
 
 def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
     """Returns a list of one configuration: that of the smallest tile among ``sizes`` that holds all rows, with 64
     features a warpgroup. The list is empty if no such tile can be compiled."""
     tile_m = next((size for size in sizes if problem.m <= size), None)
-    if tile_m is None or problem.k_pad % DSMEM_BLOCK_K:
+    if tile_m is None or problem.k_pad % plain.DSMEM_BLOCK_K:
         return []
     config = plain.of_format(
         problem,
         tile_m=tile_m,
         row_parts=2 if tile_m in DSMEM_TILE_M else 1,  # parts are powers of two
         warpgroups=warpgroups,
-        block_k=DSMEM_BLOCK_K,
+        block_k=plain.DSMEM_BLOCK_K,
         reduction=Dsmem(cluster),
     )
-    return plain.implementable([config], DSMEM_STAGES)
+    return plain.implementable([config], plain.DSMEM_STAGES)
 
 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns configurations whose CTAs compute all parts of K one after the other, with two sets of accumulators."""
-    shapes = [shape for shape in (*SHAPES, *BETWEEN_SHAPES) if _is_sequential(*shape)]
+    shapes = [shape for shape in (*plain.SHAPES, *plain.BETWEEN_SHAPES) if _is_sequential(*shape)]
     configs = plain.tile_configs(problem, shapes)
     return plain.implementable(replace(config, reduction=SequentialSplitK()) for config in configs)
 

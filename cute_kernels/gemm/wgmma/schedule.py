@@ -15,20 +15,12 @@ from typing import NamedTuple
 
 from cute_kernels.formats.weights import integers
 from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.wgmma import results
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, SHORT_ROWS, START_CLOCKS, cost_of
 from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs
-from cute_kernels.gemm.wgmma.results import (
-    CHUNK_M,
-    Dsmem,
-    RangeSplitK,
-    RowCuts,
-    RowExchange,
-    StagedStore,
-    WorkspaceSplitK,
-)
 from cute_kernels.gemm.wgmma.stages import MAX_STAGES, of_format, with_stages
 
 MAX_SPLITS = 16
@@ -226,9 +218,10 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
             warpgroups=warpgroups,
             block_k=block_k if problem.k_pad % block_k == 0 else 64,
             mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, cluster, n_tiles)),
-            reduction=WorkspaceSplitK() if cluster == 1 else RowExchange(cluster),
-            store=StagedStore(
-                short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else CHUNK_M, problem.activation
+            reduction=results.WorkspaceSplitK() if cluster == 1 else results.RowExchange(cluster),
+            store=results.StagedStore(
+                short if tile_m == 128 and (problem.format.bits == 8 or cluster > 1) else results.CHUNK_M,
+                problem.activation,
             ),
         )
         config = with_stages(config)
@@ -243,7 +236,7 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
     """Returns the variants of a large tile: with TMA multicast of activations, and with a last round cut along rows of
     x."""
-    in_rows = replace(config, reduction=RowCuts(), row_parts=ROW_CUTS)
+    in_rows = replace(config, reduction=results.RowCuts(), row_parts=ROW_CUTS)
     return [with_stages(one) for one in (replace(config, multicast=MULTICAST), in_rows)]
 
 
@@ -259,7 +252,7 @@ def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
             warpgroups=warpgroups,
             block_k=block_k,
             mainloop=RegisterWgmma(in_flight=groups_in_flight(problem, tile_m, block_k, 1)),
-            reduction=RangeSplitK(end),
+            reduction=results.RangeSplitK(end),
         )
         for tile_m, warpgroups, block_k, end in RANGE_SHAPES
         if problem.m > tile_m // 2 and problem.k_pad % block_k == 0
@@ -279,7 +272,7 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
             n_tiles=shape.n_tiles,
             block_k=DSMEM_BLOCK_K,
             warpgroups=k_warpgroups_of(problem, shape),
-            reduction=Dsmem(DSMEM_CLUSTER, k_warpgroups_of(problem, shape)),
+            reduction=results.Dsmem(DSMEM_CLUSTER, k_warpgroups_of(problem, shape)),
         )
         for shape in DSMEM_SHAPES[problem.format.bits]
         if shape.tile_m >= problem.m and (shape.tile_m == SHAPES[-1][0] or problem.m > shape.tile_m // 2)
@@ -298,10 +291,10 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     # Fewer rows than half of a tile's take no longer.
     rows = problem if problem.batch_invariant else replace(problem, m=max(problem.m, WIDE_TILE_M))
     found = (one for one in dsmem_configs(rows) if one.block_tiles == 1 and one.tile_m >= WIDE_TILE_M)
-    interleaved = Dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
+    interleaved = results.Dsmem(WIDE_CLUSTER, WIDE_K_WARPGROUPS)
     wide = [replace(one, warpgroups=WIDE_K_WARPGROUPS, reduction=interleaved) for one in found]
     if MOST_DSMEM_ROWS < problem.m <= MOST_WIDE_ROWS:
-        alone = Dsmem(WIDE_CLUSTER)
+        alone = results.Dsmem(WIDE_CLUSTER)
         options = {"n_tiles": 1, "warpgroups": 1, "block_k": DSMEM_BLOCK_K}
         wide.append(of_format(problem, tile_m=MOST_WIDE_ROWS, reduction=alone, **options))
     return implementable(wide, DSMEM_STAGES)
@@ -358,7 +351,7 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
         return []
-    options = {"tile_m": tile_m, "warpgroups": 2, "block_k": DSMEM_BLOCK_K, "reduction": Dsmem(DSMEM_CLUSTER)}
+    options = {"tile_m": tile_m, "warpgroups": 2, "block_k": DSMEM_BLOCK_K, "reduction": results.Dsmem(DSMEM_CLUSTER)}
     return implementable([of_format(problem, **options, mainloop=RegisterWgmma(in_flight=2))], DSMEM_STAGES)
 
 

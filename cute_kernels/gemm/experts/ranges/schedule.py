@@ -7,19 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_kernels.device.cuda import WARP_THREADS
-from cute_kernels.gemm.experts.ranges.config import (
-    BLOCK_K,
-    LANE_ASSIGNMENTS,
-    LANE_EXPERTS,
-    MOST_ASSIGNMENTS,
-    MOST_DIVIDED,
-    ROUND_EXPERTS,
-    ROUNDS,
-    ROW_BITS,
-    ROWS,
-    EntryLimbs,
-    RangeConfig,
-)
+from cute_kernels.gemm.experts.ranges import config as ranges
 from cute_kernels.gemm.experts.schedule import usual_entries, usual_rows
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
@@ -65,7 +53,7 @@ class RangeLayout:
             only for unsorted assignments.
     """
 
-    config: RangeConfig
+    config: ranges.RangeConfig
     num_tiles: int
     k_blocks: int
     num_ctas: int
@@ -90,7 +78,7 @@ class RangeLayout:
 
 def has_few_rows(problem: GroupedProblem) -> bool:
     """Returns whether an expert's rows usually fit in one entry, and a layout by work ranges exists."""
-    return usual_rows(problem) <= ROWS and any(layouts(problem))
+    return usual_rows(problem) <= ranges.ROWS and any(layouts(problem))
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
@@ -104,7 +92,7 @@ def make_parts(problem: GroupedProblem) -> RangeLayout | None:
     It is for products whose limbs, over all of K, do not fit into shared memory. None if experts usually have more rows
     than an entry, or no number of parts will do.
     """
-    if usual_rows(problem) > ROWS:
+    if usual_rows(problem) > ranges.ROWS:
         return None
     found = (list(layouts(problem, parts)) for parts in PARTS)
     return next((_fastest(problem, some) for some in found if some), None)
@@ -117,16 +105,16 @@ def _fastest(problem: GroupedProblem, found: Iterable[RangeLayout]) -> RangeLayo
 def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
     """Returns the layout for ``count`` unsorted assignments, which no launch sorts. None if there are too many of them,
     or if the kernel cannot find entries of so many rows."""
-    if count > MOST_ASSIGNMENTS:
+    if count > ranges.MOST_ASSIGNMENTS:
         return None
-    lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
+    lanes = next(number for number in ranges.LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
     config = changed(layout.config, lane_assignments=lanes, expert_rounds=1)
     return replace(layout, config=config) if config.can_implement() is None else None
 
 
 def row_factor(assignments: int) -> int:
     """Returns `AssignedSizes.row_factor`, if ``assignments`` neighbouring assignments share a row of x."""
-    return -(-(1 << ROW_BITS) // assignments)
+    return -(-(1 << ranges.ROW_BITS) // assignments)
 
 
 def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
@@ -143,9 +131,9 @@ def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
 
 def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
     """Yields all possible layouts in ``parts`` parts of K."""
-    for shape in SHAPES if problem.format.group_size >= BLOCK_K else SMALL_GROUP_SHAPES:
+    for shape in SHAPES if problem.format.group_size >= ranges.BLOCK_K else SMALL_GROUP_SHAPES:
         layout = make_layout(problem, shape, parts)
-        if layout is not None and counts(problem, layout) <= MOST_DIVIDED:
+        if layout is not None and counts(problem, layout) <= ranges.MOST_DIVIDED:
             yield layout
 
 
@@ -159,10 +147,10 @@ def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
 def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> RangeLayout | None:
     """Returns the layout with room for the limbs of two entries, or of one if two shorten the pipeline; None if no
     pipeline fits."""
-    k_blocks, rest = divmod(problem.k_pad, parts * BLOCK_K)
-    half_last = parts == 1 and rest == BLOCK_K // 2
+    k_blocks, rest = divmod(problem.k_pad, parts * ranges.BLOCK_K)
+    half_last = parts == 1 and rest == ranges.BLOCK_K // 2
     k_blocks += half_last
-    if (rest and not half_last) or k_blocks % shape.chunk_k_blocks or problem.num_experts % LANE_EXPERTS:
+    if (rest and not half_last) or k_blocks % shape.chunk_k_blocks or problem.num_experts % ranges.LANE_EXPERTS:
         return None
     found = [
         RangeLayout(config, -(-problem.n // TILE_N), k_blocks, problem.num_sms, x_slots, parts)
@@ -174,18 +162,18 @@ def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> R
 
 def config_of(
     problem: GroupedProblem, shape: RangeShape, room_k_blocks: int, half_last: bool = False
-) -> RangeConfig | None:
+) -> ranges.RangeConfig | None:
     """Returns a configuration with room for limbs of ``room_k_blocks`` k blocks; None if that leaves no pipeline."""
-    rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
+    rounds = next((count for count in ranges.ROUNDS if problem.num_experts <= count * ranges.ROUND_EXPERTS), None)
     if rounds is None:
         return None
-    config: RangeConfig = StreamConfig(
+    config: ranges.RangeConfig = StreamConfig(
         problem.format,
         problem.dtype,
-        block_k=BLOCK_K,
+        block_k=ranges.BLOCK_K,
         store=StreamStore(EPILOGUE_WARPS, activation=problem.activation),
         num_stages=shape.k_warps,
-        activations=EntryLimbs(expert_rounds=rounds, half_last=half_last),
+        activations=ranges.EntryLimbs(expert_rounds=rounds, half_last=half_last),
         **shape._asdict(),
     )
     config = changed(config, x_bytes=room_k_blocks * config.activations.k_block_bytes(config))

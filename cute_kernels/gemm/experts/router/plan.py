@@ -8,17 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from cute_kernels.gemm.experts.router import config as router
 from cute_kernels.gemm.experts.router.call import DTYPES, RouteCall
 from cute_kernels.gemm.experts.router.compile import RouterSpec
-from cute_kernels.gemm.experts.router.config import (
-    LOGITS,
-    MAX_CHOICES,
-    MAX_TOKENS,
-    TILE_TOKENS,
-    WARPS,
-    RouterConfig,
-    lane_experts_of,
-)
+from cute_kernels.gemm.experts.router.config import RouterConfig
 from cute_kernels.gemm.experts.router.reference import route_reference
 from cute_kernels.gemm.experts.router.routing import SCORINGS
 from cute_kernels.gemm.experts.schedule import MAX_EXPERTS
@@ -44,7 +37,7 @@ def route_plan(call: RouteCall) -> Plan[[RouteCall], Routed] | None:
     if not is_served(call):
         return Plan(index, by_torch)
     with GPU.guard(hidden.device):
-        multiplies = len(hidden) <= MAX_TOKENS and takes_product(call)
+        multiplies = len(hidden) <= router.MAX_TOKENS and takes_product(call)
         send = _bound(call, multiplies, index)
     size = len(hidden), call.routing.top_k
     new_ids, new_weights = blank(size, torch.int32), blank(size, torch.float32)
@@ -91,7 +84,7 @@ def is_served(call: RouteCall) -> bool:
     known = (call.hidden.dtype, torch.float32)
     if any(tensor is not None and (tensor.dtype not in known or not tensor.is_contiguous()) for tensor in added):
         return False
-    return len(call.weight) <= MAX_EXPERTS and max(routing.top_k, routing.groups) <= MAX_CHOICES
+    return len(call.weight) <= MAX_EXPERTS and max(routing.top_k, routing.groups) <= router.MAX_CHOICES
 
 
 def takes_product(call: RouteCall) -> bool:
@@ -105,18 +98,18 @@ def takes_product(call: RouteCall) -> bool:
 def expert_shift_of(experts: int, num_sms: int) -> int:
     """Returns log2 of the number of a CTA's experts. It is the least number with which CTAs are no more than SMs, but
     at most one expert for each warp."""
-    most = WARPS.bit_length() - 1
+    most = router.WARPS.bit_length() - 1
     return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 
 
 def config_of(call: RouteCall, multiplies: bool) -> RouterConfig:
     """Returns the configuration of the kernel for a checked call. multiplies: whether the kernel includes the
     product."""
-    dtype, lanes = DTYPES[call.hidden.dtype], lane_experts_of(len(call.weight))
+    dtype, lanes = DTYPES[call.hidden.dtype], router.lane_experts_of(len(call.weight))
     if not multiplies:
-        return RouterConfig(dtype, LOGITS, lanes)
+        return RouterConfig(dtype, router.LOGITS, lanes)
     weight = "own" if call.weight.dtype == call.hidden.dtype else "fp32"
-    return RouterConfig(dtype, weight, lanes, TILE_TOKENS[len(call.hidden) > 1])
+    return RouterConfig(dtype, weight, lanes, router.TILE_TOKENS[len(call.hidden) > 1])
 
 
 def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
