@@ -393,7 +393,7 @@ def make_extend_call(
     if call.terms:
         extend_checks.check_score_options(call.terms, tree_mask=tree_mask, new_k=new_k, new_v=new_v)
     if call.blocks is not None:
-        operands.check_beside_blocks(new_k=new_k, tree_mask=tree_mask)
+        checks.check_absent("a block_list", operands.OF_POSITIONS, {"new_k": new_k, "tree_mask": tree_mask})
         if unpack is True or fp8_products:
             name = "unpack" if unpack is True else "fp8_products"
             raise ValueError(f"{name}: got True beside a block_list, want False: chosen blocks are read as they lie")
@@ -413,9 +413,9 @@ def make_extend_call(
         read |= {"new_k": new_k, "new_v": new_v, "tree_mask": tree_mask, **options, **call.score_tensors}
         arguments.check_apart("out", out, read)
     new = extend_checks.check_new(new_k, new_v)
-    for name in ("window_size", "alibi_slopes"):
-        if tree_mask is not None and options.get(name) is not None:
-            raise ValueError(f"{name}: got a value beside a tree_mask, want None: positions in a tree are not known")
+    if tree_mask is not None:
+        positional = {name: options.get(name) for name in ("window_size", "alibi_slopes")}
+        checks.check_absent("a tree_mask", "positions in a tree are not known", positional)
     return replace(
         call,
         q=q,

@@ -6,6 +6,8 @@ them; :func:`cute_kernels.attention.device_values.check_device_values` waits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from cute_kernels import arguments
@@ -255,6 +257,13 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
     strides = (0,) * (4 - bias.dim()) + bias.stride()
     batch, query, head, key = (0 if size == 1 else stride for size, stride in zip(padded, strides, strict=True))
     return batch, query, head, key
+
+
+def check_absent(beside: str, why: str, options: Mapping[str, object]) -> None:
+    """Raises ValueError for options that are given ``beside`` another option, which excludes them."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name}: got a value beside {beside}, want None: {why}")
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

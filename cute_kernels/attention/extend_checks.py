@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import check_dtype, overlaps, shape_of, strides_of
+from cute_kernels.arguments import check_dtype, check_flag, overlaps, shape_of, strides_of
 from cute_kernels.attention import checks
 from cute_kernels.attention.extend_policies import EXTEND_HEAD_DIMS, cannot_multiply_fp8, cannot_read, cannot_unpack
 from cute_kernels.formats.kv import KvFormat, format_of
@@ -42,8 +42,7 @@ def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
 def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:
     """Raises TypeError if ``asked_for`` is no bool, ValueError if the call asks for FP8 products and cannot have
     them."""
-    if type(asked_for) is not bool:
-        raise TypeError(f"fp8_products: got {asked_for!r}, want True or False")
+    check_flag("fp8_products", asked_for)
     if not asked_for:
         return
     if (reason := cannot_multiply_fp8(forms, head_dim)) is not None:
@@ -53,20 +52,16 @@ def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int
 
 
 def check_score_options(names: tuple[str, ...], **others: object) -> None:
-    """Raises ValueError for registered options with a tensor of size q_len, and for any argument of ``others`` that is
-    given together with registered options."""
+    """Raises ValueError for registered options with a tensor of size q_len, and for ``others`` that are given beside
+    registered options."""
     for tensor in tensors_of(names):
         if "q_len" in tensor.shape:
             raise ValueError(
                 f"score_options: got {tensor.name!r}, [{', '.join(map(str, tensor.shape))}], want tensors without a "
                 "q_len: requests differ in it"
             )
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: got a value beside score_options {', '.join(names)}, want None: where new tokens stand in "
-                "their request is not known to it"
-            )
+    why = "where new tokens stand in their request is not known to it"
+    checks.check_absent(f"score_options {', '.join(names)}", why, others)
 
 
 def check_new(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:

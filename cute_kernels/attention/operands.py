@@ -17,6 +17,7 @@ BLOCK_TOKENS = (64, 128)
 BLOCK_NAMES = ("block_list", "block_counts", "block_tokens")
 POSITIONAL = ("window_size", "alibi_slopes", "attn_bias", "score_options", "q_shift", "k_tail", "new_k", "tree_mask")
 """Options that need positions in the whole request, or keys outside the cache. Calls over chosen blocks refuse them."""
+OF_POSITIONS = "it goes by positions of all tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ class ChosenBlocks:
         check_wanted([wanted_list, Wanted("block_counts", block_counts, int32, heads, device, "q", "", why)])
         if not block_list.shape[2]:
             raise ValueError(f"block_list: got shape {shape_of(block_list)}, want at least one block")
-        check_beside_blocks(**options)
+        checks.check_absent("a block_list", OF_POSITIONS, {name: options.get(name) for name in POSITIONAL})
         return ChosenBlocks(block_list, block_counts, block_tokens)
 
     def seen(self, keys_at: torch.Tensor) -> torch.Tensor:
@@ -155,13 +156,6 @@ class ChosenBlocks:
                     f"{name}: got {caches.max_seq_len} tokens a request, {operand.block_stride} bytes apart, beside a "
                     f"block_list, want whole blocks of {tokens} without gaps between requests"
                 )
-
-
-def check_beside_blocks(**options: object) -> None:
-    """Raises ValueError for options of `POSITIONAL` that are given beside chosen blocks."""
-    for name in POSITIONAL:
-        if options.get(name) is not None:
-            raise ValueError(f"{name}: got a value beside a block_list, want None: it goes by positions of all tokens")
 
 
 @dataclass(frozen=True)

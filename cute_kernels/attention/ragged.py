@@ -116,8 +116,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> At
 
 def _reference(call: AttentionCall, cu_seqlens_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes (out, lse) request by request, each over its own K and V."""
-    out = torch.zeros_like(call.q)
-    lse = call.q.new_full(call.q.shape[:2], -torch.inf, dtype=torch.float32)
+    out, lse = _without_tokens(call)
     assert call.cu_seqlens_q is not None
     ends = call.cu_seqlens_q.tolist()
     for request, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
