@@ -292,11 +292,7 @@ class QuantizedLinear(OfWeight, OfProducts):
         if bias.is_meta and weight.device.type != "meta":
             raise ValueError(f"bias: got a tensor without data (meta), want one on a CPU or on {weight.device}")
         kept = bias.to(weight.device, weight.dtype).contiguous()
-        if (
-            kept.dtype != bias.dtype
-            and has_values(kept)
-            and bool((kept.isinf() & bias.to(kept.device).isfinite()).any())
-        ):
+        if kept.dtype != bias.dtype and has_values(kept) and (kept.isinf() & bias.to(kept.device).isfinite()).any():
             raise ValueError(f"bias: got values beyond {kept.dtype}, that of the weight's scales, want smaller ones")
         return kept
 

@@ -29,19 +29,11 @@ SHORT_CHUNK = 32  # rows of x stored at a time where the smaller staging buffer 
 # Each shape, (tile_m, n_tiles, warpgroups, block_k, CTAs of a multicast), was the fastest for some product. The first
 # and the last ship in more formats.
 SHAPES = (
-    (256, 1, 2, 64, 1),
-    (256, 1, 2, 64, 2),
-    (128, 1, 2, 128, 1),
-    (128, 1, 2, 128, 2),
-    (64, 1, 2, 128, 1),
-    (64, 1, 2, 128, 2),
-    (32, 1, 2, 128, 1),
-    (32, 1, 2, 128, 2),
-    (32, 2, 2, 128, 1),
-    (32, 2, 3, 128, 1),
+    *((256, 1, 2, 64, ctas) for ctas in (1, 2)),
+    *((tile_m, 1, 2, 128, ctas) for tile_m in (128, 64, 32) for ctas in (1, 2)),
+    *((32, 2, warpgroups, 128, 1) for warpgroups in (2, 3)),
     (16, 1, 2, 128, 1),
-    (16, 2, 3, 128, 1),
-    (16, 2, 2, 128, 1),
+    *((16, 2, warpgroups, 128, 1) for warpgroups in (3, 2)),
 )
 # Shapes for numbers of rows in between. A row that x lacks costs a tile as much as any other row or more, and whole
 # rounds of all CTAs need tiles of many sizes.
