@@ -162,18 +162,7 @@ class DecodeKernel:
 
     @cute.kernel
     def kernel(
-        self,
-        source,
-        q,
-        seq_lens: Int64,
-        results,
-        given,
-        features,
-        pages,
-        shape,
-        softmax_scale: Float32,
-        uneven,
-        new,
+        self, source, q, seq_lens: Int64, results, given, features, pages, shape, softmax_scale: Float32, uneven, new
     ):
         config = self.config
         part, head_block, row = cute.arch.block_idx()

@@ -162,10 +162,7 @@ class ExtendLaunch:
     combine: Callable[..., Any] | None
 
     def call(
-        self,
-        keys: Keys,
-        other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        **own: int,
+        self, keys: Keys, other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), **own: int
     ) -> None:
         """Launches attention and, with several splits, the combine. other: (out, lse) of another launch to merge with.
         own: arguments that only unpacked keys have, by name."""

@@ -73,9 +73,7 @@ class CombineKernel:
         results = ptx.address(given.out), given.lse, given.sinks, rows, num_heads, head_dim
         parts = Parts(given.values, given.sums, *strides, given.num_parts, *results)
         self.kernel(parts, given.last).launch(
-            grid=(cute.ceil_div(rows, self.num_warps), 1, 1),
-            block=(self.num_warps * WARP_THREADS, 1, 1),
-            stream=stream,
+            grid=(cute.ceil_div(rows, self.num_warps), 1, 1), block=(self.num_warps * WARP_THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel

@@ -26,12 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.extend_policies import (
-    TILE_SCALE_BYTES,
-    UNPACK_CTAS_PER_SM,
-    UNPACK_WARPS,
-    UnpackConfig,
-)
+from cute_kernels.attention.extend_policies import TILE_SCALE_BYTES, UNPACK_CTAS_PER_SM, UNPACK_WARPS, UnpackConfig
 from cute_kernels.attention.loads.memory import KEYS, VALUES, Rows, Source
 from cute_kernels.attention.loads.powers import exponent_beside, power_of_2
 from cute_kernels.attention.loads.rows import CodedRows

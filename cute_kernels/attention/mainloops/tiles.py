@@ -17,11 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_policies import (
-    WARPGROUP_ROWS,
-    WORK_BYTES,
-    has_head_scale,
-)
+from cute_kernels.attention.extend_policies import WARPGROUP_ROWS, WORK_BYTES, has_head_scale
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.products import Fp8Products, HalfProducts
 from cute_kernels.attention.mainloops.tile_queries import WARP_ROWS, QueryLoader, QueryRows, query_row

@@ -12,14 +12,7 @@ from a cache never imports the compiler.
 
 from cute_kernels.formats.code import load_code
 from cute_kernels.formats.kv import channel_blocks, dense, int4, one_byte
-from cute_kernels.formats.kv.base import (
-    GIVEN_SCALES,
-    GROUP_UNIT,
-    HEAD_DIMS,
-    DecodeReader,
-    ExtendReader,
-    KvFormat,
-)
+from cute_kernels.formats.kv.base import GIVEN_SCALES, GROUP_UNIT, HEAD_DIMS, DecodeReader, ExtendReader, KvFormat
 from cute_kernels.formats.kv.by_layer import LayerFormats, check_layers, formats_of_layer, told_formats
 from cute_kernels.formats.kv.channel_blocks import CHANNEL_BLOCKS, WAITING
 from cute_kernels.formats.kv.registry import (

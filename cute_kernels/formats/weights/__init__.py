@@ -32,11 +32,4 @@ __all__ = [
     "weight_format",
 ]
 
-named(
-    mxfp4=MXFP4,
-    nvfp4=NVFP4,
-    fp8=FP8,
-    fp8_block=FP8_BLOCK,
-    fp8_block_e8m0=FP8_POWER_BLOCK,
-    mxfp8=MXFP8,
-)
+named(mxfp4=MXFP4, nvfp4=NVFP4, fp8=FP8, fp8_block=FP8_BLOCK, fp8_block_e8m0=FP8_POWER_BLOCK, mxfp8=MXFP8)

@@ -32,23 +32,12 @@ class RoutingKernel:
         tokens, topk = extents(given.topk_ids)
         sorted_as = given.offsets, given.rows, given.places
         self.kernel(ptx.address(given.topk_ids), *sorted_as, tokens * topk, topk, given.num_experts).launch(
-            grid=(1, 1, 1),
-            block=(self.config.num_threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
+            grid=(1, 1, 1), block=(self.config.num_threads, 1, 1), min_blocks_per_mp=1, use_pdl=True, stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self,
-        ids: Int64,
-        offsets: Int64,
-        rows: Int64,
-        places: Int64,
-        count: Int32,
-        topk: Int32,
-        num_experts: Int32,
+        self, ids: Int64, offsets: Int64, rows: Int64, places: Int64, count: Int32, topk: Int32, num_experts: Int32
     ):
         thread, id_words = cute.arch.thread_idx()[0], self.config.id_words
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -44,15 +44,7 @@ class InputRowsKernel:
 
     @cute.kernel
     def kernel(
-        self,
-        out: Int64,
-        vectors: Int32,
-        x: Int64,
-        end: Int64,
-        rows: Int64,
-        order: Int64,
-        factors: Int64,
-        stride: Int64,
+        self, out: Int64, vectors: Int32, x: Int64, end: Int64, rows: Int64, order: Int64, factors: Int64, stride: Int64
     ):
         thread = cute.arch.thread_idx()[0]
         place, part, _ = cute.arch.block_idx()

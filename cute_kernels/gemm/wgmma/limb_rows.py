@@ -43,11 +43,7 @@ class RowLimbs:
     """
 
     def __init__(
-        self,
-        dtype: str,
-        top_exponent: int = TOP_EXPONENT,
-        unit_bits: int = CODE_UNIT_BITS,
-        round_up: int = ROUND_UP,
+        self, dtype: str, top_exponent: int = TOP_EXPONENT, unit_bits: int = CODE_UNIT_BITS, round_up: int = ROUND_UP
     ):
         self.dtype, self.top_exponent, self.unit_bits, self.round_up = dtype, top_exponent, unit_bits, round_up
 

@@ -60,14 +60,7 @@ RESIDENT_SHAPES = {
     ),
     # Four, six and seven tiles. With 16 rows a thread needs more registers than four warpgroups leave it.
     16: tuple(
-        WarpgroupsOf(
-            2,
-            n_tiles=n_tiles,
-            spare=spare,
-            resident_k_blocks=16,
-            most_stages=most,
-            chunks=False,
-        )
+        WarpgroupsOf(2, n_tiles=n_tiles, spare=spare, resident_k_blocks=16, most_stages=most, chunks=False)
         for n_tiles, spare, most in ((2, 0, 7), (3, 0, MOST_STAGES), (4, 1, MOST_STAGES))
     ),
 }
@@ -79,7 +72,7 @@ FINE_SHAPES = {
         WarpgroupsOf(4, k_warpgroups=4),  # one tile
         WarpgroupsOf(4, resident_k_blocks=16, most_stages=6),  # four
         WarpgroupsOf(4, k_warpgroups=4, resident_k_blocks=64, chunks=False, least=33, loaded=True),
-    ),
+    )
 }
 # The same of limbs in E4M3. Two tiles of a warpgroup share the descriptors of limbs and the loop's other instructions.
 E4M3_SHAPES = {

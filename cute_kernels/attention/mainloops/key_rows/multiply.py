@@ -23,12 +23,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.extend_config import ExtendConfig
-from cute_kernels.attention.extend_policies import (
-    GROUP_TOKENS,
-    SLAB_COLUMNS,
-    WARPGROUP_WARPS,
-    has_head_scale,
-)
+from cute_kernels.attention.extend_policies import GROUP_TOKENS, SLAB_COLUMNS, WARPGROUP_WARPS, has_head_scale
 from cute_kernels.attention.loads.memory import KEYS, VALUES
 from cute_kernels.attention.mainloops.key_rows.codes import CHUNK_BYTES, WARP_TOKENS, ScaledByteRows, magic_of, rows_of
 from cute_kernels.attention.mainloops.key_rows.memory import arrive_if, store_matrix_x2, store_word_if

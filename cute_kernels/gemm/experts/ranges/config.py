@@ -9,13 +9,7 @@ from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import ASSIGNED, RANGES
 from cute_kernels.gemm.stream.config import MMA_N, ROW_WARPS, Activations, StreamConfig
-from cute_kernels.gemm.wgmma.mainloops import (
-    LIMB_GROUP,
-    MMA_GROUP,
-    ROW_LIMB_BYTES,
-    ROW_SCALE_BYTES,
-    takes_limbs,
-)
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, MMA_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, takes_limbs
 from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
 from cute_kernels.runtime.spec import one_of
 

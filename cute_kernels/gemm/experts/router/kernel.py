@@ -64,11 +64,7 @@ class RouterKernel:
             **{name: getattr(given, name) for name in names},
         )
         self.kernel(operands, Choice.of(given, given.experts)).launch(
-            grid=(ctas, 1, 1),
-            block=(self.config.num_threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
+            grid=(ctas, 1, 1), block=(self.config.num_threads, 1, 1), min_blocks_per_mp=1, use_pdl=True, stream=stream
         )
 
     @cute.kernel

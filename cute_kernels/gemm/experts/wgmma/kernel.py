@@ -87,13 +87,7 @@ class ExpertTiles:
         cute.arch.griddepcontrol_launch_dependents()
         count = cute.arch.make_warp_uniform(Int32(ptx.load_shared(memory.table, MAX_EXPERTS * ENTRY_BYTES)))
         return GroupedTileScheduler(
-            shape=shape,
-            first=cta,
-            stride=num_ctas,
-            count=count,
-            table=memory.table,
-            lane=lane,
-            tile_m=config.tile_m,
+            shape=shape, first=cta, stride=num_ctas, count=count, table=memory.table, lane=lane, tile_m=config.tile_m
         )
 
 
