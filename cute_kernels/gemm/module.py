@@ -223,6 +223,7 @@ class QuantizedLinear(OfWeight, OfProducts):
 
     @property
     def parts(self) -> tuple[QuantizedLinear]:
+        """The layer itself: it holds its weight."""
         return (self,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,7 @@ class OfExperts(OfProducts):
 
     @property
     def parts(self) -> tuple[QuantizedExperts, QuantizedExperts]:
+        """The modules that hold the weights of the first and of the second product."""
         return self.gate_up, self.down
 
 
