@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear
@@ -31,7 +32,7 @@ LEFT_PADDED[0, :5] = 0
 NEW = 9  # tokens, which pass the end of a window of 8
 
 
-CACHES_LATENTS = hasattr(transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
+CACHES_LATENTS = hasattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
 
 
 class Operators(TorchDispatchMode):

@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.llama import modeling_llama
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear, Rope, quantize_model
@@ -521,12 +523,12 @@ def test_a_block_that_computes_something_else_stays_and_is_named(monkeypatch):
 
 
 def test_code_that_differs_in_what_it_calls_is_other_code():
-    glm = transformers.models.glm4.modeling_glm4.Glm4Attention
-    llama = transformers.models.llama.modeling_llama.LlamaAttention
+    glm = modeling_glm4.Glm4Attention
+    llama = modeling_llama.LlamaAttention
     assert glm.forward.__code__.co_code == llama.forward.__code__.co_code  # its rotation is of neighbours
     assert method_code(glm) != method_code(llama)
 
-    class Doubled(transformers.models.llama.modeling_llama.LlamaMLP):
+    class Doubled(modeling_llama.LlamaMLP):
         def forward(self, x):
             return 2 * super().forward(x)
 
@@ -536,7 +538,7 @@ def test_code_that_differs_in_what_it_calls_is_other_code():
 @pytest.mark.parametrize("part", ["Model", "DecoderLayer", "Attention", "MLP", "RotaryEmbedding", "RMSNorm"])
 def test_a_subclass_with_a_known_name_and_other_code_is_left(monkeypatch, part):
     """What it computes is what the model computes, to the last bit where the blocks were all there was."""
-    home = transformers.models.llama.modeling_llama
+    home = modeling_llama
     known = getattr(home, f"Llama{part}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
