@@ -2,12 +2,15 @@
 
 For most experts, transformers declares that its own kernels may replace their forward (`use_experts_implementation`):
 they are weighted sums of gated products. Experts without that declaration, or with a gate of their own, and blocks
-around experts are known by their classes, in tables. A subclass with code of its own is known by neither way.
+around experts are known by their classes, which `known_models.json` lists. A subclass with code of its own is known by
+neither way.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,35 +21,12 @@ from cute_kernels.gemm.experts.stored import is_experts, known_experts
 SHARED_NAMES = ("shared_experts", "shared_expert")  # an expert that takes all tokens
 SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after a sigmoid
 
-EXPERTS = {
-    "beam.BeamExperts": False,
-    "deepseek_v4.DeepseekV4Experts": True,
-    "glm5_next.Glm5NextTextExperts": True,
-    "gpt_oss.GptOssExperts": True,
-    "hy_v4.HYV4Experts": True,
-    "llama4.Llama4TextExperts": False,
-    "minimax_m3_vl.MiniMaxM3VLExperts": True,
-    "step3p7.Step3p7Experts": False,
-}
+_KNOWN = json.loads(Path(__file__).with_name("known_models.json").read_text())
+EXPERTS: dict[str, bool] = _KNOWN["experts"]
 """Classes of experts without the declaration, or with a gate of their own. The value says whether their limits are
 those of `ClampedSwiglu`."""
 
-BLOCKS = frozenset(
-    """
-    axk2.AXK2MoE bailing_hybrid.BailingHybridMoE deepseek_ocr2.DeepseekOcr2TextMoe deepseek_v2.DeepseekV2Moe
-    deepseek_v3.DeepseekV3MoE deepseek_v32.DeepseekV32MoE deepseek_v4.DeepseekV4SparseMoeBlock dots1.Dots1MoE
-    dots3_note.Dots3NoteTextMoE exaone_moe.ExaoneMoeSparseMoEBlock flex_olmo.FlexOlmoSparseMoeBlock
-    flint.FlintSparseMoeBlock glm4_moe.Glm4MoeMoE glm4_moe_lite.Glm4MoeLiteMoE glm4v_moe.Glm4vMoeTextMoE
-    glm5_next.Glm5NextTextMoE glm_moe_dsa.GlmMoeDsaMoE hy_v4.HYV4MoE kimi_linear.KimiLinearMoE
-    kolibri1.Kolibri1SparseMoeBlock llama4.Llama4TextMoe mellum.MellumSparseMoeBlock mimo_v2_flash.MiMoV2FlashMoE
-    minimax.MiniMaxSparseMoeBlock mistral4.Mistral4MoE mistral_large4.MistralLarge4TextMoE mixtral.MixtralSparseMoeBlock
-    olmoe.OlmoeSparseMoeBlock qwen2_moe.Qwen2MoeSparseMoeBlock qwen3_5_moe.Qwen3_5MoeSparseMoeBlock
-    qwen3_moe.Qwen3MoeSparseMoeBlock qwen3_next.Qwen3NextSparseMoeBlock
-    qwen3_omni_moe.Qwen3OmniMoeTalkerTextSparseMoeBlock qwen3_omni_moe.Qwen3OmniMoeThinkerTextSparseMoeBlock
-    qwen3_vl_moe.Qwen3VLMoeTextSparseMoeBlock qwen4_exp.Qwen4ExpTextSparseMoeBlock solar_open.SolarOpenMoE
-    unlimited_ocr.UnlimitedOcrTextMoe
-    """.split()
-)
+BLOCKS: frozenset[str] = frozenset(_KNOWN["blocks"])
 """Classes of blocks that add their experts' and their shared expert's results. Their router returns (logits, weights,
 ids), or Llama 4's scores."""
 
