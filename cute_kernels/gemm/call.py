@@ -54,7 +54,7 @@ class LinearCall(NamedTuple):
         return *self.x.shape[:-1], out_features(self.weight.shape[0], self.activation)
 
 
-key_of = key_function(LinearCall, x=TENSOR, out=OUT)
+key_of = key_function(LinearCall, x=TENSOR, out=OUT, norm=f"{TENSOR}, eps, offset", eps="", offset="")
 """Returns the key of a call's plan, without checking the call. Raises TypeError or RuntimeError for some arguments that
 `check` refuses."""
 

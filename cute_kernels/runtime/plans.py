@@ -36,7 +36,7 @@ def key_function(call: type[tuple[Any, ...]], **parts: str) -> Callable[[Any], t
     """Makes the function that returns the key of a call, a NamedTuple whose annotations say what a key has of each
     field. It is made as source code, since every call of a decoding step waits for it.
 
-    parts: source code for fields of which a key has something else, such as `COPIED`.
+    parts: source code for fields of which a key has something else, such as `COPIED`; "" for fields that it has not.
     """
 
     def part_of(name: str, hint: Any) -> str:
@@ -47,7 +47,7 @@ def key_function(call: type[tuple[Any, ...]], **parts: str) -> Callable[[Any], t
         return f"None if {name} is None else ({own})".format(name) if optional else own.format(name)
 
     hints = get_type_hints(call)
-    shown = ", ".join(part_of(name, hint) for name, hint in hints.items())
+    shown = ", ".join(filter(None, (part_of(name, hint) for name, hint in hints.items())))
     scope: dict[str, Any] = {"__name__": call.__module__, "no_flag": _no_flag}
     exec(f"def key_of(call):\n    {', '.join(hints)} = call\n    return {shown}", scope)
     return scope["key_of"]
