@@ -1,4 +1,4 @@
-"""Weight formats in turn, with activations in 16 bits: products of few rows, and gpt-oss's layer of experts.
+"""Weight formats in turn, with activations in 16 bits: products of few rows, and layers of experts of two models.
 
 All formats of a row are timed in turn, against the streaming floor of what is packed. Bars: MXFP4 and NVFP4 1.2 of the
 floor, FP8 1.15, up to 16 rows; experts 1.4 of it at one to four tokens, 1.2 from 8, MXFP4 within 5 % of INT4 in groups
@@ -36,8 +36,10 @@ from cute_kernels.runtime import KernelSpec
 
 FORMATS = ("mxfp4", "nvfp4", "fp8", "fp8_block", "w4g128")  # FP8 with a scale a row, which per tensor is stored as, too
 ROWS = (1, 4, 16)
-EXPERT_FORMATS = ("mxfp4", "w4g32")
-GPT_OSS = MoeModel("gpt-oss-120b", 128, 4, 2880, 2880)
+EXPERT_FORMATS = {
+    MoeModel("gpt-oss-120b", 128, 4, 2880, 2880): ("mxfp4", "nvfp4", "w4g32"),
+    MoeModel("Qwen3-30B-A3B", 128, 8, 2048, 768): ("nvfp4", "fp8", "fp8_block", "w4g128"),
+}
 TOKENS = (1, 4, 16, 64)
 CHECKED_TOKENS = 4
 ACTIVATION = ClampedSwiglu()
@@ -223,37 +225,49 @@ def _dense(experts: PackedExperts, expert: int) -> torch.Tensor:
     return one.dequantize(torch.float32).double()
 
 
-def run_experts(bench: Bench, seconds: float, tokens: Iterable[int] = TOKENS, model: MoeModel = GPT_OSS) -> None:
-    """One row per number of tokens under "moe_formats"; after so many seconds the rest is left."""
+def run_experts(
+    bench: Bench,
+    seconds: float,
+    tokens: Iterable[int] = TOKENS,
+    models: Mapping[MoeModel, Iterable[str]] = EXPERT_FORMATS,
+) -> None:
+    """One row per model and number of tokens under "moe_formats"; after so many seconds the rest is left."""
     found: list[dict[str, Any]] = []
     tokens = tuple(tokens)
-    layers = {form: OssLayer.of(model, form, bench.device) for form in EXPERT_FORMATS}
-    every = {count: Inputs.of(MoeShape(model, count), bench.device) for count in tokens}
-    calls = [layer.call(inputs) for layer in layers.values() for inputs in every.values()]
-    bench.attempt("kernels", lambda: make_ready(needed_by(calls), bench.say))
 
-    def work(count: int) -> None:
-        inputs = every[count]
-        chosen = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS)).long()
-        own = {form: layer.call(inputs) for form, layer in layers.items()}
-        errors = {
-            form: check_tokens(call(), chosen, layers[form].reference(inputs, chosen)) for form, call in own.items()
-        }
-        active = int(inputs.ids.unique().numel())
-        sizes = {form: layer.bytes_of(active) for form, layer in layers.items()}
-        formats, _ = _row(bench, {form: capture(call) for form, call in own.items()}, sizes)
-        for form, one in formats.items():
-            one["error"] = errors[form]
-        about = {"model": asdict(model), "tokens": count}
-        found.append({"name": f"{model.name}, {count} tokens", "shape": about, "active": active, "formats": formats})
+    def of_model(model: MoeModel, forms: Iterable[str]) -> None:
+        layers = {form: OssLayer.of(model, form, bench.device) for form in forms}
+        every = {count: Inputs.of(MoeShape(model, count), bench.device) for count in tokens}
+        calls = [layer.call(inputs) for layer in layers.values() for inputs in every.values()]
+        bench.attempt("kernels", lambda: make_ready(needed_by(calls), bench.say))
+        for count, inputs in every.items():
+            if bench.recorder.seconds() > seconds:
+                bench.say(f"{model.name}: {count} tokens and what follows are left out after {seconds:.0f} s")
+                return
+            bench.attempt(f"formats: {model.name}, {count} tokens", partial(of_tokens, model, layers, count, inputs))
+
+    def of_tokens(model: MoeModel, layers: Mapping[str, OssLayer], count: int, inputs: Inputs) -> None:
+        found.append({"name": f"{model.name}, {count} tokens", **_expert_row(bench, model, layers, count, inputs)})
         bench.recorder.set("moe_formats", found)
         bench.say(told(found[-1]))
 
-    for count in tokens:
-        if bench.recorder.seconds() > seconds:
-            bench.say(f"{count} tokens and what follows are left out after {seconds:.0f} s")
-            return
-        bench.attempt(f"formats: {model.name}, {count} tokens", partial(work, count))
+    for model, forms in models.items():
+        bench.attempt(f"formats: {model.name}", partial(of_model, model, forms))
+
+
+def _expert_row(
+    bench: Bench, model: MoeModel, layers: Mapping[str, OssLayer], count: int, inputs: Inputs
+) -> dict[str, Any]:
+    """The formats' times in turn, of one number of tokens; each is checked first."""
+    chosen = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS)).long()
+    own = {form: layer.call(inputs) for form, layer in layers.items()}
+    errors = {form: check_tokens(call(), chosen, layers[form].reference(inputs, chosen)) for form, call in own.items()}
+    active = int(inputs.ids.unique().numel())
+    sizes = {form: layer.bytes_of(active) for form, layer in layers.items()}
+    formats, _ = _row(bench, {form: capture(call) for form, call in own.items()}, sizes)
+    for form, one in formats.items():
+        one["error"] = errors[form]
+    return {"shape": {"model": asdict(model), "tokens": count}, "active": active, "formats": formats}
 
 
 # -- report -----------------------------------------------------------------------------------------------------------

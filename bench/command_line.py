@@ -114,7 +114,9 @@ def _add_weights(commands: Any) -> None:
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
     moe.add_argument("--options", action="store_true", help="options beside the plain call, instead of peers")
-    moe.add_argument("--by-format", action="store_true", help="gpt-oss-120b, MXFP4 against INT4 and the floor")
+    moe.add_argument(
+        "--by-format", action="store_true", help="layers of two models by format of weights, and the floor"
+    )
     moe.add_argument(
         "--seconds", type=_count, default=600, help="--by-format: seconds after which no further row begins"
     )

@@ -24,10 +24,12 @@ from cute_kernels.formats.weights import (
     shifted,
     weight_format,
 )
-from cute_kernels.formats.weights.fp4 import MOST_FOLDED, MXFP4, MXFP4_ANY
+from cute_kernels.formats.weights.fp4 import MOST_FOLDED, MXFP4, MXFP4_ANY, NVFP4
 from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.experts import choice as experts_choice
+from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
+from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
@@ -43,8 +45,10 @@ CUDA = "cuda"
 N, K = 200, 520  # tails of both
 ROWS = (1, 5, 16, 64, 300)
 LIMB_CASES = ((1, 4096, 4096), (5, 4096, 4096), (8, 8192, 8192), (3, 28672, 4096), (16, 28672, 4096))  # rows, N, K
+HALF_GROUP_CASES = ((1, 4096, 4096), (4, 8192, 8192), (3, 28672, 4096), (2, 4096, 14336))  # of NVFP4
 E4M3_LIMBS = 1e-4
 EXPERTS, PLACES = 4, (6, 900)
+LIMB_EXPERTS, LIMB_EXPERTS_K = (MXFP4, NVFP4, FP8, FP8_BLOCK), 1024
 # Of FP8 a scale a row, blocks of both kinds, and fp16 once.
 ELSEWHERE = [form for form in registered_formats() if form.codes_name not in ("w4", "w8", "w4f", "w8f", "e4m3")]
 ELSEWHERE.remove(MXFP4_ANY)  # which has a test of its own
@@ -94,6 +98,9 @@ def specs() -> list[KernelSpec]:
         for places in PLACES:
             found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
     found += [GemmSpec(chosen(limb_problem(form, *case)).config) for form in (MXFP4, MXFP4_ANY) for case in LIMB_CASES]
+    found += [GemmSpec(chosen(limb_problem(NVFP4, *case)).config) for case in HALF_GROUP_CASES]
+    for form in LIMB_EXPERTS:
+        found += products_needed_by(lambda: grouped(form, torch.bfloat16, 12, "cpu", LIMB_EXPERTS_K))  # noqa: B023
     more = (HALF, (MXFP4_ANY, torch.bfloat16))
     found += [GemmSpec(chosen(problem_of(*each, m)).config) for each in more for m in ROWS]
     return list(dict.fromkeys(found))
@@ -175,7 +182,12 @@ def test_limbs_in_e4m3_return_weights_bit_by_bit_and_sums_of_fp64(most, m, n, k)
     x = torch.zeros(m, k, dtype=torch.bfloat16, device=CUDA)
     x[torch.arange(m), inputs] = 1
     assert torch.equal(quantized_linear(x, weight), weight.dequantize()[:, inputs].T)
-    weight = weight_of(MXFP4, torch.bfloat16, n, k)
+    assert_sums_in_limbs(MXFP4, m, n, k)
+
+
+def assert_sums_in_limbs(form: WeightFormat, m: int, n: int, k: int) -> None:
+    """Rows of normal and of very different inputs."""
+    weight = weight_of(form, torch.bfloat16, n, k)
     dense, weight = weight.dequantize(torch.float64), weight.to(CUDA)
     for x, most_error in (
         (random(m, k), E4M3_LIMBS),
@@ -184,6 +196,23 @@ def test_limbs_in_e4m3_return_weights_bit_by_bit_and_sums_of_fp64(most, m, n, k)
         x = x.bfloat16()
         found = quantized_linear(x.to(CUDA), weight, out_dtype=torch.float32)
         assert_near(found, x.double() @ dense.T, most_error)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), HALF_GROUP_CASES)
+def test_groups_of_half_an_mma_return_weights_bit_by_bit_and_sums_of_fp64(m, n, k):
+    """One-hot rows by scales of all sizes in both levels, each row with an input of either group of an MMA."""
+    generator = torch.Generator().manual_seed(m)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, generator=generator)
+    weight = pack_weight("nvfp4", codes, scales, random(n, seed=m).abs()).to(CUDA)
+    config = chosen(limb_problem(weight.format, m, n, k)).config
+    assert isinstance(config, WgmmaConfig) and config.limbs
+    for first in (3, 16 + 3):
+        inputs = ((torch.arange(m) * 5 * 32 + first) % k).to(CUDA)
+        x = torch.zeros(m, k, dtype=torch.bfloat16, device=CUDA)
+        x[torch.arange(m), inputs] = 1
+        assert torch.equal(quantized_linear(x, weight), weight.dequantize()[:, inputs].T)
+    assert_sums_in_limbs(NVFP4, m, n, k)
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -222,15 +251,33 @@ def test_large_products_and_batch_invariant_ones_are_right(form, dtype):
     assert torch.equal(together, torch.cat(alone))
 
 
-def grouped(form: WeightFormat, dtype: torch.dtype, places: int, device: str):
+def grouped(
+    form: WeightFormat, dtype: torch.dtype, places: int, device: str, k: int = K, x: torch.Tensor | None = None
+):
     """(result, x, weights, offsets) of a grouped product of experts with different numbers of rows, one with none."""
-    w = torch.stack([random(N, K, seed=i) for i in range(EXPERTS)])
+    w = torch.stack([random(N, k, seed=i) for i in range(EXPERTS)])
     weights = quantize_experts(w, format=form, dtype=dtype)
     ends = [0, places // 6, places // 6, places // 2, places]
     offsets = torch.tensor(ends, dtype=torch.int32)
-    x = random(places, K, seed=places).to(dtype)
+    x = random(places, k, seed=places).to(dtype) if x is None else x
     found = grouped_linear(x.to(device), weights.to(device), offsets.to(device), out_dtype=torch.float32)
     return found, x, weights, ends
+
+
+@pytest.mark.parametrize("form", LIMB_EXPERTS, ids=str)
+def test_experts_of_few_rows_are_multiplied_in_limbs(form):
+    """An expert has more rows than an entry. One-hot rows return weights, to the last bits of fp32."""
+    dtype, places, k = torch.bfloat16, 12, LIMB_EXPERTS_K
+    layout = experts_choice.chosen(GroupedProblem(places, EXPERTS, N, k, k, form, "bf16"))
+    assert isinstance(layout, RangeLayout)
+    inputs = (torch.arange(places) * 67 + 3) % k
+    hot = torch.zeros(places, k, dtype=dtype)
+    hot[torch.arange(places), inputs] = 1
+    for x, most in ((hot, 1e-7), (None, E4M3_LIMBS)):
+        found, x, weights, ends = grouped(form, dtype, places, CUDA, k, x)
+        for expert, (begin, end) in enumerate(itertools.pairwise(ends)):
+            wanted = x[begin:end].double() @ weights[expert].dequantize(torch.float64).T
+            assert begin == end or float((found[begin:end].double().cpu() - wanted).norm() / wanted.norm()) <= most
 
 
 @every_format

@@ -22,16 +22,24 @@ def limbs_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([high, low], axis=2)[..., ORDER].astype(np.int8), (step / 16).astype(np.float32).T.copy()
 
 
-def e4m3_limbs_of(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def e4m3_limbs_of(x: torch.Tensor, unit: float = 2.0**-6) -> tuple[np.ndarray, np.ndarray]:
     """The same in bytes of E4M3, uint8, whose sum is x over the scale. The high limb has an input's first four bits.
 
-    A scale is what a product of 2**-6 times a code with either limb counts.
+    A scale is what a product of ``unit`` times a code with either limb counts.
     """
     values, step = in_steps(x, 7, rounds_up=False)
     mantissa, exponent = np.frexp(values)
     high = np.ldexp(np.trunc(mantissa * 16) / 16, exponent)
     limbs = torch.from_numpy(np.stack([high, values - high], axis=2)[..., ORDER]).to(torch.float8_e4m3fn)
-    return limbs.view(torch.uint8).numpy(), (step * 64).astype(np.float32).T.copy()
+    return limbs.view(torch.uint8).numpy(), (step / unit).astype(np.float32).T.copy()
+
+
+def in_columns(limbs: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Limbs of four rows in eight columns, and their scales: column r has the even 16 inputs of row r and zeros, column
+    r + 4 the odd ones."""
+    column = np.arange(2 * len(limbs))
+    own = (np.arange(GROUP) // 16 % 2) == (column // 4)[:, None]
+    return np.where(own[:, None, None], limbs[column % 4], 0).astype(limbs.dtype), scales[:, column % 4].copy()
 
 
 def in_steps(x: torch.Tensor, bits: int, *, rounds_up: bool = True) -> tuple[np.ndarray, np.ndarray]:

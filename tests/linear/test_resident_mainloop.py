@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import Pipeline, PipelineState
-from cute_kernels.formats.weights import MXFP4, NVFP4, integers, shifted
+from cute_kernels.formats.weights import FP8, FP8_BLOCK, FP8_POWER_BLOCK, MXFP4, NVFP4, integers, shifted, weight_format
+from cute_kernels.formats.weights.base import without_row_scales
 from cute_kernels.formats.weights.fp4 import MXFP4_ANY, MxFp4
 from cute_kernels.gemm import pack_weight
 from cute_kernels.gemm.problem import LinearProblem
@@ -32,7 +33,7 @@ from cute_kernels.gemm.wgmma.schedule import schedule_of
 from cute_kernels.gemm.wgmma.tiles import WorkTile
 from simulator import Altered, Lanes, stand_in
 from tests.attention import warp as machine
-from tests.linear.limbs import e4m3_limbs_of, limbs_of
+from tests.linear.limbs import e4m3_limbs_of, in_columns, limbs_of
 from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 
 STAGES, K = 8, 1152
@@ -70,6 +71,13 @@ FINE_CONFIGS = [
     replace(CONFIGS[i], format=integers(4, size)) for i, size in ((0, 32), (2, 32), (5, 64), (7, 32), (8, 64), (10, 32))
 ]
 FP4_CONFIGS = [replace(CONFIGS[i], format=MXFP4) for i in (0, 2, 7, 9, 11, 12)]
+FP8_CONFIGS = [
+    replace(CONFIGS[i], format=form)
+    for i, form in ((0, FP8_BLOCK), (2, FP8_BLOCK), (4, weight_format("e4m3_g64f32")), (9, FP8_BLOCK), (10, FP8_BLOCK))
+]
+HALF_GROUP_CONFIGS = [
+    replace(CONFIGS[i], format=NVFP4, mainloop=replace(CONFIGS[i].mainloop, loads=True)) for i in (0, 2, 4, 6, 7, 9)
+]
 SHIFT_CONFIGS = [replace(CONFIGS[i], format=shifted(4, 128)) for i in (0, 2, 7, 8)]
 ZERO_CONFIGS = [replace(CONFIGS[i], format=integers(4, zero_points=True)) for i in (0, 2, 5, 7, 8, 10)]
 
@@ -79,8 +87,11 @@ class Cta:
 
     def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, begin: int, k_rank: int):
         self.config, self.weight, self.begin, self.k_rank = config, weight, begin, k_rank
-        self.limbs, self.scales = (e4m3_limbs_of if config.format.bytes_in_e4m3 else limbs_of)(x)
-        self.rows, self.tile_m = len(x), config.tile_m
+        unit = 2.0**config.format.byte_exponent
+        self.limbs, self.scales = e4m3_limbs_of(x, unit) if config.format.bytes_in_e4m3 else limbs_of(x)
+        if config.rows < config.tile_m:
+            self.limbs, self.scales = in_columns(self.limbs, self.scales)
+        self.rows, self.tile_m = len(self.limbs), config.tile_m
         self.shared = np.full(1 << 20, 0x7F, np.uint8)
         self.waited, self.released, self.met = 0, 0, 0
         self.made: list[tuple[int, int]] = []
@@ -187,14 +198,26 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         cta.make(None, memory, begin, end, 0)
     place = replace(subject.lane(SimpleNamespace(m=len(x)), warp, machine.LANES), fits=int(fits))
     acc = machine.Registers(config.thread_acc, machine.Float32)
+    tiles = [min(subject.stages.first_tile(warp // 4) + i, config.block_tiles - 1) for i in range(config.n_tiles)]
+    scaled = config.format.row_scales or not config.group_size
+    channel = [channel_of(weight, tile, warp % 4) for tile in tiles] if scaled else []
     state = (memory.pipeline.consumer_state(cta.k_rank), memory.pipeline.consumer_state())
-    subject.mainloop.multiply(acc, memory, work_tile, place, [], state, True, cta.tile_m)
+    subject.mainloop.multiply(acc, memory, work_tile, place, channel, state, True, cta.tile_m)
+    subject.mainloop.finish(acc, None, memory, work_tile, place, channel, None, True)
     return np.array([np.asarray(value, np.float64) for value in acc]), cta, fits
+
+
+def channel_of(weight: PackedWeight, tile: int, row_warp: int) -> tuple[list[Any], None]:
+    """The scales of a warp's rows of a tile that hold for all of K, as `load_channel` returns them."""
+    groups, found = without_row_scales(weight.format, weight.scales[tile].T)
+    scales = (groups[:, 0].contiguous().view(torch.float32) if found is None else found).numpy()
+    first = 16 * row_warp + machine.ROW
+    return [machine.Float32(scales[first]), machine.Float32(scales[first + 8])], None
 
 
 def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     """The parts of K of the first block."""
-    problem = LinearProblem(config.tile_m, n, K, K, config.format, "bf16")
+    problem = LinearProblem(config.rows, n, K, K, config.format, "bf16")
     schedule = schedule_of(problem, config, config.cluster)
     assert schedule is not None
     cuts = [
@@ -203,7 +226,7 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
     return [stand_in(WorkTile)(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
 
 
-EVERY_CONFIG = CONFIGS + ZERO_CONFIGS + SHIFT_CONFIGS + FINE_CONFIGS + FP4_CONFIGS
+EVERY_CONFIG = CONFIGS + ZERO_CONFIGS + SHIFT_CONFIGS + FINE_CONFIGS + FP4_CONFIGS + FP8_CONFIGS + HALF_GROUP_CONFIGS
 
 
 # Rows that are not there lie where they lie whatever the format is.
@@ -213,7 +236,7 @@ EVERY_CONFIG = CONFIGS + ZERO_CONFIGS + SHIFT_CONFIGS + FINE_CONFIGS + FP4_CONFI
     ids=lambda value: getattr(value, "name", value),
 )
 def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_on):
-    rows = config.tile_m - missing
+    rows = config.rows - missing
     generator = torch.Generator().manual_seed(rows)
     dense, zeros = torch.randn(config.block_rows, K, generator=generator).bfloat16(), config.format.sums_inputs
     weight = quantize_weight(dense, format=config.format)
@@ -242,7 +265,7 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_o
                     first = 64 * block_tile
                     feature = first + 16 * row_warp + machine.ROW + 8 * (i // 2 % 2)
                     token = 8 * (i // 4) + 2 * machine.COLUMN + i % 2
-                    there = token < rows
+                    there = token < rows  # other columns are not stored
                     values = found[tile * (config.tile_m // 2) + i]
                     np.add.at(total, (token[there], feature[there]), values[there])
     checked = [feature for feature in range(config.block_rows) if feature // 16 % 4 in (0, 3)]
@@ -253,8 +276,11 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_o
 def test_only_what_can_be_resident_is_taken():
     config = CONFIGS[1]
     for change in (
-        {"format": NVFP4},
-        {"format": MxFp4(group_size=128)},  # of E4M3 an MMA loop takes half a k block, in whole groups
+        {"format": NVFP4},  # whose rows have two columns, and TMA brings one
+        {"format": NVFP4, "tile_m": 16, "mainloop": ResidentLimbs(8, loads=True)},
+        {"format": FP8_POWER_BLOCK},
+        {"format": FP8},
+        {"format": FP8_BLOCK, "dtype": "fp16"},  # of which two limbs in E4M3 would lose bits
         {"format": integers(8)},
         {"format": integers(8, zero_points=True)},
         {"format": integers(4, 64, zero_points=True)},
@@ -274,7 +300,8 @@ def test_only_what_can_be_resident_is_taken():
         {"n_tiles": 5},
     ):
         assert replace(config, **change).can_implement(), change
-    assert config.can_implement() is None and replace(config, format=MxFp4(group_size=64)).can_implement() is None
+    assert config.can_implement() is None
+    assert all(replace(config, format=MxFp4(group_size=size)).can_implement() is None for size in (64, 128))
 
 
 def test_zero_points_are_taken_with_all_tiles_of_a_stage():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.formats.weights import MXFP4, integers
+from cute_kernels.formats.weights import FP8_BLOCK, MXFP4, NVFP4, integers
 from cute_kernels.gemm.wgmma import resident_rows
 from cute_kernels.gemm.wgmma.config import ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
@@ -20,7 +21,7 @@ from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 from layouts import banks
 from simulator.gpu import Gpu
 from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
-from tests.linear.limbs import GROUP, ORDER, e4m3_limbs_of, limbs_of
+from tests.linear.limbs import GROUP, ORDER, e4m3_limbs_of, in_columns, limbs_of
 from tests.linear.warpgroup import put_tma_tile
 
 X, X_SCALES, X_SUMS = 1 << 10, 1 << 18, 3 << 17
@@ -92,7 +93,9 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, run_on) 
     return gpu
 
 
-@pytest.mark.parametrize(("dtype", "form"), [("bf16", integers(4)), ("fp16", integers(4)), ("bf16", MXFP4)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "form"), [("bf16", integers(4)), ("fp16", integers(4)), ("bf16", MXFP4), ("bf16", FP8_BLOCK)], ids=str
+)
 @pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize(
     ("rows", "k", "begin", "end"),
@@ -104,7 +107,7 @@ def test_limbs_lie_as_boxes_of_limbs_would(dtype, form, loads: bool, rows: int, 
     x[0, : k // 2] = 0
     config = replace(CONFIG, format=form, dtype=dtype, mainloop=ResidentLimbs(loads=loads))
     found = made(config, x, begin, end, run_on).shared_memory
-    limbs, scales = (e4m3_limbs_of if form.bytes_in_e4m3 else limbs_of)(x)
+    limbs, scales = e4m3_limbs_of(x, 2.0**form.byte_exponent) if form.bytes_in_e4m3 else limbs_of(x)
     parts = -(-rows // WGMMA_N_STEP)
     zeros = np.zeros((parts * WGMMA_N_STEP - rows, *limbs.shape[1:]), limbs.dtype)
     limbs = np.concatenate([limbs, zeros])
@@ -122,6 +125,22 @@ def test_limbs_lie_as_boxes_of_limbs_would(dtype, form, loads: bool, rows: int, 
             size = 2 * TMA_TILE_K * min(WGMMA_N_STEP, rows - part % parts * WGMMA_N_STEP)
             assert np.array_equal(found[first : first + size], wanted[first : first + size])
     assert GROUP == LIMB_GROUP
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 4096), (2, 1192), (3, 640), (4, 1000)])
+def test_groups_of_half_an_mma_have_columns_of_their_own(rows: int, k: int, run_on):
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows + k)).bfloat16()
+    config = replace(CONFIG, format=NVFP4, tile_m=8, mainloop=ResidentLimbs(loads=True))
+    found = made(config, x, 0, -(-k // GROUP), run_on)
+    limbs, _ = in_columns(*e4m3_limbs_of(torch.cat((x, torch.zeros(4 - rows, k, dtype=x.dtype)))))
+    for k_block, limb in product(range(-(-k // GROUP)), range(2)):
+        wanted, at = np.zeros(1 << 19, np.uint8), X + (2 * k_block + limb) * 8 * LIMB_GROUP
+        put_tma_tile(wanted, at, limbs[:, k_block, limb].copy().view(np.uint16))
+        for column in (column for column in range(8) if column % 4 < rows):
+            place = slice(at + column * LIMB_GROUP, at + (column + 1) * LIMB_GROUP)
+            assert np.array_equal(found.shared_memory[place], wanted[place]), (k_block, limb, column)
+    for access in found.accesses:
+        assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 
 
 @pytest.mark.parametrize("room", [4, 9, 11, 16, 23, 33, 64, 67])

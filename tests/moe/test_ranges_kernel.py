@@ -16,21 +16,24 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import WeightFormat, integers, weight_format
 from cute_kernels.gemm.activations import ActivationFunction, ClampedSwiglu, number_of, out_features
 from cute_kernels.gemm.activations import config_of as own_activation
 from cute_kernels.gemm.experts import arguments as declared
 from cute_kernels.gemm.experts.ranges import kernel as ranges_kernel
-from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.ranges.config import RangeConfig, entry_rows
 from cute_kernels.gemm.experts.ranges.kernel import RangeKernel, RangeRoles
 from cute_kernels.gemm.experts.ranges.schedule import row_factor
 from cute_kernels.gemm.experts.reference import grouped_linear_reference, route_reference
 from cute_kernels.gemm.out_kinds import BF16, FP32
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
+from cute_kernels.gemm.quantize import quantize_weight
 from cute_kernels.gemm.stream import epilogue as stream_epilogue
+from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.runtime.composed import changed
 from layouts.transform import unpack
 from layouts.weights import hopper
+from simulator import Altered
 from tests.launchers import given_to
 from tests.linear.cases import known
 from tests.moe.machine import Machine
@@ -96,12 +99,18 @@ def halves(memory: np.ndarray, address: int, count: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def weights(codes: bytes, scales: bytes) -> np.ndarray:
-    """fp64 [64, 128] of a k block of a tile."""
-    blob = torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(1, 2, 2048)
-    values = unpack(hopper.restore(blob, 4), 4).numpy().astype(np.float64) - 8
-    groups = halves(np.frombuffer(scales, np.uint8), 0, len(scales) // 2).reshape(-1, 64)
-    return values * groups.T.repeat(128 // len(groups), axis=1)
+def weights(form: WeightFormat, codes: bytes, scales: bytes) -> np.ndarray:
+    """fp64 [64, 128] of a k block of a tile, without scales that hold for all of K."""
+    blob = torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(1, -1, 2048)
+    values = hopper.restore(blob, form.bits)
+    values = unpack(values, 4) if form.bits == 4 else values
+    if not form.bytes_in_e4m3:
+        groups = halves(np.frombuffer(scales, np.uint8), 0, len(scales) // 2).reshape(-1, 64)
+        return (values.numpy().astype(np.float64) - 8) * groups.T.repeat(128 // len(groups), axis=1)
+    values = values.view(64, -1, min(form.group_size or 128, 128))
+    of_groups = torch.frombuffer(bytearray(scales), dtype=torch.uint8) if scales else torch.ones(64).view(torch.uint8)
+    of_groups = of_groups.view(form.scale_dtype(torch.bfloat16)).view(-1, 64).T.contiguous()
+    return form.dequantize(values, of_groups, None).double().numpy().reshape(64, 128)
 
 
 class Launch:
@@ -115,7 +124,7 @@ class Launch:
     def __init__(self, config: RangeConfig, num_ctas: int, x_slots: int, run_on, parts: int = 1):
         self.config, self.num_ctas, self.x_slots, self.parts = config, num_ctas, x_slots, parts
         self.machine = Machine(1 << 23)
-        run_on(self.machine)
+        run_on(Altered(self.machine, modules={ranges_kernel: {"load_channel": self.load_channel}}))
         self.made: list[list[tuple[int, int]]] = [[] for _ in range(num_ctas)]
         self.filled: Counter = Counter()
         self.read: Counter = Counter()
@@ -126,7 +135,18 @@ class Launch:
         self.kernel.roles = self.roles = roles
         roles.rows = Rows(self)
         roles.copy_k_blocks, roles.multiply_k_blocks = self.copy_k_blocks, self.multiply_k_blocks
+        roles.products.finish = lambda acc: None  # a row has one place here, whatever the columns of its limbs
         roles.epilogue = stream_epilogue.StreamEpilogue(config)
+
+    def load_channel(self, config, decoder, operands, tile, row, tile_bytes) -> list[Any]:
+        """Stands for `device_operands.load_channel`: fp32 scales, whole for each row or byte by byte after a tile's."""
+        at = operands.scales + int(tile) * int(tile_bytes)
+        if config.format.row_scales:
+            at += int(tile_bytes) - config.more_scale_bytes
+            rows = self.machine.memory[at : at + 4 * 64].reshape(4, 64).T.copy().view(np.float32)[:, 0]
+        else:
+            rows = self.machine.memory[operands.scales + 256 * int(tile) :][:256].view(np.float32)
+        return [([rows[row], rows[row + 8]], None)]
 
     def begin_entry(self) -> None:
         """A thread's next entry, in a slot of limbs that no warp reads any more."""
@@ -160,6 +180,7 @@ class Launch:
                 codes = base + number * config.k_block_bytes
                 scales = base + config.scale_offset + number * config.k_block_scale_bytes
                 w = weights(
+                    config.format,
                     shared[codes : codes + config.k_block_bytes].tobytes(),
                     shared[scales : scales + config.k_block_scale_bytes].tobytes(),
                 )
@@ -188,7 +209,7 @@ class Launch:
         """Results, of which those that are not written are -7."""
         places = (x if rows is None else rows).shape[0]
         routing = self.machine.put(offsets), self.machine.put(rows)
-        entries = sorted_entries(offsets.diff().tolist(), self.config.tile_m)
+        entries = sorted_entries(offsets.diff().tolist(), entry_rows(self.config.format))
         return self.start(weight, x, routing, entries, places, (), bias, activation, out_dtype, waits)
 
     def run_assigned(
@@ -265,14 +286,17 @@ CASES: dict[str, tuple[tuple[int, ...], int, int, int, int, dict[str, Any]]] = {
     "groups of 32": ((3, 9, 1, 0), 130, 200, 3, 2, {"format": integers(4, 32)}),
     "groups of 32, half a k block last": ((3, 9, 1, 0), 130, 320, 3, 2, {"format": integers(4, 32), "half_last": True}),
     "groups of 64, half a k block": ((3, 0, 1, 0), 192, 40, 2, 1, {"format": integers(4, 64), "half_last": True}),
+    "scales of two levels": ((3, 9, 1, 0), 130, 256, 3, 2, {"format": weight_format("nvfp4"), "n_tiles": 2}),
+    "two levels, half a k block": ((2, 5, 0, 1), 130, 320, 3, 1, {"format": weight_format("nvfp4"), "half_last": True}),
+    "8 bits in groups": ((3, 9, 1, 0), 130, 256, 3, 2, {"format": weight_format("fp8_block"), "n_tiles": 2}),
+    "8 bits, a scale a row": ((3, 9, 1, 0), 130, 256, 3, 1, {"format": weight_format("fp8"), "n_tiles": 2}),
 }
 
 
 @pytest.mark.parametrize("counts, n, k, num_ctas, x_slots, fields", CASES.values(), ids=list(CASES))
 def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slots, fields, run_on):
     counts = [int(count) for count in counts]
-    group_size = fields.get("format", CONFIG.format).group_size
-    weight = stack_experts([known(n, k, group_size=group_size, seed=seed).pack() for seed in range(len(counts))])
+    weight = stack_experts([packed(n, k, fields.get("format", CONFIG.format), seed) for seed in range(len(counts))])
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(7, k, generator=generator).to(torch.bfloat16)
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
@@ -282,9 +306,16 @@ def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slo
     found = launch.run(weight, x, offsets, rows)
     torch.testing.assert_close(found[:-2], exact(x[rows.long()], weight, counts)[:-2], rtol=2e-5, atol=1e-6)
     assert torch.all(found[-2:] == -7.0)
-    entries = sorted_entries(counts, launch.config.tile_m)
+    entries = sorted_entries(counts, entry_rows(launch.config.format))
     check_copies(launch, weight, entries)
     check_limbs(launch, weight, entries)
+
+
+def packed(n: int, k: int, form: WeightFormat, seed: int) -> PackedWeight:
+    if not form.bytes_in_e4m3:
+        return known(n, k, group_size=form.group_size, seed=seed).pack()
+    dense = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+    return quantize_weight(dense * 2.0**seed, format=form, dtype=torch.bfloat16)
 
 
 def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Tensor:
@@ -296,7 +327,7 @@ def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Te
 
 def part_k_blocks(launch: Launch, weight: PackedExperts) -> int:
     """K blocks of 128 inputs of a part of K."""
-    return -(-weight.codes.shape[2] // 2) // launch.parts
+    return -(-weight.codes.shape[2] // launch.config.k_block_tiles) // launch.parts
 
 
 def blocks_of(launch: Launch, weight: PackedExperts, entries: Entries) -> list[list[tuple[int, int, int, int]]]:
@@ -322,12 +353,13 @@ def check_copies(launch: Launch, weight: PackedExperts, entries: Entries) -> Non
         (True, launch.scales, weight.scales.nbytes, config.k_block_scale_bytes),
     ):
         for cta, blocks in enumerate(blocks_of(launch, weight, entries)):
-            tile_bytes = count * k_block_bytes // 2
+            tile_bytes = count * k_block_bytes // config.k_block_tiles + scales * config.more_scale_bytes
             wanted = [
                 ((expert * tiles + min(block * config.n_tiles + i, tiles - 1)) * tile_bytes + begin, length)
                 for _, part, expert, block in blocks
                 for k_block in range(part * own, (part + 1) * own, config.chunk_k_blocks)
                 for i in range(config.n_tiles)
+                if k_block_bytes
                 for begin, length in pieces(config, k_block, half and k_block == own - 1, scales, k_block_bytes)
             ]
             copied = [c for c in launch.machine.copies if c[0][0] == cta and first <= c[1] < first + size]

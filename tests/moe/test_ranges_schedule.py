@@ -12,10 +12,15 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.architecture import HOPPER
 from cute_kernels.formats.weights import integers, weight_format
-from cute_kernels.formats.weights.fp4 import MxFp4
 from cute_kernels.gemm.experts import choice
 from cute_kernels.gemm.experts.ranges import schedule
-from cute_kernels.gemm.experts.ranges.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS, MOST_DIVIDED, ROWS
+from cute_kernels.gemm.experts.ranges.config import (
+    LANE_ASSIGNMENTS,
+    LANE_EXPERTS,
+    MOST_ASSIGNMENTS,
+    MOST_DIVIDED,
+    entry_rows,
+)
 from cute_kernels.gemm.experts.ranges.schedule import (
     LEAST_STAGES_BYTES,
     PARTS,
@@ -170,7 +175,7 @@ def test_no_more_blocks_are_counted_than_quotients_hold():
         for shape in SHAPES:
             layout = make_layout(grouped, shape)
             assert layout is not None
-            entries = grouped.max_entries(ROWS)
+            entries = grouped.max_entries(entry_rows(grouped.format))
             largest = entries * layout.num_blocks * max(layout.num_blocks, grouped.num_sms)
             assert (shape.n_tiles in possible) == (largest <= MOST_DIVIDED)
 
@@ -183,7 +188,8 @@ def test_no_more_blocks_are_counted_than_quotients_hold():
         {"num_stages": 10},
         {"expert_rounds": 3},
         {"format": integers(8)},
-        {"format": MxFp4(group_size=128)},
+        {"format": weight_format("fp8_block_e8m0")},
+        {"format": weight_format("e4m3_g64f32"), "half_last": True},
     ],
     ids=str,
 )

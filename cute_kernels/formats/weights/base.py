@@ -42,6 +42,7 @@ class WeightFormat(ABC):
             limbs.
         bytes_in_e4m3: whether the bytes of `byte_decoder`, and limbs, are E4M3 numbers. If not, both are signed
             integers, and products are exact.
+        byte_exponent: log2 of the number that a byte of `byte_decoder` is for a code of 1.
         nan_codes: codes that are NaN. Kernels do not test for them: `with_nan_codes` makes the scale of their group
             NaN.
         code_dtypes, given_scale_dtypes: dtypes that checkpoints use for bytes of codes, and for scales of one byte.
@@ -64,6 +65,7 @@ class WeightFormat(ABC):
     stream_clocks: ClassVar[float] = 0.0
     limb_clocks: ClassVar[float] = 0.0
     bytes_in_e4m3: ClassVar[bool] = False
+    byte_exponent: ClassVar[int] = 4
     nan_codes: ClassVar[tuple[int, ...]] = ()
     code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)

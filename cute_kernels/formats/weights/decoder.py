@@ -38,8 +38,8 @@ class PackedMath(Protocol):
 
 
 class ByteDecoder(ABC):
-    """Decodes 4-bit codes of one format to signed bytes: 16 times the weight without its scale. Formats with
-    `bytes_in_e4m3` have E4M3 numbers instead: 2**-6 times that weight.
+    """Decodes codes of one format to signed bytes: 16 times the weight without its scale. Formats with `bytes_in_e4m3`
+    have E4M3 numbers instead: 2 ** `byte_exponent` times that weight.
 
     For formats with zero points the weight here is the code less 8, not less its zero point.
     """
@@ -49,9 +49,9 @@ class ByteDecoder(ABC):
         return None
 
     @abstractmethod
-    def fragment(self, word: Uint32, masks: Any) -> list[Uint32]:
-        """Returns two registers of the A operand: the bytes of a k16 step for the thread's rows g and g + 8. word: the
-        step's codes."""
+    def fragment(self, words: Sequence[Uint32], masks: Any) -> list[Uint32]:
+        """Returns two registers of the A operand: the bytes of a k16 step for the thread's rows g and g + 8. words: the
+        step's codes, one word of 4-bit codes, two of 8-bit codes."""
 
 
 class E4m3Decoder(ABC):

@@ -7,7 +7,7 @@
 | `e2m1_g16e4m3` (NVFP4) | E4M3, positive | 16 | fp32, one for each row |
 
 Codes, scales and their products are exact in bf16, and codes are exact in E4M3. So few rows of x are multiplied in E4M3
-limbs. MMAs of bytes take 32 inputs, so they need groups of at least 32.
+limbs.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Fp4Format(ByteScales, WeightFormat):
     bits: int = 4
     group_size: int = 32
     bytes_in_e4m3: ClassVar[bool] = True
+    byte_exponent: ClassVar[int] = -6
 
     code_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 
@@ -140,6 +141,7 @@ class NvFp4(Fp4Format):
     row_scales: ClassVar[bool] = True
     decode_cost: ClassVar[float] = 1.2
     stream_clocks: ClassVar[float] = 325.0
+    limb_clocks: ClassVar[float] = 270.0
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.float8_e4m3fn)
 
     @property
@@ -271,8 +273,8 @@ class Fp4Bytes(ByteDecoder):
     def __init__(self, math: PackedMath) -> None:
         self.math = math
 
-    def fragment(self, word, masks) -> list[Any]:
-        numbers, signs = self.math.word(E4M3_BITS), self.math.word(SIGNS)
+    def fragment(self, words, masks) -> list[Any]:
+        (word,), numbers, signs = words, self.math.word(E4M3_BITS), self.math.word(SIGNS)
         return [(word << 2) & numbers | (word << 4) & signs, (word >> 2) & numbers | word & signs]
 
 

@@ -24,7 +24,7 @@ import torch
 
 from cute_kernels.formats.weights.base import WeightFormat, register
 from cute_kernels.formats.weights.byte_scales import E8M0_NAN, PowerScales, WordScales, power_word
-from cute_kernels.formats.weights.decoder import CodeDecoder, E4m3Decoder, PackedMath
+from cute_kernels.formats.weights.decoder import ByteDecoder, CodeDecoder, E4m3Decoder, PackedMath
 from cute_kernels.formats.weights.integers import SCALE_LIMIT
 from layouts.numbers import quotient
 
@@ -84,7 +84,11 @@ class Fp8Format(WeightFormat):
 
 @dataclass(frozen=True, eq=False)
 class FloatFp8(WordScales, Fp8Format):
-    """FP8 with fp32 scales of groups or of rows."""
+    """FP8 with fp32 scales of groups or of rows. Scales are at most 2**27, so products of limbs meet them before the
+    scale of x without overflow."""
+
+    bytes_in_e4m3: ClassVar[bool] = True
+    byte_exponent: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +98,10 @@ class FloatFp8(WordScales, Fp8Format):
     @property
     def scales_name(self) -> str:
         return f"{super().scales_name}f32"
+
+    @property
+    def codes_as_bytes(self) -> bool:
+        return True
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.float().contiguous().view(self.scale_dtype(dtype))
@@ -110,6 +118,9 @@ class FloatFp8(WordScales, Fp8Format):
         # As fp32: PyTorch 2.11 has no `where` of uint32.
         numbers = scales.contiguous().view(torch.float32).masked_fill(is_nan(codes).any(dim=-1), torch.nan)
         return numbers.view(scales.dtype)
+
+    def byte_decoder(self, math: PackedMath) -> ByteDecoder:
+        return Fp8Bytes(math)
 
     def scales_codes(self, dtype: str) -> bool:
         return bool(self.group_size)
@@ -178,6 +189,16 @@ class E4m3Codes(E4m3Decoder):
     def fragment(self, words) -> list[Any]:
         # Of bytes a, b of two words: the even ones of a and b in turn, and the odd ones.
         return [self.permuted(words[0], words[1], selector) for selector in (0x6240, 0x7351)]
+
+
+class Fp8Bytes(ByteDecoder):
+    """Passes E4M3 codes on as they are."""
+
+    def __init__(self, math: PackedMath) -> None:
+        self.codes = E4m3Codes(math)
+
+    def fragment(self, words, masks) -> list[Any]:
+        return self.codes.fragment(words)
 
 
 class PowerFp8Decoder(Fp8Decoder):

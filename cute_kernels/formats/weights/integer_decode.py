@@ -43,7 +43,8 @@ class NibbleBytes(ByteDecoder):
         """Returns a constant in a register, since an instruction has room for only one constant."""
         return nothing + Uint32(SIGNS)
 
-    def fragment(self, word, masks) -> list[Any]:
+    def fragment(self, words, masks) -> list[Any]:
+        (word,) = words
         return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
 
 

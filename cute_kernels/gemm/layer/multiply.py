@@ -123,7 +123,7 @@ class Multiplier:
 
     def operands(self, first, second, masks) -> list:
         """Returns the A operand of an MMA: bytes of two steps' codes, each (code - 8) * 16."""
-        return [byte for word in (first, second) for byte in NibbleBytes().fragment(word, masks)]
+        return [byte for word in (first, second) for byte in NibbleBytes().fragment([word], masks)]
 
     @cute.jit
     def publish(self, acc, memory: LayerMemory, buffer, rank, lane):

@@ -18,6 +18,7 @@ from cute_kernels.gemm.wgmma.mainloops import (
     WARPGROUP_THREADS,
     Mainloop,
     ResidentLimbs,
+    row_columns,
 )
 from cute_kernels.gemm.wgmma.regions import Barriers, Region
 from cute_kernels.gemm.wgmma.results import STAGED, STAGING_PAD, WGMMA_N_STEP, WHOLE_K, Reduction, StagedStore
@@ -43,7 +44,7 @@ class WgmmaConfig(Generic[M]):
     Attributes:
         format: the weight's format.
         dtype: dtype of the activations, "bf16" or "fp16".
-        tile_m: rows of x of a tile, the N of the MMAs.
+        tile_m: rows of x of a tile, the N of the MMAs; see `rows`.
         row_parts: equal parts of ``tile_m``, with TMA tiles of their own. Parts without rows are neither loaded nor
             multiplied.
         n_tiles: number of tiles of 64 output features that a warpgroup multiplies with the same activations.
@@ -90,6 +91,11 @@ class WgmmaConfig(Generic[M]):
     def limbs(self) -> bool:
         """Whether x is multiplied as limbs of 8 bits."""
         return self.mainloop.limbs
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of x of a tile: `tile_m`, unless each row has several columns of an MMA of limbs."""
+        return self.tile_m // row_columns(self.format) if self.limbs else self.tile_m
 
     @property
     def cluster(self) -> int:

@@ -129,7 +129,8 @@ class ResidentCost(MainloopCost):
     tile: ClassVar[dict[int, float]] = {8: 0, 16: 350}
     load = 9  # for 128 inputs of a row that warps load
     limb = 20  # for 128 inputs of a row that TMA loads, shared by warpgroups that interleave k blocks
-    # For 128 inputs of a row, more than limbs of integers take: 88 instructions instead of 52 for 16 inputs.
+    # For 128 inputs of a row, more than limbs of integers take: 88 instructions instead of 52 for 16 inputs. Where
+    # loading codes takes longer than decoding them, it hides this.
     e4m3 = 6
     fill = 6  # for 128 inputs of a missing row that TMA fills in before the first weights arrive
     # For a further chunk of K, by whether warps load its rows.
@@ -147,7 +148,7 @@ class ResidentCost(MainloopCost):
         rows = self.load * problem.m * made if mainloop.loads else self.fill * missing * first
         if config.k_warpgroups > 1 and not mainloop.loads:
             rows += self.limb / config.warpgroups * problem.m * made
-        rows += self.e4m3 * problem.m * made if config.format.bytes_in_e4m3 else 0
+        rows += self.e4m3 * problem.m * made if config.format.bytes_in_e4m3 and config.format.limb_clocks else 0
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:

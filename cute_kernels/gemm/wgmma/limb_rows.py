@@ -29,23 +29,28 @@ INFINITY = 255 << FRACTION_BITS
 TOP_EXPONENT, ROUND_UP = 14, 1 << FRACTION_BITS - 7
 LEAST_EXPONENT = 127 - 100  # biased; of the least group maximum that has a scale: smaller scales are no fp32
 CODE_UNIT_BITS = 4  # bytes of codes are 16 times the codes
-# Of limbs and codes in E4M3, which need no such care. The product of a weight without scales with a group's largest
-# input is at least the weight and less than twice it, so the largest scales overflow no earlier than results.
-E4M3_TOP_EXPONENT, E4M3_UNIT_BITS, E4M3_ROUND_UP = 6, -6, 0
+# Of limbs in E4M3, which need no such care. The product of an FP4 code, in bytes of 2**-6, with a group's largest input
+# is at least the code and less than twice it, so the largest scales overflow no earlier than results.
+E4M3_TOP_EXPONENT, E4M3_ROUND_UP = 6, 0
 MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest integer in the lower bits
 
 
 class RowLimbs:
     """Makes the limbs of a lane's 8 inputs of a row; its callers store them.
 
-    top_exponent: the exponent of a group's largest input in fixed point. unit_bits: log2 of the byte's number for a
-    code of 1. round_up: is added to the bits of the largest magnitude before its exponent is taken.
+    unit_bits: log2 of the byte's number for a code of 1. top_exponent: the exponent of a group's largest input in fixed
+    point. round_up: is added to the bits of the largest magnitude before its exponent is taken.
     """
 
     def __init__(
-        self, dtype: str, top_exponent: int = TOP_EXPONENT, unit_bits: int = CODE_UNIT_BITS, round_up: int = ROUND_UP
+        self,
+        dtype: str,
+        *,
+        unit_bits: int = CODE_UNIT_BITS,
+        top_exponent: int = TOP_EXPONENT,
+        round_up: int = ROUND_UP,
     ):
-        self.dtype, self.top_exponent, self.unit_bits, self.round_up = dtype, top_exponent, unit_bits, round_up
+        self.dtype, self.unit_bits, self.top_exponent, self.round_up = dtype, unit_bits, top_exponent, round_up
 
     @cute.jit
     def load(self, x, row, piece, row_pieces):

@@ -11,8 +11,8 @@ Operands may have any order of k, as long as W and x have the same order. In the
 thread's bytes of a k16 step are inputs 2t, 2t + 8, 2t + 1, 2t + 9. Their lower halves are codes of row g, their upper
 halves codes of row g + 8. So x alternates between the first and the second eight of 16 inputs.
 
-FP4 codes become E4M3 by moving bits, in seven instructions for 8 codes, and bytes of integers by look-ups in eleven. So
-their x is in limbs of E4M3: see `E4m3Products`.
+FP4 codes become E4M3 by moving bits, in seven instructions for 8 codes, and bytes of integers by look-ups in eleven.
+FP8 codes are E4M3. So their x is in limbs of E4M3: see `E4m3Products`.
 
 Scaling integer products of weights in groups on the way from one accumulator to another is known from DeepGEMM and
 QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
@@ -35,11 +35,12 @@ from cute_kernels.formats.weights.decoder import ByteDecoder
 from cute_kernels.gemm.device_operands import scale_number
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, limb_groups, row_columns
 from cute_kernels.gemm.wgmma.reading import MainloopParts, Shift, StageReader, nothing
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 MMA_K = 2 * STEP_K
+CHUNK_WORDS = 4  # of a thread: 16 bytes
 LIMB_BASE = 256
 CODE_UNIT, SYMMETRIC_ZERO = 16, 8  # bytes of integers are 16 times codes less 8
 # Rows of x up to which a thread has registers for the products of two tiles at a time: 40 each, for two limbs a row.
@@ -90,9 +91,9 @@ class LimbProducts:
     Args:
         tiles: number of tiles of 64 output features that are multiplied by the same limbs.
         tile_m: rows of x for which there are accumulators. A thread has accumulators [tile][tile_m / 2].
-        word_steps: number of k16 steps whose codes are in one word of a thread.
+        word_steps: number of k16 steps whose codes are in a thread's 16 bytes of a chunk.
         bytes_of: function that decodes codes to bytes.
-        groups: number of groups in a k block; each has its own scales and accumulators.
+        groups: number of groups in a k block that have their own accumulators and, in a lane, scales.
     """
 
     def __init__(self, tiles: int, tile_m: int, word_steps: int, bytes_of: ByteDecoder, groups: int = 1):
@@ -142,11 +143,12 @@ class LimbProducts:
 
     def operands(self, words, masks) -> list[Any]:
         """Returns the A operands of a part: two registers for each k16 step."""
+        count = CHUNK_WORDS // self.word_steps  # words of a step
         return [
             register
             for chunk in words
-            for step in range(self.word_steps)
-            for register in self.bytes_of.fragment(chunk[step], masks)
+            for first in range(0, CHUNK_WORDS, count)
+            for register in self.bytes_of.fragment(chunk[first : first + count], masks)
         ]
 
     def start(self, operands, x, tile_m: int) -> list[Any]:
@@ -169,6 +171,9 @@ class LimbProducts:
 
     def wait(self, dots, pending: int) -> list[Any]:
         return wgmma.wait_for_dots(dots, pending)
+
+    def finish(self, acc) -> None:
+        """Does nothing: a row of x has one column."""
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
         """Returns the products of a tile's groups as fp32, joined from both limbs' accumulators, with zero points
@@ -221,14 +226,15 @@ class E4m3Products(LimbProducts):
     would round the sum a second time.
 
     A part is half a k block: its accumulators take fewer registers, and MMAs of the first half run while the second one
-    is decoded. Groups have at most 64 inputs.
+    is decoded. Each MMA has accumulators of its own, however many inputs share a scale.
     """
 
     def multiply_parts(self, acc, parts: Iterable[Part], masks, tile_m: int) -> None:
+        chunks = LIMB_GROUP // STEP_K // self.word_steps // 2
         halves = (
             replace(
                 part,
-                words=part.words[i : i + 1],
+                words=part.words[chunks * i : chunks * (i + 1)],
                 scales=part.scales[self.groups * i : self.groups * (i + 1)],
                 x=wgmma.advanced(part.x, i * LIMB_GROUP // 2),
             )
@@ -248,11 +254,26 @@ class E4m3Products(LimbProducts):
         return dots
 
 
+class HalfGroupProducts(E4m3Products):
+    """The products in E4M3 of groups of 16 inputs, half of an MMA's.
+
+    A row of x has two columns, four columns apart, as `.resident_rows.HalfGroupRows` stores it: in the first one the
+    inputs of even groups, in the second one those of odd groups, and zeros elsewhere. So one MMA gives the sums of two
+    groups, in accumulators of different lanes. Each lane scales its own by its own group's scale, as with groups of 32.
+    """
+
+    def finish(self, acc) -> None:
+        """Adds up each row's two columns, which are two lanes apart."""
+        for i in range(self.tiles * self.tile_m // 2):
+            acc[i] = acc[i] + cute.arch.shuffle_sync_bfly(acc[i], 2)
+
+
 def limb_products(config: WgmmaConfig | StreamConfig, word_steps: int) -> LimbProducts:
     """Returns the `LimbProducts` of a configuration."""
     bytes_of = config.format.byte_decoder(HopperMath(config.dtype))
-    products = E4m3Products if config.format.bytes_in_e4m3 else LimbProducts
-    return products(config.n_tiles, config.tile_m, word_steps, bytes_of, config.k_block_groups)
+    products: type[LimbProducts] = HalfGroupProducts if row_columns(config.format) > 1 else E4m3Products
+    products = products if config.format.bytes_in_e4m3 else LimbProducts
+    return products(config.n_tiles, config.tile_m, word_steps, bytes_of, limb_groups(config))
 
 
 class LimbReader:
@@ -269,6 +290,7 @@ class LimbReader:
         self.config, self.stages = config, stages
         self.has_shifts = config.format.sums_inputs and not config.format.has_zeros
         self.x_scale_shift, self.in_pairs = x_scale_shift or no_shift, in_pairs
+        self.columns = row_columns(config.format)
 
     def load_codes(self, memory, stage, place) -> list[list[Any]]:
         """Loads the codes of a stage, as `StageReader.load_codes` does."""
@@ -291,7 +313,8 @@ class LimbReader:
         first = tile * self.config.k_block_tiles
 
         def scale(number: int) -> Any:
-            word = self.load_scale_word(memory, stage, place, tile, number)
+            group = number // 2 * self.config.k_block_groups // limb_groups(self.config)
+            word = self.load_scale_word(memory, stage, place, tile, group, number % 2)
             return scale_number(self.config, self.stages.decoder, word)
 
         return Later(lambda chunk: ptx.load_shared_vector(codes, (first + chunk) * TILE_BYTES, 4)), Later(scale)
@@ -309,14 +332,18 @@ class LimbReader:
 
     def load_scale_words(self, memory, stage, place, tile: int) -> list[Any]:
         """Loads stored scales of the thread's two rows of a tile, group by group."""
-        return [self.load_scale_word(memory, stage, place, tile, i) for i in range(2 * self.config.k_block_groups)]
+        numbers = range(2 * self.config.k_block_groups)
+        return [self.load_scale_word(memory, stage, place, tile, i // 2, i % 2) for i in numbers]
 
-    def load_scale_word(self, memory, stage, place, tile: int, number: int) -> Any:
-        """Loads word ``number`` of `load_scale_words`."""
+    def load_scale_word(self, memory, stage, place, tile: int, group: int, half: int) -> Any:
+        """Loads a group's stored scale of one of the thread's two rows. Where an MMA takes two groups, a lane has the
+        first or the second one."""
         row = (place.row // TILE_N + tile) * (self.config.k_block_groups * TILE_N) + place.row % TILE_N
+        if self.columns > 1:
+            row = row + place.lane // 2 % 2 * TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
-        return ptx.load_shared_part(address, (8 * (number % 2) + TILE_N * (number // 2)) * size, size)
+        return ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size)
 
     def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
         """Loads zero points and sums of inputs. Returns, for each tile, (16 * (8 - zero point) of the thread's two

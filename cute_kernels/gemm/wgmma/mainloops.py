@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels.architecture import HOPPER, Limits
 from cute_kernels.device.cuda import WARP_THREADS
@@ -33,13 +33,14 @@ from cute_kernels.runtime.spec import one_of
 from layouts.weights.hopper import STEP_K, TILE_N
 
 if TYPE_CHECKING:
+    from cute_kernels.gemm.stream.config import StreamConfig
     from cute_kernels.gemm.wgmma.config import WgmmaConfig
 
 _ROOM = "cute_kernels.gemm.wgmma"
 WARPGROUP_THREADS = 4 * WARP_THREADS
 TMA_TILE_K = 64  # inputs of a TMA tile of activations: rows of 128 bytes, what swizzling permutes
 MOST_LOOPS = 4  # one for each number of row parts; with more of them ptxas serialises the MMAs
-MMA_GROUP = 32  # inputs of an MMA of bytes, so the smallest group with a scale of its own
+MMA_GROUP = 32  # inputs of an MMA of bytes
 LIMB_GROUP = 128  # inputs of a row of x that share a scale where x comes in limbs: rows of a TMA tile of bytes
 ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
@@ -239,10 +240,23 @@ class MmaSync(Mainloop):
         return None
 
 
-def takes_limbs(form: WeightFormat) -> bool:
-    """Returns whether a format's codes can be multiplied by limbs, with scales that apply group by group. E4M3 codes
-    take half a k block at a time, so it has whole groups."""
-    return form.codes_as_bytes and not form.row_scales and not (form.bytes_in_e4m3 and form.group_size >= LIMB_GROUP)
+def takes_limbs(form: WeightFormat, dtype: str) -> bool:
+    """Returns whether a format's codes can be multiplied by limbs of activations of ``dtype``. Of E4M3 two limbs hold
+    the 8 significant bits of bf16, not the 11 of fp16."""
+    if form.bytes_in_e4m3:
+        return form.codes_as_bytes and dtype == "bf16"
+    return form.codes_as_bytes and not form.row_scales and form.group_size >= MMA_GROUP
+
+
+def row_columns(form: WeightFormat) -> int:
+    """Returns how many columns of an MMA of bytes a row of x has: one for each group of inputs that the MMA takes."""
+    return max(MMA_GROUP // form.group_size, 1) if form.group_size else 1
+
+
+def limb_groups(config: WgmmaConfig[Any] | StreamConfig[Any]) -> int:
+    """Returns how many parts of a k block a lane has accumulators for: groups of inputs; of E4M3 one for each MMA, as
+    tensor cores add E4M3 products with few bits."""
+    return LIMB_GROUP // MMA_GROUP if config.format.bytes_in_e4m3 else config.k_block_groups
 
 
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
@@ -251,9 +265,10 @@ def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_
     zeros: whether zero points can be subtracted from sums of limbs. least: the fewest inputs of a group, for codes
     without zero points.
     """
-    if not takes_limbs(config.format) or (config.format.sums_inputs and not zeros):
-        return f"limbs want codes that are bytes{'' if zeros else ', without zero points'}, not {config.format.key}"
-    least = LIMB_GROUP if config.format.sums_inputs else least
+    if not takes_limbs(config.format, config.dtype) or (config.format.sums_inputs and not zeros):
+        wanted = f"codes that are bytes{'' if zeros else ', without zero points'}"
+        return f"limbs want {wanted}, not {config.format.key} with {config.dtype}"
+    least = LIMB_GROUP if config.format.sums_inputs else least // row_columns(config.format)
     if config.group_size < least:
         return f"limbs want groups of at least {least} inputs, not {config.group_size}"
     return None
@@ -278,6 +293,8 @@ class Limbs(Mainloop):
     def problem(self, config: WgmmaConfig) -> str | None:
         if reason := limb_problem(config):
             return reason
+        if config.format.bytes_in_e4m3:
+            return f"limbs that a launch makes are integers, not the E4M3 that {config.format.key} wants"
         if config.row_parts > MOST_LOOPS:
             return f"{config.row_parts} parts of rows whose limbs follow one another want a loop for each"
         if config.tile_m > LIMB_TILE_M:
@@ -352,6 +369,10 @@ class ResidentLimbs(Mainloop):
     def problem(self, config: WgmmaConfig) -> str | None:
         if reason := limb_problem(config, zeros=True, least=MMA_GROUP) or one_of(config.row_parts, (1,), "row_parts"):
             return reason
+        if row_columns(config.format) > 1 and not self.loads:
+            return f"TMA does not bring groups of {config.group_size} inputs of a row into columns of their own"
+        if row_columns(config.format) > 1 and config.tile_m > WGMMA_N_STEP:
+            return f"groups of {config.group_size} inputs want tiles of {WGMMA_N_STEP} columns, not {config.tile_m}"
         if self.spare not in range(config.n_tiles):
             return f"spare {self.spare} is not one of 0 to {config.n_tiles - 1}"
         if self.k_blocks % (2 * config.reduction.k_warpgroups):

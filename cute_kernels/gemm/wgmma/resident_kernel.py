@@ -26,7 +26,7 @@ from cute_kernels.gemm.wgmma.kernel import launch_options
 from cute_kernels.gemm.wgmma.loads import ELEMENTS, WeightLoads, prefetch_biases, prefetch_k_blocks, tma_tiles_layout
 from cute_kernels.gemm.wgmma.memory import allocate, init_barriers
 from cute_kernels.gemm.wgmma.places import DensePlaces
-from cute_kernels.gemm.wgmma.reading import StageReader
+from cute_kernels.gemm.wgmma.reading import Channel, StageReader
 from cute_kernels.gemm.wgmma.reduction import TileStore
 from cute_kernels.gemm.wgmma.resident_mainloop import ResidentMainloop
 from cute_kernels.gemm.wgmma.resident_rows import K_BLOCK_TMA_TILES, ResidentLimbLoads
@@ -68,7 +68,7 @@ class ResidentKernel:
         self.weights = WeightLoads(config, self.places, asks_first=True)
         reduction = ClusterReduction(config, epilogue, self.places)
         self.limbs = ResidentLimbLoads(config)
-        mainloop = ResidentMainloop(config, self.limbs, stages)
+        mainloop = ResidentMainloop(config, self.limbs, stages, Channel(config, stages, self.places))
         self.consumers = Consumers(config, stages, self.places, mainloop, reduction)
 
     def launch(self, given, stream):

@@ -15,7 +15,7 @@ from cutlass import Int32
 
 from cute_kernels.gemm.wgmma.config import ResidentConfig
 from cute_kernels.gemm.wgmma.limbs import LimbReader, limb_products
-from cute_kernels.gemm.wgmma.reading import StageReader, nothing
+from cute_kernels.gemm.wgmma.reading import Channel, StageReader, nothing
 from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
 
 
@@ -33,8 +33,8 @@ def at(memory, index, tile_m: int):
 class ResidentMainloop:
     """MMAs of limbs that stay in shared memory, in chunks of K where there is no room for all of them."""
 
-    def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, stages: StageReader):
-        self.config, self.limbs, self.stages = config, limbs, stages
+    def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, stages: StageReader, channel: Channel):
+        self.config, self.limbs, self.stages, self.channel = config, limbs, stages, channel
         self.reader = LimbReader(config, stages, None, in_pairs=True)
         self.products = limb_products(config, stages.decoder.steps)
 
@@ -98,4 +98,7 @@ class ResidentMainloop:
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m, zeros, shifts)
 
     def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
-        """Does nothing: `multiply` leaves accumulators finished and scaled."""
+        """Adds up the columns of each row, and applies scales that hold for all of K, if there are any."""
+        self.products.finish(acc)
+        if channel:
+            self.channel.scale(acc, [acc[i] for i in range(self.config.thread_acc)], channel)

@@ -13,7 +13,7 @@ the low ones. Pieces of 16 bytes are exchanged among eight rows as 128-byte swiz
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import cutlass
@@ -24,9 +24,10 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.pipeline import Barrier, fence_init
+from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.wgmma.config import ResidentConfig
-from cute_kernels.gemm.wgmma.limb_rows import E4M3_ROUND_UP, E4M3_TOP_EXPONENT, E4M3_UNIT_BITS, MAGIC, RowLimbs
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K
+from cute_kernels.gemm.wgmma.limb_rows import CODE_UNIT_BITS, E4M3_ROUND_UP, E4M3_TOP_EXPONENT, MAGIC, RowLimbs
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, ROW_LIMB_BYTES, TMA_TILE_K, row_columns
 from cute_kernels.gemm.wgmma.reading import Lane
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 
@@ -42,6 +43,7 @@ PIECE_BITS = PIECE_INPUTS.bit_length() - 1
 GROUP_PIECES = LIMB_GROUP // PIECE_INPUTS
 STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
 K_BLOCK_TMA_TILES = LIMB_GROUP // TMA_TILE_K
+COLUMN_DISTANCE = 4  # between the columns of a row of x that has two
 CHUNK_BARRIER = 14  # number of the consumer warps' barrier between chunks of K
 ROW_BYTES = LIMB_GROUP  # bytes of a row of limbs; also of a row of x, half of a group
 MAGNITUDES = 0x7FFF7FFF
@@ -84,6 +86,8 @@ class RowsRoom:
         loads: whether consumer warps load x; if not, TMA loads it.
         sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
         e4m3: whether limbs are E4M3 numbers.
+        unit_bits: `WeightFormat.byte_exponent` of the codes that they are multiplied by.
+        columns: number of columns of an MMA that a row of x has.
     """
 
     dtype: str
@@ -93,19 +97,22 @@ class RowsRoom:
     loads: bool = True
     sums: bool = False
     e4m3: bool = False
+    unit_bits: int = CODE_UNIT_BITS
+    columns: int = 1
 
 
 class ResidentRows:
-    """How the consumer warps of a :class:`.resident_kernel.ResidentKernel` load x and make limbs.
+    """How the consumer warps of a :class:`.resident_kernel.ResidentKernel` load x and make limbs."""
 
-    exponents: arguments of `RowLimbs`.
-    """
-
-    exponents: ClassVar[tuple[int, ...]] = ()
+    columns: ClassVar[int] = 1  # of an MMA, that a row of x has
 
     def __init__(self, room: RowsRoom):
         self.room = room
-        self.limb_rows = RowLimbs(room.dtype, *self.exponents)
+        self.limb_rows = self.row_limbs()
+
+    def row_limbs(self) -> RowLimbs:
+        """Makes what computes limbs and scales of a row."""
+        return RowLimbs(self.room.dtype)
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
         """Returns the source of a launch's x."""
@@ -185,11 +192,16 @@ class ResidentRows:
             cute.arch.sync_warp()  # until all lanes have their inputs
             if begin + k_block < end:
                 self.store(start, tile_m, row, lane, limbs)
-                if lane % GROUP_LANES == 0:
-                    ptx.store_shared(memory.x_scales + (k_block * tile_m + row) * 4, 0, [scale])
+                if lane % GROUP_LANES < self.columns:
+                    number = k_block * tile_m + self.scale_column(row, lane)
+                    ptx.store_shared(memory.x_scales + number * 4, 0, [scale])
                     if const_expr(self.room.sums):
-                        ptx.store_shared(memory.x_sums + (k_block * tile_m + row) * 4, 0, [total])
+                        ptx.store_shared(memory.x_sums + number * 4, 0, [total])
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    def scale_column(self, row, lane) -> Any:
+        """Returns for which column of a row a lane stores the row's scale."""
+        return row
 
     @staticmethod
     def keep(registers, values) -> None:
@@ -301,7 +313,9 @@ class E4m3Rows(ResidentRows):
     least 2**-8 of the group's largest are exact; smaller ones are off by at most 2**-15 of it.
     """
 
-    exponents = E4M3_TOP_EXPONENT, E4M3_UNIT_BITS, E4M3_ROUND_UP
+    def row_limbs(self) -> RowLimbs:
+        exponents = {"unit_bits": self.room.unit_bits, "top_exponent": E4M3_TOP_EXPONENT, "round_up": E4M3_ROUND_UP}
+        return RowLimbs(self.room.dtype, **exponents)
 
     def fixed(self, words, factor) -> list[Any]:
         """Returns 16 inputs in the group's unit, fp32."""
@@ -314,23 +328,47 @@ class E4m3Rows(ResidentRows):
         return [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x5410)) for i in range(0, 16, 2)]
 
 
+class HalfGroupRows(E4m3Rows):
+    """Rows of x in E4M3 whose scaled groups have 16 inputs, half of an MMA's: see `.limbs.HalfGroupProducts`.
+
+    Row r has columns r and r + `COLUMN_DISTANCE`. Each block of 16 inputs is in one of them; zeros are in the other.
+    """
+
+    columns = 2
+
+    def scale_column(self, row, lane) -> Any:
+        return row + lane % GROUP_LANES * COLUMN_DISTANCE
+
+    def store(self, start, tile_m, row, lane, limbs) -> None:
+        for number, words in enumerate(limbs):
+            block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
+            for column in range(2):
+                own = (block & 1) == column
+                place = row + column * COLUMN_DISTANCE
+                address = start + column * COLUMN_DISTANCE * ROW_BYTES
+                address = address + (block ^ (place & (WGMMA_N_STEP - 1))) * PIECE_BYTES
+                stored = [cutlass.select_(own, word, Uint32(0)) for word in words]
+                ptx.store_shared(address, 0, stored[:4])
+                ptx.store_shared(address + tile_m * ROW_BYTES, 0, stored[4:])
+
+
 def rows_in(room: RowsRoom) -> ResidentRows:
     """Makes the `ResidentRows` for a room's limbs."""
+    if room.columns > 1:
+        return HalfGroupRows(room)
     return E4m3Rows(room) if room.e4m3 else ResidentRows(room)
 
 
 def room_of(config: ResidentConfig) -> RowsRoom:
     """Returns the room that a configuration's resident limbs have."""
-    mainloop = config.mainloop
-    return RowsRoom(
-        config.dtype,
-        config.tile_m,
-        config.consumer_warps,
-        mainloop.k_blocks,
-        mainloop.loads,
-        config.format.sums_inputs,
-        config.format.bytes_in_e4m3,
-    )
+    form, mainloop = config.format, config.mainloop
+    room = RowsRoom(config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads)
+    return replace(room, sums=form.sums_inputs, **limbs_of(form))
+
+
+def limbs_of(form: WeightFormat) -> dict[str, Any]:
+    """Returns the fields of `RowsRoom` that a format of weights decides."""
+    return {"e4m3": form.bytes_in_e4m3, "unit_bits": form.byte_exponent, "columns": row_columns(form)}
 
 
 class ResidentLimbLoads:

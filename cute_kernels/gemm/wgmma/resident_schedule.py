@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import RESIDENT_TILE_M, ResidentConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, TMA_TILE_K, ResidentLimbs, row_columns
 from cute_kernels.gemm.wgmma.results import Dsmem
 from cute_kernels.gemm.wgmma.stages import of_format, with_stages
 
@@ -91,7 +91,8 @@ SPARE_BYTES = 2048  # of shared memory, for alignment
 
 def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     """Returns configurations that multiply few rows in limbs."""
-    tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
+    columns = problem.m * row_columns(problem.format)
+    tile_m = next((count for count in RESIDENT_TILE_M if columns <= count), None)
     if tile_m is None or problem.k_pad % LIMB_GROUP:  # groups of 32 and 64 may end within one of limbs
         return []
     shapes = FINE_SHAPES if problem.format.group_size < LIMB_GROUP else RESIDENT_SHAPES
@@ -129,6 +130,6 @@ def part_k_blocks(problem: LinearProblem) -> int:
 
 def load_choices(problem: LinearProblem) -> tuple[bool, ...]:
     """Returns the values of `ResidentLimbs.loads` that are worth considering for a problem."""
-    if problem.k % TMA_TILE_K:
-        return (True,)  # TMA takes whole TMA tiles
+    if problem.k % TMA_TILE_K or row_columns(problem.format) > 1:
+        return (True,)  # TMA takes whole TMA tiles, and stores a row once
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)

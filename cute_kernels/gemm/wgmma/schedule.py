@@ -163,7 +163,7 @@ def cut_schedule(problem: LinearProblem, config: WgmmaConfig, splits: int) -> Ti
     k_blocks, rest = divmod(problem.k_pad, config.block_k)
     if rest or not config.reduction.can_cut(config, splits, k_blocks):
         return None
-    return TileSchedule(config, problem.num_tiles, -(-problem.m // config.tile_m), k_blocks, splits, 0)
+    return TileSchedule(config, problem.num_tiles, -(-problem.m // config.rows), k_blocks, splits, 0)
 
 
 def share_of(config: WgmmaConfig) -> float:

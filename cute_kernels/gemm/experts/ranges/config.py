@@ -6,16 +6,23 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.device.cuda import WARP_THREADS
+from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.arguments import CompiledAs
 from cute_kernels.gemm.experts.arguments import ASSIGNED, RANGES
 from cute_kernels.gemm.stream.config import MMA_N, ROW_WARPS, Activations, StreamConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, MMA_GROUP, ROW_LIMB_BYTES, ROW_SCALE_BYTES, takes_limbs
+from cute_kernels.gemm.wgmma.mainloops import (
+    LIMB_GROUP,
+    MMA_GROUP,
+    ROW_LIMB_BYTES,
+    ROW_SCALE_BYTES,
+    row_columns,
+    takes_limbs,
+)
 from cute_kernels.gemm.wgmma.results import TMA_TILE_ALIGNMENT
 from cute_kernels.runtime.spec import one_of
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x
-GROUP_SIZES = (MMA_GROUP, LIMB_GROUP // 2, LIMB_GROUP)
-ROWS = MMA_N  # the most rows of an expert that are multiplied together
+GROUP_SIZES = (0, MMA_GROUP // 2, MMA_GROUP, LIMB_GROUP // 2, LIMB_GROUP)
 LANE_EXPERTS = 4  # experts of a lane in a round, one after the other
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
 ROUNDS = (1, 2, 4)
@@ -86,16 +93,23 @@ class EntryLimbs(Activations):
         for field, (found, wanted) in choices.items():
             if reason := one_of(found, wanted, field):
                 return reason
-        if not takes_limbs(config.format) or config.format.sums_inputs:
-            return f"limbs want codes that are bytes, without zero points, not {config.format.key}"
+        if not takes_limbs(config.format, config.dtype) or config.format.sums_inputs:
+            return f"limbs want codes that are bytes, without zero points, not {config.format.key} with {config.dtype}"
         if config.num_stages % config.k_warps:
             # Else a stage could have the parity of two rounds before.
             return f"num_stages {config.num_stages} is no multiple of the {config.k_warps} warpgroups that take turns"
         if self.half_last and (config.chunk_k_blocks > 1 or config.group_size == BLOCK_K):
             return f"half a k block of {config.format.key} in chunks of {config.chunk_k_blocks} is no chunk with scales"
+        if self.half_last and config.format.nan_codes:
+            return f"half a k block leaves codes in a stage, and codes of {config.format.key} may be NaN, times 0 too"
         if self.lane_assignments and self.expert_rounds > 1:
             return f"assignments are found in one round of experts, not {self.expert_rounds}"
         return None
+
+
+def entry_rows(form: WeightFormat) -> int:
+    """Returns the most rows of an expert that are multiplied together, a power of two."""
+    return MMA_N // row_columns(form)
 
 
 RangeConfig = StreamConfig[EntryLimbs]

@@ -20,12 +20,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.device.packed_math import HopperMath
-from cute_kernels.gemm.device_operands import scale_number
+from cute_kernels.gemm.device_operands import load_channel, scale_number
 from cute_kernels.gemm.experts.ranges.config import RangeConfig
 from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder
 from cute_kernels.gemm.experts.ranges.routing import AssignedRouting, Routing, SortedRouting
@@ -36,8 +36,8 @@ from cute_kernels.gemm.stream.kernel import FRAGMENT_BYTES, StreamLane, stage_ac
 from cute_kernels.gemm.stream.memory import allocate, init_barriers
 from cute_kernels.gemm.wgmma.limbs import Part, limb_products
 from cute_kernels.gemm.wgmma.loads import product
-from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES
-from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, RowsRoom, Source, rows_in
+from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES, limb_groups, row_columns
+from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, RowsRoom, Source, limbs_of, rows_in
 from layouts.weights.hopper import TILE_BYTES
 
 # Named barriers. MEETING: the consumer warps. CONSUMERS, EPILOGUE: the producer warp arrives once mbarriers are
@@ -48,8 +48,8 @@ MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 def room_of(config: RangeConfig) -> RowsRoom:
     """Returns the shared memory layout of a configuration's limbs, which `rows_in` fills."""
-    k_blocks, e4m3 = config.activations.room_k_blocks(config), config.format.bytes_in_e4m3
-    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, k_blocks, e4m3=e4m3)
+    k_blocks = config.activations.room_k_blocks(config)
+    return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, k_blocks, **limbs_of(config.format))
 
 
 @dataclass(frozen=True)
@@ -140,19 +140,37 @@ class RangeRoles:
     def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
         """Returns, for each tile of a block, the addresses of its codes and scales from k block ``first_k_block``
         on."""
-        config = self.config
-        tiles = [
-            expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)
-            for i in range(config.n_tiles)
-        ]
+        config, tiles = self.config, self.weight_tiles(shape, expert, block)
         # There are fewer k blocks than fit into 32 bits: each is some kilobytes.
-        parts = self.parts
-        of_tile = Uint32(self.routing.tile_k_blocks(shape) * parts - (parts - 1))
+        parts, of_tile = self.parts, self.tile_parts(shape)
         firsts = [Uint32(tile) * of_tile + Uint32(first_k_block * parts) for tile in tiles]
         sizes = config.k_block_bytes // parts, config.k_block_scale_bytes // parts
-        return [
+        begins = [
             (operands.codes + product(first, sizes[0]), operands.scales + product(first, sizes[1])) for first in firsts
         ]
+        if config.more_scale_bytes:
+            more = [product(Uint32(tile), config.more_scale_bytes) for tile in tiles]
+            begins = [(codes, scales + each) for (codes, scales), each in zip(begins, more, strict=True)]
+        return begins
+
+    def weight_tiles(self, shape, expert, block) -> list[Any]:
+        """Returns the tiles of a block, among those of all experts."""
+        count = self.config.n_tiles
+        return [expert * shape.num_tiles + cutlass.min(block * count + i, shape.num_tiles - 1) for i in range(count)]
+
+    def tile_parts(self, shape) -> Any:
+        """Returns the number of a tile's k blocks, or of halves if the last one may be half a k block."""
+        return Uint32(self.routing.tile_k_blocks(shape) * self.parts - (self.parts - 1))
+
+    def load_channel(self, operands, shape, expert, block, place: LimbLane) -> list[Any]:
+        """Loads what `load_channel` returns for all tiles of a block."""
+        config, found = self.config, []
+        if config.more_scale_bytes or not config.group_size:
+            size = config.k_block_scale_bytes // self.parts
+            tile_bytes = Int64(self.tile_parts(shape)) * size + config.more_scale_bytes
+            for tile in self.weight_tiles(shape, expert, block):
+                found += load_channel(config, self.decoder, operands, tile, place.scale_offset, tile_bytes)
+        return found
 
     def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
         """Starts loading the chunk of a block that begins at ``k_block``. Runs in one lane of the producer warp.
@@ -177,7 +195,7 @@ class RangeRoles:
             source = scales + product(k_block, config.k_block_scale_bytes)
             place = target + (config.scale_offset + first * config.k_block_scale_bytes)
             size = count * config.k_block_scale_bytes // parts
-            for part in range(parts):
+            for part in range(parts if size else 0):
                 ptx.bulk_copy_to_shared(place + part * size, source + part * other, Int32(size), address)
 
     def x_start(self, shape, memory, slot) -> Any:
@@ -230,12 +248,12 @@ class RangeRoles:
         config, shape, results = self.config, work_range.shape, memory.results
         place = self.limb_lane(shape, memory, warp, lane)
         here, turn, staged = memory.pipeline.consumer_state(place.k_warp), Int32(place.k_warp), results.producer_state()
-        last, slot, start = Int32(-1), Int32(0), Int32(0)
+        last, slot, start, expert = Int32(-1), Int32(0), Int32(0), Int32(0)
         acc = cute.make_rmem_tensor(config.n_tiles * 4, Float32)
         cute.arch.griddepcontrol_wait()
         cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
         for index in cutlass.range(work_range.count, unroll=1):
-            number, _ = work_range.block(index)
+            number, block = work_range.block(index)
             if number != last:
                 start = self.x_start(shape, memory, slot)
                 entry, begin = (
@@ -243,12 +261,14 @@ class RangeRoles:
                     self.routing.first_k_block(shape, number),
                 )
                 self.make_limbs(operands, shape, memory, entry, begin, row, start, warp, lane)
-                slot = slot + 1
+                slot, expert = slot + 1, entry.expert
             last = number
             acc.fill(0.0)
+            channel = self.load_channel(operands, shape, expert, block, place)
             here, turn = self.multiply_block(acc, shape, memory, place, start, (here, turn), lane)
+            self.products.finish(acc)
             results.producer_acquire(staged)
-            stage_acc(config, acc, memory, staged.stage, place, [])
+            stage_acc(config, acc, memory, staged.stage, place, channel)
             cute.arch.sync_warp()
             if lane == 0:
                 results.producer_commit(staged)
@@ -296,7 +316,13 @@ class RangeRoles:
         words = [ptx.load_shared_vector(address, offset + i * TILE_BYTES, 4) for i in range(config.k_block_tiles)]
         size, of_group = config.format.scale_bytes, config.format.group_scale_bytes
         row, offset = base + place.scale_offset * size, config.scale_offset + number * config.k_block_scale_bytes
-        offsets = [group * of_group + 8 * size * half for group in range(config.k_block_groups) for half in range(2)]
+        columns = row_columns(config.format)
+        if columns > 1:  # a lane's accumulators are of one of the groups that an MMA takes
+            row = row + place.t // 2 * of_group
+        if not config.k_block_groups:  # a scale for all of K
+            return words, [Float32(1.0)] * (2 * limb_groups(config))
+        groups = (number * config.k_block_groups // limb_groups(config) for number in range(limb_groups(config)))
+        offsets = [group * of_group + 8 * size * half for group in groups for half in range(2)]
         return words, [self.load_scale(row, offset + each) for each in offsets]
 
     def load_scale(self, address, offset: int):

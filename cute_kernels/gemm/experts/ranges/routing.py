@@ -14,7 +14,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.cuda import WARP_THREADS
 from cute_kernels.gemm.device_operands import operands_of
 from cute_kernels.gemm.experts.ranges.assignments import AssignmentFinder, load_expert
-from cute_kernels.gemm.experts.ranges.config import RangeConfig
+from cute_kernels.gemm.experts.ranges.config import RangeConfig, entry_rows
 from cute_kernels.gemm.experts.ranges.finder import Entry, ExpertFinder, load_places
 from cute_kernels.gemm.experts.ranges.work import AssignedSizes, RangeOperands, RangeSizes, reciprocal
 
@@ -107,7 +107,7 @@ class SortedRouting(Routing):
     def find(self, shape, known, lane) -> tuple[Any, Any]:
         """Returns (the finder of entries, the row of x of the lane's place)."""
         places, row = known
-        return ExpertFinder.of(places, lane, self.config.tile_m), row
+        return ExpertFinder.of(places, lane, entry_rows(self.config.format)), row
 
     @cute.jit
     def entry_row(self, operands, shape, entry: Entry, known, lane):
@@ -146,7 +146,7 @@ class AssignedRouting(Routing):
         ]
 
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        return AssignmentFinder.of(known, shape.num_experts, lane, self.config.tile_m), None
+        return AssignmentFinder.of(known, shape.num_experts, lane, entry_rows(self.config.format)), None
 
     def part_bits(self, shape) -> Any:
         return shape.part_bits

@@ -30,7 +30,8 @@ class RangeShape(NamedTuple):
 
 
 SHAPES = (RangeShape(1, 3, 2), RangeShape(2, 3, 1))  # each was the fastest for some product
-# For groups of less than a k block: each has accumulators of its own, for which three warpgroups lack registers.
+# For groups of less than a k block, and for E4M3: each, or each MMA, has accumulators of its own, for which three
+# warpgroups lack registers.
 SMALL_GROUP_SHAPES = (RangeShape(2, 2, 1),)
 PARTS = (2, 4)  # parts of K, where shared memory has no room for all of it
 # Times of an H200, fitted to measurements (tests/facts/moe.json).
@@ -78,7 +79,7 @@ class RangeLayout:
 
 def has_few_rows(problem: GroupedProblem) -> bool:
     """Returns whether an expert's rows usually fit in one entry, and a layout by work ranges exists."""
-    return usual_rows(problem) <= ranges.ROWS and any(layouts(problem))
+    return usual_rows(problem) <= ranges.entry_rows(problem.format) and any(layouts(problem))
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
@@ -92,7 +93,7 @@ def make_parts(problem: GroupedProblem) -> RangeLayout | None:
     It is for products whose limbs, over all of K, do not fit into shared memory. None if experts usually have more rows
     than an entry, or no number of parts will do.
     """
-    if usual_rows(problem) > ranges.ROWS:
+    if usual_rows(problem) > ranges.entry_rows(problem.format):
         return None
     found = (list(layouts(problem, parts)) for parts in PARTS)
     return next((_fastest(problem, some) for some in found if some), None)
@@ -122,7 +123,8 @@ def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
 
     CTAs differ by at most one block. SMs load weights faster if not all of them load.
     """
-    entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, layout.config.tile_m)
+    rows = ranges.entry_rows(problem.format)
+    entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, rows)
     rounds, rest = divmod(entries * layout.parts * layout.num_blocks / layout.num_ctas, 1)
     block_bytes = layout.k_blocks * layout.config.k_block_stage_bytes
     block = layout.num_ctas * block_bytes / MEMORY_BYTES_PER_US + BLOCK_US
@@ -131,7 +133,8 @@ def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
 
 def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
     """Yields all possible layouts in ``parts`` parts of K."""
-    for shape in SHAPES if problem.format.group_size >= ranges.BLOCK_K else SMALL_GROUP_SHAPES:
+    small = problem.format.bytes_in_e4m3 or problem.format.group_size < ranges.BLOCK_K
+    for shape in SMALL_GROUP_SHAPES if small else SHAPES:
         layout = make_layout(problem, shape, parts)
         if layout is not None and counts(problem, layout) <= ranges.MOST_DIVIDED:
             yield layout
@@ -140,7 +143,7 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
     """Returns the largest product of a dividend and a divisor that `.work.quotient` gets in a launch with this
     layout."""
-    blocks = problem.max_entries(layout.config.tile_m) * layout.parts * layout.num_blocks
+    blocks = problem.max_entries(ranges.entry_rows(problem.format)) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 
 
