@@ -103,12 +103,11 @@ def quantized_linear(
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
     if isinstance(x, NormedRows):
-        if activations is not None or activation_scale is not None:
-            x = x.normed()
-        elif norm is not None:
+        if norm is not None:
             raise ValueError("norm: got a tensor for x of NormedRows, want None: these rows are normed already")
-        else:
+        if activations is activation_scale is None:
             return deferred.take(LinearCall(x, weight, bias, residual, activation, out_dtype, batch_invariant, out))
+        x = x.normed()
     values = (
         x, weight, bias, residual, activation, out_dtype, batch_invariant, out, norm, norm_eps, norm_offset,
         activations, activation_scale,

@@ -197,6 +197,8 @@ def test_a_norm_comes_before_the_rounding():
     want = quantized_linear(rms_norm(x, norm), weight, activations="fp8")
     assert torch.equal(quantized_linear(x, weight, norm=norm, activations="fp8"), want)
     assert torch.equal(quantized_linear(NormedRows(x, norm), weight, activations="fp8"), want)
+    with pytest.raises(ValueError, match="^norm: got a tensor for x of NormedRows"):
+        quantized_linear(NormedRows(x, norm), weight, norm=norm, activations="fp8")
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
