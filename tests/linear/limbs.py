@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-GROUP = 128
+GROUP, E4M3_NAN = 128, 0x7F
 ORDER = np.arange(GROUP).reshape(-1, 2, 8).transpose(0, 2, 1).reshape(-1)  # 0, 8, 1, 9, .. of each 16
 
 
@@ -35,11 +35,14 @@ def e4m3_limbs_of(x: torch.Tensor, unit: float = 2.0**-6) -> tuple[np.ndarray, n
 
 
 def in_columns(limbs: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Limbs of four rows in eight columns, and their scales: column r has the even 16 inputs of row r and zeros, column
-    r + 4 the odd ones."""
-    column = np.arange(2 * len(limbs))
+    """Limbs of up to four rows in eight columns, and their scales: column r has the even 16 inputs of row r and zeros,
+    column r + 4 the odd ones. Columns of rows that are not there are NaN."""
+    column, count = np.arange(8), len(limbs)
+    row, there = np.minimum(column % 4, count - 1), column % 4 < count
     own = (np.arange(GROUP) // 16 % 2) == (column // 4)[:, None]
-    return np.where(own[:, None, None], limbs[column % 4], 0).astype(limbs.dtype), scales[:, column % 4].copy()
+    found = np.where(own[:, None, None], limbs[row], 0).astype(limbs.dtype)
+    found[~there] = E4M3_NAN
+    return found, np.where(there, scales[:, row], np.float32(np.nan)).copy()
 
 
 def in_steps(x: torch.Tensor, bits: int, *, rounds_up: bool = True) -> tuple[np.ndarray, np.ndarray]:

@@ -28,6 +28,7 @@ from cute_kernels.gemm.wgmma import (
 )
 from cute_kernels.gemm.wgmma.config import ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.mainloops import ROW_SCALE_BYTES, TMA_TILE_K, ResidentLimbs
+from cute_kernels.gemm.wgmma.resident_schedule import resident_configs
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP, Dsmem, WorkspaceSplitK
 from cute_kernels.gemm.wgmma.schedule import schedule_of
 from cute_kernels.gemm.wgmma.tiles import WorkTile
@@ -229,10 +230,14 @@ def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
 EVERY_CONFIG = CONFIGS + ZERO_CONFIGS + SHIFT_CONFIGS + FINE_CONFIGS + FP4_CONFIGS + FP8_CONFIGS + HALF_GROUP_CONFIGS
 
 
-# Rows that are not there lie where they lie whatever the format is.
+# Rows that are not there lie where they lie whatever the format is. As E4M3 their limbs are NaN here.
 @pytest.mark.parametrize(
     ("config", "missing"),
-    [*((config, 0) for config in EVERY_CONFIG), *((config, 5) for config in CONFIGS)],
+    [
+        *((config, 0) for config in EVERY_CONFIG),
+        *((config, 5) for config in (*CONFIGS, FP4_CONFIGS[0], FP8_CONFIGS[0])),
+        *((config, missing) for missing, config in enumerate(HALF_GROUP_CONFIGS[:3], 1)),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, run_on):
@@ -302,6 +307,14 @@ def test_only_what_can_be_resident_is_taken():
         assert replace(config, **change).can_implement(), change
     assert config.can_implement() is None
     assert all(replace(config, format=MxFp4(group_size=size)).can_implement() is None for size in (64, 128))
+
+
+@pytest.mark.parametrize("lacks", [{"has_zeros": True}, {"sums_inputs": True}], ids=str)
+def test_products_in_e4m3_that_lack_sums_of_inputs_are_refused(lacks: dict[str, bool]):
+    """Only products of integers have them. No format that ships is one, but a user's may be."""
+    for fields in ({}, lacks):
+        form = type("Lacking", (MxFp4,), fields)(group_size=128)
+        assert bool(resident_configs(LinearProblem(1, 8192, 8192, 8192, form, "bf16"))) == (not fields)
 
 
 def test_zero_points_are_taken_with_all_tiles_of_a_stage():

@@ -91,12 +91,13 @@ SPARE_BYTES = 2048  # of shared memory, for alignment
 
 def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
     """Returns configurations that multiply few rows in limbs."""
-    columns = problem.m * row_columns(problem.format)
+    form, columns = problem.format, problem.m * row_columns(problem.format)
     tile_m = next((count for count in RESIDENT_TILE_M if columns <= count), None)
-    if tile_m is None or problem.k_pad % LIMB_GROUP:  # groups of 32 and 64 may end within one of limbs
+    # Groups of 32 and 64 may end within one of limbs. Only products of integers are corrected by sums of x.
+    if tile_m is None or problem.k_pad % LIMB_GROUP or (form.bytes_in_e4m3 and form.sums_inputs):
         return []
-    shapes = FINE_SHAPES if problem.format.group_size < LIMB_GROUP else RESIDENT_SHAPES
-    shapes = E4M3_SHAPES if problem.format.bytes_in_e4m3 else shapes
+    shapes = FINE_SHAPES if form.group_size < LIMB_GROUP else RESIDENT_SHAPES
+    shapes = E4M3_SHAPES if form.bytes_in_e4m3 else shapes
     k_blocks = part_k_blocks(problem)
     configs = (
         resident_config(problem, tile_m, loads, shape)
