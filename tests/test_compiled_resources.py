@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 
 from cute_kernels import families
+from cute_kernels.formats.weights import FP8_BLOCK, MXFP4, NVFP4, WeightFormat, integers
+from cute_kernels.gemm.experts.ranges.schedule import among_assignments, make_ranges
+from cute_kernels.gemm.experts.spec import ExpertSpec
+from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
+from cute_kernels.gemm.spec import GemmSpec
+from cute_kernels.gemm.wgmma.resident_schedule import resident_configs
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from tests import golden
 from tests.each import each
@@ -41,6 +47,24 @@ def test_a_kernel_keeps_what_it_must(spec: KernelSpec, measured: dict[str, golde
 
 def test_the_kernels_without_a_register_to_spare_are_measured():
     assert all(any(fnmatchcase(spec.symbol, name) for spec in drawn()) for name in FULL)
+
+
+LIMB_CASES = [(form, case) for form in (MXFP4, NVFP4, FP8_BLOCK, integers(4)) for case in ((1, 4096), (8, 4096))]
+
+
+@pytest.mark.parametrize(("form", "case"), LIMB_CASES, ids=str)
+def test_rules_know_the_mmas_of_limbs(form: WeightFormat, case: tuple[int, int]):
+    """Formats whose kernels of limbs do not ship have them compiled elsewhere."""
+    m, size = case
+    wanted = "QGMMA" if form.bytes_in_e4m3 else "IGMMA"
+    dense = resident_configs(LinearProblem(m, size, size, size, form, "bf16"))
+    assert bool(dense) == (m == 1 or form is not NVFP4)
+    experts = [make_ranges(GroupedProblem(m, 8, size, size, size, form, "bf16"))]
+    experts += [found for one in experts if (found := among_assignments(one, m))]
+    specs: list[KernelSpec] = [*map(GemmSpec, dense), *(ExpertSpec(one.config) for one in experts)]
+    for spec in specs:
+        names = next(names for pattern, names in rules.INSTRUCTIONS.items() if fnmatchcase(spec.symbol, pattern))
+        assert rules.MMA & set(names.split()) == {wanted}, spec.symbol
 
 
 GOOD: dict[str, Any] = {
