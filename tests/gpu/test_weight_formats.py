@@ -46,6 +46,7 @@ N, K = 200, 520  # tails of both
 ROWS = (1, 5, 16, 64, 300)
 LIMB_CASES = ((1, 4096, 4096), (5, 4096, 4096), (8, 8192, 8192), (3, 28672, 4096), (16, 28672, 4096))  # rows, N, K
 HALF_GROUP_CASES = ((1, 4096, 4096), (4, 8192, 8192), (3, 28672, 4096), (2, 4096, 14336))  # of NVFP4
+FP8_CASES = ((1, 4096, 4096), (5, 4096, 4096), (8, 8192, 8192), (3, 28672, 4096), (16, 24576, 4096))  # of FP8_BLOCK
 E4M3_LIMBS = 1e-4
 EXPERTS, PLACES = 4, (6, 900)
 LIMB_EXPERTS, LIMB_EXPERTS_K = (MXFP4, NVFP4, FP8, FP8_BLOCK), 1024
@@ -99,6 +100,7 @@ def specs() -> list[KernelSpec]:
             found += products_needed_by(lambda: grouped(form, dtype, places, "cpu"))  # noqa: B023
     found += [GemmSpec(chosen(limb_problem(form, *case)).config) for form in (MXFP4, MXFP4_ANY) for case in LIMB_CASES]
     found += [GemmSpec(chosen(limb_problem(NVFP4, *case)).config) for case in HALF_GROUP_CASES]
+    found += [GemmSpec(chosen(limb_problem(FP8_BLOCK, *case)).config) for case in FP8_CASES]
     for form in LIMB_EXPERTS:
         found += products_needed_by(lambda: grouped(form, torch.bfloat16, 12, "cpu", LIMB_EXPERTS_K))  # noqa: B023
     more = (HALF, (MXFP4_ANY, torch.bfloat16))
@@ -183,6 +185,13 @@ def test_limbs_in_e4m3_return_weights_bit_by_bit_and_sums_of_fp64(most, m, n, k)
     x[torch.arange(m), inputs] = 1
     assert torch.equal(quantized_linear(x, weight), weight.dequantize()[:, inputs].T)
     assert_sums_in_limbs(MXFP4, m, n, k)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), FP8_CASES)
+def test_codes_that_are_e4m3_have_sums_of_fp64_in_limbs(m, n, k):
+    config = chosen(limb_problem(FP8_BLOCK, m, n, k)).config
+    assert isinstance(config, WgmmaConfig) and config.limbs
+    assert_sums_in_limbs(FP8_BLOCK, m, n, k)
 
 
 def assert_sums_in_limbs(form: WeightFormat, m: int, n: int, k: int) -> None:

@@ -19,7 +19,7 @@ from cute_kernels.gemm.experts.ranges.work import AssignedSizes
 from simulator import stand_in
 from tests.moe.machine import Machine
 
-ENTRY_ROWS = 8
+ENTRY_ROWS = (4, 8)  # of an entry; four where each row has two columns of an MMA
 COUNTS = (1, 2, 7, 16, 31, 32, 33, 40, 63, 64)
 UNKNOWN = {torch.int32: (-1, -(2**31), 2**31 - 1), torch.int64: (-1, 2**32, 2**33 + 1, -(2**63), 2**63 - 1)}
 
@@ -31,7 +31,7 @@ class Found(NamedTuple):
     places: tuple[int, ...]
 
 
-def find(ids: torch.Tensor, num_experts: int, run_on, lane_assignments: int) -> list[Found]:
+def find(ids: torch.Tensor, num_experts: int, run_on, lane_assignments: int, rows: int) -> list[Found]:
     """All entries that there are, in their order; all lanes know them.
 
     Whoever reads behind the last id finds an expert.
@@ -48,7 +48,7 @@ def find(ids: torch.Tensor, num_experts: int, run_on, lane_assignments: int) -> 
             assignments.load_expert(address, i * WARP_THREADS + lane, len(ids), words, num_experts)
             for i in range(lane_assignments)
         ]
-        subject = AssignmentFinder.of(experts, num_experts, lane, ENTRY_ROWS)
+        subject = AssignmentFinder.of(experts, num_experts, lane, rows)
         for number in range(subject.total):
             entry = subject.find(number)
             places = [int(entry.place(row)) for row in range(entry.rows)]
@@ -59,16 +59,16 @@ def find(ids: torch.Tensor, num_experts: int, run_on, lane_assignments: int) -> 
     return found[0]
 
 
-def entries_of(ids: torch.Tensor, num_experts: int) -> list[Found]:
+def entries_of(ids: torch.Tensor, num_experts: int, rows: int) -> list[Found]:
     """In the order of their first assignments: plain Python."""
     own: dict[int, list[int]] = {}
     for place, expert in enumerate(ids.tolist()):
         if 0 <= expert < num_experts:
             own.setdefault(expert, []).append(place)
     cut = [
-        Found(expert, tuple(places[i : i + ENTRY_ROWS]))
+        Found(expert, tuple(places[i : i + rows]))
         for expert, places in own.items()
-        for i in range(0, len(places), ENTRY_ROWS)
+        for i in range(0, len(places), rows)
     ]
     return sorted(cut, key=lambda one: one.places[0])
 
@@ -79,14 +79,16 @@ def lanes_for(count: int) -> list[int]:
 
 
 def check(ids: torch.Tensor, num_experts: int, run_on) -> list[Found]:
-    """With as many assignments a lane as there may be, all the same."""
-    found = entries_of(ids, num_experts)
-    for lane_assignments in lanes_for(len(ids)):
-        assert find(ids, num_experts, run_on, lane_assignments) == found
-    known = [place for place, expert in enumerate(ids.tolist()) if 0 <= expert < num_experts]
-    assert sorted(place for entry in found for place in entry.places) == known
-    for expert, places in found:
-        assert 1 <= len(places) <= ENTRY_ROWS and {int(ids[place]) for place in places} == {expert}
+    """With as many assignments a lane as there may be, all the same. Returns the entries of the most rows."""
+    found: list[Found] = []
+    for rows in ENTRY_ROWS:
+        found = entries_of(ids, num_experts, rows)
+        for lane_assignments in lanes_for(len(ids)):
+            assert find(ids, num_experts, run_on, lane_assignments, rows) == found
+        known = [place for place, expert in enumerate(ids.tolist()) if 0 <= expert < num_experts]
+        assert sorted(place for entry in found for place in entry.places) == known
+        for expert, places in found:
+            assert 1 <= len(places) <= rows and {int(ids[place]) for place in places} == {expert}
     return found
 
 
@@ -142,7 +144,7 @@ def test_an_id_whose_low_word_alone_is_an_expert_is_none(word, run_on):
     ids = torch.tensor([0, word, 1, word + 1, word + 7, 7])
     for lane_assignments in LANE_ASSIGNMENTS:
         entries = [Found(0, (0,)), Found(1, (2,)), Found(7, (5,))]
-        assert find(ids, 8, run_on, lane_assignments) == entries
+        assert find(ids, 8, run_on, lane_assignments, ENTRY_ROWS[-1]) == entries
 
 
 def test_bits_are_counted_from_the_lowest_on(run_on):

@@ -41,7 +41,7 @@ def shown(total: int) -> list[int]:
     return [*range(total)] if total <= MOST_SHOWN else [*range(half), *range(total - half, total)]
 
 
-@pytest.mark.parametrize("entry_rows", [8, 16])
+@pytest.mark.parametrize("entry_rows", [4, 8])
 @pytest.mark.parametrize("counts", CASES.values(), ids=list(CASES))
 def test_every_entry_is_found(counts: tuple[int, ...], entry_rows: int, run_on):
     """In all rounds that there may be, if there is more than one that is enough."""

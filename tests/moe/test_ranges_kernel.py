@@ -52,7 +52,7 @@ def sorted_entries(counts: list[int], tokens: int) -> Entries:
     return [(expert, min(tokens, count - i)) for expert, count in enumerate(counts) for i in range(0, count, tokens)]
 
 
-def assigned_entries(ids: torch.Tensor, num_experts: int, tokens: int = 8) -> Entries:
+def assigned_entries(ids: torch.Tensor, num_experts: int, tokens: int) -> Entries:
     """Of assignments as they are: in the order of their first ones."""
     counted = Counter(expert for expert in ids.tolist() if 0 <= expert < num_experts)
     begins: Counter[int] = Counter()
@@ -220,7 +220,8 @@ class Launch:
         # Whoever reads behind the last one finds an expert.
         routing = (self.machine.put(torch.cat([ids, torch.zeros_like(ids)])),)
         more = ids.element_size() // 4, row_factor(topk), self.parts.bit_length() - 1
-        return self.start(weight, x, routing, assigned_entries(ids, len(weight)), len(ids), more, **options)
+        entries = assigned_entries(ids, len(weight), entry_rows(self.config.format))
+        return self.start(weight, x, routing, entries, len(ids), more, **options)
 
     def start(
         self,
@@ -423,6 +424,9 @@ ASSIGNED: dict[str, tuple[tuple[int, ...], int, int, int, int, int, dict[str, An
     "three warpgroups": ((2, 7, 1, 7), 1, 128, 640, 2, 2, {"k_warps": 3, "num_stages": 6}),
     "tails of N and K": ((1, 2, 0, 3, 3), 5, 130, 200, 3, 2, {}),
     "two epilogue warps": ((1, 0, 1, 0, 1), 1, 64, 128, 1, 2, {"epilogue_warps": 2}),
+    "scales of two levels": ((3,) * 9 + (1, 3), 1, 72, 256, 2, 2, {"format": weight_format("nvfp4")}),
+    "two levels, half a block": ((2, 7, 2, 7), 2, 72, 320, 2, 1, {"format": weight_format("nvfp4"), "half_last": True}),
+    "8 bits, a scale a row": ((3,) * 9 + (1, 3), 1, 72, 256, 2, 2, {"format": weight_format("fp8")}),
 }
 TWO_WARPS_OF = (*(1, 6, -1, 1) * 10, 3, 6)  # more than a warp has lanes, experts in both halves
 
@@ -446,7 +450,7 @@ def test_results_of_assignments_are_where_they_are(name, lanes, id_dtype, run_on
 
 def check_assigned(ids, topk, n, k, launch, id_dtype) -> None:
     experts = 8
-    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(experts)])
+    weight = stack_experts([packed(n, k, launch.config.format, seed) for seed in range(experts)])
     x = torch.randn(-(-len(ids) // topk), k, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
     given = torch.tensor(ids, dtype=id_dtype)
     found = launch.run_assigned(weight, x, given, topk).view(launch.parts, len(ids), n)
@@ -458,7 +462,7 @@ def check_assigned(ids, topk, n, k, launch, id_dtype) -> None:
             torch.testing.assert_close(found[part, place], wanted, rtol=2e-5, atol=1e-5)
         else:
             assert torch.all(found[part, place] == -7.0)
-    entries = assigned_entries(given, experts)
+    entries = assigned_entries(given, experts, entry_rows(launch.config.format))
     check_copies(launch, weight, entries)
     check_limbs(launch, weight, entries)
 
@@ -477,6 +481,9 @@ IN_PARTS: dict[str, tuple[int, tuple[int, ...], int, int, int, int, int, dict[st
     "an expert with several entries": (2, (3,) * 9 + (1, 3), 1, 64, 256, 2, 1, {}),
     "a tail of K in the last part": (2, (1, 2, 0, 3, 3), 5, 72, 504, 3, 2, {}),
     "more CTAs than blocks and parts": (2, (6, -1), 2, 64, 256, 5, 2, {}),
+    "scales of two levels": (2, (3,) * 5 + (1, 3), 1, 130, 512, 3, 1, {"format": weight_format("nvfp4"), "n_tiles": 2}),
+    "8 bits, a scale a row": (2, (5, 2, 2), 1, 72, 512, 3, 2, {"format": weight_format("fp8")}),
+    "8 bits in groups": (4, (5, 2, 2), 1, 72, 512, 3, 2, {"format": weight_format("fp8_block")}),
 }
 
 
