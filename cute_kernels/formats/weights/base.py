@@ -256,8 +256,8 @@ class WeightFormat(ABC):
         return False
 
     def byte_decoder(self, math: PackedMath) -> ByteDecoder:
-        """Makes the decoder from codes to bytes, for formats with `codes_as_bytes`. A byte is 16 times the weight
-        without its scale; in E4M3 it is 2**-6 times that weight."""
+        """Makes the decoder from codes to bytes, for formats with `codes_as_bytes`. A byte is 2 ** `byte_exponent`
+        times the weight without its scale."""
         raise NotImplementedError(f"{self.key} has no bytes of its codes")
 
     def e4m3_decoder(self) -> type[E4m3Decoder] | None:
