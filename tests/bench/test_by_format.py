@@ -93,7 +93,7 @@ def test_experts_are_judged_against_their_floor_and_int4_by_bytes(tokens: int, r
     assert [verdict.met for verdict in judge({"moe_formats": [row]})] == [met, False]
 
 
-@pytest.mark.parametrize("name", ["linear_formats", "moe_formats"])
+@pytest.mark.parametrize("name", ["linear_formats", "linear_few_rows", "moe_formats"])
 def test_records_of_formats_are_judged_by_the_bars_of_today(name: str):
     record = load(name)
     assert record["bars"] == [verdict.as_dict() for verdict in judge(record)] != []

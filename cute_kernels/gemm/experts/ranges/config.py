@@ -23,6 +23,7 @@ from cute_kernels.runtime.spec import one_of
 
 BLOCK_K = LIMB_GROUP  # inputs that share a scale of x
 GROUP_SIZES = (0, MMA_GROUP // 2, MMA_GROUP, LIMB_GROUP // 2, LIMB_GROUP)
+ROWS = MMA_N  # of an expert, up to which work ranges are for it: one entry, of groups of 16 inputs two
 LANE_EXPERTS = 4  # experts of a lane in a round, one after the other
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
 ROUNDS = (1, 2, 4)

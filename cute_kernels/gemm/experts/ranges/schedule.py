@@ -78,8 +78,8 @@ class RangeLayout:
 
 
 def has_few_rows(problem: GroupedProblem) -> bool:
-    """Returns whether an expert's rows usually fit in one entry, and a layout by work ranges exists."""
-    return usual_rows(problem) <= ranges.entry_rows(problem.format) and any(layouts(problem))
+    """Returns whether an expert usually has few rows, at most `ROWS`, and a layout by work ranges exists."""
+    return usual_rows(problem) <= ranges.ROWS and any(layouts(problem))
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
@@ -91,9 +91,9 @@ def make_parts(problem: GroupedProblem) -> RangeLayout | None:
     """Returns the layout that is the fastest by the model in as few parts of K as possible, at least two.
 
     It is for products whose limbs, over all of K, do not fit into shared memory. None if experts usually have more rows
-    than an entry, or no number of parts will do.
+    than `ROWS`, or no number of parts will do.
     """
-    if usual_rows(problem) > ranges.entry_rows(problem.format):
+    if usual_rows(problem) > ranges.ROWS:
         return None
     found = (list(layouts(problem, parts)) for parts in PARTS)
     return next((_fastest(problem, some) for some in found if some), None)
