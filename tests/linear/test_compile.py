@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import FP8_BLOCK, NVFP4, integers
+from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
@@ -166,6 +167,8 @@ PREFETCHING_RESIDENT = [
 ]
 
 
+# Of E4M3: groups of half an MMA, and 8-bit codes.
+E4M3_LIMBS = [chosen(LinearProblem(1, 8192, 8192, 8192, form, "bf16")).config for form in (NVFP4, FP8_BLOCK)]
 ASKING = golden.worth_compiling([*PREFETCHING, *PREFETCHING_RESIDENT], GemmSpec)
 
 MULTICAST = WgmmaConfig(integers(4), "bf16", tile_m=64, num_stages=5, multicast=2)
@@ -177,7 +180,7 @@ COPYING = [*COUNTED, *(config for config in (*LARGE, *MULTIPLIED) if config in (
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
-    products = (*MULTIPLIED, *LARGE, *IN_TURN, *COUNTED, *ASKING, MULTICAST)
+    products = (*MULTIPLIED, *LARGE, *IN_TURN, *COUNTED, *ASKING, *E4M3_LIMBS, MULTICAST)
     streams = [StreamConfig(integers(4), "bf16"), *COMPILED]
     golden.artifacts([*map(GemmSpec, streams), *map(GemmSpec, products)], default_cache())
 
@@ -187,6 +190,14 @@ def compiled_apart(spec: KernelSpec) -> Artifact:
     that play kernels want it."""
     (artifact,) = default_cache().artifacts([spec], ARCH)
     return artifact
+
+
+@pytest.mark.parametrize("config", E4M3_LIMBS, ids=lambda config: config.name)
+def test_limbs_in_e4m3_do_not_spill_and_have_two_mmas_for_32_inputs_of_a_tile(config: WgmmaConfig):
+    spec = GemmSpec(config)
+    (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
+    assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+    assert config.limbs and kernel["opcodes"]["QGMMA"] == 2 * config.block_k // 32 * config.n_tiles
 
 
 @pytest.mark.parametrize("config", MULTIPLIED, ids=lambda config: config.name)
