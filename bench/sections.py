@@ -104,7 +104,7 @@ MODELS: tuple[Section, ...] = (
     (
         "Formats of experts",
         "moe_formats",
-        "gpt-oss-120b's layer with biases and clamps, us; in brackets how many times the floor of the active experts.",
+        "Layers of two models' sizes, both with gpt-oss's biases and clamps, us; in brackets how many times the floor of the active experts.",
         by_format.markdown,
     ),
     ("Norms", "norm", "RMSNorm in bf16, alone and with the residual sum, against torch's operators.", norm.markdown),
