@@ -104,8 +104,8 @@ MODELS: tuple[Section, ...] = (
     (
         "Formats of experts",
         "moe_formats",
-        "Layers of two models' sizes, with gpt-oss's biases and clamps, us; in brackets how many times the floor of the "
-        "active experts.",
+        "Layers of two models' sizes, with gpt-oss's biases and clamps, us; in brackets how many times the floor of "
+        "the active experts.",
         by_format.markdown,
     ),
     ("Norms", "norm", "RMSNorm in bf16, alone and with the residual sum, against torch's operators.", norm.markdown),
