@@ -26,7 +26,7 @@ ALIGNMENT = 128  # bytes; where regions that bulk copies fill begin
 
 @dataclass(frozen=True)
 class Activations(ABC):
-    """How a CTA's part of x reaches shared memory, and how much room there is for it.
+    """Loads a CTA's part of x into shared memory: how, and how many bytes it may take.
 
     Attributes:
         x_bytes: shared memory for the activations of a CTA's part of K.
@@ -41,7 +41,7 @@ class Activations(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The policy's part of a kernel's name. Only the name of the results' activation follows."""
+        """The policy's part of a kernel's name. The name of the activation function of the results comes after it."""
 
     @abstractmethod
     def kernel(self) -> CompiledAs:
@@ -58,8 +58,8 @@ class Activations(ABC):
 
 @dataclass(frozen=True)
 class Slices(Activations):
-    """Activations that come as a slice of K of all rows. A warp of its own loads each part with the first weights that
-    are multiplied with it."""
+    """Loads a slice of K of all rows of x. A separate warp loads each part of the slice into the stage of the first
+    weights that are multiplied with it."""
 
     producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
     alignment: ClassVar[int] = ALIGNMENT
@@ -108,7 +108,7 @@ class StreamConfig(Generic[ActivationsT]):
         k_warps: number of warps that share the k blocks of a chunk.
         block_k: inputs of a k block: a multiple of the group size that divides the padded K.
         chunk_k_blocks: k blocks of a stage.
-        num_stages: pipeline stages; nearly all of them are in flight.
+        num_stages: pipeline stages. Nearly all of them are being loaded at any time.
         store: how results are stored.
         activations: how x reaches shared memory.
     """
@@ -197,7 +197,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def scale_offset(self) -> int:
-        """The offset of the scales in a stage; before them lie the codes, tile by tile."""
+        """The offset in bytes of the scales in a stage. The codes of all tiles lie before the scales."""
         return self.n_tiles * self.chunk_k_blocks * self.k_block_bytes
 
     @property
@@ -220,7 +220,8 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes that the results of the warps with the same k blocks take in a staging buffer."""
+        """Bytes of one set of partial results in a staging buffer. Four warps, which multiply the same k blocks, write
+        a set."""
         return self.tile_m * self.staging_pitch
 
     @property

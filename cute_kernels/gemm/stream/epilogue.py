@@ -1,15 +1,16 @@
 """The epilogue of the memory-bound kernel: adds up the consumer warps' accumulators in shared memory, combines parts of
 K through global memory, and stores the output.
 
-Epilogue warps do this concurrently with the stream of weights. A block of which a CTA has all of K is stored at once.
-Otherwise every CTA publishes its partial result in the workspace. The CTAs of the last group with a part of the block,
-the *combiners*, divide its outputs among them. Each combiner waits for all partial results of its share, adds them up
-in a fixed order, and stores the outputs.
+Epilogue warps work while other warps load and multiply weights. If a CTA has computed a block over all of K, its
+epilogue warps store the block at once. Otherwise every CTA publishes its partial result in the workspace. Several
+groups of CTAs may have a part of a block. The CTAs of the last such group, the *combiners*, divide the block's outputs
+among them. Each combiner waits for all partial results of its share, adds them up in a fixed order, and stores the
+outputs.
 
-A partial result has arrived when its words are no longer EMPTY (`cute_kernels.device.exchange`). A CTA publishes its
-own part of a block before it waits for others. It waits for CTAs of its own group, and of groups before it, which
-compute this block first. So no two CTAs wait for each other as long as the CTAs of a group run at the same time. They
-do: they are neighbours in the grid, whose CTAs start in order.
+A partial result has arrived when its words are no longer EMPTY (`cute_kernels.device.exchange`). Two CTAs never wait
+for each other. A CTA publishes its own part of a block before it waits for other CTAs. It waits only for CTAs of its
+own group, and for groups before its own. Those earlier groups compute the shared block first. The CTAs of a group run
+at the same time, since they are neighbours in the grid and CTAs start in order.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class StreamEpilogue:
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA reads its own part of its share from the staging buffer. If not, its part goes through the
-        workspace like the other CTAs' parts."""
+        """Whether a CTA reads its own part from the staging buffer when it adds up its share. If not, the CTA's own
+        part goes through the workspace, as other CTAs' parts do."""
         return (lag == 0) | (index == work.num_segments - 1)
 
     def share(self, work, segment):
@@ -84,8 +85,8 @@ class StreamEpilogue:
 
     @cute.jit
     def store_partials(self, operands, memory, work, segment, index, part, held, tid):
-        """Publishes a CTA's part of a block for the CTAs that finish the block. If ``held``, the CTA's own share stays
-        in the staging buffer."""
+        """Publishes a CTA's part of a block to the combiners. If ``held``, the outputs of the CTA's own share are not
+        published."""
         first, end = self.share(work, segment)
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
         part_vectors = work.shape.m * self.row_vectors
@@ -95,8 +96,8 @@ class StreamEpilogue:
                 publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
-        """Returns (the number of a block's parts that this group and the groups before it compute, the index of this
-        CTA's part)."""
+        """Returns (number of parts of a block, index of this CTA's part). Parts of groups after this one do not
+        count."""
         before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
         return before + work.shape.num_slices, before + work.slice_index
 
@@ -113,7 +114,8 @@ class StreamEpilogue:
             memory.results.consumer_release(here)
 
     def staged_sum(self, source, vector):
-        """Returns four neighbouring results of a block, added up over the warps that took different k blocks."""
+        """Returns four neighbouring results of a block: the sums of the partial results of all ``k_warps`` sets of
+        warps."""
         config = self.config
         address = source + vector // self.row_vectors * config.staging_pitch + vector % self.row_vectors * 16
         slices = [ptx.load_shared_vector(address, i * config.slice_bytes, VECTOR) for i in range(config.k_warps)]
@@ -124,8 +126,8 @@ class StreamEpilogue:
 
     @cute.jit
     def finish(self, operands, memory, work, segment, index, held, tid):
-        """Adds up all parts of this CTA's share of a block and stores the outputs. Parts are added in order; but if the
-        CTA's own part is ``held``, it is added last."""
+        """Adds up all parts of this CTA's share of a block and stores the outputs. The CTA's own part is added last if
+        it is ``held``. All other parts are added in order."""
         first, end = self.share(work, segment)
         parts, part = self.parts_of(work, segment)
         own = cutlass.select_(held, part, Int32(-1))
@@ -154,7 +156,7 @@ class StreamEpilogue:
 
     @cute.jit
     def gather(self, acc, place, stride, parts, own):
-        """Adds a vector's parts as they arrive, except part ``own``."""
+        """Adds the published parts of a vector to ``acc``, batch by batch, except part ``own``."""
         words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
         for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
             source, left, own_part = place + stride * begin, parts - begin, own - begin
@@ -170,6 +172,7 @@ class StreamEpilogue:
         return self.target_in(work.shape, segment.block, vector // self.row_vectors, vector, 0)
 
     def target_in(self, shape, block, token, vector, first_bias):
-        """Returns the target for row ``token`` of the output. first_bias: the index of output feature 0's bias."""
+        """Returns where a vector of row ``token`` of the output is stored. first_bias: the index of the bias of output
+        feature 0."""
         row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
         return self.results.target(shape, token, row, first_bias + row)

@@ -1,18 +1,18 @@
 """Memory-bound weight-only GEMM in one launch: out^T = W X^T, with codes streamed once, at the rate of the memory.
 
-The work is cut twice, see :mod:`.schedule`. K is cut into slices, one for each CTA of a group. The k blocks of all
-blocks of output features are cut into as many equal ranges as there are groups (stream-K, Osama et al. 2023, with fixed
-cuts).
+The work is cut twice, see :mod:`.schedule`. First, K is cut into slices, one for each CTA of a group. Second, the k
+blocks of all blocks of output features form one sequence. Each group takes an equal range of this sequence (stream-K,
+Osama et al. 2023, with fixed cuts).
 
-One thread of a persistent CTA keeps a pipeline of bulk copies full. The consumer warps wait for a stage, and decode 16
-bytes of each thread into the A operand of mma.m16n8k16 (`decoder`). They multiply it with the activations of their
-slice of K. The activations are loaded with the first weights that need them, and stay in shared memory. Scales are
-applied to the fp32 accumulators of a group. Results of a block go through a staging buffer to the epilogue warps
+One thread of a persistent CTA keeps a pipeline of bulk copies full. The consumer warps wait for a stage. Each thread
+decodes 16 bytes of codes into A operands of mma.m16n8k16 (`decoder`). The warps multiply them with the activations of
+their slice of K. The activations are loaded with the first weights that need them, and stay in shared memory. Scales
+are applied to the fp32 accumulators of a group. Results of a block go through a staging buffer to the epilogue warps
 (:mod:`.epilogue`), so that neither reduction nor stores hold up the stream. There is no CTA barrier after the first
 one.
 
-The tensor cores are used as on sm_80, by mma.sync: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an
-A operand.
+The tensor cores run mma.sync, as on sm_80. At 16 tokens and 4 bits, the memory delivers the 256 codes of an A operand
+to an SM every 6.5 cycles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ CHAINS = 2  # sets of accumulators that a group's steps alternate between: an MM
 
 @dataclass(frozen=True)
 class StreamLane:
-    """A thread's offsets; run-time integers. g, t: its row and pair of columns in MMA fragments."""
+    """A thread's offsets; run-time integers. g, t: the row and the pair of columns that the thread has in MMA
+    fragments."""
 
     row_warp: Int32
     k_warp: Int32
@@ -63,12 +64,12 @@ class SliceLoads:
 
     @cute.jit
     def copy(self, operands, memory, work, lane):
-        """Loads the slice of all tokens, a lane for each token. Each part is loaded into the stage of the first weights
-        that are multiplied with it.
+        """Loads the slice of K of all tokens; each lane loads the inputs of one token. Each part is loaded into the
+        stage of the first weights that are multiplied with it.
 
-        Loaded all at once, the slice would wait behind a pipeline full of weights, or hold it up. This warp takes part
-        in every stage, even where it has nothing to load. Otherwise it could be a round of the pipeline ahead, and
-        mistake a barrier's phase for the next one of the same parity.
+        A load of the whole slice at once would wait for a pipeline full of weights, or delay the weights. This warp
+        takes part in every stage, even where it has nothing to load. Otherwise it could run a round of the pipeline
+        ahead. It would then mistake a barrier's phase for the next phase of the same parity.
         """
         config, pipeline = self.config, memory.pipeline
         here = pipeline.producer_state()
@@ -112,7 +113,7 @@ class StreamRoles:
 
     @cute.jit
     def take(self, operands, memory, work, warp, lane):
-        """Runs the role of a warp, which lasts until the CTA has done all its work."""
+        """Runs the role of a warp until the CTA has done all its work."""
         config = self.config
         if warp < config.consumer_warps:
             self.multiply(operands, memory, work, warp, lane)
@@ -139,8 +140,8 @@ class StreamRoles:
                     here = pipeline.next(here)
 
     def copy_chunk(self, operands, memory, work, segment, k_block, count, here):
-        """Starts loading ``count`` k blocks of a block of output features. Each tile takes one copy of codes, and one
-        each of scales and of zero points if it has some."""
+        """Starts loading ``count`` k blocks of a block of output features. For each tile it copies the codes, and the
+        scales and zero points if there are any."""
         config = self.config
         address = memory.pipeline.producer_expect(here, count * config.k_block_stage_bytes)
         target = memory.stages + here.stage * config.stage_bytes
@@ -243,8 +244,9 @@ class StreamRoles:
                 self.add_group(acc, i, chains, numbers[i][0])
 
     def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
-        """Loads (scales, offsets) of the thread's two rows in a group of a k block. Scales are None if the decoder
-        applies them, or if they hold for all of K and are applied at the end."""
+        """Loads the scales and offsets of the thread's two rows for one group of a k block. Returns (scales, offsets).
+        Scales are None if the decoder applies them. They are also None if a row has one scale for all of K, which is
+        applied at the end."""
         config, decoder = self.config, self.decoder
         if not config.group_size:
             return None, channel[tile][1]
@@ -269,15 +271,15 @@ class StreamRoles:
         return scale_number(self.config, self.decoder, word)
 
     def load_channel(self, operands, work, segment, place: StreamLane):
-        """Loads the scales and offsets of the thread's two rows that hold for all of K. Returns a pair (scales,
-        offsets) for each tile; an empty list if the format has no such scales."""
+        """Loads the scales and offsets that the thread's two rows have for all of K. Returns a pair (scales, offsets)
+        for each tile. The list is empty if the format has no scales for all of K."""
         config, row = self.config, place.scale_offset
         tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
         tiles = [work.tile(segment, i, config.n_tiles) for i in range(config.n_tiles)]
         return [each for tile in tiles for each in load_channel(config, self.decoder, operands, tile, row, tile_bytes)]
 
     def add_group(self, acc, tile: int, chains, scales):
-        """Adds a group's products, times its scales if there are any, to ``acc``."""
+        """Adds a group's products to ``acc``, multiplied by the group's scales if ``scales`` is not None."""
         for chain in chains:
             for i in range(4):
                 at = 4 * tile + i
@@ -285,7 +287,7 @@ class StreamRoles:
 
 
 def stage_acc(config: StreamConfig, acc, memory, buffer, place: StreamLane, channel):
-    """Stores a warp's results in a staging buffer: token by token, with the block's output features contiguous."""
+    """Stores a warp's results in a staging buffer [token][output feature of the block]."""
     base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
     base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
     for tile in range(config.n_tiles):
@@ -308,9 +310,10 @@ class StreamKernel:
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
     | | | parts of other CTAs, by polling | |
 
-    Pipelines: ``num_stages`` stages of weights, and of the activations that are first multiplied by these weights, with
-    2 arrivals to fill and one of each consumer warp to empty. `NUM_BUFFERS` staging buffers of results, with one
-    arrival of each consumer warp to fill and of each epilogue warp to empty.
+    There are two pipelines. One has ``num_stages`` stages of weights, each with the activations that these weights are
+    the first to need. A full stage takes 2 arrivals, an empty one the arrival of each consumer warp. The other pipeline
+    has `NUM_BUFFERS` staging buffers of results. A full buffer takes the arrival of each consumer warp, an empty one
+    that of each epilogue warp.
     """
 
     def __init__(self, config: StreamConfig):

@@ -1,4 +1,5 @@
-"""Shared memory of a CTA that streams weights, its barriers, and zeros after the end of K."""
+"""Allocates the shared memory of a CTA that streams weights, initialises its barriers, and zeroes activations after the
+end of K."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def init_barriers(memory: StreamMemory) -> None:
 
 @cute.jit
 def clear_tail(config: StreamConfig, memory: StreamMemory, work, tid):
-    """Zeroes the activations after the end of K: codes there decode to 0, but 0 times NaN is NaN."""
+    """Zeroes the activations after the end of K. Codes there decode to 0, but old data could be NaN, and 0 times NaN is
+    NaN."""
     k_block_bytes = 2 * config.block_k
     wanted = work.own_k_blocks * k_block_bytes
     present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)

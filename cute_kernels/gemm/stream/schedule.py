@@ -1,9 +1,8 @@
 """Chooses the configuration of a product, and how its weights are cut among CTAs. Plain Python, no GPU.
 
-A memory-bound product reads every byte of its weights once. So it takes the time to read these bytes at the memory's
-rate, and the time that the schedule adds. Some SMs may have larger shares, every group of CTAs reads activations again,
-and partial results are exchanged. The model adds up these terms; its rates are those of an H200
-(docs/design/weight_only_linear.md).
+A memory-bound product reads every byte of its weights once, at the memory's rate. A schedule adds to this time: some
+SMs have more weights than others, every group of CTAs reads activations again, and CTAs exchange partial results. The
+model adds up these times. Its rates are those of an H200 (docs/design/weight_only_linear.md).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class StreamSchedule:
         num_tiles: tiles of 64 output features.
         k_blocks: of the padded K.
         num_slices: parts of K, one for each CTA of a group.
-        num_groups: groups of CTAs, which divide the k blocks of all blocks among them.
+        num_groups: groups of CTAs. Each group takes an equal share of the k blocks of all blocks.
     """
 
     config: StreamConfig
@@ -78,7 +77,8 @@ class StreamSchedule:
         return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
 
     def group_range(self, group: int) -> tuple[int, int]:
-        """Returns (first, end) of a group's k blocks, which are numbered over all blocks of output features."""
+        """Returns (first, end) of a group's range of k blocks. The k blocks of all blocks of output features are
+        numbered in one sequence."""
         base, rest = divmod(self.total, self.num_groups)
         first = group * base + min(group, rest)
         return first, first + base + (group < rest)
@@ -90,8 +90,8 @@ class StreamSchedule:
         return {name: getattr(self, name) for name in names}
 
     def workspace_words(self, m: int) -> int:
-        """Returns the number of fp32 words that partial results take; 0 if every CTA computes its blocks over all of
-        K."""
+        """Returns the number of fp32 words that partial results of ``m`` rows take in the workspace. It is 0 if every
+        CTA computes its blocks over all of K."""
         whole = all(self.group_range(group)[0] % self.slice_k_blocks == 0 for group in range(self.num_groups))
         if self.num_slices == 1 and whole:
             return 0
@@ -114,7 +114,7 @@ def make_schedule(problem: LinearProblem) -> StreamSchedule:
 
 
 def schedules(problem: LinearProblem, config: StreamConfig) -> Iterator[StreamSchedule]:
-    """Yields a schedule for each number of slices of K whose activations fit in shared memory."""
+    """Yields one schedule for each number of slices of K, if the activations of a slice fit in shared memory."""
     k_blocks = problem.k_pad // config.block_k
     for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
         slice_k_blocks = -(-k_blocks // num_slices)
@@ -160,8 +160,8 @@ def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
 
 
 def candidate_configs(problem: LinearProblem) -> list[StreamConfig]:
-    """Returns the configurations worth considering: one for each amount of shared memory that the activations may
-    take."""
+    """Returns the configurations worth considering: one for each amount of shared memory in `X_BYTES`, which
+    activations may take."""
     base = base_config(problem)
     # Three warps along K keep pace with the memory better, where shared memory holds a pipeline of their longer stages.
     more = replace(base, k_warps=3) if base.n_tiles == 2 and base.block_k <= 128 else base
@@ -176,8 +176,8 @@ def in_flight(config: StreamConfig) -> int:
 
 
 def base_config(problem: LinearProblem) -> StreamConfig:
-    """Returns a configuration with the fields that follow from the problem. With two tiles a warp uses each result of
-    ldmatrix twice, and has twice as much work between two waits."""
+    """Returns a configuration that has the problem's format and dtype, the k block and the tiles per warp. A warp with
+    two tiles uses each result of ldmatrix twice, and waits half as often."""
     block_k = 256 if problem.format.group_size == 256 else 128
     return StreamConfig(
         problem.format,
@@ -189,16 +189,16 @@ def base_config(problem: LinearProblem) -> StreamConfig:
 
 
 def most_x_bytes(base: StreamConfig) -> int:
-    """Returns the most bytes of activations, in whole KiB, that leave room for a pipeline with IN_FLIGHT_BYTES in
-    flight."""
+    """Returns the most bytes of shared memory that activations may take, in whole KiB. The rest has room for a pipeline
+    that loads IN_FLIGHT_BYTES ahead."""
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
     return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
 
 
 def with_stages(base: StreamConfig, x_bytes: int) -> StreamConfig:
-    """Returns the configuration with ``x_bytes`` of room for activations, and as many stages of about STAGE_BYTES as
-    fit, MAX_STAGES at most."""
+    """Returns the configuration with ``x_bytes`` of shared memory for activations. It has as many stages of about
+    STAGE_BYTES as fit, at most MAX_STAGES."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
     chunk_k_blocks = chunk // base.k_warps * base.k_warps
     config = changed(base, chunk_k_blocks=chunk_k_blocks, num_stages=2, x_bytes=x_bytes)

@@ -1,4 +1,4 @@
-"""Finds the part of the weights that a CTA takes, on the device; :mod:`.schedule` says the same in plain Python."""
+"""Finds, on the device, the part of the weights that a CTA multiplies; :mod:`.schedule` does so in plain Python."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ class StreamSizes:
     out_kind: Int32
 
     def range_of(self, group):
-        """Returns (first, count) of a group's k blocks, which are numbered over all blocks of output features."""
+        """Returns (first, count) of a group's range of k blocks. The k blocks of all blocks of output features are
+        numbered in one sequence."""
         first = group * self.base + cutlass.min(group, self.rest)
         return first, self.base + cutlass.select_(group < self.rest, Int32(1), Int32(0))
 
     def block_of(self, k_block):
-        """Returns the block of output features that a k block belongs to. k_block: its number among the k blocks of all
-        blocks in the slice."""
+        """Returns the block of output features that a k block belongs to. k_block: the k block's number in the slice,
+        over all blocks."""
         return Int32((Int64(k_block) * self.slice_reciprocal) >> RECIPROCAL_BITS)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The k blocks of one block that a CTA multiplies: [begin, end) of its slice; run-time integers.
+    """The k blocks [begin, end) of the CTA's slice that the CTA multiplies for one block; run-time integers.
 
     ``last``: whether the CTA's group is the last of the groups that share the block. The last group adds up the result.
     """
@@ -54,10 +55,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Work:
-    """A CTA's part: the ``slice_index``-th slice of k blocks [first, first + count) of all blocks; run-time integers.
-
-    A CTA takes its blocks from the last to the first. The last block may be shared with the next group, which takes it
-    at the end. So this CTA's part of the block is ready long before the next group adds it up.
+    """A CTA's part of the weights: k blocks [first, first + count) of slice ``slice_index``; run-time integers. A CTA
+    takes its blocks from the last to the first. The last block may be shared with the next group, which takes it at the
+    end. So this CTA's part of the block is ready long before the next group adds it up.
     """
 
     shape: StreamSizes

@@ -1,12 +1,13 @@
 """The DSMEM reduction for tiles of few rows: CTAs of a cluster publish partials to the CTA that adds them up.
 
-The CTAs of a cluster compute equal parts of K for one block of output features. Each stores some of the block's tiles
-of 64 features. If another CTA stores a tile, a warpgroup writes its accumulators into that CTA's shared memory. A
-barrier there counts their bytes. So a partial travels once; through the workspace it would be stored to L2 and polled
-for. Each barrier is used once, since a CTA of a cluster has one work tile.
+The CTAs of a cluster compute equal parts of K for one block of output features. Each CTA stores some of the block's
+tiles of 64 features. If another CTA stores a tile, a warpgroup writes its accumulators of the tile into that CTA's
+shared memory. A barrier there counts the bytes that arrive. So a partial travels once. Through the workspace, it would
+be written to L2, and the other CTA would poll for it. Each barrier is used once, since a CTA of a cluster has one work
+tile.
 
-If warpgroups interleave k blocks, their accumulators are first added up through their CTA's own memory. Then the CTA
-sends a single partial, since sending takes some hundred clocks for each 4 KB.
+If warpgroups interleave k blocks, their accumulators are first added up in their CTA's own shared memory. The CTA then
+sends a single partial. Sending takes some hundred clocks for each 4 KB.
 """
 
 from __future__ import annotations
@@ -30,32 +31,33 @@ VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its
 
 
 class Partials:
-    """Partial sums of tiles of 64 features. They lie in the shared memory of the CTA that stores the tile."""
+    """Publishes and loads partial sums of tiles of 64 features, in the shared memory of the CTA that stores the
+    tile."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
 
     def exists(self, tile, i: int) -> Any:
-        """Returns whether a tile, the ``i``-th of its warpgroup, exists. The last warpgroup may have fewer tiles than
-        the others."""
+        """Returns whether ``tile``, the ``i``-th tile of a warpgroup, exists. The last warpgroup may have fewer tiles
+        than the others."""
         return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:
         """Returns the CTA that stores a tile.
 
-        With more than two CTAs, the last one stores the first tile. So a block of one tile adds its parts of K in the
-        same order as a reduction through the workspace: the last, then the first, the second and so on.
+        With more than two CTAs, the last CTA stores the first tile. So if a block has one tile, its parts of K are
+        added in the order of `WorkspaceReduction`: the last, then the first, the second and so on.
         """
         owner = tile % self.config.cluster
         return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
 
     def vectors(self, acc, i: int) -> list[list[Any]]:
-        """Returns a thread's accumulators of its warpgroup's ``i``-th tile, in vectors of four."""
+        """Returns a thread's accumulators of its warpgroup's ``i``-th tile, as vectors of four numbers."""
         count = self.config.tile_m // 2
         return [[acc[i * count + j + k] for k in range(VECTOR_WORDS)] for j in range(0, count, VECTOR_WORDS)]
 
     def add(self, acc, i: int, address) -> None:
-        """Adds the part at an address to a thread's accumulators of its warpgroup's ``i``-th tile."""
+        """Adds the partial at ``address`` to a thread's accumulators of its warpgroup's ``i``-th tile."""
         first = i * (self.config.tile_m // 2)
         for number, vector in enumerate(self.vectors(acc, i)):
             words = ptx.load_shared_vector(address, number * VECTOR_STRIDE, VECTOR_WORDS)
@@ -63,8 +65,8 @@ class Partials:
                 acc[first + VECTOR_WORDS * number + j] = value + word.bitcast(Float32)
 
     def partial_address(self, memory, store, tile, number) -> Any:
-        """Returns where a thread publishes a tile's ``number``-th part, in the memory of the CTA that stores the
-        tile."""
+        """Returns the address at which a thread publishes a tile's ``number``-th partial, in the memory of the CTA that
+        stores the tile."""
         place = tile // self.config.cluster * (self.config.cluster - 1) + number
         return memory.partials + place * self.config.partial_bytes + store.tid * 16
 
@@ -96,10 +98,9 @@ class InterleavedReduction:
 
     @cute.jit
     def reduce(self, memory, store, rank, k_rank, acc, first_tile):
-        """Adds up the accumulators of all warpgroups of a tile.
-
-        The first warpgroup adds up the tiles that the CTA stores. The last one adds up the other tiles: it has the last
-        k block, so no partial is published twice.
+        """Adds up, tile by tile, the accumulators of all warpgroups that interleave the tile's k blocks. The first
+        warpgroup adds up the tiles that this CTA stores. The last warpgroup, which has the last k block, adds up the
+        other tiles, so that no partial is published twice.
         """
         config = self.config
         for i in cutlass.range_constexpr(config.n_tiles):
@@ -120,13 +121,14 @@ class InterleavedReduction:
         return cutlass.select_(self.partials.owner(tile) == rank, Int32(0), Int32(self.config.k_warpgroups - 1))
 
     def local_partial_address(self, memory, store, tile, number) -> Any:
-        """Returns where a thread publishes the ``number``-th part of a tile for the warpgroup that adds them up."""
+        """Returns the address at which a thread publishes the ``number``-th partial of a tile for the warpgroup that
+        adds up the tile."""
         config = self.config
         place = tile * (config.k_warpgroups - 1) + number
         return memory.partials + config.reduction.received_bytes(config) + place * config.partial_bytes + store.tid * 16
 
     def publish_locally(self, memory, store, rank, k_rank, tile, acc, i: int) -> None:
-        """Publishes a thread's accumulators of a tile to the warpgroup that adds them up."""
+        """Publishes a thread's accumulators of a tile to the warpgroup that adds up the tile."""
         before = cutlass.select_(self.reducing_k_rank(tile, rank) < k_rank, Int32(1), Int32(0))
         place = self.local_partial_address(memory, store, tile, k_rank - before)
         for number, vector in enumerate(self.partials.vectors(acc, i)):
@@ -148,7 +150,7 @@ class ClusterReduction(StoringReduction):
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Prepares the store of the tiles that the CTA stores."""
+        """Starts the store policy's loads for the tiles that the CTA stores."""
         for i in cutlass.range_constexpr(self.config.n_tiles):
             tile = first_tile + i
             if self.partials.exists(tile, i) & (self.partials.owner(tile) == work_tile.split) & (k_rank == 0):
@@ -157,8 +159,8 @@ class ClusterReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Adds up the partials of the CTA's warpgroups and publishes the tiles that other CTAs store. Then loads the
-        partials of its own tiles and stores them."""
+        """Adds up the partials of the CTA's warpgroups, and publishes the sums of tiles that other CTAs store. Then
+        loads the other CTAs' partials of the tiles that this CTA stores, and stores these tiles."""
         config, rank = self.config, work_tile.split
         if const_expr(config.k_warpgroups > 1):
             self.interleaved.reduce(memory, store, rank, k_rank, acc, first_tile)

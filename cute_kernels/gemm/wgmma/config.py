@@ -38,21 +38,21 @@ M = TypeVar("M", bound=Mainloop, covariant=True)
 class WgmmaConfig(Generic[M]):
     """The compile-time choices of one compiled kernel.
 
-    A CTA computes tiles of ``block_rows`` output features by ``tile_m`` rows of x, one after the other. A stage of its
-    pipeline holds the codes, scales and activations of a *k block* of ``block_k`` inputs.
+    A CTA computes one tile after the other. A tile has ``block_rows`` output features and ``tile_m`` rows of x. A stage
+    of the CTA's pipeline holds the codes, scales and activations of a *k block* of ``block_k`` inputs.
 
     Attributes:
         format: the weight's format.
         dtype: dtype of the activations, "bf16" or "fp16".
-        tile_m: rows of x of a tile, the N of the MMAs; see `rows`.
-        row_parts: equal parts of ``tile_m``, with TMA tiles of their own. Parts without rows are neither loaded nor
-            multiplied.
+        tile_m: the N of the MMAs: a tile's rows of x, see `rows`.
+        row_parts: number of equal parts into which ``tile_m`` is cut. Each part has its own TMA tiles. Parts without
+            rows are neither loaded nor multiplied.
         n_tiles: number of tiles of 64 output features that a warpgroup multiplies with the same activations.
         warpgroups: number of consumer warpgroups, each with ``n_tiles`` tiles.
         block_k: number of inputs in a k block.
         num_stages: pipeline stages.
-        multicast: number of CTAs of a cluster that compute neighbouring output features of the same rows of x. Each
-            loads its share of the activations into the shared memory of all of them. 1: each CTA loads its own.
+        multicast: number of CTAs of a cluster that compute neighbouring output features of the same rows of x. Each CTA
+            loads a share of the activations into the shared memory of all these CTAs. 1: no multicast.
         mainloop, reduction, store: the kernel's policies, values of `.mainloops` and `.results`.
     """
 
@@ -76,14 +76,13 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def weight_name(self) -> str:
-        """The part of a kernel's name that stands for the weight's format and the dtype."""
+        """The part of a kernel's name for the weight's format and the dtype."""
         return self.format.symbol_name(self.dtype)
 
     @property
     def scales_codes(self) -> bool:
-        """Whether codes are scaled by the instruction that decodes them: `WeightFormat.scaling_decoder`.
-
-        If not, a separate multiplication scales the weights, or the accumulators of a group are scaled.
+        """Whether the instruction that decodes codes also scales them (`WeightFormat.scaling_decoder`). If not, another
+        instruction scales the weights, or scales are applied to the accumulators of a group.
         """
         return self.mainloop.scales_codes and self.format.scales_codes(self.dtype)
 
@@ -94,7 +93,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def rows(self) -> int:
-        """Number of rows of x of a tile: `tile_m`, unless each row has several columns of an MMA of limbs."""
+        """Number of a tile's rows of x: `tile_m`, or fewer if each row takes several columns of an MMA of limbs."""
         return self.tile_m // row_columns(self.format) if self.limbs else self.tile_m
 
     @property
@@ -129,7 +128,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def cluster_size(self) -> int:
-        """Number of CTAs of a cluster, whether they share parts of K or multicast activations."""
+        """Number of CTAs of a cluster. They divide K among them, or multicast activations."""
         return self.cluster * self.multicast
 
     @property
@@ -173,13 +172,13 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def combine_batch(self) -> int:
-        """Number of vectors that a thread loads at a time from another CTA's part of K. It divides `thread_vectors`, so
-        all batches are full."""
+        """Number of vectors of four accumulators that a thread loads at a time from another CTA's partial. It divides
+        `thread_vectors`, so all batches are full."""
         return gcd(MOST_COMBINED, self.thread_vectors)
 
     @property
     def own_m(self) -> int:
-        """Number of a tile's rows of x that each CTA stores."""
+        """Number of a tile's rows of x that each CTA of a cluster stores."""
         return self.tile_m // (1 if self.reduction.dsmem else self.cluster)
 
     @property
@@ -207,7 +206,8 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def loop_parts(self) -> tuple[int, ...]:
-        """The numbers of row parts that have a loop of their own; other numbers run the loop of the next larger one."""
+        """The numbers of row parts for which a loop is compiled. A tile with another number of parts runs the loop of
+        the next larger number."""
         parts = range(1, self.row_parts + 1)
         if self.row_parts <= MOST_LOOPS:
             return tuple(parts)
@@ -219,7 +219,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def tma_tile_bytes(self) -> int:
-        """Bytes of a tile's activations for `TMA_TILE_K` inputs."""
+        """Bytes of the activations of all of a tile's rows for `TMA_TILE_K` inputs."""
         return 2 * TMA_TILE_K * self.tile_m
 
     @property
@@ -260,7 +260,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """(first token, tokens) of each part of a tile that a warpgroup stores at a time."""
+        """(first token, number of tokens) of each chunk: the tokens of a tile that a warpgroup stores at a time."""
         starts = range(0, self.own_m, self.chunk_m)
         return [(start, min(self.chunk_m, self.own_m - start)) for start in starts]
 
@@ -281,7 +281,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def share_bytes(self) -> int:
-        """Bytes of a warpgroup's accumulators for the tokens that one CTA stores."""
+        """Bytes of a warpgroup's accumulators for the rows of x that one CTA of a cluster stores."""
         return self.acc_bytes // (self.warpgroups * self.cluster)
 
     @property
@@ -352,11 +352,11 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def reduces(self) -> bool:
-        """Whether mainloop and reduction can be combined: one of them names the other."""
+        """Whether mainloop and reduction can be combined: one of the two names the other's type."""
         return type(self.reduction) in self.mainloop.reductions or type(self.mainloop) in self.reduction.mainloops
 
     def size_problem(self) -> str | None:
-        """Returns why tiles and k blocks cannot be of these sizes, or None."""
+        """Returns why a kernel cannot have this configuration's sizes of tiles and k blocks, or None."""
         if self.group_size and self.block_k % self.group_size and self.group_size % self.block_k:
             return f"block_k {self.block_k} and group_size {self.group_size} do not divide one another"
         if self.tile_m % self.row_parts or (self.row_parts > 1 and self.part_m.bit_count() > 1):

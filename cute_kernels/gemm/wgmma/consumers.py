@@ -29,7 +29,7 @@ class TileMainloop(Protocol):
 
 
 class Consumers:
-    """The consumer warps: a mainloop, a reduction and, within that, a store."""
+    """The consumer warps of a CTA, with their mainloop and their reduction, which has a store."""
 
     def __init__(
         self, config: WgmmaConfig, stages: StageReader, places: Places, mainloop: TileMainloop, reduction: TileReduction
@@ -80,11 +80,10 @@ class Consumers:
 
     @cute.jit
     def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, releases, present, count: int):
-        """Multiplies a work tile of which ``present`` row parts, at least ``count``, have rows.
-
-        MMAs are only as wide as the parts that have rows. So all or most numbers of parts have a loop of their own. All
-        loops use the same registers. Columns of parts that were not loaded are never stored. state and result: as in
-        `RegisterMainloop.multiply`.
+        """Multiplies a work tile in which ``present`` row parts have rows; ``present`` is at least ``count``. MMAs are
+        only as wide as the parts that have rows. So a loop is compiled for each number of parts, or for most numbers.
+        All loops use the same registers. Results of parts that were not loaded are never stored. state and result: as
+        in `RegisterMainloop.multiply`.
         """
         here, last = state
         tile_m = count * self.config.part_m
@@ -105,7 +104,7 @@ class Consumers:
 
 
 def in_loop_of(config: WgmmaConfig, present, count: int):
-    """Returns whether the loop of ``count`` row parts multiplies a tile with ``present`` parts, if no loop of fewer
-    parts does."""
+    """Returns whether a tile with ``present`` row parts runs the loop of ``count`` parts, if it runs no loop of fewer
+    parts."""
     every = len(config.loop_parts) == config.row_parts
     return present == count if every else present <= count

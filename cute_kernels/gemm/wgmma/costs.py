@@ -2,10 +2,10 @@
 
 `Reduction.launch_clocks` in `.results` computes the clocks of a whole launch from them.
 
-A k block takes as long as the slowest of four: the tensor cores, decoding, loading weights at the memory's rate, and
-TMA filling in rows that x does not have. Clocks are an H200's, fitted to measured times (tests/facts/linear.json,
-docs/design/weight_only_linear.md). The models lie apart from `.mainloops` and `.results`, since they change when a GPU
-is measured, while compiled kernels do not. Plain Python, no GPU.
+A k block takes as long as the slowest of four steps: MMAs on the tensor cores, decoding, loading weights at the
+memory's rate, and TMA's zeros for rows that x does not have. Clocks are an H200's, fitted to measured times
+(tests/facts/linear.json, docs/design/weight_only_linear.md). The models are not in `.mainloops` and `.results`, since a
+new measurement changes the models, but no compiled kernel. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MULTICAST_CLOCKS = 3000  # for a cluster that multicasts to meet before its firs
 
 
 def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
-    """Returns how many of a tile's row parts have rows, if the problem has one tile of rows."""
+    """Returns how many row parts of a tile have rows, for a problem whose rows fit in one tile."""
     return -(-problem.m // config.part_m)
 
 
@@ -38,7 +38,7 @@ def bytes_per_clock(schedule: TileSchedule) -> float:
 
 
 class DecodedCost(MainloopCost):
-    """The cost of weights that are decoded to 16 bits: `RegisterWgmma`, `MmaSync`."""
+    """The cost of the mainloops that decode weights to 16 bits: `RegisterWgmma` and `MmaSync`."""
 
     # Rates by the bits of a code.
     rates: ClassVar[dict[int, TileRates]] = {4: TileRates(29.5, 0.1, 14), 8: TileRates(32, 0.1, 14)}
@@ -94,8 +94,8 @@ class DecodedCost(MainloopCost):
         return k_block + max(filling - k_block, 0) / together
 
     def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the factor by which the overlap of MMAs and decoding changes a k block's time. It is above 1 for one
-        warpgroup, and may be below 1 if several groups of MMAs are in flight."""
+        """Returns the factor on a k block's time for how well MMAs and decoding overlap. It is above 1 for one
+        warpgroup. It may be below 1 if several groups of MMAs are in flight."""
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -121,7 +121,7 @@ class DecodedCost(MainloopCost):
 
 
 class ResidentCost(MainloopCost):
-    """The cost of limbs that a CTA makes itself: `ResidentLimbs`."""
+    """The cost of the mainloop whose CTAs make limbs of x themselves: `ResidentLimbs`."""
 
     start = 3300  # until limbs are made, and the way out of the last work tile
     start_row = 100  # added to `start` for each row beyond eight
@@ -152,7 +152,8 @@ class ResidentCost(MainloopCost):
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks of a k block of a CTA's tile. Limbs are for few rows, so each tile has all rows of x."""
+        """Returns the clocks that a CTA takes for a k block of its tile. Limbs are for few rows, so a tile has all rows
+        of x."""
         config = schedule.config
         loading = config.weight_stage_bytes / bytes_per_clock(schedule)
         decoding = config.format.limb_clocks * config.block_tiles

@@ -1,11 +1,11 @@
-"""Products around a deferred RMSNorm: one produces what the norm needs, the next one applies it. There are no GPU types
-here.
+"""The configurations of two products around a deferred RMSNorm. The first product computes sums of squares, the second
+one applies the norm. There are no GPU types here.
 
-y = (h w r) W^T, where h are rows, w the norm's weight and r = (mean(h^2) + eps)^-0.5 a number for each row. r commutes
-with the product: y = r ((h w) W^T). So the product that makes h also writes h w and sums of squares of h, and the next
-one multiplies its accumulators by r. No launch lies between them.
+The second product computes y = (h w r) W^T from rows h. w is the norm's weight; r = (mean(h^2) + eps)^-0.5 is one
+number for each row. So y = r ((h w) W^T). The first product makes h, and also writes h w and sums of squares of h. The
+second product multiplies its accumulators by r. There is no launch between the two products.
 
-Tiles and mainloop are those of a product without a norm; the norm is the configuration's store policy.
+Tiles and mainloops are as without a norm. The norm is the store policy of a configuration.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FACTOR_REGISTERS = {1: (56, 240), 2: (56, 224), 3: (56, 152)}
 
 @dataclass(frozen=True)
 class DeferredNorm(StagedStore):
-    """The store of products on one side of a deferred norm. Each CTA has one work tile.
+    """The store policy of a product before or after a deferred norm. Each CTA has one work tile.
 
     Attributes:
         kind: `GIVES` for the product before the norm, `TAKES` for the one after it.
@@ -77,8 +77,8 @@ class DeferredNorm(StagedStore):
         return WARPGROUP_THREADS // self.row_lanes(config) if config.limbs else SUMMED_ROWS
 
     def most_inputs(self, config: WgmmaConfig[Any]) -> int | None:
-        """Returns the largest K of a product after the norm with limbs, which loads all sums of a row at once. None for
-        other products, which have no such limit."""
+        """Returns the largest K, if the product comes after the norm and has limbs: it loads all sums of a row at once.
+        Returns None for other products, which have no limit."""
         return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
 
     def stored_tiles(self, config: WgmmaConfig[Any]) -> int:
@@ -86,20 +86,20 @@ class DeferredNorm(StagedStore):
         return -(-config.n_tiles // (config.cluster if config.reduction.dsmem else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:
-        """Returns the offset of a warpgroup's additional memory in its staging buffer, after two chunks of a
-        residual."""
+        """Returns the offset in bytes of a warpgroup's additional memory in its staging buffer. Two chunks of a
+        residual lie before it."""
         return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 
     def extra_bytes(self, config: WgmmaConfig[Any]) -> int:
-        """Returns the bytes of a warpgroup's additional memory. Before the norm they hold the norm's weights of each
-        stored tile; after it, a factor for each row and an mbarrier."""
+        """Returns the bytes of a warpgroup's additional memory. In the product before the norm, it holds the norm's
+        weights of each stored tile. In the product after the norm, it holds a factor for each row and an mbarrier."""
         if self.kind == GIVES:
             return self.stored_tiles(config) * ROW_BYTES
         return self.factor_bytes(config) + BARRIER_BYTES
 
     def factor_bytes(self, config: WgmmaConfig[Any]) -> int:
-        """Returns the bytes of the rows' factors, in whole rounds of `rows_at_once` rows. If all warpgroups share the
-        factors, an mbarrier lies after them."""
+        """Returns the bytes of the rows' factors. The number of rows is rounded up to a multiple of `rows_at_once`. If
+        all warpgroups share the factors, an mbarrier lies after them."""
         at_once = self.rows_at_once(config)
         return FACTOR_BYTES * (-(-config.own_m // at_once) * at_once)
 
@@ -128,11 +128,11 @@ class DeferredNorm(StagedStore):
 
 
 def norm_of(config: WgmmaConfig[Any]) -> DeferredNorm:
-    """Returns the deferred norm that is a configuration's store."""
+    """Returns a configuration's store, which has to be a `DeferredNorm`."""
     assert isinstance(config.store, DeferredNorm)
     return config.store
 
 
 def with_norm(config: WgmmaConfig[Any], kind: DeferredKind) -> WgmmaConfig[Any]:
-    """Returns a configuration of the same tiles whose store is one side of a deferred norm."""
+    """Returns ``config`` with a `DeferredNorm` of a kind as its store."""
     return replace(config, store=DeferredNorm(config.store.chunk, config.store.activation, kind))

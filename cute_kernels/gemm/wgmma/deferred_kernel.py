@@ -1,5 +1,5 @@
-"""Weight-only GEMM of tiles around a deferred norm: `.kernel` and `.resident_kernel` with the stores of
-`.deferred_norm`."""
+"""The kernels of products before and after a deferred norm: those of `.kernel` and `.resident_kernel`, with the stores
+of `.deferred_norm`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel
 
 
 class FactorWarps:
-    """The spare warps of a product that consumes a norm: they make the factors of rows. See `.kernel.SpareWarps`."""
+    """The spare warps of the product after a norm, which compute the factors of rows. See `.kernel.SpareWarps`."""
 
     def __init__(self, config: WgmmaConfig[Any], store: TakingStore):
         self.tiles, self.store, self.registers = config, store, FACTOR_REGISTERS[config.warpgroups]
@@ -30,8 +30,8 @@ class FactorWarps:
 
     @cute.jit
     def run(self, operands, shape, memory, scheduler, warp, lane):
-        """Makes the factors of the rows of the CTA's first work tile, if the CTA stores any tile. All its work tiles
-        have the same rows."""
+        """Computes the factors of the rows of the CTA's first work tile, if the CTA stores any tile. All work tiles of
+        a CTA have the same rows."""
         tid = (warp - (self.tiles.consumer_warps + 2)) * WARP_THREADS + lane
         tiles, work_tile = self.tiles, scheduler.work_tile(scheduler.first)
         first, end = self.places.rows_of(shape, work_tile)

@@ -1,13 +1,13 @@
 """Stores of products around a deferred RMSNorm; `.deferred_config` explains it.
 
-`GivingStore` produces a norm's parts. A tile's results, with the residual and rounded, lie in the staging buffer. The
-eight lanes that store a row's 64 features read these results again. They store the results times the norm's weight to a
-second output, and the sum of the results' squares to a third. The third output has one element for each row and tile of
-64 features. So no CTA adds to what others wrote, and sums are the same each time.
+`GivingStore` belongs to the product before the norm. The staging buffer holds a tile's results, after the residual has
+been added and the sums rounded. Eight lanes store the 64 features of a row. They read the row's results again, and
+write two more outputs: the results times the norm's weight, and the sum of the results' squares. The output of sums has
+one element for each row and tile of 64 features. So no CTA adds to other CTAs' sums, and sums are the same each time.
 
-`TakingStore` consumes the parts. The two spare producer warps add up each row's sums of squares while the consumer
-warps multiply. Consumer warps do not add them up: the tensor cores would wait for that, 1 to 2 us. If CTAs make limbs
-of x, they load the sums before x. The factor of each row stays in shared memory until the accumulators are complete.
+`TakingStore` belongs to the product after the norm. The two spare producer warps add up each row's sums of squares
+while the consumer warps multiply. If consumer warps did so, the tensor cores would wait 1 to 2 us. CTAs that make limbs
+of x load the sums before x. The factor of each row stays in shared memory until the accumulators are complete.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKENS_AT_ONCE = WARPGROUP_THREADS // ROW_VECTORS
 
 @dataclass(frozen=True)
 class GivingOperands(Operands):
-    """Addresses of a launch that produces a norm's parts. offset: added to weights."""
+    """Addresses of a launch of the product before a norm. offset: a number that is added to the norm's weights."""
 
     norm: Int64  # weights [n], bf16
     scaled: Int64  # [m, n], bf16
@@ -53,7 +53,7 @@ class GivingOperands(Operands):
 
 
 class Piece(NamedTuple):
-    """Eight neighbouring results of a thread, and the sum of their row's 64 squares.
+    """Eight neighbouring results that a thread stores, and the sum of the squares of their row's 64 results.
 
     Attributes:
         there: whether the results exist.
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TakingOperands(Operands):
-    """Addresses of a launch that consumes a norm's parts."""
+    """Addresses of a launch of the product after a norm."""
 
     squares: Int64  # [m, parts], fp32
     parts: Int32  # a multiple of 4
@@ -81,11 +81,9 @@ class TakingOperands(Operands):
 
 
 class GivingStore:
-    """The store policy of a product before the norm. It adds the residual and stores the norm's parts: see
-    `.epilogue.TileEpilogue`.
-
-    Results are in bf16 with a residual, without an activation; addresses of residual and outputs are multiples of 16
-    bytes.
+    """The store policy of a product before the norm. It adds the residual, and stores results, results times the norm's
+    weights, and sums of squares. It has the methods of `.epilogue.TileEpilogue`. Results are bf16; there is always a
+    residual and never an activation. Addresses of residual and outputs are multiples of 16 bytes.
     """
 
     dense = True
@@ -100,7 +98,7 @@ class GivingStore:
         return store.staging + (self.extra_offset + ordinal * ROW_BYTES)
 
     def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
-        """Loads nothing: the norm is of rows that this product computes."""
+        """Loads nothing: this product computes the rows of which the norm is."""
         return []
 
     def keep_asked(self, operands: GivingOperands, store: Store, asked: list[list[Any]]) -> None:
@@ -113,8 +111,8 @@ class GivingStore:
         self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def bring_weights(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int) -> None:
-        """Starts loading the norm's weights, eight a thread; they arrive with the first chunk of the residual, which
-        ends a group of copies."""
+        """Starts loading the norm's weights, eight a thread. The weights and the residual's first chunk are one group
+        of cp.async copies."""
         row = corner.row + store.tid * VECTOR
         there = cutlass.select_((store.tid < ROW_VECTORS) & (row < shape.n), Int32(1), Int32(0))
         target = self.weights_of(store, ordinal) + store.tid * VECTOR_BYTES
@@ -122,8 +120,8 @@ class GivingStore:
 
     @cute.jit
     def run(self, operands: GivingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile whose accumulators are acc[first : first + tile_m / 2], and its parts of the norm. Runs after
-        the tile's products."""
+        """Stores a tile, and its outputs for the norm, after the tile's products. The tile's accumulators are acc[first
+        : first + tile_m / 2]."""
         self.plain.add_bias(operands, shape, store, corner, acc, first)
         for chunk in cutlass.range_constexpr(len(self.tiles.chunks)):
             self.residuals.wait(chunk)
@@ -134,7 +132,7 @@ class GivingStore:
 
     @cute.jit
     def store_chunk(self, operands: GivingOperands, shape, store: Store, corner: Corner, ordinal: int, chunk: int):
-        """Stores three results of a chunk: its rows, the rows times the norm's weights, and a sum of squares for each
+        """Writes a chunk's three outputs: its rows, the rows times the norm's weights, and the sum of squares of each
         row's 64 features. Each thread stores 8 features at a time."""
         factors = self.factors_of(operands, store, ordinal)
         for i in cutlass.range_constexpr(-(-self.tiles.chunks[chunk][1] // TOKENS_AT_ONCE)):
@@ -176,11 +174,9 @@ class GivingStore:
 
 
 class TakingStore:
-    """The store policy of a product after the norm. It multiplies accumulators by the factors of their rows: see
-    `.epilogue.TileEpilogue`.
-
-    It does not stage results in fp32, as the factors use that memory. Results are in bf16, in whole pieces of 16 bytes,
-    or in fp32 without a residual or a gate.
+    """The store policy of a product after the norm. It multiplies accumulators by the factors of their rows. It has the
+    methods of `.epilogue.TileEpilogue`. It does not stage results in fp32, as the factors use that memory. Results are
+    bf16, in whole vectors of 16 bytes, or fp32 without a residual and without a gate.
     """
 
     dense = True
@@ -214,8 +210,8 @@ class TakingStore:
 
     @cute.jit
     def make_factors(self, operands: TakingOperands, factors, tid, token, end):
-        """Computes the factors of rows of x from ``token`` on, some rows at a time; `FACTOR_WARPS` warps run it. Sums
-        of rows that do not exist are 0."""
+        """Computes the factors of rows of x from ``token`` on, some rows at a time. `FACTOR_WARPS` warps run it. Rows
+        from ``end`` on do not exist; sums of 0 stand for theirs."""
         vectors, at_once = operands.parts // SQUARES_VECTOR, self.rows_at_once
         rows = range(0, at_once, FACTOR_WARPS * WARP_THREADS // self.row_lanes)
         own, lane = tid // self.row_lanes, tid % self.row_lanes
@@ -236,7 +232,7 @@ class TakingStore:
         return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 
     def keep_asked(self, operands: TakingOperands, store: Store, asked: list[list[Any]]) -> None:
-        """Makes factors of what `ask` has loaded."""
+        """Makes factors of rows from the sums that `ask` has loaded."""
         own = store.tid // self.row_lanes
         for row, words in zip(self.first_rows, asked, strict=True):
             self.keep(operands, self.factors_of(store) + (row + own) * FACTOR_BYTES, self.added(words))
@@ -247,8 +243,8 @@ class TakingStore:
         return range(0, self.tiles.own_m, self.rows_at_once)
 
     def load_vectors(self, operands: TakingOperands, row, end, first) -> list[Any]:
-        """Loads words of a row's sums, strided over the lanes. Words after the row's last one, and those of a missing
-        row, are 0."""
+        """Loads a lane's vectors of a row's sums, from the row's ``first``-th vector on. Neighbouring lanes load
+        neighbouring vectors. Vectors after the row's last one, and those of a missing row, are 0."""
         start = operands.squares + Int64(row) * operands.parts * FACTOR_BYTES
         words = []
         for i in range(IN_FLIGHT):
@@ -265,7 +261,8 @@ class TakingStore:
         return lanes.in_pairs(operator.add, [word.bitcast(Float32) for word in words])
 
     def keep(self, operands: TakingOperands, place, value) -> None:
-        """Stores a row's factor in shared memory. ``value``: a lane's part of the sum of its squares."""
+        """Computes a row's factor and stores it in shared memory. ``value``: a lane's part of the row's sum of
+        squares."""
         total = lanes.lane_sum(value, lanes.neighbours(self.row_lanes))
         factor = numbers.reciprocal_root(total * operands.inverse_k + operands.eps)
         # All lanes of a row have it, and store the same.
@@ -284,7 +281,7 @@ class TakingStore:
         self.plain.run(operands, shape, store, corner, acc, first, ordinal)
 
     def scale(self, store: Store, acc, first: int) -> None:
-        """Multiplies a thread's accumulators by the factors of their rows; of every eight rows a thread has two."""
+        """Multiplies a thread's accumulators by the factors of their rows. A thread has two of every eight rows."""
         address = Int32(self.factors_of(store) + store.lane % 4 * (2 * FACTOR_BYTES))
         for block in range(self.tiles.own_m // 8):
             pair = ptx.load_shared_vector(address, block * (8 * FACTOR_BYTES), 2)

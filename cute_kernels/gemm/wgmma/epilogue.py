@@ -1,7 +1,7 @@
 """The store of a warpgroup's accumulators to the output, transposed through shared memory, a few tokens at a time.
 
-Accumulators have output features along the rows of the MMA; in the output the features of a token are contiguous. Each
-warpgroup stores its own tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
+The rows of an MMA are output features. In the output, the features of a token are contiguous. Each warpgroup stores its
+own tiles of 64 features through its own staging buffer, while other warpgroups go on multiplying.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TileEpilogue:
     """The store policy of a consumer warpgroup.
 
     Args:
-        dense: whether the product is dense: only then is there fast code for residuals and fp32 results. Results of
-            experts normally need neither; otherwise `store_any` stores them.
+        dense: whether the product is dense. Only dense products have fast code for residuals and fp32 results. For
+            experts `store_any` stores such results.
     """
 
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
@@ -64,17 +64,15 @@ class TileEpilogue:
                 self.residuals.bring_first(operands, shape, store, corner, ordinal, early=True)
 
     def adds_chunks(self, operands, shape):
-        """Returns whether `store_sums` adds a residual, 16 bytes at a time. Residuals of other kinds are left to
-        `store_any`."""
+        """Returns whether `store_sums` adds the residual, 16 bytes at a time. `store_any` adds all other residuals."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & self.activate.is_none(shape) & (shape.n % PACKED_VECTOR == 0)
         return plain & (operands.residual != 0) & ((operands.residual | operands.out) % 16 == 0)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores the tile whose accumulators of a thread are acc[first : first + tile_m / 2].
-
-        ordinal: the tile's number among the work tile's tiles that the warpgroup stores, as in `prepare`.
+        """Stores a tile. A thread's accumulators of the tile are acc[first : first + tile_m / 2]. ordinal: the tile's
+        number among the tiles of 64 features that the warpgroup stores of a work tile, as in `prepare`.
         """
         if const_expr(self.dense):
             if self.adds_chunks(operands, shape):
@@ -87,7 +85,7 @@ class TileEpilogue:
 
     @cute.jit
     def run_plain(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """Stores a tile as `run` does, if no residual is added in 16 bits (`adds_chunks`)."""
+        """Stores a tile as `run` does, if `store_sums` does not add its residual."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & self.is_by_feature(shape) & (shape.n % PACKED_VECTOR == 0):
@@ -109,17 +107,17 @@ class TileEpilogue:
                 self.store_any(operands, shape, store, corner, acc, first, chunk)
 
     def wait(self, store: Store):
-        """Waits for all threads of the warpgroup. Called before and after writes to the staging buffer, so that its old
-        data are read and its new data complete."""
+        """Waits for all threads of the warpgroup. The wait before writes to the staging buffer ensures that its old
+        data have been read. The wait after the writes ensures that the new data are complete."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def is_by_feature(self, shape):
-        """Returns whether each feature has a result of its own, whose activation, if any, is applied in registers."""
+        """Returns whether each output feature has one result, and the activation, if any, is applied in registers."""
         return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
-        """Returns whether `store_floats` stores the results: in fp32, one for each feature, without a residual. It does
-        so for dense products alone, and for fewer than three warpgroups along K, as three would spill."""
+        """Returns whether `store_floats` stores the results: fp32, one for each feature, without a residual. The
+        product is dense and has fewer than three warpgroups along K, as three would spill registers."""
         floats = (shape.out_kind == FP32) & (operands.residual == 0) & self.activate.leaves_features(shape)
         return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
 
@@ -127,7 +125,7 @@ class TileEpilogue:
 
     @cute.jit
     def store_sums(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Adds the residual of a tile, chunk by chunk, and stores the sums."""
+        """Adds the residual to a tile's results, chunk by chunk, and stores the sums."""
         residuals = self.residuals
         if const_expr(not residuals.is_early(ordinal, 0)):
             self.wait(store)
@@ -155,7 +153,7 @@ class TileEpilogue:
                 self.add_to_row(acc, first + 2 * half, bias)
 
     def add_to_row(self, acc, first: int, bias):
-        """Adds a row's bias to its accumulators: two of every four that a thread has."""
+        """Adds the bias of an output feature to a thread's accumulators of that feature: two of every four."""
         for i in range(0, self.config.own_m // 2, 4):
             for place in (first + i, first + i + 1):
                 acc[place] = acc[place] + bias
@@ -171,9 +169,9 @@ class TileEpilogue:
 
     @cute.jit
     def store_staged(self, operands, store: Store, corner: Corner, columns, chunk: int, features: int, pitch: int):
-        """Stores a chunk from the staging buffer to the output, 8 neighbouring results at a time. features: staged
-        results of each token. columns: results of a whole row of the output. pitch: bytes from a token to the next in
-        the buffer."""
+        """Copies a chunk from the staging buffer to the output, 8 neighbouring results at a time. features: number of
+        staged results of a token. columns: number of results in a row of the output. pitch: bytes from a token to the
+        next in the buffer."""
         done, tile_m = self.config.chunks[chunk]
         vectors, first = features // PACKED_VECTOR, corner.row // (TILE_N // features)
         start = corner.token + done
@@ -203,7 +201,8 @@ class TileEpilogue:
 
     @cute.jit
     def store_floats(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """Stores accumulators directly: eight lanes write 32 bytes of a token, a whole sector of memory."""
+        """Stores accumulators to the output without staging. Eight lanes write 32 bytes of a token, a whole sector of
+        memory."""
         feature = corner.row + store.row_warp * 16 + store.lane // 4
         token = corner.token + store.lane % 4 * 2
         for pair in cutlass.range_constexpr(self.config.own_m // 8):
@@ -229,8 +228,9 @@ class TileEpilogue:
     def stage_gated(self, store: Store, acc, first: int, tile_m: int):
         """Stores a chunk's results to the staging buffer, [token][feature] in 16 bits.
 
-        Gate and up of two tokens are in lanes four apart. Each lane takes one of the tokens: they exchange what they do
-        not use. For an activation without a gate nothing is emitted: its branch is never taken.
+        Two lanes, four apart, have the gates and the ups of two tokens. Each lane computes the results of one token, so
+        the lanes exchange the other token's numbers. For an activation without a gate, no code is emitted, as the
+        branch is never taken.
         """
         if not self.activate.gated:
             return

@@ -1,10 +1,10 @@
-"""Schedules of batch-invariant products: the weight decides how K is cut, never the number of rows.
+"""Schedules of batch-invariant products. The weight decides into how many parts K is cut; the number of rows does not.
 
-A sum over K runs step by step within a part of K, whatever the tile, and parts are added in one order: the last, then
-the first, the second and so on. So a row has the same bits in every schedule with the same number of parts. With few
-rows, different CTAs compute the parts, which meet in memory or in a cluster. Such a cluster has two CTAs, since one
-addition has no order, or four with one tile each. With many rows, one CTA computes all parts one after the other. Plain
-Python, no GPU.
+Within a part of K, every tile shape adds products in one order. Parts are also added in one order: the last, then the
+first, the second and so on. So a row has the same bits in every schedule with the same number of parts. With few rows,
+different CTAs compute the parts, which are added up in global memory or in a cluster. A cluster has two CTAs, whose one
+addition has no order, or four CTAs with one tile each. With many rows, one CTA computes all parts, one after the other.
+Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 
 def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Yields every schedule with the weight's number of parts; all of them give a row the same bits."""
+    """Yields every schedule with the number of parts that `parts_of_k` returns. A row has the same bits in all of
+    them."""
     yield from schedules_of(problem, parts_of_k(replace(problem, m=1)))
 
 
 @lru_cache(maxsize=4096)
 def parts_of_k(problem: LinearProblem) -> int:
-    """Returns the number of parts that K is cut into, for any number of rows.
-
-    For each number of parts and each number of rows in `ROWS`, the model compares the expected time with the fastest
-    schedule's. The result is the number of parts whose worst ratio is the least. All of ``problem`` counts, also the
-    number of SMs, but not the number of rows.
+    """Returns into how many parts K is cut, whatever the number of rows. For each candidate number of parts, and each
+    number of rows in `ROWS`, the model computes a ratio: the expected time to that of the fastest schedule. Each
+    candidate has a worst ratio over `ROWS`; the candidate with the least worst ratio is returned. The result depends on
+    all of ``problem``, also on the number of SMs, except the number of rows.
     """
     # The fastest schedules are those of all products, resident limbs included. So their models of time decide, too, how
     # many parts there are, and with these the bits of results.
@@ -71,23 +71,23 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Returns the numbers of parts of K that `parts_of_k` compares. No part is empty. With blocks of two tiles, the
-    CTAs of all parts of all blocks can run at the same time."""
+    """Returns the numbers of parts of K that `parts_of_k` compares. No part is empty. If a block has two tiles, one CTA
+    for each part of each block fits on the GPU at the same time."""
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
     return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
 
 
 def part_inputs(k_pad: int, parts: int) -> int:
-    """Returns the inputs of a part of K, a multiple of the largest k block that divides K; the last part may have
+    """Returns how many inputs a part of K has: a multiple of the largest k block that divides K. The last part may have
     fewer."""
     block_k = max(size for size in BLOCK_K if k_pad % size == 0)
     return -(-k_pad // block_k // parts) * block_k
 
 
 def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
-    """Yields every schedule whose tiles all have ``parts`` parts of K. In all of them the parts begin at the same
-    inputs."""
+    """Yields every schedule that cuts all tiles into ``parts`` parts of K. The parts begin at the same inputs in all
+    schedules."""
     for config in configs_of(problem):
         schedule = schedule_of(problem, config, parts)
         if schedule is not None:
@@ -106,11 +106,10 @@ def configs_of(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
-    """Returns the schedule of all tiles in ``parts`` parts of K; None if a configuration does not support it, or if
-    parts would begin at other inputs than in other schedules.
-
-    Parts that meet in memory run in one round, in neighbouring CTAs. The CTA that adds up a tile's parts has the
-    highest number, so it waits for no CTA that starts after it.
+    """Returns a configuration's schedule with all tiles in ``parts`` parts of K. None if the configuration does not
+    support it, or if its parts would not begin where `part_inputs` says. Parts that are added in global memory run in
+    one round, in neighbouring CTAs. The CTA that adds up a tile's parts has the highest number among them. So it waits
+    for no CTA that starts later.
     """
     reduction = config.reduction
     schedule = plain.cut_schedule(problem, config, parts)
@@ -127,8 +126,8 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> Tile
 
 
 def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations of few rows whose clusters add two parts. Each warpgroup has features of its own: if
-    warpgroups interleaved k blocks, sums would have other bits."""
+    """Returns configurations for few rows in which a cluster adds two parts. Each warpgroup has its own output
+    features. Warpgroups do not interleave k blocks, which would change the bits of sums."""
     narrow, wide = (cluster_configs(problem, DSMEM_PARTS, DSMEM_TILE_M, warpgroups) for warpgroups in (1, 2))
     long_blocks = problem.format.bits == LONG_BITS and problem.k_pad >= DSMEM_PARTS * LONG_PART
     long = [
@@ -140,16 +139,16 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations of few rows whose clusters add four parts, for layers with few features. A CTA has one
-    tile of 64 features: only then are parts added in the order of the other schedules."""
+    """Returns configurations for few rows in which a cluster adds four parts, for layers with few features. A CTA has
+    one tile of 64 features, so that parts are added in the order of the other schedules."""
     if not plain.has_few_features(problem):
         return []
     return cluster_configs(problem, plain.WIDE_CLUSTER, WIDE_TILE_M, warpgroups=1)
 
 
 def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
-    """Returns a list of one configuration: that of the smallest tile among ``sizes`` that holds all rows, with 64
-    features a warpgroup. The list is empty if no such tile can be compiled."""
+    """Returns a list of at most one configuration, with 64 features for each warpgroup. Its tile is the smallest of
+    ``sizes`` that holds all rows. The list is empty if that cannot be compiled."""
     tile_m = next((size for size in sizes if problem.m <= size), None)
     if tile_m is None or problem.k_pad % plain.DSMEM_BLOCK_K:
         return []
@@ -165,7 +164,8 @@ def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], 
 
 
 def sequential_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations whose CTAs compute all parts of K one after the other, with two sets of accumulators."""
+    """Returns configurations in which a CTA computes all parts of K, one after the other, with two sets of
+    accumulators."""
     shapes = [shape for shape in (*plain.SHAPES, *plain.BETWEEN_SHAPES) if _is_sequential(*shape)]
     configs = plain.tile_configs(problem, shapes)
     return plain.implementable(replace(config, reduction=SequentialSplitK()) for config in configs)

@@ -1,17 +1,17 @@
 """Weight-only GEMM for many rows of x: out^T = W X^T by warpgroup MMAs with W, decoded, in registers.
 
-The blob holds each thread's A operands of several k16 steps in 16 bytes (`layouts.weights.hopper`). So decoded weights
-go straight from a thread's registers to the tensor cores, and these read only X from shared memory. One producer warp
-loads X as the swizzled B operand through TMA, one the codes and scales by bulk copies. The consumer warpgroups, 64 or
-128 output features each, overlap: while one decodes the next k16 steps, the tensor cores run its own last MMAs and the
-other warpgroups' MMAs.
+16 bytes of the blob are a thread's A operands of several k16 steps (`layouts.weights.hopper`). So decoded weights go
+straight from a thread's registers to the tensor cores, which read only X from shared memory. One producer warp loads X
+as the swizzled B operand through TMA. Another loads codes and scales by bulk copies. Each consumer warpgroup has 64 or
+128 output features. While a warpgroup decodes its next k16 steps, the tensor cores run its last MMAs and other
+warpgroups' MMAs.
 
 A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`, `.synchronous`,
 `.limbs`, `cute_kernels.gemm.operands.fp8_mainloop`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
 (`.tiles`) and a store (`.epilogue`). `TileRoles` says what each warp does.
 
-CUTLASS's mixed-input mainloop for Hopper also reaches the full rate by operands in registers and two consumer
-warpgroups. Here neither its shuffles nor its pass over shared memory are needed.
+CUTLASS's mixed-input mainloop for Hopper also has operands in registers and two consumer warpgroups, and reaches the
+full rate. This kernel needs neither that mainloop's shuffles nor its pass over shared memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
 
 
 class SpareWarps(Protocol):
-    """The work of the producer warps that copy nothing, while others multiply.
+    """The work of the producer warps that copy nothing.
 
     registers: (registers of a producer thread, registers of a consumer thread).
     """
@@ -85,11 +85,11 @@ class IdleWarps:
 
 
 class TileRoles:
-    """The roles of a CTA's warps: two producer warps fill the pipeline, the consumers empty it.
+    """The roles of a CTA's warps. Two producer warps fill the pipeline; the consumer warps empty it.
 
     Args:
         table_bytes: shared memory for a table of tiles, which grouped products have.
-        dense: whether the product is dense, so that its first work tile is known before any table is.
+        dense: whether the product is dense. Then the first work tile is known without a table.
         waits: which warps wait in `begin` for the previous launch: `NOBODY`, `LOADER` or `ALL_WARPS`.
         spare: the work of the two producer warps that copy nothing; None: they have none.
     """
@@ -122,17 +122,17 @@ class TileRoles:
 
     @cute.jit
     def begin(self, operands, shape, memory, scheduler, warp, lane):
-        """Initialises the CTA's barriers in the warp that loads weights. All other warps wait for that.
+        """Initialises the CTA's barriers. The warp that loads weights does so, and all other warps wait for it.
 
-        The warp that loads weights goes on at once: in a launch of 6 us, 1 us would pass until all warps have met and
-        found their work tiles. For products of one tile of rows it loads the first weights before anything else. Other
-        CTAs of a cluster need to see only the barriers, so a fence for barriers alone suffices. An arrival that
-        releases all writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
+        The warp that loads weights goes on at once. In a launch of 6 us, it would take 1 us until all warps have met
+        and found their work tiles. If the product has one tile of rows, this warp loads the first weights before
+        anything else. Other CTAs of a cluster need to see only the barriers, so a fence for barriers is enough. An
+        arrival that releases all writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
 
-        A launch may begin while the previous one is running. Its prefetches into L2 depend on nothing. The previous
-        launch may have written anything else, also weights. So all else is read after the warp that initialises
-        barriers has waited for it. If every warp waits, barriers are initialised before, so that the copies follow the
-        wait at once.
+        A launch may begin while the previous launch is running. Prefetches into L2 may run at any time. All other data,
+        also weights, may come from the previous launch. So they are read only after the warp that initialises barriers
+        has waited for the previous launch. If every warp waits, barriers are initialised before the wait, so that
+        copies can start right after it.
         """
         config = self.config
         if warp == self.weight_warp:
@@ -187,7 +187,7 @@ class TileRoles:
 
     @cute.jit
     def leave_cluster(self, warp):
-        """Waits until no other CTA arrives on this CTA's barriers any more."""
+        """Waits until no other CTA of the cluster will arrive on this CTA's barriers."""
         if warp == self.weight_warp:
             cute.arch.cluster_wait()  # for what all others waited for before they began
         cute.arch.cluster_arrive()
@@ -195,12 +195,12 @@ class TileRoles:
 
 
 class TileScheduling(Protocol):
-    """The work tiles of a kernel, and where their rows, weights and results are, for dense products or experts.
+    """Says which work tiles a kernel has, and where their rows, weights and results are; for dense products or experts.
 
     Attributes:
         places: maps the numbers of a work tile to rows, weights and results.
-        is_dense: whether products are dense. Then results may have a residual, and no table is needed to find the first
-            work tile.
+        is_dense: whether products are dense. Only then may results have a residual. The first work tile is then known
+            without a table.
         asks_first: whether the first weights are loaded before other warps know that barriers are initialised.
         masks_by_lane, x_scale_shift: as in `MainloopParts`.
         table_bytes: shared memory for a table of tiles.
@@ -223,7 +223,7 @@ class TileScheduling(Protocol):
 
 
 class DenseTiles:
-    """The `TileScheduling` of dense products. The reduction's ``rounds`` say which tiles, or parts of tiles, a CTA
+    """The `TileScheduling` of dense products. ``rounds`` of the reduction says which tiles, or parts of tiles, a CTA
     computes."""
 
     is_dense, masks_by_lane, table_bytes = True, True, 0
@@ -286,10 +286,9 @@ class WgmmaKernel:
         self.roles = TileRoles(config, places, *loads, self.consumers, table, dense=dense, waits=waits, spare=spare)
 
     def launch(self, given, stream):
-        """Launches ``num_ctas`` CTAs.
-
-        ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, or for experts those of
-        `cute_kernels.gemm.experts.arguments`. ``given`` also has the fields that the class ``operands`` adds.
+        """Launches ``num_ctas`` CTAs. ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`; for
+        experts, those of `cute_kernels.gemm.experts.arguments`. It also has the arguments that the class ``operands``
+        adds.
         """
         config = self.config
         copy_x, x_view = self.activations.tma(given.x)

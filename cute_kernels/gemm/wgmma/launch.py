@@ -1,7 +1,7 @@
-"""One launch of a product of tiles: how its work is laid out, and the clocks from which its time is computed.
+"""`TileSchedule`, the layout of one launch of tiles, and the numbers of clocks from which its time is computed.
 
-A reduction (`.results`) lays a launch out and computes its time from the cost model of the configuration's mainloop,
-which `.costs` has. Plain Python, no GPU.
+A reduction (`.results`) lays a launch out, and computes its time from the cost model of the mainloop. `.costs` has
+these models. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TileSchedule:
         num_tiles: number of tiles of 64 output features.
         m_tiles: number of tiles of rows of x.
         k_blocks: k blocks of the padded K.
-        splits: number of parts of a tile that is cut, along K (none of them empty) or along rows of x.
+        splits: number of parts into which a cut tile is divided, along K or along rows of x. No part of K is empty.
         num_ctas: number of CTAs that run.
         whole: number of tiles that are not cut.
     """
@@ -75,15 +75,15 @@ class TileRates(NamedTuple):
     """Clocks of decoded tiles, per k16 step of a tile of 64 features unless stated otherwise.
 
     Attributes:
-        decode, row: clocks of decoding, however few rows there are; additional clocks per row.
-        mma, mma_row: clocks of MMAs beyond the tensor cores' half clock per row; additional clocks per row.
+        decode, row: clocks of decoding for any number of rows; additional clocks per row.
+        mma, mma_row: clocks of MMAs in addition to the tensor cores' half clock per row; additional clocks per row.
         k_block: additional clocks per decoded k block.
         work_tile, work_tile_acc: clocks of storing a work tile's results; additional clocks per accumulator of a
             thread.
         combine, combine_part: clocks of exchanging parts of K through the workspace; additional clocks per other part
             and accumulator of a thread.
-        join, join_acc: clocks of exchanging rows in a cluster; additional clocks per other CTA and accumulator of a
-            thread.
+        join, join_acc: clocks of exchanging rows in a cluster; additional clocks per other CTA and thread's
+            accumulator.
         all_cut_us: microseconds, as in `MainloopCost`.
         in_flight_gain: fraction of a k block's time that two groups of MMAs in flight save, outside clusters.
     """
@@ -119,7 +119,7 @@ class MainloopCost(ABC):
 
     @abstractmethod
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks that a k block takes in a CTA's tile, averaged over the tiles of rows."""
+        """Returns the clocks that a CTA takes for a k block, averaged over all tiles of rows."""
 
     def start_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
         """Returns the clocks that a launch's start takes beyond `.costs.START_CLOCKS`."""
@@ -136,6 +136,6 @@ class MainloopCost(ABC):
         return rates.work_tile + rates.work_tile_acc * config.thread_acc
 
     def all_cut_us(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the additional microseconds of a launch in which all tiles are cut and their parts are added through
-        the workspace. `Reduction.launch_clocks` does not include this time."""
+        """Returns additional microseconds if all tiles of a launch are cut and their parts are added through the
+        workspace. `Reduction.launch_clocks` does not include this time."""
         return self.rates_of(problem, schedule.config).all_cut_us

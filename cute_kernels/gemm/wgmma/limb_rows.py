@@ -1,13 +1,13 @@
 """Device code that makes limbs from rows of x: two signed limbs of 8 bits for each input, and a scale for each 128
 inputs.
 
-The MMAs of bytes in :mod:`.limbs` read them. The largest of a row's 128 inputs decides their common power of two. In 16
-bits of fixed point, an input is 256 times a high limb plus a low one, both from -128 to 127. Inputs of at least a 64th
-of the largest (an 8th with fp16) are exact; smaller ones are off by at most 2**-15 of the largest. If 128 inputs
-contain an infinity or NaN, their scale is NaN.
+The MMAs of bytes in :mod:`.limbs` read limbs. The largest of 128 inputs decides the power of two by which all 128 are
+scaled. A scaled input is a 16-bit fixed-point number: 256 times a high limb plus a low limb, both from -128 to 127.
+Inputs of at least a 64th of the largest (an 8th with fp16) are exact. Smaller inputs are off by at most 2**-15 of the
+largest. If 128 inputs contain an infinity or NaN, their scale is NaN.
 
-A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high limbs come first, then the low ones. The first and
-the second eight of 16 inputs alternate, so two lanes exchange limbs.
+A half warp makes the limbs of 128 inputs of a row; each lane has 8 inputs. In memory, 128 high limbs lie before 128 low
+limbs. The limbs of the first and the second eight of 16 inputs alternate, so two lanes exchange limbs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest intege
 
 
 class RowLimbs:
-    """Makes the limbs of a lane's 8 inputs of a row; its callers store them.
+    """Makes the limbs of a lane's 8 inputs of a row. Callers store the limbs.
 
-    unit_bits: log2 of the byte's number for a code of 1. top_exponent: the exponent of a group's largest input in fixed
-    point. round_up: is added to the bits of the largest magnitude before its exponent is taken.
+    unit_bits: log2 of the byte that stands for a code of 1. top_exponent: the exponent of a group's largest input in
+    fixed point. round_up: a number that is added to the bits of the largest magnitude before the exponent is taken.
     """
 
     def __init__(
@@ -64,17 +64,18 @@ class RowLimbs:
         return [words[i] for i in range(4)]
 
     def largest(self, words) -> Any:
-        """Returns the bits of the largest magnitude of a lane's inputs. As integers, infinity and NaN are greater than
-        all others."""
+        """Returns the bits of the largest magnitude of a lane's inputs. Compared as integers, the bits of infinity and
+        NaN are the greatest."""
         values = [half for word in words for half in self.to_floats(word)]
         return lanes.in_pairs(cutlass.max, [Int32(numbers.bits(ptx.absolute(value))) for value in values])
 
     def of_group(self, largest) -> Any:
-        """Returns the largest magnitude over the 16 lanes that have a group."""
+        """Returns the largest magnitude in a group, which 16 lanes hold."""
         return lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
 
     def limbs(self, words, factor, lane) -> list[Any]:
-        """Returns 16 limbs of the lane and its neighbour: high ones in even lanes, low ones in odd lanes."""
+        """Returns limbs of the 16 inputs that a lane and its neighbour have. Even lanes get the 16 high limbs, odd
+        lanes the 16 low limbs."""
         values = [half for word in words for half in self.to_floats(word)]
         fixed = [Uint32(numbers.bits(ptx.fma(value, factor, Uint32(MAGIC).bitcast(Float32)))) for value in values]
         low = self.bytes_of(fixed, 0)
@@ -88,7 +89,8 @@ class RowLimbs:
         return [ptx.prmt(first[i], second[i], Uint32(selector)) for i in range(2) for selector in (0x5140, 0x7362)]
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """Returns (the power of two that makes inputs fixed point, bits of its reciprocal divided by a code's unit)."""
+        """Returns (the power of two by which inputs become fixed-point numbers, the bits of the scale). The scale is
+        the reciprocal of that power, divided by a code's unit."""
         exponent = cutlass.max((largest + self.round_up) >> FRACTION_BITS, LEAST_EXPONENT)
         factor = Uint32((254 + self.top_exponent - exponent) << FRACTION_BITS).bitcast(Float32)
         scale = (exponent - self.top_exponent - self.unit_bits) << FRACTION_BITS

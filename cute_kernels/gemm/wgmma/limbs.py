@@ -1,21 +1,22 @@
-"""The mainloops of limbs for few rows: x is two 8-bit limbs. With int8 limbs, accumulators in int32 are exact.
+"""The mainloops for few rows in which x is two 8-bit limbs. With int8 limbs, the int32 accumulators are exact.
 
-16 times a 4-bit code's number is a signed byte, which a format's `ByteDecoder` makes. For integers it takes three
-instructions for 8 codes; bf16 takes 11. Decoding applies no scales: the accumulators of a group are scaled instead. x
-is in 16-bit fixed point, with a power of two for each row and 128 inputs. Two signed limbs to the base 256 hold it
-(`.limb_rows`). All tokens' high limbs and then all low ones are the columns of one operand. So a code is decoded once
-and multiplied by both: twice the columns at twice the rate of bf16. 256 times the sum over high limbs plus the sum over
-low limbs is the exact sum of a group's products.
+A format's `ByteDecoder` turns a 4-bit code into a signed byte, 16 times the code's number. For integers this takes
+three instructions for 8 codes; decoding to bf16 takes 11. Scales are not applied to weights but to the accumulators of
+a group. x is 16-bit fixed point, with a power of two for each row and 128 inputs. An element of x is two signed limbs,
+256 times the high limb plus the low limb (`.limb_rows`). The columns of one operand are the high limbs of all tokens,
+then their low limbs. So a code is decoded once and multiplied by both limbs. The MMAs have twice the columns of bf16,
+and run at twice its rate. 256 times the sum over high limbs plus the sum over low limbs is the exact sum of a group's
+products.
 
-Operands may have any order of k, as long as W and x have the same order. In the blob of `layouts.weights.hopper`, a
-thread's bytes of a k16 step are inputs 2t, 2t + 8, 2t + 1, 2t + 9. Their lower halves are codes of row g, their upper
-halves codes of row g + 8. So x alternates between the first and the second eight of 16 inputs.
+W and x may have any order of inputs, as long as it is the same order. In the blob of `layouts.weights.hopper`, the four
+bytes of a thread in a k16 step have the inputs 2t, 2t + 8, 2t + 1, 2t + 9. The lower half of a byte is a code of row g,
+the upper half a code of row g + 8. So in x, the first and the second eight of 16 inputs alternate.
 
-FP4 codes become E4M3 by moving bits, in seven instructions for 8 codes, and bytes of integers by look-ups in eleven.
-FP8 codes are E4M3. So their x is in limbs of E4M3: see `E4m3Products`.
+FP4 codes become E4M3 numbers in seven instructions for 8 codes, signed bytes in eleven. FP8 codes are E4M3 numbers
+already. So for these two formats the limbs of x are E4M3 too: see `E4m3Products`.
 
-Scaling integer products of weights in groups on the way from one accumulator to another is known from DeepGEMM and
-QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
+DeepGEMM and QServe's W4A8 also scale a group's products between two sets of accumulators. Here activations keep 16
+bits, which takes no more MMA time than bf16.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Zeros = tuple[list[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """One k block of a tile: the codes and limbs that one sequence of MMAs multiplies.
+    """The codes and limbs of one k block of a tile, which one sequence of MMAs multiplies.
 
     Attributes:
         tile: the tile whose accumulators the products are added to.
@@ -86,14 +87,14 @@ class Later:
 
 
 class LimbProducts:
-    """The products of a k block of codes and limbs, wherever they lie.
+    """Multiplies the codes of a k block by limbs of x. The limbs may lie in a stage or be resident.
 
     Args:
         tiles: number of tiles of 64 output features that are multiplied by the same limbs.
         tile_m: rows of x for which there are accumulators. A thread has accumulators [tile][tile_m / 2].
-        word_steps: number of k16 steps whose codes are in a thread's 16 bytes of a chunk.
+        word_steps: number of k16 steps whose codes a thread's 16 bytes of a chunk hold.
         bytes_of: function that decodes codes to bytes.
-        groups: number of groups in a k block that have their own accumulators and, in a lane, scales.
+        groups: number of groups of a k block for which a lane has accumulators and scales.
     """
 
     def __init__(self, tiles: int, tile_m: int, word_steps: int, bytes_of: ByteDecoder, groups: int = 1):
@@ -114,8 +115,8 @@ class LimbProducts:
     ) -> None:
         """Adds the products of a k block of all tiles to ``acc``.
 
-        words: [tile][chunk][word]; scales: [tile][row]; zeros, shifts: [tile], as in `Part`. All tiles share x_scales,
-        [token], and the descriptor x.
+        words: [tile][chunk][word]; scales: [tile][row]; zeros, shifts: [tile], as in `Part`. All tiles have the same
+        x_scales, [token], and the same descriptor x.
         """
         none = [None] * self.tiles
         of_tiles = zip(words, scales, zeros or none, shifts or none, strict=True)
@@ -123,8 +124,8 @@ class LimbProducts:
         self.multiply_parts(acc, parts, masks, tile_m)
 
     def multiply_parts(self, acc, parts: Iterable[Part], masks, tile_m: int) -> None:
-        """Adds the products of several tiles or k blocks to ``acc``. While the accumulators of one part are scaled, the
-        MMAs of the next part run, if a thread has registers for both (`TOGETHER_TILE_M`)."""
+        """Adds the products of several parts to ``acc``. While the accumulators of a part are scaled, the MMAs of the
+        next part run, if a thread has registers for both parts (`TOGETHER_TILE_M`)."""
         parts = iter(parts)
         first = next(parts)
         started = self.start(self.operands(first.words, masks), first.x, tile_m)
@@ -176,8 +177,8 @@ class LimbProducts:
         """Does nothing: a row of x has one column."""
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
-        """Returns the products of a tile's groups as fp32, joined from both limbs' accumulators, with zero points
-        subtracted from the codes. They are exact int32 numbers before they are converted."""
+        """Joins both limbs' accumulators and corrects for zero points. Returns the products of a tile's groups as fp32.
+        The products are exact int32 numbers before they are converted."""
         # A thread's i-th accumulator is of its row i // 2 % 2 of W (g or g + 8) and its row i // 4 * 2 + i % 2 of x.
         count = len(dots) // (2 * self.groups)
         firsts = [2 * count * group for group in range(self.groups)]
@@ -221,12 +222,12 @@ class LimbProducts:
 class E4m3Products(LimbProducts):
     """The products of codes and limbs in E4M3.
 
-    Both limbs are in one unit, so they share accumulators: half as many as those of integers, in fp32. The tensor cores
-    add with some 14 bits, below the largest addend. So the low limb's products come first: after the high limb's, they
-    would round the sum a second time.
+    Both limbs have the same unit, so their products are added to the same fp32 accumulators. Integers have twice as
+    many accumulators. Tensor cores add with some 14 bits, counted from the largest addend. So the products of low limbs
+    are added first. If they came after those of high limbs, the sum would be rounded a second time.
 
-    A part is half a k block: its accumulators take fewer registers, and MMAs of the first half run while the second one
-    is decoded. Each MMA has accumulators of its own, however many inputs share a scale.
+    A part is half a k block. So accumulators take fewer registers, and the MMAs of the first half run while the second
+    half is decoded. Each MMA has its own accumulators, however many inputs share a scale.
     """
 
     def multiply_parts(self, acc, parts: Iterable[Part], masks, tile_m: int) -> None:
@@ -257,9 +258,10 @@ class E4m3Products(LimbProducts):
 class HalfGroupProducts(E4m3Products):
     """The products in E4M3 of groups of 16 inputs, half of an MMA's.
 
-    A row of x has two columns, four columns apart, as `.resident_rows.HalfGroupRows` stores it: in the first one the
-    inputs of even groups, in the second one those of odd groups, and zeros elsewhere. So one MMA gives the sums of two
-    groups, in accumulators of different lanes. Each lane scales its own by its own group's scale, as with groups of 32.
+    A row of x takes two columns, four columns apart, as `.resident_rows.HalfGroupRows` stores them. The first column
+    has the inputs of even groups, the second column those of odd groups; all other inputs are zeros. So one MMA
+    computes the sums of two groups, in accumulators of different lanes. Each lane scales its accumulators by its own
+    group's scale, as with groups of 32.
     """
 
     def finish(self, acc) -> None:
@@ -277,13 +279,14 @@ def limb_products(config: WgmmaConfig | StreamConfig, word_steps: int) -> LimbPr
 
 
 class LimbReader:
-    """A reader of stages, or of resident k blocks, for consumer warps whose x is in limbs.
+    """Reads codes, scales and sums of inputs from stages, or from resident k blocks, for consumer warps whose x is in
+    limbs.
 
     Args:
-        x_scale_shift: function of a work tile: the number of x's scales between the last multiple of 16 bytes and the
-            tile's first scale. None if it is always 0.
-        in_pairs: whether a thread loads its two scales of eight rows at once; a tile's first row is then a multiple of
-            eight.
+        x_scale_shift: function of a work tile. A load of x's scales begins at a multiple of 16 bytes; the function
+            returns how many scales lie before the tile's first scale. None if there are never any.
+        in_pairs: whether a thread loads its two scales of eight rows of x at once. A tile's first row is then a
+            multiple of eight.
     """
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None, *, in_pairs: bool):
@@ -297,8 +300,8 @@ class LimbReader:
         return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
-        """Loads a stage: (codes [tile], scales [tile] of the thread's rows of W, scales of its rows of x). With limbs
-        in E4M3, codes and scales are `Later`."""
+        """Loads a thread's numbers of a stage. Returns (codes [tile], scales [tile] of the thread's rows of W, scales
+        of the thread's rows of x). With limbs in E4M3, codes and scales of W are `Later`."""
         tiles = range(self.config.n_tiles)
         if self.config.format.bytes_in_e4m3:
             words, scales = zip(*(self.load_later(memory, stage, place, i) for i in tiles), strict=True)
@@ -336,8 +339,8 @@ class LimbReader:
         return [self.load_scale_word(memory, stage, place, tile, i // 2, i % 2) for i in numbers]
 
     def load_scale_word(self, memory, stage, place, tile: int, group: int, half: int) -> Any:
-        """Loads a group's stored scale of one of the thread's two rows. Where an MMA takes two groups, a lane has the
-        first or the second one."""
+        """Loads a group's stored scale for one of the thread's two rows. If an MMA has two groups, some lanes load the
+        first group's scale and others the second group's."""
         row = (place.row // TILE_N + tile) * (self.config.k_block_groups * TILE_N) + place.row % TILE_N
         if self.columns > 1:
             row = row + place.lane // 2 % 2 * TILE_N
@@ -346,8 +349,8 @@ class LimbReader:
         return ptx.load_shared_part(address, (8 * half + TILE_N * group) * size, size)
 
     def load_zeros(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """Loads zero points and sums of inputs. Returns, for each tile, (16 * (8 - zero point) of the thread's two
-        rows, sums of its rows of x); None if weights have no zero points."""
+        """Loads zero points and sums of inputs. Returns a pair for each tile: 16 * (8 - zero point) of the thread's two
+        rows of W, and the sums of the thread's rows of x. Returns None if weights have no zero points."""
         config = self.config
         if not config.format.has_zeros:
             return None
@@ -360,21 +363,21 @@ class LimbReader:
         return found
 
     def load_sums(self, memory, x_place, tile_m: int) -> list[Any]:
-        """Loads, for each of the thread's rows of x, the sum of its inputs in a k block, in fixed point."""
+        """Loads the sum of a k block's inputs, in fixed point, for each of the thread's rows of x."""
         pairs = [ptx.load_shared_vector(memory.x_sums + x_place, 4 * 8 * block, 2) for block in range(tile_m // 8)]
         return [Int32(word) for pair in pairs for word in pair]
 
     def load_shifts(self, memory, stage, place, x_place, tile_m: int) -> list[tuple[Any, Any]] | None:
-        """Loads shifts and sums of inputs. Returns, for each tile, (shifts of the thread's two rows, sums of its rows
-        of x); None if weights have no shifts."""
+        """Loads shifts and sums of inputs. Returns a pair for each tile: the shifts of the thread's two rows of W, and
+        the sums of the thread's rows of x. Returns None if weights have no shifts."""
         if not self.has_shifts:
             return None
         sums = self.load_sums(memory, x_place, tile_m)
         return [(self.load_halves(memory, stage, place, i, upper=1), sums) for i in range(self.config.n_tiles)]
 
     def load_halves(self, memory, stage, place, tile: int, upper: int) -> list[Any]:
-        """Loads half of the stored scale of each of the thread's two rows of a tile, as fp32. upper: 0 for lower
-        halves, which are scales; 1 for upper halves, which are shifts."""
+        """Loads one half of a stored word for each of the thread's two rows of a tile, as fp32. upper: 0 loads lower
+        halves, which are scales; 1 loads upper halves, which are shifts."""
         row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
         size = self.config.format.scale_bytes
         address = memory.scales + stage * self.config.scale_stage_bytes + row * size
@@ -403,8 +406,8 @@ def no_shift(work_tile):
 
 
 class StageByStage:
-    """The common part of mainloops that decode a k block, multiply it and wait for its MMAs before the next one. Rows
-    of x have scales."""
+    """The base of mainloops that decode a k block, multiply it, and wait for its MMAs before the next k block. Rows of
+    x have scales."""
 
     stages: StageReader
     reader: LimbReader
@@ -430,7 +433,7 @@ class StageByStage:
 
 
 class LimbMainloop(StageByStage):
-    """The mainloop of int8 limbs from pipeline stages: it decodes a k block, multiplies it and waits for its MMAs."""
+    """The mainloop that multiplies int8 limbs from pipeline stages."""
 
     def __init__(self, config: WgmmaConfig, parts: MainloopParts):
         self.config, self.stages = config, parts.stages

@@ -20,13 +20,13 @@ ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 def product(a, b) -> Int64:
-    """Returns a * b in 64 bits for 32-bit numbers that are not negative: one instruction, where signed numbers would
-    take six."""
+    """Returns a * b in 64 bits. a and b are 32-bit numbers, not negative: their product takes one instruction, a signed
+    product six."""
     return Int64(Uint32(a)) * Int64(Uint32(b))
 
 
 def tma_tiles_layout(config: WgmmaConfig, rows: int, count: int):
-    """Returns the layout [rows, TMA_TILE_K, count], swizzled: one TMA tile after the other."""
+    """Returns the swizzled layout [rows, TMA_TILE_K, count] of ``count`` consecutive TMA tiles."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[config.dtype])
     return cute.tile_to_shape(atom, (rows, TMA_TILE_K, count), order=(0, 1, 2))
 
@@ -40,8 +40,8 @@ class ActivationLoads(Protocol):
 class TmaLoads:
     """The loads of activations through the pipeline: TMA tiles by one producer warp.
 
-    Activations that an earlier launch makes (`Mainloop.scaled_rows`) have scales of their rows, which are loaded as
-    well. Such activations are codes in E4M3, or limbs as `.limb_rows` writes them, whose TMA tiles lie without gaps.
+    If an earlier launch has made the activations (`Mainloop.scaled_rows`), the scales of their rows are loaded as well.
+    Such activations are E4M3 codes, or limbs as `.limb_rows` writes them. TMA tiles of limbs lie without gaps.
     """
 
     def __init__(self, config: WgmmaConfig, places: Places):
@@ -64,12 +64,10 @@ class TmaLoads:
 
     @cute.jit
     def copy(self, shape, memory, scheduler, copy_x, x_view):
-        """Loads the activations of every k block, in TMA tiles of 64 inputs by the rows of one row part. One warp runs
-        it.
-
-        Parts without rows are left out: TMA would spend time on writing zeros for rows that x does not have, and on
-        loading other experts' rows. CTAs that multicast activations load a slice of each TMA tile for all of them. A
-        stage is then free when all these CTAs have released it, and full when all slices have arrived.
+        """Loads the activations of every k block. A TMA tile has 64 inputs of the rows of one row part. One warp runs
+        this method. Row parts without rows are not loaded. TMA would take time to write zeros for missing rows, or to
+        load other experts' rows. With multicast, each CTA loads a slice of every TMA tile into all CTAs of its cluster.
+        A stage is then empty when all these CTAs have released it, and full when all slices have arrived.
         """
         config = self.config
         if const_expr(self.scaled):
@@ -108,9 +106,9 @@ class TmaLoads:
                 here = pipeline.next(here)
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
-        """Returns where a TMA tile is stored: (row part, number among all stages' TMA tiles). present: number of row
-        parts that have rows. With limbs, the parts of both limbs lie one after the other, since both limbs are one
-        operand."""
+        """Returns where a TMA tile is stored, as (row part, number among the TMA tiles of all stages). present: number
+        of row parts that have rows. Both limbs of x are one operand, so the parts of the low limbs follow those of the
+        high limbs without a gap."""
         tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
         if not self.config.limbs:
             return part, stage * tma_tiles + tma_tile
@@ -118,8 +116,8 @@ class TmaLoads:
         return number & (parts - 1), stage * tma_tiles + (number >> (parts.bit_length() - 1))
 
     def copy_scales(self, shape, memory, work_tile, k_block, here) -> None:
-        """Starts loading the scales of a tile's rows of x. The copy begins at the last multiple of 16 bytes that is not
-        after the first scale. One lane calls it."""
+        """Starts loading the scales of a tile's rows of x. The address of the first scale is rounded down to a multiple
+        of 16 bytes. One lane calls this method."""
         size = self.config.x_scale_stage_bytes
         first, _ = self.places.rows_of(shape, work_tile)
         ptx.bulk_copy_to_shared(
@@ -141,14 +139,15 @@ class WeightLoads:
         self.config, self.places, self.asks_first = config, places, asks_first
 
     def copy_first(self, operands, shape, memory, scheduler):
-        """Starts loading the first k block of the first work tile; one lane."""
+        """Starts loading the first k block of the first work tile. One lane calls this method."""
         work_tile = scheduler.work_tile(scheduler.first)
         here = memory.pipeline.producer_state()
         self.copy_k_block(operands, shape, memory, work_tile, work_tile.begin, here)
 
     @cute.jit
     def copy(self, operands, shape, memory, scheduler):
-        """Loads codes, scales and zero points of every k block that `copy_first` has not loaded; one warp."""
+        """Loads codes, scales and zero points of every k block, except the one that `copy_first` has loaded. One warp
+        runs this method."""
         pipeline, there = memory.pipeline, Int32(1 if self.asks_first else 0)
         here = pipeline.producer_state(there)
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
@@ -162,8 +161,8 @@ class WeightLoads:
                 here = pipeline.next(here)
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
-        """Starts loading a k block of the work tile's block of output features. Each tile takes one bulk copy of codes,
-        and one each of scales and of zero points if it has some."""
+        """Starts loading a k block of the work tile's block of output features. For each tile of 64 features it copies
+        the codes, and the scales and zero points if there are any."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         tile_bytes = config.k_block_tiles * TILE_BYTES
@@ -195,11 +194,9 @@ class WeightLoads:
 
 
 def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, scheduler) -> None:
-    """Prefetches the codes of the first work tile's first k blocks into L2, where a configuration says so; one lane.
-
-    It needs no barrier, so it runs before barriers are initialised. A tile's k blocks are one run of bytes: one
-    instruction replaces several rounds of the pipeline's loop. It prefetches nothing if the tile has fewer k blocks
-    left.
+    """Prefetches the codes of the first work tile's first `prefetched_k_blocks` k blocks into L2. One lane calls it. A
+    prefetch needs no barrier, so it runs before barriers are initialised. The k blocks of a tile are contiguous, so one
+    instruction prefetches all of them. Nothing is prefetched if the work tile may have fewer k blocks.
     """
     k_blocks = config.prefetched_k_blocks
     if not k_blocks:
@@ -212,9 +209,8 @@ def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, sche
 
 
 def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, scheduler, lane) -> None:
-    """Prefetches the biases of the first work tile into L2: half a line a lane; one warp.
-
-    Consumers load biases when their accumulators are complete, and would otherwise wait for memory then.
+    """Prefetches the biases of the first work tile into L2. One warp runs it; each lane prefetches half a cache line.
+    Without the prefetch, consumers would wait for the memory when their accumulators are complete.
     """
     work_tile = scheduler.work_tile(scheduler.first)
     row = work_tile.block * config.block_rows + lane * BIAS_STEP
@@ -224,7 +220,8 @@ def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, schedu
 
 
 def first_group(config: WgmmaConfig, k_block) -> Any:
-    """Returns the first group that a k block overlaps; it is computed by a shift if a group has several k blocks."""
+    """Returns the first group that a k block overlaps. If a group has several k blocks, a shift replaces the
+    division."""
     block_k, group_size = config.block_k, config.group_size
     if group_size <= block_k:
         return k_block * (block_k // group_size)

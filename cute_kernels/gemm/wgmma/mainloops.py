@@ -1,8 +1,6 @@
-"""Mainloop policies: how a kernel of tiles multiplies. Each value owns its fields, limits, registers, memory, barriers,
-and its part of the kernel's name. There are no GPU types here.
-
-A mainloop names the reductions (`.results`) that it can be combined with: nothing else can be compiled. The device code
-of each is in the module that its docstring names.
+"""Mainloop policies of kernels of tiles. A policy says how consumer warps multiply. It has fields, limits, registers,
+shared memory, barriers, and a part of the kernel's name. There are no GPU types here. A mainloop names the reductions
+(`.results`) that can be compiled with it. Its docstring names the module of its device code.
 """
 
 from __future__ import annotations
@@ -57,26 +55,27 @@ RESIDENT_PREFETCHED_K_BLOCKS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, 
 
 
 class Mainloop(ABC):
-    """How consumer warps multiply a k block, and how x reaches them.
+    """The base of mainloop policies, which say how consumer warps multiply a k block, and how x reaches shared memory.
 
     Attributes:
-        reductions: types of reductions that it can be combined with.
-        scales_codes: whether codes may be scaled by the instruction that decodes them, where the format has one.
+        reductions: types of reductions that can be combined with the mainloop.
+        scales_codes: whether the instruction that decodes codes may also scale them, if the format has such an
+            instruction.
         limbs: whether x is two limbs of 8 bits with a scale per row and `LIMB_GROUP` inputs. With int8 limbs, products
             are exact in int32.
         scaled_rows: whether an earlier launch makes x, with an fp32 scale for each row and k block.
         registers: registers of a consumer thread, by the number of warpgroups.
         producer_registers: registers of a thread that loads.
         more_threads: threads in addition to the consumer warpgroups.
-        copies: number of warps whose copies fill a stage.
+        copies: number of warps that copy into a stage.
         multicasts: whether neighbouring CTAs may multicast activations.
-        rows_apart: whether a dense product's x may have gaps between its rows, as TMA loads it directly.
-        limits: limits of the architecture that its instructions are for.
+        rows_apart: whether there may be gaps between the rows of a dense product's x, as when TMA loads x directly.
+        limits: limits of the architecture that has the mainloop's instructions.
         spare: how many fewer tiles of 64 features the last warpgroup has than the others.
-        half_last: whether the last k block begins half a block earlier.
-        made_by: "module:name" of its device code, a `.consumers.TileMainloop` that is made from a configuration and
-            `.reading.MainloopParts`. "" if a kernel of its own has it.
-        weights_by: "module:name" of the loads of its weights.
+        half_last: whether the last k block begins half a k block earlier.
+        made_by: "module:name" of the device code, a `.consumers.TileMainloop`, which is made from a configuration and
+            `.reading.MainloopParts`. It is "" if the mainloop has its own kernel.
+        weights_by: "module:name" of the device code that loads weights.
     """
 
     made_by: ClassVar[str] = ""
@@ -106,7 +105,7 @@ class Mainloop(ABC):
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The places of the mainloop's device code, for keys of kernels."""
+        """The import paths of the mainloop's device code, which kernels' keys need."""
         return (self.made_by, self.weights_by) if self.made_by else ()
 
     def kernel(self) -> CompiledAs:
@@ -161,8 +160,8 @@ class Mainloop(ABC):
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Returns the mbarriers that the mainloop's device code initialises itself; they lie after all others. Resident
-        limbs have one, for x."""
+        """Returns the mbarriers that the mainloop's device code initialises itself. They lie after all other
+        mbarriers."""
         return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -170,7 +169,7 @@ class Mainloop(ABC):
         return (*self.regions(config), *config.store.regions(config), *config.reduction.regions(config))
 
     def prefetched_k_blocks(self, config: WgmmaConfig) -> int:
-        """Returns the number of k blocks of each tile whose codes are prefetched into L2 before the CTA initialises its
+        """Returns how many k blocks of codes, of each tile, a CTA prefetches into L2 before it initialises its
         barriers."""
         return 0
 
@@ -181,11 +180,11 @@ class Mainloop(ABC):
 
 @dataclass(frozen=True)
 class RegisterWgmma(Mainloop):
-    """wgmma with decoded weights in registers: `.register_mainloop`.
+    """The mainloop of wgmma with decoded weights in registers. Its code is in `.register_mainloop`.
 
     Attributes:
-        group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
-        in_flight: commit groups that run while the next one is decoded.
+        group_steps: number of k16 steps that are decoded and then multiplied as one commit group of MMAs.
+        in_flight: number of commit groups that run while the next commit group is decoded.
     """
 
     group_steps: int = 2
@@ -225,7 +224,7 @@ class RegisterWgmma(Mainloop):
 
 @dataclass(frozen=True)
 class MmaSync(Mainloop):
-    """The mainloop of mma.sync for few rows, in which each warp multiplies on its own and scales accumulators:
+    """The mainloop of mma.sync for few rows. Each warp multiplies on its own and scales accumulators. Its code is in
     `.synchronous`."""
 
     made_by: ClassVar[str] = f"{_ROOM}.synchronous:SynchronousMainloop"
@@ -241,28 +240,29 @@ class MmaSync(Mainloop):
 
 
 def takes_limbs(form: WeightFormat, dtype: str) -> bool:
-    """Returns whether a format's codes can be multiplied by limbs of activations of ``dtype``. Of E4M3 two limbs hold
-    the 8 significant bits of bf16, not the 11 of fp16."""
+    """Returns whether a format's codes can be multiplied by limbs of activations of ``dtype``. Two E4M3 limbs hold the
+    8 significant bits of bf16, but not the 11 bits of fp16."""
     if form.bytes_in_e4m3:
         return form.codes_as_bytes and dtype == "bf16"
     return form.codes_as_bytes and not form.row_scales and form.group_size >= MMA_GROUP
 
 
 def row_columns(form: WeightFormat) -> int:
-    """Returns how many columns of an MMA of bytes a row of x has: one for each group of inputs that the MMA takes."""
+    """Returns how many columns of an MMA of bytes a row of x takes: one for each group that the MMA's inputs belong
+    to."""
     return max(MMA_GROUP // form.group_size, 1) if form.group_size else 1
 
 
 def limb_groups(config: WgmmaConfig[Any] | StreamConfig[Any]) -> int:
-    """Returns how many parts of a k block a lane has accumulators for: groups of inputs; of E4M3 one for each MMA, as
-    tensor cores add E4M3 products with few bits."""
+    """Returns for how many parts of a k block a lane has accumulators. A part is a group of inputs. For E4M3 it is the
+    inputs of one MMA, as tensor cores add E4M3 products with few bits."""
     return LIMB_GROUP // MMA_GROUP if config.format.bytes_in_e4m3 else config.k_block_groups
 
 
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
     """Returns why a configuration's weights cannot be multiplied by limbs, or None.
 
-    zeros: whether zero points can be subtracted from sums of limbs. least: the fewest inputs of a group, for codes
+    zeros: whether the mainloop can correct for zero points. least: the fewest inputs that a group may have, for codes
     without zero points.
     """
     if not takes_limbs(config.format, config.dtype) or (config.format.sums_inputs and not zeros):
@@ -276,7 +276,8 @@ def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_
 
 @dataclass(frozen=True)
 class Limbs(Mainloop):
-    """The mainloop of int8 MMAs for grouped products, whose limbs of x an earlier launch makes: `.limbs`."""
+    """The mainloop of int8 MMAs for grouped products. An earlier launch makes the limbs of x. Its code is in
+    `.limbs`."""
 
     made_by: ClassVar[str] = f"{_ROOM}.limbs:LimbMainloop"
     reductions: ClassVar[tuple[type[Reduction], ...]] = (WholeK,)
@@ -287,7 +288,8 @@ class Limbs(Mainloop):
     name: ClassVar[str] = "s2limbs"
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of a stage's fp32 scales, with room to begin on a multiple of 16 bytes."""
+        """Returns the bytes of a stage's fp32 scales of x. They have room for a copy that begins at a multiple of 16
+        bytes."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -304,20 +306,21 @@ class Limbs(Mainloop):
 
 @dataclass(frozen=True)
 class ResidentLimbs(Mainloop):
-    """The mainloop of byte MMAs whose limbs of x the consumer warps make once, before the first weights have arrived:
-    `.resident_kernel`.
+    """The mainloop of byte MMAs with resident limbs. Consumer warps make the limbs of x before the first weights
+    arrive. Its code is in `.resident_kernel`.
 
-    Stages hold weights only, so x does not go through the pipeline, and one warp copies. Consumer warps keep the
+    x does not go through the pipeline: stages hold weights only, and one warp copies them. Consumer warps keep the
     registers that they are launched with. A CTA of a cluster has one part of K of one tile.
 
     Attributes:
         k_blocks: number of k blocks of x for whose limbs there is room. A k block is 128 inputs of all rows of a tile.
-        loads: whether consumer warps load x, only the rows that exist. If not, TMA loads x, whose rows are whole TMA
-            tiles; TMA takes long to fill in rows that x does not have.
-        spare: as in `Mainloop`; it allows blocks of an odd number of tiles, so that there are as many blocks as SMs.
+        loads: whether consumer warps load x, and only rows that exist. If not, TMA loads x, whose rows have to be whole
+            TMA tiles. TMA takes long to write zeros for missing rows.
+        spare: as in `Mainloop`. It allows blocks with an odd number of tiles, so that there can be as many blocks as
+            SMs.
 
-    A zero point, or a shift, is multiplied by the sum of a group's inputs, apart from the group's products. The warps
-    that make limbs compute that sum for each row of x. Groups of fewer than 128 inputs have accumulators of their own.
+    Zero points and shifts are multiplied by sums of a group's inputs. The warps that make limbs compute these sums for
+    each row of x. Each group of fewer than 128 inputs has its own accumulators.
     """
 
     k_blocks: int = 64
@@ -345,7 +348,7 @@ class ResidentLimbs(Mainloop):
         return 0
 
     def k_block_limb_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes that both limbs take for a k block, 128 inputs of all rows of a tile."""
+        """Returns the bytes of both limbs of a k block: 128 inputs of all rows of a tile."""
         return ROW_LIMB_BYTES * config.tile_m
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:

@@ -17,7 +17,8 @@ from cute_kernels.gemm.wgmma.regions import Region
 
 @dataclass(frozen=True)
 class TileMemory:
-    """Shared memory of a CTA: addresses, and pointers to barriers and to the stages of activations."""
+    """The shared memory of a CTA: addresses of its regions, and pointers to its barriers and to the stages of
+    activations."""
 
     x: cute.Tensor
     x_address: Int32
@@ -62,8 +63,8 @@ def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> d
 
 
 def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
-    """Returns the fields of `TileMemory` that are barriers, by name: the pipeline and the addresses of other barriers.
-    first: the address of the first barrier."""
+    """Returns the fields of `TileMemory` for barriers, by name. They are the pipeline, and the addresses of all other
+    barriers. first: the address of the first barrier."""
     found, arrivals, count = {}, {}, 0
     for group in config.barriers:
         found[group.name], arrivals[group.name] = first + count if count else first, group.arrivals
@@ -74,8 +75,8 @@ def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
 
 
 def init_barriers(config: WgmmaConfig, memory: TileMemory) -> None:
-    """Initialises all barriers, except those that other code initialises (`Mainloop.more_barriers`). One thread calls
-    it, before any thread uses a barrier."""
+    """Initialises all barriers except those of `Mainloop.more_barriers`. One thread calls it, before any thread uses a
+    barrier."""
     memory.pipeline.init()
     for group in config.reduction.barriers(config):
         for i in range(group.count):

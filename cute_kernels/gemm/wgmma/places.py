@@ -1,4 +1,5 @@
-"""Where a work tile's rows of x, weights, biases and results are: one interface for dense and grouped products."""
+"""`Places`, which says where a work tile's rows of x, weights, biases and results are, for dense and grouped
+products."""
 
 from __future__ import annotations
 
@@ -23,16 +24,17 @@ class Corner:
 
 
 class Places(Protocol):
-    """A map from a work tile's numbers to rows, features and k blocks. The numbers are the fields of `.tiles.WorkTile`,
-    or of the work tiles of grouped products."""
+    """Finds a work tile's rows of x, weights and biases. A work tile is a `.tiles.WorkTile`, or one of a grouped
+    product."""
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
-        """Returns (first, end): a work tile has rows of x from ``first`` on, and none from ``end`` on."""
+        """Returns (first, end). The rows of x of a work tile begin at ``first``. Rows from ``end`` on are not part of
+        the work tile."""
         ...
 
     def weight_tile(self, shape, work_tile, index) -> Any:
-        """Returns a tile's number among the packed weight's tiles. index: the tile's number in the work tile's block of
-        output features."""
+        """Returns the number of a tile of 64 features in the packed weight. index: the tile's number in the work tile's
+        block of output features."""
         ...
 
     def bias_place(self, shape, work_tile, row) -> Any:
@@ -41,7 +43,7 @@ class Places(Protocol):
 
 
 class DensePlaces:
-    """The map of `Places` for the work tiles of a dense product."""
+    """The `Places` of a dense product's work tiles."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -62,8 +64,8 @@ class DensePlaces:
 
 
 def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
-    """Returns a tile's number among the weight's tiles. index: the tile's number in the work tile's block; an index
-    beyond the last tile stands for the last tile."""
+    """Returns the number of a tile of 64 features in the weight. index: the tile's number in the work tile's block.
+    Beyond the weight's last tile, the result is the last tile."""
     # Of the last block, tiles after the last one are that one again.
     return cutlass.min(work_tile.block * config.block_tiles + index, shape.num_tiles - 1)
 
@@ -75,8 +77,8 @@ def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
 
 
 def parts_with(config: WgmmaConfig, rows) -> Any:
-    """Returns how many row parts of a tile have rows, at most `row_parts`; at least 1 where tiles are cut along rows.
-    rows: rows of x from the tile's first row on, which may be more than the tile has."""
+    """Returns how many row parts of a tile have rows: at most `row_parts`. If tiles are cut along rows, the result is
+    at least 1. rows: number of rows of x from the tile's first row to the end of x."""
     if config.row_parts == 1:
         return Int32(1)
     bits = config.part_m.bit_length() - 1
@@ -85,8 +87,8 @@ def parts_with(config: WgmmaConfig, rows) -> Any:
 
 
 def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:
-    """Returns where a tile's results begin in the output. index: the tile's number in the work tile's block. token: the
-    first row of x to store, counted from the work tile's first row."""
+    """Returns where the results of a tile of 64 features begin in the output. index: the tile's number in the work
+    tile's block. token: the first row of x to store, counted from the work tile's first row."""
     row = (work_tile.block * config.block_tiles + index) * TILE_N
     first, end = places.rows_of(shape, work_tile)
     return Corner(row, first + token, end, places.bias_place(shape, work_tile, row))

@@ -1,5 +1,5 @@
-"""Stream-K on the device: each CTA has a work range of tiles, and parts of K meet in global memory. See
-`.results.RangeSplitK`."""
+"""Stream-K on the device: each CTA has a work range of k blocks of consecutive tiles, and partials are added through
+global memory. See `.results.RangeSplitK`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from cute_kernels.gemm.wgmma.tiles import DenseRounds, OneByOne, TileSizes, Work
 class TileRangeSizes(TileSizes):
     """Sizes of a launch in work ranges.
 
-    A tile has `RangeSplitK.end` units more than k blocks, and the units of all tiles are divided among CTAs.
+    The units of all tiles are divided among CTAs. A tile has one unit for each k block, and `RangeSplitK.end` more
+    units for its results.
     """
 
     units: Divisor  # of a tile
@@ -74,7 +75,8 @@ class RangeScheduler(OneByOne):
         return self.last_tile - self.first_tile + 1
 
     def work_tile(self, index) -> WorkTile:
-        """Returns the ``index``-th work tile; its ``split`` is the CTA's number, its ``number`` the tile's."""
+        """Returns the ``index``-th work tile. Its ``split`` is the CTA's number, its ``number`` is the tile's
+        number."""
         tile = self.last_tile - index
         block, m_tile = self.shape.counted.place(tile)
         return WorkTile(
@@ -101,25 +103,23 @@ class Ranges(DenseRounds):
 
 
 class RangeReduction(StoringReduction):
-    """The reduction of work ranges, a `.reduction.TileReduction`: the CTA with a tile's last k block adds up the parts
-    that CTAs before it published, and stores.
-
-    A CTA publishes one part at most, that of the tile that ends after its range. So the workspace has one slot for each
-    CTA.
+    """The reduction of work ranges, a `.reduction.TileReduction`. The CTA that computes a tile's last k block adds the
+    partials that preceding CTAs have published, and stores the tile. A CTA publishes at most one partial: that of a
+    tile which ends after the CTA's range. So the workspace has one slot for each CTA.
     """
 
     rounds = Ranges
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Prepares the store of the tiles that the CTA stores."""
+        """Starts the store policy's loads if the CTA stores the work tile."""
         if work_tile.end == shape.k_blocks:
             self.prepare_tiles(operands, shape, store, work_tile, first_tile)
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Publishes the accumulators of a tile that ends after the range. Otherwise adds the partials of preceding CTAs
-        and stores the tile: see `TileReduction`."""
+        """Publishes the accumulators if the tile ends after the CTA's range. Otherwise adds the partials of preceding
+        CTAs and stores the tile. See `TileReduction`."""
         if work_tile.end < shape.k_blocks:
             place = self.place(operands, store, work_tile.split)
             publish_acc(acc, place, self.config.thread_vectors)
@@ -129,16 +129,16 @@ class RangeReduction(StoringReduction):
             self.store_tiles(operands, shape, store, work_tile, acc, first_tile)
 
     def place(self, operands, store: Store, cta):
-        """Returns the address of a thread's first accumulators in the part that a CTA publishes, in the order of the
-        registers."""
+        """Returns the address of a thread's first accumulators in a CTA's slot of the workspace. The slot has the order
+        of the registers."""
         size = 4 * self.config.block_rows * self.config.tile_m
         own = store.warpgroup * (size // self.config.warpgroups) + store.tid * 16
         return operands.workspace + Int64(cta) * size + own
 
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
-        """Adds the parts of a tile that preceding CTAs have published: CTA by CTA, back to the one where the tile
-        begins. No range is shorter than a tile, so that is the CTA just before, and the loop runs once."""
+        """Adds the partials of a tile that preceding CTAs have published, back to the CTA in whose range the tile
+        begins. No range is shorter than a tile. So only the CTA just before has a partial, and the loop runs once."""
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
             add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)

@@ -1,4 +1,4 @@
-"""The reader of a stage's codes, scales and zero points for consumer warps; it also releases stages."""
+"""`StageReader`, by which consumer warps read a stage's codes, scales and zero points, and release stages."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class StageReader:
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """Loads (scales, offsets) for each group as :meth:`load_groups` does, with scales as fp32 numbers, which are
-        applied to products of decoded codes. Scales are 1 if decoding applies them."""
+        """Loads (scales, offsets) for each group as :meth:`load_groups` does, but scales as fp32 numbers for products
+        of decoded codes. Scales are 1 if decoding applies the stored scales."""
         if self.decoder.scales_weights:
             return [([Float32(1.0)] * 2, numbers) for _, numbers in self.load_groups(memory, stage, place, tile)]
         return [
@@ -138,8 +138,8 @@ class StageReader:
         ]
 
     def scale_pair(self, word):
-        """Returns a stored scale twice, packed in the configuration's dtype. A scale of four bytes is returned once, as
-        fp32."""
+        """Returns a word with two copies of a stored scale in the configuration's dtype. A scale of four bytes is
+        returned as one fp32 number."""
         if self.config.format.scale_bytes == 4:
             return word.bitcast(Float32)
         word = self.decoder.scale_word(word)
@@ -153,28 +153,28 @@ class StageReader:
 def nothing_by_lane(shape, lane):
     """Returns a 0 that the compiler takes for a number that differs between lanes.
 
-    The compiler may keep a mask that all lanes share in a uniform register, which LOP3 cannot read beside a constant:
-    each use would be a copy and a LOP3.
+    If all lanes have the same mask, the compiler may keep it in a uniform register. LOP3 cannot read a uniform register
+    and a constant at once, so each use of the mask would take a copy and a LOP3.
     """
     return Uint32((shape.m + lane) >> 31)
 
 
 def nothing(shape, lane):
-    """Returns a 0 that the compiler takes for an unknown number, the same in all lanes. It is used where masks are in
-    registers anyway."""
+    """Returns a 0 that the compiler takes for an unknown number, which is the same in all lanes. It serves kernels
+    whose masks are in registers that are not uniform anyway."""
     return Uint32(shape.m >> 31)
 
 
 class Channel:
-    """Scales and zero points that hold for all of K and are applied to the accumulators. Weights without groups have
-    them, and weights with a second level of scales."""
+    """Loads and applies scales and zero points that a row of W has for all of K. They are applied to the accumulators.
+    Weights without groups have them, and weights with a second level of scales."""
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):
         self.config, self.stages, self.places = config, stages, places
 
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
-        """Loads the scales and offsets of the thread's two rows that hold for all of K. Returns a pair (scales,
-        offsets) for each tile; an empty list if the format has no such scales."""
+        """Loads the scales and offsets that the thread's two rows have for all of K. Returns a pair (scales, offsets)
+        for each tile. The list is empty if the format has no scales for all of K."""
         config, places = self.config, self.places
         tile_bytes = shape.scale_groups * config.format.group_scale_bytes
         tiles = [places.weight_tile(shape, work_tile, first_tile + i) for i in range(config.n_tiles)]
@@ -182,7 +182,7 @@ class Channel:
         return [each for tile in tiles for each in load_channel(config, decoder, operands, tile, row, tile_bytes)]
 
     def scale(self, acc, finished, channel):
-        """Stores finished accumulators in ``acc``, multiplied by their row's scale if it holds for all of K."""
+        """Stores finished accumulators in ``acc``, multiplied by their row's scale if rows have scales for all of K."""
         tile_acc, decoder = self.config.tile_m // 2, self.stages.decoder
         for i, value in enumerate(finished):
             if channel:
@@ -195,9 +195,9 @@ class MainloopParts:
     """What a mainloop is made from, besides its configuration.
 
     Attributes:
-        masks_by_lane: whether masks are made so that no uniform register holds them; see `nothing_by_lane`.
-        x_scale_shift: function of a work tile: the number of x's scales between the last multiple of 16 bytes and the
-            tile's first scale. None if it is always 0.
+        masks_by_lane: whether masks are made by `nothing_by_lane`, so that no uniform register holds them.
+        x_scale_shift: function of a work tile. A load of x's scales begins at a multiple of 16 bytes; the function
+            returns how many scales lie before the tile's first scale. None if there are never any.
     """
 
     stages: StageReader

@@ -1,8 +1,8 @@
 """Reduction policies: how parts of K are added up, and which CTA stores the result.
 
-The reduction tile by tile through a cluster's shared memory is in `.cluster_reduction`, that of work ranges in
-`.ranges`. Each policy has `begin`, before the first work tile, `prepare`, before a work tile's products, and `finish`,
-for its accumulators.
+`.cluster_reduction` has the reduction of single tiles through a cluster's shared memory, `.ranges` that of work ranges.
+Each policy has three methods. `begin` runs before the first work tile, `prepare` before a work tile's products, and
+`finish` after the products, with their accumulators.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its
 class TileReduction(Protocol):
     """The reduction of a work tile's accumulators in a consumer warpgroup.
 
-    first_tile: the warpgroup's first tile in the block. k_rank: the warpgroup's number among those that interleave k
-    blocks. prepares: whether `prepare` loads anything. Reductions of dense products have ``rounds``, a `DenseRounds`,
-    which says how tiles are distributed to CTAs.
+    first_tile: the warpgroup's first tile in the block. k_rank: the warpgroup's number among the warpgroups that
+    interleave k blocks. prepares: whether `prepare` loads anything. In reductions of dense products, ``rounds`` is the
+    `DenseRounds` that distributes tiles to CTAs.
     """
 
     @property
@@ -43,7 +43,8 @@ class TileReduction(Protocol):
 
 
 class TileStore(Protocol):
-    """How a warpgroup's tile of finished accumulators reaches the output: `.epilogue.TileEpilogue` and its like."""
+    """The interface of store policies, which write a tile of finished accumulators to the output: see
+    `.epilogue.TileEpilogue`."""
 
     @property
     def dense(self) -> bool: ...
@@ -54,7 +55,7 @@ class TileStore(Protocol):
 
 
 class StoringReduction:
-    """The common part of reductions that store tiles of dense products, or of experts, through a store policy."""
+    """The base of reductions that store tiles, of dense products or experts, through a store policy."""
 
     rounds: type[DenseRounds] = DenseRounds
 
@@ -66,7 +67,7 @@ class StoringReduction:
         """Does nothing: most reductions have nothing to set up."""
 
     def prepare_tiles(self, operands, shape, store: Store, work_tile, first_tile) -> None:
-        """Prepares the store of a warpgroup's tiles."""
+        """Starts the store policy's loads for a warpgroup's tiles."""
         for i in range(self.config.n_tiles):
             corner = corner_of(self.config, self.places, shape, work_tile, first_tile + i)
             self.epilogue.prepare(operands, shape, store, corner, i)
@@ -79,8 +80,8 @@ class StoringReduction:
 
 
 class WorkspaceReduction(StoringReduction):
-    """The reduction through global memory: the CTA with the last part of K adds the other CTAs' partials, and stores
-    the tile. Work tiles with all of K are stored at once."""
+    """The reduction through global memory. The CTA with the last part of K adds the other CTAs' partials, and stores
+    the tile. A work tile that has all of K is stored at once."""
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
@@ -90,8 +91,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Publishes a part of K. For the last part, adds the other parts instead, and stores the warpgroup's tiles: see
-        `TileReduction`."""
+        """Publishes the accumulators of a part of K. In the last part, adds the other parts' partials instead, and
+        stores the warpgroup's tiles. See `TileReduction`."""
         if const_expr(self.config.reduction.splits_k):
             self.combine(operands, store, work_tile, acc)
         if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
@@ -99,11 +100,9 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def combine(self, operands, store: Store, work_tile, acc):
-        """Publishes the accumulators of a part of K. For the last part, adds the other parts to its accumulators
-        instead.
-
-        A thread loads only partials that threads with its number in other CTAs have stored. So partials lie in the
-        order of the registers.
+        """Publishes the accumulators of a part of K. In the last part, adds the other parts' partials to the
+        accumulators instead. A thread loads only what the thread with the same number in another CTA has stored. So
+        partials lie in the order of the registers.
         """
         if work_tile.splits > 1:
             partial_bytes = 4 * self.config.block_rows * self.config.tile_m
@@ -120,8 +119,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def add_part(self, place, acc, first: int):
-        """Adds a batch of vectors of another part of K to the accumulators, from vector ``first`` on, once they have
-        arrived. Then resets these vectors to EMPTY."""
+        """Waits for a batch of published vectors, adds them to the accumulators from vector ``first`` on, and resets
+        the published vectors to EMPTY."""
         add_published(acc, 4 * first, place, self.config.combine_batch, first * VECTOR_STRIDE)
 
 
@@ -133,8 +132,8 @@ def publish_acc(acc, place, count: int) -> None:
 
 @cute.jit
 def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr, offset: cutlass.Constexpr):
-    """Adds ``count`` vectors that `publish_acc` has stored, from ``offset`` bytes on, to acc[first:]. Then resets them
-    to EMPTY."""
+    """Adds ``count`` vectors that `publish_acc` has stored, from ``offset`` bytes on, to acc[first:]. Then resets these
+    vectors to EMPTY."""
     words = cute.make_rmem_tensor(4 * count, Uint32)
     offsets = [offset + i * VECTOR_STRIDE for i in range(count)]
     Poll([Published(place, offset=offset) for offset in offsets]).load(words)
@@ -145,9 +144,8 @@ def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr
 
 
 class SequentialReduction(StoringReduction):
-    """The reduction of parts of K that one CTA computes one after the other, in a second set of accumulators.
-
-    It adds them in the order of `WorkspaceReduction`: the last one, then the first, the second and so on.
+    """The reduction of parts of K that one CTA computes one after the other. A second set of accumulators has their
+    sum. Parts are added in the order of `WorkspaceReduction`: the last, then the first, the second and so on.
     """
 
     def begin(self) -> None:
@@ -157,14 +155,13 @@ class SequentialReduction(StoringReduction):
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
-        """Prepares the store of the tile, before the part of K that is computed last."""
+        """Starts the store policy's loads, before the part of K that is computed last."""
         if work_tile.split == work_tile.splits - 1:
             self.prepare_tiles(operands, shape, store, work_tile, first_tile)
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Adds a part of K to the second set of accumulators, and stores the tile after its last part: see
-        `TileReduction`."""
+        """Adds a part's accumulators to the second set. After the last part, stores the tile. See `TileReduction`."""
         begins = work_tile.split == 0
         for i in cutlass.range_constexpr(self.config.thread_acc):
             self.sums[i] = cutlass.select_(begins, acc[i], self.sums[i] + acc[i])
@@ -173,7 +170,8 @@ class SequentialReduction(StoringReduction):
 
 
 class RowReduction(StoringReduction):
-    """The reduction of whole tiles through a cluster's shared memory: each CTA stores its share of the rows of x."""
+    """The reduction of whole tiles through a cluster's shared memory. Each CTA adds up and stores its share of the
+    tile's rows of x."""
 
     def corner(self, shape, work_tile, first_tile) -> Corner:
         """Returns where, in the output, the CTA's share of the rows of x begins."""
@@ -181,23 +179,22 @@ class RowReduction(StoringReduction):
         return corner_of(self.config, self.places, shape, work_tile, first_tile, token)
 
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank) -> None:
-        """Prepares the store of the CTA's share."""
+        """Starts the store policy's loads for the CTA's share."""
         self.epilogue.prepare(operands, shape, store, self.corner(shape, work_tile, first_tile), 0)
 
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank) -> None:
-        """Sums this CTA's share of the rows over the cluster, and stores it: see `TileReduction`."""
+        """Adds up the CTA's share of the rows over the cluster, and stores this share. See `TileReduction`."""
         self.join(store, memory.x_address, work_tile.split, acc)
         self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, first_tile), acc, 0, 0)
         cute.arch.cluster_wait()  # until nobody reads this CTA's accumulators any more
 
     @cute.jit
     def join(self, store: Store, state, rank, acc):
-        """Adds up, in acc[: own_m / 2], the ``rank``-th share of the tile's tokens over all of K.
-
-        Each CTA of the cluster leaves the other CTAs' shares in its own memory, and reads its own share from their
-        memory. So one CTA adds up a sum, in an order that does not depend on which CTA was first. ``state``: the
-        address of the activations, which are no longer needed. The caller waits for the cluster before it ends, since
-        other CTAs read until then.
+        """Adds up the ``rank``-th share of the tile's tokens over all of K, in acc[: own_m / 2]. Each CTA writes the
+        other CTAs' shares into its own shared memory, and reads its own share from the other CTAs' memory. So one CTA
+        computes each sum, in an order that does not depend on which CTA comes first. ``state``: the address of the
+        activations, whose memory the shares take. The caller must wait for the cluster before it ends, as other CTAs
+        may still read its memory.
         """
         config = self.config
         math_threads = config.warpgroups * WARPGROUP_THREADS
@@ -215,7 +212,8 @@ class RowReduction(StoringReduction):
         cute.arch.cluster_arrive()  # this CTA has read; `finish` waits for the others
 
     def shares_place(self, store: Store, state):
-        """Returns the address of a thread's first share; shares of a warpgroup lie one after the other."""
+        """Returns the address of a thread's first share. All shares of a warpgroup lie before those of the next
+        warpgroup."""
         return state + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
 
     def publish_share(self, place, acc, share: int):
@@ -245,9 +243,9 @@ class RowReduction(StoringReduction):
                 acc[i] = acc[i] + words[i // 4][i % 4].bitcast(Float32)
 
     def load_in_order(self, place, acc, rank):
-        """Adds the parts of more than two CTAs in the same order as a reduction through the workspace: the last, then
-        the first, the second and so on. The CTA's own part comes from ``acc``; the words loaded in its place are
-        ignored, since it was never published."""
+        """Adds the partials of more than two CTAs in the order of `WorkspaceReduction`: the last, then the first, the
+        second and so on. The CTA's own partial comes from ``acc``. It was never published, so the words that are loaded
+        in its place are ignored."""
         own, total = self.config.own_m // 2, []
         for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):
             other = numbers.address_in(place + rank * self.config.share_bytes, Int32(part))

@@ -1,6 +1,5 @@
-"""Shared memory of a CTA as its policies declare it: regions and barriers, laid out one after the other. No GPU types.
-
-`config.WgmmaConfig.regions` and `barriers` put the policies' parts in order, `memory.allocate` hands them out.
+"""`Region` and `Barriers`, by which policies declare a CTA's shared memory. No GPU types. `config.WgmmaConfig.regions`
+and `barriers` list the regions and barriers of all policies in order; `memory.allocate` allocates them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Barriers(NamedTuple):
 
     Attributes:
         count: number of barriers.
-        arrivals: number of arrivals that a phase waits for; 0 for barriers that `memory.init_barriers` does not
-            initialise.
+        arrivals: number of arrivals that a phase waits for. It is 0 for barriers that other code than
+            `memory.init_barriers` initialises.
         expected_bytes: bytes that the first phase waits for in addition.
     """
 

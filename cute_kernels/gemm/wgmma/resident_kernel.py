@@ -1,12 +1,11 @@
 """Weight-only GEMM for few rows of x, whose limbs are made once and stay in shared memory: one launch.
 
-A launch that makes limbs beforehand takes a microsecond. Making them as x goes through the pipeline would limit the
-pipeline's rate. But there is nothing to do until the first weights have arrived, two microseconds after the start. In
-that time the consumer warps turn all of x that the CTA needs into limbs (:mod:`.resident_rows`). The producer warp
-waits for none of it.
+The first weights arrive two microseconds after the start. Until then the consumer warps make limbs of all of x that the
+CTA needs (:mod:`.resident_rows`). The producer warp does not wait for limbs. A separate launch for limbs would take a
+microsecond. Making limbs in the pipeline would limit its rate.
 
-Warpgroups may interleave k blocks, so that one decodes while another waits for its MMAs. Their accumulators are
-partials like those of the other CTAs of a cluster, and are reduced the same way (:mod:`.cluster_reduction`).
+Warpgroups may interleave k blocks: one warpgroup decodes while another waits for its MMAs. :mod:`.cluster_reduction`
+adds up the accumulators of these warpgroups, and the partials of the CTAs of a cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
 
 class RowStore(TileStore, Protocol):
-    """A store that loads numbers for its rows, such as a norm's sums of squares."""
+    """The interface of stores that load numbers for their rows, such as a norm's sums of squares."""
 
     def ask(self, operands, tid, end) -> list[list[Any]]:
         """Starts loading a thread's numbers for rows before ``end``, and returns their registers."""
@@ -56,9 +55,8 @@ class ResidentKernel:
     | consumers | 4 a warpgroup | x, where TMA brings it | x: each warp, with its share of the bytes |
     | | | stage full | stage empty, one lane a warp |
 
-    Partials of a cluster's tiles have the same barriers as in `WgmmaKernel`.
-
-    store: replaces `TileEpilogue`. It starts its own loads while x is being loaded (:mod:`.deferred_norm`).
+    A cluster's partials have the barriers that `WgmmaKernel` describes. store: replaces `TileEpilogue`. Its own loads
+    start while x is being loaded (:mod:`.deferred_norm`).
     """
 
     def __init__(self, config: ResidentConfig, store: RowStore | None = None, operands: type[Operands] = Operands):
@@ -74,7 +72,7 @@ class ResidentKernel:
     def launch(self, given, stream):
         """Launches the kernel for at most one tile of rows of x.
 
-        ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`, of which workspace is not used.
+        ``given`` has the arguments `TILES` of :mod:`cute_kernels.gemm.arguments`. The workspace is not used.
         """
         config = self.config
         operands = operands_of(self.operands, given)
@@ -121,8 +119,8 @@ class ResidentKernel:
             )
 
     def ask(self, operands, shape, memory, warp, lane) -> tuple[Store | None, Any]:
-        """Starts the store's loads while x is being loaded. Returns (the thread's position in its store, the loads'
-        registers), or Nones without a store."""
+        """Starts the store's loads while x is being loaded. Returns (the thread's `Store`, the registers of the loads),
+        or (None, None) without a store of its own."""
         if self.store is None:
             return None, None
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS

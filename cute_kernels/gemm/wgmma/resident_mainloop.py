@@ -1,8 +1,9 @@
 """The mainloop of resident limbs: a CTA makes the limbs of its few rows of x itself, and keeps them.
 
-A k block of resident limbs is found by its number, a staged one by its stage. If there is room, a CTA makes the limbs
-of all x that it needs before its first work tile. If not, one half of the room holds a chunk of K while the other half
-is filled with the next chunk. Meanwhile the pipeline holds the weights of several k blocks.
+If there is room, a CTA makes the limbs of all x that it needs before its first work tile. If not, K is cut into chunks.
+One half of the room holds the limbs of a chunk while warps fill the other half with the next chunk. Meanwhile the
+pipeline holds the weights of several k blocks. Resident limbs are found by the number of their k block, weights by
+their stage.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from cute_kernels.gemm.wgmma.resident_rows import ROW_BYTES, ResidentLimbLoads
 
 
 def at(memory, index, tile_m: int):
-    """Returns the memory with the addresses of limbs, scales and sums moved to the ``index``-th resident k block."""
+    """Returns a copy of ``memory`` whose addresses of limbs, scales and sums are those of the ``index``-th resident k
+    block."""
     index = cute.arch.make_warp_uniform(index)
     found = replace(
         memory,
@@ -43,12 +45,11 @@ class ResidentMainloop:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies as `RegisterMainloop.multiply` does. ``state[0]`` is that of the weights' pipeline. Of
-        ``state[1]`` only the phase counts: the parity of `x_barrier` once the next part of x has arrived.
-
-        If not all of x fits, the buffer is halved. One half holds a chunk of K while the other half is filled with the
-        next chunk. Meanwhile the producer warp goes on loading weights; consumers catch up with it afterwards. Chunk -1
-        multiplies nothing; it fills the first half. A chunk's half is its number modulo 2.
+        """Multiplies as `RegisterMainloop.multiply` does. ``state[0]`` is the state of the weights' pipeline.
+        ``state[1]`` has the phase of `x_barrier` in which the next part of x arrives. If not all of x fits, K is cut
+        into chunks and the room into halves. While one half is multiplied, the next chunk's limbs are made in the other
+        half. Chunk i has half i modulo 2. The loop begins with chunk -1, which only fills the first half. The producer
+        warp goes on loading weights meanwhile.
         """
         here, x_next = state
         half = self.config.mainloop.k_blocks // 2
@@ -78,7 +79,7 @@ class ResidentMainloop:
         """Decodes and multiplies each k block of a chunk, and waits for its MMAs. Returns the pipeline's state after
         the chunk.
 
-        start: the number of the k block whose limbs would be the first in the room.
+        start: the number of the k block to which the room's first place would belong.
         """
         x_place = self.reader.x_scale_place(work_tile)
         for k_block in cutlass.range(work_tile.begin + place.k_rank, work_tile.end, self.config.k_warpgroups, unroll=1):

@@ -1,13 +1,13 @@
-"""Device code by which consumer warps make the limbs of rows of x in shared memory, where their MMAs read them.
-
-Each CTA makes the limbs of its part of x, bit for bit those that :mod:`.limb_rows` stores in memory. TMA loads x into
-the place of its limbs, a k block at a time: 128 inputs of a row are two rows of 128 bytes, and so are their high and
-their low limbs. With few rows, warps load x themselves, as TMA would take long to fill in missing rows. Four lanes take
-128 inputs of a row, two blocks of 16 each. So no limb changes lanes; all of a block's high limbs are one vector, as are
-its low ones. Magnitudes are compared in packed pairs.
+"""Device code by which consumer warps make limbs of rows of x in shared memory, where their MMAs read the limbs. Each
+CTA makes the limbs of its part of x. They have the bits that :mod:`.limb_rows` would store in memory. TMA loads x, a k
+block at a time, to the addresses where its limbs will lie. 128 inputs of a row take two rows of 128 bytes; 128 high
+limbs and 128 low limbs take as much. With few rows, warps load x themselves, as TMA takes long to write zeros for
+missing rows. Four lanes make the limbs of 128 inputs of a row; each lane has two blocks of 16 inputs. So no limb moves
+to another lane. The high limbs of a block are one vector, its low limbs another. Magnitudes are compared in packed
+pairs.
 
 A k block's limbs are one operand of `wgmma.multiply_bytes`, in rows of 128 bytes: the high limbs of all tokens, then
-the low ones. Pieces of 16 bytes are exchanged among eight rows as 128-byte swizzling has them.
+the low ones. Pieces of 16 bytes lie in the order of the 128-byte swizzle.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Source:
     row_pieces: Int32  # of 16 bytes
 
     def row(self, row: Int32) -> Int32:
-        """Returns the number of the row of x whose limbs become row ``row`` of the tile. Here it is ``row``; sources
-        that gather rows override this."""
+        """Returns the number of the row of x whose limbs become row ``row`` of the tile: ``row``. Sources that gather
+        rows override this method."""
         return row
 
 
@@ -79,7 +79,7 @@ class TmaSource(Source):
 
 @dataclass(frozen=True)
 class RowsRoom:
-    """The room for a CTA's limbs, and how they are made.
+    """The sizes of the room for a CTA's limbs, and the kind of limbs.
 
     Attributes:
         k_blocks: number of k blocks of x for whose limbs there is room.
@@ -87,7 +87,7 @@ class RowsRoom:
         sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
         e4m3: whether limbs are E4M3 numbers.
         unit_bits: `WeightFormat.byte_exponent` of the codes that they are multiplied by.
-        columns: number of columns of an MMA that a row of x has.
+        columns: number of columns of an MMA that a row of x takes.
     """
 
     dtype: str
@@ -102,7 +102,7 @@ class RowsRoom:
 
 
 class ResidentRows:
-    """How the consumer warps of a :class:`.resident_kernel.ResidentKernel` load x and make limbs."""
+    """Loads x and makes limbs, in the consumer warps of a :class:`.resident_kernel.ResidentKernel`."""
 
     columns: ClassVar[int] = 1  # of an MMA, that a row of x has
 
@@ -111,7 +111,7 @@ class ResidentRows:
         self.limb_rows = self.row_limbs()
 
     def row_limbs(self) -> RowLimbs:
-        """Makes what computes limbs and scales of a row."""
+        """Makes the `RowLimbs` by which limbs and scales of a row are computed."""
         return RowLimbs(self.room.dtype)
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
@@ -147,9 +147,7 @@ class ResidentRows:
     @cute.jit
     def bring(self, x: TmaSource, first_place, begin, end, warp):
         """Starts loading k blocks [begin, end) of x into the room for limbs, from the room's ``first_place``-th k block
-        on.
-
-        Each consumer warp loads some of the k blocks, and lets the barrier expect their bytes.
+        on. Each consumer warp loads some of the k blocks, and adds their bytes to those that the barrier expects.
         """
         count, warps = end - begin, self.room.consumer_warps
         own = (count - warp + (warps - 1)) // warps
@@ -168,10 +166,8 @@ class ResidentRows:
 
     @cute.jit
     def make(self, x: Source, memory, begin, end, warp, lane):
-        """Makes limbs and scales of k blocks [begin, end) of x. TMA has put x where its limbs go, or this function
-        loads it.
-
-        MMAs may read them after a barrier of all warps that make them.
+        """Makes limbs and scales of k blocks [begin, end) of x. TMA has loaded x to the addresses of its limbs, or this
+        method loads x. MMAs may read the limbs after a barrier of all warps that make limbs.
         """
         bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
@@ -200,7 +196,7 @@ class ResidentRows:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def scale_column(self, row, lane) -> Any:
-        """Returns for which column of a row a lane stores the row's scale."""
+        """Returns the column of the MMA for which a lane stores a row's scale."""
         return row
 
     @staticmethod
@@ -226,20 +222,20 @@ class ResidentRows:
         return words
 
     def step_bits(self, k_blocks) -> Any:
-        """Returns log2, rounded up, of the number of steps that a warp needs for ``k_blocks`` k blocks of a pair of
-        rows. A division would take as long as a step."""
+        """Returns log2, rounded up, of the number of steps for ``k_blocks`` k blocks of a pair of rows. It does not
+        divide, since a division would take as long as a step."""
         most = max(-(-self.room.k_blocks // STEP_K_BLOCKS) - 1, 1).bit_length()
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
     def place(self, bits, step, lane) -> tuple[Any, Any]:
-        """Returns (row, k block) of a lane in a step of a warp. A step has two rows at a time, whose pieces are in
-        different banks."""
+        """Returns the (row, k block) whose inputs a lane has in a step of its warp. A step has two rows, whose pieces
+        are in different banks."""
         pair, group = step >> bits, lane // GROUP_LANES
         row = pair * STEP_ROWS + group % STEP_ROWS
         return row, (step - (pair << bits)) * STEP_K_BLOCKS + group // STEP_ROWS
 
     def half(self, lane, number: int):
-        """Returns which half of a group a lane's ``number``-th block is in; lanes of neighbouring groups begin with
+        """Returns which half of a group has a lane's ``number``-th block. Lanes of neighbouring groups begin with
         different halves."""
         return (lane // GROUP_LANES + number) & 1
 
@@ -254,13 +250,13 @@ class ResidentRows:
         return words
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
-        """Returns (scale, limbs) of a lane's inputs. scale: bits of the fp32 factor of products of limbs and codes'
-        bytes. limbs: for each block, words of its high limbs, then of its low ones."""
+        """Returns (scale, limbs) of a lane's inputs. scale: the bits of the fp32 number that products of limbs and
+        codes are multiplied by. limbs: for each block, the words of its high limbs, then those of its low limbs."""
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
-        """Returns the two results of :meth:`split`, and the sum of the group's inputs in the unit of its low limbs. The
-        sum is None if ``room.sums`` is False."""
+        """Returns (scale, limbs, sum). Scale and limbs are those of :meth:`split`. The sum is that of the group's
+        inputs, in the unit of the low limbs, or None if ``room.sums`` is False."""
         greater = self.greater
         packed = lanes.over_lanes(greater, lanes.in_pairs(greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in self.limb_rows.to_floats(packed & Uint32(MAGNITUDES))]
@@ -278,18 +274,19 @@ class ResidentRows:
         return lanes.over_lanes(operator.add, total, lanes.neighbours(GROUP_LANES))
 
     def greater(self, a, b):
-        """Returns, for packed pairs, the elements of greater magnitude, with any sign; NaN if either is NaN."""
+        """Compares two packed pairs element by element. Returns the elements of greater magnitude, with any sign. An
+        element is NaN if either input is NaN."""
         return numbers.greater_magnitude(a, b, dtype=self.room.dtype)
 
     def fixed(self, words, factor) -> list[Any]:
-        """Returns 16 inputs in fixed point, in the low bits of floats, with `MAGIC` and `HALF` added."""
+        """Returns 16 inputs in fixed point, in the low bits of fp32 numbers. `MAGIC` and `HALF` are added to each."""
         rounded = Uint32(MAGIC + HALF).bitcast(Float32)
         values = [half for word in words for half in self.limb_rows.to_floats(word)]
         return [ptx.fma(value, factor, rounded).bitcast(Uint32) for value in values]
 
     def limbs(self, fixed) -> list[Any]:
-        """Returns the high limbs of 16 inputs, four words, then the low ones; the first and the second eight inputs
-        alternate."""
+        """Returns four words of the high limbs of 16 inputs, then four words of the low limbs. The first and the second
+        eight inputs alternate."""
         # Each word: low limbs of two inputs, then their high ones.
         pairs = [ptx.prmt(fixed[i], fixed[8 + i], Uint32(0x5140)) for i in range(8)]
         high = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x7632)) for i in range(0, 8, 2)]
@@ -297,8 +294,8 @@ class ResidentRows:
         return high + low
 
     def store(self, start, tile_m, row, lane, limbs) -> None:
-        """Stores a lane's limbs, which are of one row and k block, at the shared memory addresses where MMAs read
-        them."""
+        """Stores a lane's limbs in shared memory, where MMAs read them. All of them belong to one row and one k
+        block."""
         for number, words in enumerate(limbs):
             block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
             address = start + (block ^ (row & (WGMMA_N_STEP - 1))) * PIECE_BYTES
@@ -307,10 +304,9 @@ class ResidentRows:
 
 
 class E4m3Rows(ResidentRows):
-    """Rows of x in two limbs of E4M3, whose sum is x in the group's unit.
-
-    The high limb has the first four significant bits of an input, the low limb those that follow. So bf16 inputs of at
-    least 2**-8 of the group's largest are exact; smaller ones are off by at most 2**-15 of it.
+    """Makes rows of x in two E4M3 limbs. The sum of both limbs is x in the group's unit. The high limb has the first
+    four significant bits of an input, the low limb the bits that follow. So bf16 inputs of at least 2**-8 of the
+    group's largest are exact; smaller ones are off by at most 2**-15 of it.
     """
 
     def row_limbs(self) -> RowLimbs:
@@ -329,9 +325,9 @@ class E4m3Rows(ResidentRows):
 
 
 class HalfGroupRows(E4m3Rows):
-    """Rows of x in E4M3 whose scaled groups have 16 inputs, half of an MMA's: see `.limbs.HalfGroupProducts`.
-
-    Row r has columns r and r + `COLUMN_DISTANCE`. Each block of 16 inputs is in one of them; zeros are in the other.
+    """Makes rows of x in E4M3 limbs for groups of 16 inputs, half of an MMA's: see `.limbs.HalfGroupProducts`. Row r
+    takes columns r and r + `COLUMN_DISTANCE`. Each block of 16 inputs is in one of the two columns; the other column
+    has zeros there.
     """
 
     columns = 2
@@ -353,14 +349,14 @@ class HalfGroupRows(E4m3Rows):
 
 
 def rows_in(room: RowsRoom) -> ResidentRows:
-    """Makes the `ResidentRows` for a room's limbs."""
+    """Makes the `ResidentRows` for the limbs of a room."""
     if room.columns > 1:
         return HalfGroupRows(room)
     return E4m3Rows(room) if room.e4m3 else ResidentRows(room)
 
 
 def room_of(config: ResidentConfig) -> RowsRoom:
-    """Returns the room that a configuration's resident limbs have."""
+    """Returns the `RowsRoom` of a configuration's resident limbs."""
     form, mainloop = config.format, config.mainloop
     room = RowsRoom(config.dtype, config.tile_m, config.consumer_warps, mainloop.k_blocks, mainloop.loads)
     return replace(room, sums=form.sums_inputs, **limbs_of(form))
@@ -372,9 +368,8 @@ def limbs_of(form: WeightFormat) -> dict[str, Any]:
 
 
 class ResidentLimbLoads:
-    """Loads x and makes its limbs, in a CTA of a `.resident_kernel.ResidentKernel`.
-
-    The consumer warps do both, while no MMA reads the limbs that they overwrite.
+    """Loads x and makes its limbs, in the consumer warps of a `.resident_kernel.ResidentKernel`. It runs while no MMA
+    reads the limbs that it overwrites.
     """
 
     def __init__(self, config: ResidentConfig):
@@ -383,13 +378,13 @@ class ResidentLimbLoads:
         self.source: TmaSource | None = None
 
     def attach(self, operands, shape, memory, copy_x, x_view) -> None:
-        """Keeps the source of x as an attribute. The kernel calls `attach` once, before the other methods: run-time
-        branches cannot pass on a TMA copy as a value."""
+        """Keeps the source of x as an attribute. The kernel calls `attach` once, before all other methods. A TMA copy
+        cannot be passed as a value through run-time branches."""
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
     @cute.jit
     def make_first(self, shape, memory, scheduler, warp, lane):
-        """Makes limbs of the CTA's part of K, if there is room for all of them. Returns 1 if there is, else 0."""
+        """Makes all limbs of the CTA's part of K if there is room for them. Returns 1 if there is room, else 0."""
         work_tile = scheduler.work_tile(scheduler.first)
         begin, end = work_tile.begin, work_tile.end
         fits = cutlass.select_(end - begin <= self.config.mainloop.k_blocks, Int32(1), Int32(0))

@@ -1,9 +1,9 @@
 """Configurations whose CTAs make limbs of x themselves. Plain Python, no GPU.
 
-They take one launch instead of two, and nothing of x goes through the pipeline, so they are the fastest up to eight
-rows. Up to sixteen they are the fastest in two cases: where a CTA has at least four tiles of 64 features, whose weights
-take as long as its limbs; and where the limbs of its part of K are all made before the first product. With more rows,
-making all limbs in every CTA takes longer than a launch that makes them once.
+These configurations take one launch instead of two, and x does not go through the pipeline. So they are the fastest up
+to eight rows. From 9 to 16 rows they are the fastest in two cases. Either a CTA has at least four tiles of 64 features,
+so that loading weights takes as long as making limbs. Or all limbs of its part of K are made before the first product.
+With more rows, every CTA would take longer for its limbs than a launch that makes limbs once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MOST_STAGES = 16
 
 @dataclass(frozen=True)
 class WarpgroupsOf:
-    """How the warpgroups of a CTA divide a block of output features and K; the other fields are those of `WgmmaConfig`,
-    `ResidentLimbs` and its reduction.
+    """How the warpgroups of a CTA divide a block of output features and K. Fields that are not listed are those of
+    `WgmmaConfig`, `ResidentLimbs` and the reduction.
 
     Attributes:
-        most_stages: the most stages of the pipeline, even if more fit. With more loads at once, all of them would
-            arrive later.
+        most_stages: the most stages of the pipeline, even if more would fit. With more loads in flight, every load
+            would arrive later.
         loaded_stages: the most stages if warps load x.
-        chunks: whether a CTA's part of K may be processed in chunks if there is no room for all its limbs.
+        chunks: whether a CTA's part of K may be cut into chunks, if there is no room for all its limbs.
         least: the fewest k blocks of a CTA's part of K for which the shape is worth a try.
-        loaded: whether the shape is only for x that warps load, since TMA would fill in rows of all k blocks at once.
+        loaded: whether the shape is only for x that warps load. TMA would write missing rows of all k blocks at once.
     """
 
     warpgroups: int
@@ -134,7 +134,7 @@ def resident_config(problem: LinearProblem, tile_m: int, loads: bool, shape: War
 
 
 def part_k_blocks(problem: LinearProblem) -> int:
-    """Returns the k blocks, of 128 inputs each, of a CTA's part of K. The padded K is a multiple of 128."""
+    """Returns the number of k blocks, of 128 inputs each, in a CTA's part of K. The padded K is a multiple of 128."""
     return -(-problem.k_pad // (LIMB_GROUP * RESIDENT_CLUSTER))
 
 

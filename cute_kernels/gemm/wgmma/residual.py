@@ -1,9 +1,8 @@
-"""A tile's residual: loaded into shared memory before its last products are done, and added to accumulators there.
-
-Threads load 16 bytes each, all in flight at once, before the tile's first k block. So nothing waits for memory when the
-accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits. So ldmatrix
-gives every thread the elements that its accumulators need, and stmatrix stores the sums in the same places. There are
-two buffers, each for a chunk of tokens. If a tile has more chunks, a buffer is filled again when its chunk has been
+"""Loads a tile's residual into shared memory while the tile is multiplied, and adds it to the accumulators. Before the
+tile's first k block, every thread starts all of its loads, of 16 bytes each. So nothing waits for the memory when the
+accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits. ldmatrix
+gives every thread the elements that its accumulators need, and stmatrix stores the sums at the same addresses. There
+are two buffers, each for a chunk of tokens. If a tile has more chunks, a buffer is filled again when its chunk has been
 stored.
 """
 
@@ -25,16 +24,16 @@ BUFFERS = 2
 
 
 def vector_offset(token, vector) -> Int32:
-    """Returns the offset of a token's ``vector``-th 16 bytes in a buffer. As in TMA's swizzle, the ``vector``-th 16
-    bytes of eight tokens are in different banks."""
+    """Returns the offset in bytes of a token's ``vector``-th 16 bytes in a buffer. As in TMA's swizzle, the
+    ``vector``-th 16 bytes of eight tokens are in different banks."""
     return token * ROW_BYTES + (vector ^ (token % 8)) * 16
 
 
 class ResidualChunks:
     """The residual of the tiles that a consumer warpgroup stores.
 
-    Chunks of all tiles that a warpgroup stores of a work tile are numbered consecutively: ``ordinal`` is the tile's
-    number, ``chunk`` the chunk's. `wait` counts groups of cp.async, so all threads must issue the same groups.
+    ``ordinal`` is a tile's number among those that a warpgroup stores of a work tile; ``chunk`` is a chunk's number in
+    its tile. `wait` counts groups of cp.async, so all threads must issue the same groups.
     """
 
     def __init__(self, config: WgmmaConfig):
@@ -56,8 +55,8 @@ class ResidualChunks:
         return self.number(ordinal, chunk) < BUFFERS
 
     def bring_first(self, operands, shape, store, corner, ordinal: int, *, early: bool) -> None:
-        """Starts loading a tile's first `BUFFERS` chunks. With ``early``, which is before the products, it loads the
-        chunks that have buffers by then (`is_early`). Without, it loads the other chunks."""
+        """Starts loading some of a tile's first `BUFFERS` chunks. If ``early``, it runs before the products and loads
+        the chunks that already have a buffer (`is_early`). If not, it loads the other chunks."""
         for chunk in range(min(BUFFERS, len(self.config.chunks))):
             if self.is_early(ordinal, chunk) == early:
                 self.bring(operands, shape, store, corner, ordinal, chunk)
@@ -77,14 +76,13 @@ class ResidualChunks:
         cute.arch.cp_async_commit_group()
 
     def wait(self, chunk: int) -> None:
-        """Waits for a thread's own copies of a chunk; the tile's next chunk may still be loading."""
+        """Waits for a thread's own copies of a chunk. It does not wait for the tile's next chunk."""
         cute.arch.cp_async_wait_group(1 if chunk + 1 < len(self.config.chunks) else 0)
 
     def add(self, store, acc, first: int, ordinal: int, chunk: int) -> None:
-        """Adds acc[first:] to a chunk's residual and stores the rounded sums over it.
-
-        The four matrices of ldmatrix are the first and the second eight features of eight tokens, then those of the
-        next eight tokens. If a chunk has only eight tokens, the second pair repeats the first.
+        """Adds acc[first:] to a chunk's residual, and overwrites the residual with the rounded sums. ldmatrix loads
+        four matrices: the first and the second eight features of eight tokens, then those of the next eight tokens. If
+        a chunk has only eight tokens, the second pair of matrices is the first pair.
         """
         tile_m, lane = self.config.chunks[chunk][1], store.lane
         few = tile_m == 8
@@ -115,5 +113,5 @@ class ResidualChunks:
                 ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
 
     def has_following(self, chunk: int) -> bool:
-        """Returns whether a chunk's buffer is filled again for the same tile."""
+        """Returns whether a chunk's buffer is filled again with a later chunk of the same tile."""
         return chunk + BUFFERS < len(self.config.chunks)

@@ -1,8 +1,6 @@
-"""How results leave a kernel of tiles: stores, and reductions of the parts of K that a work tile is cut into.
-
-Each value owns its fields, limits, memory, barriers, and its part of the kernel's name. A reduction names the stores
-that it can be combined with. There are no GPU types here; the device code of each is in the module that its docstring
-names.
+"""Policies for results of kernels of tiles: stores, and reductions, which add up the parts of K of a tile. A policy has
+fields, limits, shared memory, barriers, and a part of the kernel's name. A reduction names the stores that can be
+combined with it. There are no GPU types here. A policy's docstring names the module of its device code.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ WGMMA_N_STEP = 8  # the fewest columns of an MMA; also the rows among which the 
 
 @dataclass(frozen=True)
 class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `DeferredNorm` is one
-    """The store through a staging buffer of each warpgroup: `.epilogue`.
+    """The store policy in which each warpgroup has a staging buffer. Its code is in `.epilogue`.
 
     Attributes:
         chunk: the most rows of x that a warpgroup stores at a time; fewer leave room for another stage.
-        activation: that of the results; None: the launch chooses a standard one, or none.
+        activation: the activation function of the results. None: the launch chooses a standard one, or none.
     """
 
     chunk: int = CHUNK_M
@@ -57,7 +55,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
         return ""
 
     def kernel(self) -> CompiledAs | None:
-        """Returns how configurations with this store are compiled; None: as their mainloop says."""
+        """Returns how configurations with this store are compiled, or None if the mainloop decides that."""
         return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -72,22 +70,22 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
 
 
 class Reduction(ABC):
-    """The reduction policy: how parts of a tile are added up, how a launch is laid out, and how long it takes.
-
-    The methods of this class are right for split-K through the workspace and, if ``cluster`` or ``dsmem`` say so, for
-    reductions in a cluster. Other reductions override them.
+    """The reduction policy. It says how parts of a tile are added up, how a launch is laid out, and how long the launch
+    takes. The methods of this class are those of split-K through the workspace. With ``cluster`` or ``dsmem``, they are
+    those of reductions in a cluster. Other reductions override them.
 
     Attributes:
         cluster: number of CTAs of a cluster that have equal parts of K of one tile.
         k_warpgroups: number of warpgroups of a CTA that interleave the k blocks of one tile: one decodes while another
             waits for its MMAs.
         splits_k: whether K may be cut into parts, by CTAs.
-        cuts_rows: whether tiles of a last round are cut into the parts of their rows of x, not along K.
-        dsmem: whether one CTA of the cluster stores each tile of 64 output features, and the others publish their
-            partials to it: `.cluster_reduction`.
+        cuts_rows: whether tiles of a last round are cut along their rows of x, not along K.
+        dsmem: whether each tile of 64 output features is stored by one CTA of the cluster, to which the other CTAs
+            publish their partials: `.cluster_reduction`.
         sequential: whether a CTA has all parts of K of a tile, one after the other.
-        mainloops: types of mainloops that it can be combined with, in addition to those that name it.
-        made_by: "module:name" of its device code, a `.reduction.TileReduction`, imported where a kernel is compiled.
+        mainloops: types of mainloops that can be combined with the reduction although they do not name it.
+        made_by: "module:name" of the device code, a `.reduction.TileReduction`, which is imported when a kernel is
+            compiled.
         multicasts: whether neighbouring CTAs may multicast activations; never with a cluster that shares parts of K.
     """
 
@@ -108,11 +106,11 @@ class Reduction(ABC):
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The places of the reduction's device code, for keys of kernels."""
+        """The import paths of the reduction's device code, which kernels' keys need."""
         return (self.made_by,)
 
     def partial_slots(self, config: WgmmaConfig) -> int:
-        """Returns the most tiles of 64 output features whose partials a CTA receives from its cluster."""
+        """Returns how many tiles of 64 output features a CTA can receive partials for from its cluster."""
         return -(-config.block_tiles // self.cluster) if self.dsmem else 0
 
     def received_bytes(self, config: WgmmaConfig) -> int:
@@ -138,8 +136,8 @@ class Reduction(ABC):
     # What a launch's schedule asks. Compiled kernels have nothing of it.
 
     def is_fitted(self, config: WgmmaConfig) -> bool:
-        """Returns whether the model of time is fitted to measurements of products of few rows with this configuration:
-        without them it is never chosen there (`cute_kernels.gemm.choice`)."""
+        """Returns whether the time model is fitted to measurements of this configuration with few rows. If not,
+        `cute_kernels.gemm.choice` never chooses the configuration for few rows."""
         return config.limbs or self.k_warpgroups > 1
 
     def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
@@ -152,7 +150,7 @@ class Reduction(ABC):
         if the clusters cannot all run at once.
 
         Full rounds of all CTAs compute whole tiles. CTAs that multicast activations count as one CTA. The CTAs of a
-        cluster share a tile, and all clusters run at once, on the ``share`` of the SMs that they can occupy.
+        cluster share a tile. All clusters run at once, on a ``share`` of the SMs: clusters cannot occupy all of them.
         """
         if self.cluster > 1:
             work_tiles = schedule.num_work_tiles
@@ -167,7 +165,7 @@ class Reduction(ABC):
         return replace(schedule, num_ctas=min(teams, schedule.num_work_tiles) * multicast)
 
     def partial_words(self, schedule: TileSchedule) -> int:
-        """Returns the fp32 words of partial accumulators in the workspace."""
+        """Returns the number of fp32 words of partial accumulators in the workspace."""
         if self.cluster > 1:
             return 0  # they meet in shared memory
         config = schedule.config
@@ -183,8 +181,8 @@ class Reduction(ABC):
         return clocks + parts * self.cut_clocks(problem, schedule, cost, k_block)
 
     def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
-        """Returns the clocks that a CTA takes for a part of a cut tile, and for its reduction. k_block: the clocks of
-        a k block."""
+        """Returns the clocks that a CTA takes to compute and reduce a part of a cut tile. k_block: the clocks of a k
+        block."""
         products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, schedule.config)
         if schedule.splits == 1:
             return products
@@ -203,7 +201,7 @@ class WholeK(Reduction):
 
 @dataclass(frozen=True)
 class RowCuts(Reduction):
-    """No reduction: K stays whole as in `WholeK`, but tiles of a last round are cut along their rows of x."""
+    """No reduction: a work tile has all of K. Tiles of a last round are cut along their rows of x."""
 
     splits_k: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
@@ -217,8 +215,8 @@ class RowCuts(Reduction):
         return splits == config.row_parts
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule that `Reduction.laid_out` returns. None if the tiles make less than a full round, as
-        smaller tiles with longer k blocks are faster then."""
+        """Returns the schedule that `Reduction.laid_out` returns. Returns None if there is less than a full round of
+        tiles: smaller tiles with longer k blocks are then faster."""
         found = super().laid_out(schedule, num_sms, share)
         return found if found is not None and found.whole else None
 
@@ -236,7 +234,8 @@ class RowCuts(Reduction):
 
 @dataclass(frozen=True)
 class WorkspaceSplitK(Reduction):
-    """Split-K through the workspace: parts of K are added in global memory, see `.reduction.WorkspaceReduction`."""
+    """Split-K through the workspace: partials are published in global memory. Its code is
+    `.reduction.WorkspaceReduction`."""
 
     multicasts: ClassVar[bool] = True
     name: ClassVar[str] = "_split"
@@ -244,20 +243,20 @@ class WorkspaceSplitK(Reduction):
 
 @dataclass(frozen=True)
 class RangeSplitK(Reduction):
-    """Stream-K: tiles are cut into work ranges, so that each CTA has as many k blocks as any other. See `.ranges`.
+    """Stream-K: the k blocks of all tiles are one sequence, of which each CTA has an equal work range. Its code is in
+    `.ranges`. If tiles were not cut, 144 tiles on 132 SMs would take two rounds, and most CTAs would idle in the
+    second. A work range is at least as long as a tile. A CTA computes the tiles of its range from last to first. If the
+    last tile ends after the range, the CTA publishes this tile's accumulators. If the first tile begins before the
+    range, the CTA adds the previous CTA's partials.
 
-    Without ranges, CTAs stand idle unless whole tiles fill whole rounds: 144 tiles on 132 SMs take two rounds. Here
-    each CTA has a range of the consecutive k blocks of all tiles, at least as long as one tile. It computes the tiles
-    of its range from last to first. If the last tile ends after the range, it publishes that tile's accumulators. If
-    the first tile began before the range, it adds the previous CTA's partials.
-
-    A CTA waits only for the previous one, and only at its end, when it has published all parts that others need
-    (docs/design/forward_progress.md). That holds because ranges of less than a tile are refused. Some shorter ranges
-    would be the middle of a tile, published only at their end. Other CTAs would wait for such parts, 4 us on an H200.
+    A CTA waits only for the previous CTA, and only at its end, when it has published its own partial
+    (docs/design/forward_progress.md). This requires that no range is shorter than a tile. A shorter range could be the
+    middle of a tile. Its partial would be published only at its end, and another CTA would wait for it, 4 us on an
+    H200.
 
     Attributes:
-        end: k blocks that take as long as storing a tile's results. A tile counts as that many k blocks more, among
-            which no range ends. So a CTA with more results has fewer k blocks.
+        end: the time of storing a tile's results, as a number of k blocks. Ranges are cut as if each tile had so many
+            more k blocks, among which no range ends. So a CTA that stores more tiles has fewer k blocks.
     """
 
     end: int = 5
@@ -271,8 +270,8 @@ class RangeSplitK(Reduction):
         return splits == 1
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule in which every SM has one CTA with an equal work range, and all tiles count as whole.
-        None if a range would be shorter than a tile."""
+        """Returns the schedule in which every SM has one CTA, with an equal work range. All tiles count as whole.
+        Returns None if a range would be shorter than a tile."""
         tiles = schedule.num_tiles_cut
         return replace(schedule, whole=tiles, num_ctas=num_sms) if tiles >= num_sms else None
 
@@ -296,9 +295,9 @@ class RangeSplitK(Reduction):
 
 @dataclass(frozen=True)
 class SequentialSplitK(Reduction):
-    """A CTA computes all parts of K of a tile, one after the other. Each part has accumulators that begin at 0. The CTA
-    adds up the parts in the order of `WorkspaceSplitK`, so results have the same bits, without partial results in
-    memory."""
+    """A CTA computes all parts of K of a tile, one after the other. Accumulators begin at 0 in each part. The CTA adds
+    the parts in the order of `WorkspaceSplitK`. So results have the same bits as with `WorkspaceSplitK`, but no partial
+    results go to memory."""
 
     splits_k: ClassVar[bool] = False
     sequential: ClassVar[bool] = True
@@ -324,7 +323,8 @@ class SequentialSplitK(Reduction):
 
 @dataclass(frozen=True)
 class RowExchange(Reduction):
-    """CTAs of a cluster exchange accumulators, and each stores its share of the tile's rows: `.reduction.RowReduction`.
+    """CTAs of a cluster exchange accumulators. Each CTA stores its share of the tile's rows. Its code is
+    `.reduction.RowReduction`.
 
     Each CTA has one work tile.
     """
@@ -354,7 +354,8 @@ class RowExchange(Reduction):
 
 @dataclass(frozen=True)
 class Dsmem(Reduction):
-    """CTAs of a cluster publish partials to the one that stores a tile: `.cluster_reduction`; for few rows.
+    """CTAs of a cluster publish partials to the CTA that stores a tile. It is for few rows. Its code is in
+    `.cluster_reduction`.
 
     Warpgroups may interleave the k blocks of a tile (intra-CTA split-K).
     """

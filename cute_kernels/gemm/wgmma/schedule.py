@@ -1,8 +1,8 @@
 """The schedule of a product of many rows: its configuration, and the number of its work tiles. Plain Python, no GPU.
 
-Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. Small
-tiles decode weights more often, large tiles leave more CTAs idle in the last round; see `estimate_us`. The time of each
-policy is in `.costs`.
+Every CTA takes a tile in each round. The tiles of a last, incomplete round are cut along K or along rows of x. With
+small tiles, weights are decoded more often. With large tiles, more CTAs idle in the last round. `estimate_us` weighs
+this; `.costs` has the time of each policy.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ MULTICAST = 2
 
 
 class DsmemShape(NamedTuple):
-    """A tile with a DSMEM reduction in a cluster of two, and how many warpgroups interleave its k blocks.
-
-    k_warpgroups: for codes without zero points in groups of whole k blocks. zero_k_warpgroups: for codes with zero
-    points, which take longer to decode. group_k_warpgroups: for groups of less than a k block.
+    """A tile with a DSMEM reduction in a cluster of two, and the number of warpgroups that interleave its k blocks.
+    This number is k_warpgroups for codes without zero points in groups of whole k blocks. It is zero_k_warpgroups for
+    codes with zero points, which take longer to decode, and group_k_warpgroups for groups of less than a k block.
     """
 
     tile_m: int
@@ -125,8 +124,8 @@ def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Returns the expected microseconds: those of `estimate_us`, plus `MainloopCost.all_cut_us` if all tiles are cut
-    and added through the workspace."""
+    """Returns the microseconds of `estimate_us`. If all tiles are cut and added through the workspace, it adds
+    `MainloopCost.all_cut_us`."""
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
         us += cost_of(schedule.config).all_cut_us(problem, schedule)
@@ -144,22 +143,22 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def most_splits(config: WgmmaConfig) -> int:
-    """Returns the most parts of K worth trying: `MAX_SPLITS`, but 1 for tiles of `PAIRED_SHAPES` without a DSMEM
-    reduction. Such tiles are for layers of many features."""
+    """Returns the most parts of K worth trying. It is 1 for tiles of `PAIRED_SHAPES` without a DSMEM reduction, which
+    are for layers of many features, and `MAX_SPLITS` for all other tiles."""
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """Returns the schedule of a given configuration. None if `cut_schedule` has none, or if the reduction has nothing
-    to cut."""
+    """Returns a configuration's schedule with ``splits`` parts of each cut tile. Returns None if `cut_schedule` or
+    `Reduction.laid_out` returns None."""
     schedule = cut_schedule(problem, config, splits)
     return schedule and config.reduction.laid_out(schedule, problem.num_sms, share_of(config))
 
 
 def cut_schedule(problem: LinearProblem, config: WgmmaConfig, splits: int) -> TileSchedule | None:
-    """Returns a schedule without CTAs, whose tiles are all cut. None if the configuration's k blocks do not cover K, or
-    if its reduction cannot cut tiles into ``splits`` parts."""
+    """Returns a schedule in which all tiles are cut, before the number of CTAs is known. Returns None if the padded K
+    is not a multiple of the k block, or if the reduction cannot cut tiles into ``splits`` parts."""
     k_blocks, rest = divmod(problem.k_pad, config.block_k)
     if rest or not config.reduction.can_cut(config, splits, k_blocks):
         return None
@@ -191,7 +190,7 @@ def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations whose parts of K are added through the workspace, or whose clusters exchange rows."""
+    """Returns configurations that add parts of K through the workspace, or in clusters that exchange rows."""
     paired = PAIRED_SHAPES if problem.format.bits == PAIRED_BITS else ()
     rounds = ROUND_SHAPES if is_short(problem) else lone_shapes(problem)
     more = wide_shapes(problem) + crowded_shapes(problem) + rounds
@@ -199,8 +198,8 @@ def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
-    """Returns the configurations of some shapes, tuples as in `SHAPES`, that can be compiled. Tiles are left out if
-    tiles of half as many rows would suffice."""
+    """Returns the configurations of ``shapes``, tuples as in `SHAPES`, that can be compiled. A tile is left out if half
+    of its rows would be enough."""
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
@@ -226,15 +225,15 @@ def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, i
 
 
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
-    """Returns the variants of a large tile: with TMA multicast of activations, and with a last round cut along rows of
-    x."""
+    """Returns two variants of a large tile: one with TMA multicast of activations, and one whose last round is cut
+    along rows of x."""
     in_rows = replace(config, reduction=results.RowCuts(), row_parts=ROW_CUTS)
     return [with_stages(one) for one in (replace(config, multicast=MULTICAST), in_rows)]
 
 
 def range_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations with work ranges, for products that `is_short` accepts. There are none for other group
-    sizes than `RANGE_GROUP`, the one that was measured."""
+    """Returns configurations with work ranges, for products that `is_short` accepts. There are none unless the group
+    size is `RANGE_GROUP`, which was measured."""
     if problem.format.group_size != RANGE_GROUP or not is_short(problem):
         return []
     configs = (
@@ -273,10 +272,9 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations in clusters of four, for layers with few features. Each CTA has one tile of 64 features.
-
-    Up to 64 rows they have intra-CTA split-K, and tiles as in `dsmem_configs`. With more rows the partial sums that a
-    CTA receives leave room for four stages only, too few for intra-CTA split-K.
+    """Returns configurations with a DSMEM reduction in clusters of four, for layers with few features. Each CTA has one
+    tile of 64 features. Up to 64 rows they have intra-CTA split-K and the tiles of `dsmem_configs`. With more rows,
+    there is shared memory for only four stages beside the received partials: too few for intra-CTA split-K.
     """
     if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []
@@ -293,8 +291,8 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns shapes for layers with few features and more rows than DSMEM supports. Clusters of four exchange the rows
-    of a tile."""
+    """Returns the shapes whose clusters of four exchange rows, for layers with few features and more rows than DSMEM
+    reductions support."""
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
 
 
@@ -305,7 +303,8 @@ def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, in
 
 
 def is_plain(problem: LinearProblem) -> bool:
-    """Returns whether weights and dtype are those for which short products and `CROWDED_SHAPES` were measured."""
+    """Returns whether the weight format and dtype are those with which short products and `CROWDED_SHAPES` were
+    measured."""
     return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
 
 
@@ -315,8 +314,8 @@ def is_short(problem: LinearProblem) -> bool:
 
 
 def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns shapes of one warpgroup with 64 features, for more than 48 rows. There are none unless the CTAs for one
-    tile of rows occupy more than half of the SMs, and at most all."""
+    """Returns shapes of one warpgroup with 64 features, for more than 48 rows. They are for layers whose tiles of 64
+    features take more than half of the SMs, but not more than all SMs."""
     one_round = problem.num_sms // 2 < problem.num_tiles <= problem.num_sms
     return NARROW_SHAPES[:1] if one_round and problem.m > APART_TILE_M[0] else ()
 
@@ -334,11 +333,9 @@ def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
 
 
 def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns configurations for 33 to 64 rows. A CTA computes half of K for two tiles of 64 features, one tile a
-    warpgroup.
-
-    The CTA that stores a tile adds its parts. This takes 0.2 to 0.6 us less than an exchange of rows, with zero points
-    0.8 to 2 us. This reduction also supports tiles of 48 rows, unlike the exchange of rows.
+    """Returns configurations with a DSMEM reduction for 33 to 64 rows. A CTA computes half of K for two tiles of 64
+    features; each warpgroup has one tile. They take 0.2 to 0.6 us less than an exchange of rows, with zero points 0.8
+    to 2 us less. Unlike an exchange of rows, they also support tiles of 48 rows.
     """
     tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
@@ -348,8 +345,7 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
-    """Returns how many groups of MMAs of a tile run while the next group is decoded: the number that was measured to be
-    the fastest."""
+    """Returns the measured best number of groups of MMAs that run while the next group is decoded."""
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
         several_groups = 0 < problem.format.group_size < block_k
@@ -368,10 +364,10 @@ CANDIDATES: list[Candidates] = [
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Returns the configurations that ship: every shape of tiles in the most common formats, also those that only
-    batch-invariant products use. Of other formats one configuration for few rows and one for many ship.
-
-    8-bit codes ship without zero points. Limbs ship with groups of 128 and, if CTAs make the limbs, with zero points.
+    """Returns the configurations that ship. In the most common formats, every shape of tiles ships, also shapes that
+    only batch-invariant products use. In each other format, one configuration for few rows and one for many rows ship.
+    8-bit codes ship without zero points. Limbs ship with groups of 128. With zero points, only limbs that CTAs make
+    themselves ship.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
@@ -405,6 +401,7 @@ def shipped_configs() -> list[WgmmaConfig]:
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: int = MAX_STAGES) -> list[WgmmaConfig]:
-    """Returns the configurations that can be compiled, with as many pipeline stages as fit, at most ``most``."""
+    """Gives each configuration as many pipeline stages as fit, at most ``most``, and returns those that can be
+    compiled."""
     found = (with_stages(config, most) for config in configs)
     return [config for config in found if config.can_implement() is None]

@@ -1,4 +1,4 @@
-"""Configurations of a problem, with as many pipeline stages as fit. Plain Python, no GPU."""
+"""Makes configurations for a problem, and gives them as many pipeline stages as fit. Plain Python, no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def of_format(problem: LinearProblem | GroupedProblem, **choices: Any) -> WgmmaC
 
 
 def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_BYTES) -> Config:
-    """Returns the configuration with as many pipeline stages as fit into shared memory, a multiple of `k_warpgroups`.
+    """Returns the configuration with as many pipeline stages as fit into shared memory. The number of stages is a
+    multiple of `k_warpgroups`.
 
     most: the most stages; spare: bytes of shared memory that are left for alignment.
     """

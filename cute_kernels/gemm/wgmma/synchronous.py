@@ -1,9 +1,9 @@
 """The mainloop of mma.sync for few rows: each warp runs its own MMAs and waits for no other warp.
 
-Fragments and accumulators of a warpgroup are those of four warps' m16n8k16 MMAs, 16 rows of W each. So the rest of the
-kernel stays the same. Scales are applied to the accumulators of a group in fp32 instead of to each weight, which saves
-a sixth of a code's instructions. Activations are read from the swizzled TMA tiles by ldmatrix, once for all tiles of a
-warp.
+Each of a warpgroup's four warps runs m16n8k16 MMAs on 16 rows of W. Fragments and accumulators are those of a
+warpgroup's wgmma, so the rest of the kernel does not change. Scales are applied to a group's fp32 accumulators instead
+of to each weight, which saves a sixth of the instructions per code. A warp reads activations from the swizzled TMA
+tiles by ldmatrix, once for all of its tiles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE_BYTES = 16  # the unit that swizzling moves: 8 inputs
 
 
 class SynchronousMainloop:
-    """MMAs of single warps (mma.sync), which wait for no other warp; scales are applied to the accumulators of a
+    """Multiplies by mma.sync in each warp, which waits for no other warp. Scales are applied to the accumulators of a
     group."""
 
     def __init__(self, config: WgmmaConfig, parts: MainloopParts):
@@ -55,11 +55,9 @@ class SynchronousMainloop:
         return here, last
 
     def rows(self, lane) -> list[Any]:
-        """Returns, for each k16 step of a TMA tile, the offset in bytes of the row whose address a lane passes to
-        ldmatrix.
-
-        The four matrices are tokens 0 to 7 with the first and the second 8 inputs, then tokens 8 to 15 with the same
-        inputs.
+        """Returns the offsets in bytes that a lane adds to the addresses it passes to ldmatrix, one for each k16 step
+        of a TMA tile. ldmatrix loads four matrices: tokens 0 to 7 with the first and the second 8 inputs, then tokens 8
+        to 15 with the same inputs.
         """
         token, half = lane // 16 * 8 + lane % 8, lane // 8 % 2
         return [

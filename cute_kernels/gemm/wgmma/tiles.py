@@ -1,4 +1,4 @@
-"""Tile schedulers on the device: they find the parts of the output that a CTA computes."""
+"""Tile schedulers on the device, which find the parts of the output that a CTA computes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 
 @dataclass(frozen=True)
 class TileGrid:
-    """The numbering of a launch's tiles, with the numbers that replace divisions; made on the host.
-
-    Tiles are numbered in bands of `M_TILE_BAND` token tiles; the last band has the remaining ones. Within a band, the
-    token tiles of one block follow one another. Work tiles that run at the same time then read few activations, and
-    each weight once per band. Blocks of CTAs that share activations by TMA multicast count as one.
+    """The numbering of a launch's tiles. It is made on the host, with numbers that replace divisions. Tiles are
+    numbered in bands of `M_TILE_BAND` token tiles; the last band may have fewer. Within a band, the token tiles of one
+    block of output features follow one another. Work tiles that run at the same time then read few activations, and
+    each weight once per band. The blocks of CTAs that share activations by TMA multicast count as one block.
     """
 
     num_work_tiles: Int32  # tiles and parts of tiles
@@ -71,7 +70,7 @@ class TileSizes:
 
     @property
     def counted(self) -> TileGrid:
-        """The numbering of tiles, for schedulers that have one."""
+        """The numbering of tiles, which has to exist."""
         assert self.grid is not None
         return self.grid
 
@@ -93,13 +92,13 @@ class WorkTile:
 class TileScheduler:
     """The work tiles of one CTA: every ``stride``-th; run-time integers.
 
-    Whole rounds of all CTAs compute whole tiles. The tiles of a last, incomplete round are cut along K (the hybrid
-    schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile follow one another, so
-    neighbouring CTAs compute them at the same time. A CTA that waits for parts waits only for work tiles before its
-    own, so no two CTAs wait for each other.
+    Full rounds of all CTAs compute whole tiles. The tiles of a last, incomplete round are cut along K (the hybrid
+    schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile have consecutive numbers, so
+    neighbouring CTAs compute them at the same time. A CTA that adds up a tile waits only for parts with lower numbers.
+    So no two CTAs wait for each other.
 
-    CTAs that share activations by TMA multicast, ``multicast`` of them, have neighbouring blocks of one token tile and
-    take their work tiles together. They count as one CTA, and their blocks as one block.
+    With TMA multicast, ``multicast`` CTAs share the activations of a token tile. They compute neighbouring blocks at
+    the same time. They count as one CTA, and their blocks count as one block.
     """
 
     shape: TileSizes
@@ -116,7 +115,7 @@ class TileScheduler:
 
     @property
     def count(self):
-        """The number of work tiles of all CTAs."""
+        """The number of work tiles of all CTAs together."""
         return self.grid.num_work_tiles
 
     def work_tile(self, index) -> WorkTile:
@@ -140,19 +139,18 @@ class TileScheduler:
         )
 
     def end(self, cut, begin):
-        """Returns the k block at which a work tile ends that begins at ``begin``: the end of its part if the tile is
-        ``cut``, else the end of K."""
+        """Returns the k block at which a work tile ends. If the tile is ``cut``, it is the end of the part that begins
+        at k block ``begin``. If not, it is the end of K."""
         k_blocks = self.shape.k_blocks
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
 
     def own(self, number):
-        """Returns this CTA's own number, where ``number`` counts CTAs that share activations by TMA multicast as
-        one."""
+        """Returns this CTA's own number. In ``number``, CTAs that share activations by TMA multicast count as one."""
         return number if self.multicast == 1 else number * self.multicast + self.rank
 
 
 class OneByOne:
-    """The numbering of a tile scheduler that counts only its own CTA's work tiles: from 0 on, one by one."""
+    """The base of tile schedulers that number only their own CTA's work tiles: 0, 1, 2 and so on."""
 
     @property
     def first(self):
@@ -165,7 +163,8 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class SequentialScheduler(OneByOne):
-    """The work tiles of one CTA, which computes all parts of K of every ``num_ctas``-th tile; run-time integers.
+    """The work tiles of one CTA, which has every ``num_ctas``-th tile and computes all of the tile's parts of K;
+    run-time integers.
 
     The CTA computes the last part of each tile first: see `.reduction.SequentialReduction`.
     """
@@ -176,7 +175,7 @@ class SequentialScheduler(OneByOne):
 
     @property
     def count(self):
-        """Parts of all tiles of the CTA."""
+        """The number of parts of K of all of the CTA's tiles."""
         tiles = (self.shape.whole - self.cta + (self.num_ctas - 1)) // self.num_ctas
         return tiles * self.shape.splits
 
@@ -192,7 +191,7 @@ class SequentialScheduler(OneByOne):
 
 @dataclass(frozen=True)
 class ClusterTileScheduler:
-    """The work tile of a CTA whose cluster shares a tile: each CTA has one part of K."""
+    """The only work tile of a CTA of a cluster: one part of K of the cluster's tile."""
 
     shape: TileSizes
     first: Int32  # the CTA's number
@@ -200,7 +199,7 @@ class ClusterTileScheduler:
 
     @property
     def count(self):
-        """One more than the number of the CTA's only work tile: where the loop over work tiles ends."""
+        """The end of the loop over work tiles: one more than the number of the CTA's only work tile."""
         return self.first + 1
 
     @property
@@ -218,8 +217,8 @@ class ClusterTileScheduler:
 
 
 def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[Any, ...]:
-    """Returns the fields of a `TileSizes` except its grid, from a launch's arguments. whole, splits: the values of
-    these fields if the launch has no such arguments."""
+    """Returns the fields of a `TileSizes` from a launch's arguments, except the grid. whole, splits: the values of
+    these two fields if the launch has no such arguments."""
     m, k = given.x.shape
     k_blocks = given.k_blocks
     whole, splits = given.whole if whole is None else whole, given.splits if splits is None else splits
@@ -230,13 +229,14 @@ def dense_sizes(config: WgmmaConfig, given, whole=None, splits=None) -> tuple[An
 
 
 def x_scales_of(given) -> dict[str, Any]:
-    """Returns the fields of `TileSizes` for the scales of x's rows, by name; None for fields that the launch lacks."""
+    """Returns the fields of `TileSizes` for the scales of x's rows, by name. A field is None if the launch has no such
+    argument."""
     return {name: getattr(given, name, None) for name in ("x_scales", "x_scale_pitch")}
 
 
 def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
-    """Returns the numbering of tiles; None if a product has only one token tile, so that a tile has the number of its
-    block."""
+    """Returns the numbering of a product's tiles. Returns None if there is only one token tile, as a tile's number is
+    then that of its block."""
     if config.one_m_tile:
         return None
     blocks = cute.ceil_div(given.num_tiles, config.block_tiles * config.multicast)
@@ -244,7 +244,7 @@ def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
 
 
 class DenseRounds:
-    """The distribution of a dense product's tiles in rounds of all CTAs; a reduction names it as its ``rounds``."""
+    """Distributes a dense product's tiles to CTAs, in rounds of all CTAs. It is the ``rounds`` of a reduction."""
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileSizes:
