@@ -16,13 +16,13 @@ MOST = 2**63 - 1  # of anything that is counted
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
-    """Returns a shape as messages print it."""
+    """Returns a tensor's shape as a list, for error messages."""
     return list(tensor.shape)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns strides in elements. torch allows any stride for a dimension of size 1; this function returns that of a
-    contiguous tensor."""
+    """Returns a tensor's strides in elements. torch allows any stride for a dimension of size 1. This function returns
+    the stride that a contiguous tensor has there."""
     strides = list(tensor.stride())
     for i in reversed(range(tensor.dim())):
         if tensor.shape[i] <= 1:
@@ -31,8 +31,8 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Returns whether elements of a tensor may share memory. It compares sizes and strides only, so True may be a false
-    alarm."""
+    """Returns whether two elements of a tensor may share memory. It compares sizes and strides only, so True may be a
+    false alarm."""
     reach = 1  # elements from the first to after the last one of the dimensions looked at
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -43,7 +43,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 class _UnlessCapturing:
-    """A value that is True, except while a CUDA graph is captured: then no tensor's values can be read."""
+    """A value that is true except while a CUDA graph is captured. During a capture no tensor's values can be read."""
 
     def __bool__(self) -> bool:
         return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
@@ -93,11 +93,13 @@ def _reach(steps: Steps) -> int:
 
 
 def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object], in_place: Container[str] = ()) -> None:
-    """Raises ValueError, naming both, if an output of a call may share memory with another tensor of the call.
+    """Raises ValueError if an output of a call may share memory with another tensor of the call. The message names both
+    tensors.
 
     in_place: names of tensors whose memory the output may have, element for element.
 
-    A repeated call on a GPU, which has a plan, is checked again only if its family's launcher says so (``always``).
+    On a GPU, a call that already has a plan is checked only if the family's launcher has a function ``always`` that
+    wants it.
     """
     for other, tensor in others.items():
         if not isinstance(tensor, torch.Tensor) or not share_memory(written, tensor):
@@ -114,8 +116,8 @@ DEBUG: bool | _UnlessCapturing = os.environ.get("CUTE_KERNELS_DEBUG", "") not in
 
 @contextmanager
 def checking_values(checks: bool = True) -> Iterator[None]:
-    """Checks every call's values in this block, as `CUTE_KERNELS_DEBUG=1` does everywhere. checks: False turns these
-    checks off in the block."""
+    """Makes calls within this context check the values of their tensors, as `CUTE_KERNELS_DEBUG=1` does everywhere.
+    checks: False turns these checks off."""
     global DEBUG
     before, DEBUG = DEBUG, checks and _UnlessCapturing()
     try:
@@ -125,7 +127,8 @@ def checking_values(checks: bool = True) -> Iterator[None]:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raises TypeError naming the first argument that is no tensor, or a sparse or nested tensor."""
+    """Raises TypeError if an argument is no tensor, or is a sparse or nested tensor. The message names the first such
+    argument."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
@@ -140,7 +143,7 @@ def check_given_tensors(optional: Mapping[str, object]) -> None:
 
 
 def check_numbers(**tensors: object) -> None:
-    """Raises TypeError or ValueError naming the first argument that is no tensor with data."""
+    """Raises TypeError or ValueError if an argument is no tensor with data, naming the first such argument."""
     check_tensors(**tensors)
     for name, tensor in tensors.items():
         assert isinstance(tensor, torch.Tensor)
@@ -149,7 +152,8 @@ def check_numbers(**tensors: object) -> None:
 
 
 def check_floating(**tensors: object) -> None:
-    """Raises TypeError or ValueError naming the first argument that is no tensor of floating numbers with data."""
+    """Raises TypeError or ValueError if an argument is no floating tensor with data. The message names the first such
+    argument."""
     check_numbers(**tensors)
     for name, tensor in tensors.items():
         assert isinstance(tensor, torch.Tensor)
@@ -182,11 +186,11 @@ def check_all_positive(name: str, values: torch.Tensor) -> None:
 
 
 def check_optional_positive(name: str, value: object, most: float = 2.0**126) -> None:
-    """Raises TypeError or ValueError unless ``value`` is None or a positive finite number up to ``most`` that
-    kernels, which take fp32, do not take for zero or infinity.
+    """Raises TypeError or ValueError unless ``value`` is None or a number from 2**-126 to ``most``. Such numbers stay
+    positive and finite in fp32, which kernels take.
 
-    softmax_scale needs this: kernels mask scores with -inf before they scale them, and -inf times zero or a negative
-    number is no mask.
+    softmax_scale must be positive. Kernels mask scores with -inf before they scale them, and -inf times zero or a
+    negative number is no mask.
     """
     if value is None:
         return
@@ -209,7 +213,8 @@ def check_optional_count(name: str, value: object, most: int | None = None) -> N
 def check_number(name: str, value: object, least: int | None = None) -> None:
     """Raises TypeError or ValueError unless ``value`` is a finite number of at least ``least``.
 
-    It only compares ``value``, so `torch.compile` can trace it as a symbolic number: each comparison becomes a guard.
+    This function only compares ``value``. So `torch.compile` can trace ``value`` as a symbolic number, and each
+    comparison becomes a guard.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want a number")
@@ -298,7 +303,7 @@ class Wanted(NamedTuple):
     Attributes:
         name, tensor: the argument's name and value, which may be no tensor.
         dtypes, sizes: the dtypes that the tensor may have, and its sizes as for `check_shape`. why, size_why: the ends
-            of the messages about dtype and sizes. They say where the requirement comes from.
+            of the messages about dtype and sizes, which say why they are required.
         device: where the tensor must lie. speaker: the argument whose device that is.
         contiguous: whether the tensor must be contiguous.
         unit: bytes that the tensor must be aligned to; 1: its address is not looked at.
@@ -360,8 +365,8 @@ TOKENS_OF_TABLE = "the tokens of a row of block_table"
 
 
 def checked_lengths(seq_lens: torch.Tensor, most: int, room: str) -> torch.Tensor:
-    """Returns lengths as int64 on the host. Raises ValueError, naming the request, for a length outside 0 to ``most``.
-    room: what ``most`` is, for the message. Waits for the tensor's GPU."""
+    """Returns the requests' lengths as int64 on the host. Raises ValueError, naming the request, for a length outside 0
+    to ``most``. room: the message's words for ``most``. Waits for the tensor's GPU."""
     lengths = seq_lens.to(torch.int64).cpu()
     wrong = torch.nonzero((lengths < 0) | (lengths > most))
     if wrong.numel():
@@ -383,14 +388,14 @@ def check_pages(table: torch.Tensor, used: torch.Tensor, page_size: int, num_pag
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:
-    """Raises ValueError unless each index occurs once; waits for the tensor's GPU."""
+    """Raises ValueError unless ``perm`` has each index exactly once. Waits for the tensor's GPU."""
     if not torch.equal(perm.sort().values, torch.arange(perm.numel(), dtype=perm.dtype, device=perm.device)):
         raise ValueError(f"{name}: got indices that are missing or repeated, want each of 0 to {perm.numel() - 1} once")
 
 
 def row_stride(tensor: torch.Tensor) -> int | None:
-    """Returns the elements from one row [..., n] to the next; None if rows are not all equally far apart, or not
-    contiguous."""
+    """Returns the distance, in elements, from one row of a tensor [..., n] to the next. Returns None if rows are not
+    evenly spaced, or a row is not contiguous."""
     n = tensor.shape[-1]
     if tensor.stride(-1) != 1 and n > 1:
         return None

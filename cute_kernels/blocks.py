@@ -1,7 +1,8 @@
 """The block size of code that works through large tensors in blocks; a caller may lower it.
 
-References, importers and calibration process one block after the other. Each has a constant: its usual number of
-elements in a block. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all blocks smaller.
+References, importers and calibration process one block after the other. A constant in each module gives the usual
+number of elements in a block. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all blocks
+smaller.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ _most: ContextVar[int | None] = ContextVar("cute_kernels_block_elements", defaul
 
 
 def elements(usual: int) -> int:
-    """Returns the elements of a block: ``usual``, or fewer within :func:`at_most`."""
+    """Returns the number of elements in a block: ``usual``, or fewer within :func:`at_most`."""
     most = _most.get()
     return usual if most is None else min(usual, most)
 
 
 @contextmanager
 def at_most(most: int) -> Iterator[None]:
-    """Limits the elements of a block within this context. A single item that is larger still makes a block."""
+    """Limits the number of elements in a block within this context. An item with more elements is processed as a block
+    of its own."""
     token = _most.set(most)
     try:
         yield

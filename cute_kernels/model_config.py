@@ -26,7 +26,7 @@ def describe_layers(model: nn.Module) -> dict[str, Any]:
 
     "linear" and "experts" are lists of forms, each with the names of its layers. A form of an integer format has bits
     and group_size, a form of another format has format. All forms have dtype, tensors (the optional tensors that exist)
-    and batch_invariant. They have activations if these are rounded.
+    and batch_invariant. If a layer's activations are rounded, its form also has activations.
     """
     linear: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}
@@ -108,7 +108,7 @@ def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs
 
 def untie_quantised(model: nn.Module) -> Mapping[str, str]:
     """Makes a transformers model forget that quantised layers' weights were tied to others. Returns the weights that
-    stay tied, to which "tie_word_embeddings" applies, too."""
+    are still tied."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     dense = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for names in list(tied.items()):

@@ -20,8 +20,7 @@ class ReportedLayer:
         reason: why it was left; "" if it was swapped.
         counts: whether the layer counts as missed if it was left: it multiplies with its weights, and `skip` does not
             name it.
-        note: its format and its products, and whether the caller or the checkpoint chose them ("MXFP4, FP8 products as
-            asked").
+        note: the layer's format, its products, and who chose them, such as "MXFP4, FP8 products as asked".
     """
 
     name: str
@@ -57,7 +56,7 @@ class QuantizationReport:
 
     @property
     def warning(self) -> str | None:
-        """A warning for the user if nothing is quantised, or less than half of the bytes that could be; else None."""
+        """A warning for the user if no layer was quantised, or less than half of the possible bytes; else None."""
         missed = [layer for layer in self.left if layer.counts]
         done, open_ = (sum(layer.nbytes for layer in layers) for layers in (self.quantized, missed))
         if self.quantized and done >= open_:

@@ -50,9 +50,10 @@ def quantize_model(
     the Linear layers of shared experts are swapped like any other.
 
     ``model.quantization_report`` says what was done, what stayed and why
-    (`cute_kernels.model_report.QuantizationReport`); print it for a table. A UserWarning says if nothing was quantised,
-    or less than half of what could be. The configuration of a transformers model gets a "quantization_config", with
-    which `from_pretrained` reads the saved model once `cute_kernels.integrations.hf_quantizer.register` was called.
+    (`cute_kernels.model_report.QuantizationReport`); print it for a table. A UserWarning tells if nothing was
+    quantised, or less than half of the bytes that could be. The configuration of a transformers model gets a
+    "quantization_config", with which `from_pretrained` reads the saved model once
+    `cute_kernels.integrations.hf_quantizer.register` was called.
 
     Args:
         bits, group_size, zero_point, dtype, device: as for `quantize_weight`.

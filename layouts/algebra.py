@@ -1,8 +1,9 @@
 """CuTe layout algebra: shape:stride, swizzles, composition, complement, divide, product, inverses.
 
 The algebra is the `tensor-layouts` library's (pure Python; agrees with CuTe DSL on every trial in the tests). This
-module gives the package one import for it, and adds what proofs and transforms need: whole-domain evaluation, an exact
-equality test, and reading and writing CuTe's notation. `layouts.dsl` converts from and to live CuTe DSL objects.
+module is the package's one import of that library. It adds what proofs and transforms need: the offsets of all
+coordinates, an exact equality test, and reading and writing CuTe's notation. `layouts.dsl` converts from and to live
+CuTe DSL objects.
 """
 
 from __future__ import annotations

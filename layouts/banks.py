@@ -12,9 +12,9 @@ access                 phases
 ldmatrix, stmatrix     one per 8x8 matrix: the 8 row addresses of 16 B that 8 lanes supply
 =====================  =====================================================================
 
-A phase costs as many wavefronts as its fullest bank holds distinct words. For *loads* of 8 and 16 B two phases join
-into one where every active lane n asks for the address of lane ``n ^ 1``, or every one for that of lane ``n ^ 2``: the
-return path then moves each word for two lanes at once (stated by NVIDIA for compute capability 7.x; see
+A phase costs as many wavefronts as its fullest bank holds distinct words. Two phases of a *load* of 8 or 16 B join into
+one if every active lane n asks for the address of lane ``n ^ 1``, or every active lane n for that of lane ``n ^ 2``.
+The return path then moves each word for two lanes at once (stated by NVIDIA for compute capability 7.x; see
 `joins_phases`). ``st.async`` is modelled as a store of its width into the destination's banks.
 
 The counts are those of ``l1tex__data_pipe_lsu_wavefronts_mem_shared``; ``conflicts`` is the excess over one
@@ -40,7 +40,7 @@ Addresses = Sequence[int | None] | Callable[[int], int | None]
 
 @dataclass(frozen=True)
 class Phase:
-    """The lanes whose words are read or written in one phase, and the words that they ask of each bank.
+    """The lanes that read or write in one phase, and the words that they need of each bank.
 
     Args:
         lanes: active lanes of the phase.
@@ -84,7 +84,7 @@ class BankReport:
 
     @property
     def minimum(self) -> int:
-        """Wavefronts that the distinct bytes of the access need when spread over all banks."""
+        """The wavefronts that the access would need if its distinct bytes were spread over all banks."""
         distinct = {word for phase in self.phases for words in phase.words.values() for word in words}
         return -(-len(distinct) // NUM_BANKS)
 
@@ -132,8 +132,8 @@ def report(addresses: Addresses, width: int = 4, kind: str = "ld") -> BankReport
 
 
 def joins_phases(addresses: Sequence[int | None]) -> bool:
-    """Returns whether every active lane n has the address of lane ``n ^ 1``, or every one that of lane ``n ^ 2``. Lanes
-    whose partner is inactive do not count."""
+    """Returns whether lanes share addresses in pairs: every lane n with lane ``n ^ 1``, or every lane n with lane
+    ``n ^ 2``. Pairs with an inactive lane do not count."""
 
     def paired(mask: int) -> bool:
         for lane, address in enumerate(addresses):

@@ -1,9 +1,9 @@
 """Bit-linear maps: index maps of power-of-two tiles as matrices over F2.
 
-An index of an n-bit domain is a column vector of bits; a map that XORs and moves bits is a matrix over F2. Every CuTe
-layout with power-of-two extents and strides that do not carry into each other is one, every swizzle is one, and so is
-every composition and inverse of them. Equality of two matrices is equality of the maps on *all* indices, which turns
-"these two layouts agree" from a sampled test into a proof. (The idea is that of Triton's linear layouts.)
+An index of an n-bit domain is a column vector of bits; a map that XORs and moves bits is a matrix over F2. Every
+swizzle is such a map. So is every CuTe layout with power-of-two extents whose strides do not carry into each other. So
+are their compositions and inverses. Two maps with equal matrices agree on *all* indices: comparing matrices proves that
+two layouts are equal. (The idea is that of Triton's linear layouts.)
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class BitMap:
         return found
 
     def widened(self, out_bits: int) -> BitMap:
-        """Returns the same map with ``out_bits`` output bits, of which the added high ones are 0."""
+        """Returns the same map with ``out_bits`` output bits. The added high bits are 0."""
         return BitMap(self.columns, out_bits)
 
     def __call__(self, index: int) -> int:
@@ -195,7 +195,7 @@ class BitMap:
         return BitMap(tuple(combos), self.in_bits)
 
     def kernel(self) -> tuple[int, ...]:
-        """Returns a basis of the indices that map to 0. XOR with one of them leaves the image of any index as it is."""
+        """Returns a basis of the indices that map to 0. An index XORed with such an index has the same image."""
         found, basis = [], {}
         for i, column in enumerate(self.columns):
             combo = 1 << i

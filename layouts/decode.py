@@ -1,10 +1,10 @@
 """Fast conversions of packed 8- and 4-bit numbers to fp16 and bf16: what they compute and in which order.
 
 Each conversion is an instruction sequence on one 32-bit register, executed bit by bit by `layouts.isa`. It has two
-phases. *Extraction* (prmt, lop3, shift) moves bits and mixes in constants: it is an affine map over F2, so its matrix,
-read off 32 unit vectors, says for all 2**32 registers which output lane depends on which input field. *Arithmetic* then
-acts on each lane alone, so that trying all 256 or 16 codes of a field proves the value. The order in which elements
-must be stored for the lanes to come out in order is derived from that matrix, not tabulated.
+phases. *Extraction* (prmt, lop3, shift) moves bits and mixes in constants: it is an affine map over F2. So its matrix,
+found from 32 unit vectors, holds for all 2**32 registers, and says which output lane depends on which input field.
+*Arithmetic* then acts on each lane alone, so trying all 256 or 16 codes of a field proves the value. The order in which
+elements must be stored is derived from the matrix, so that the lanes come out in order.
 
 The sequences are those of FasterTransformer's interleaved converters (magic numbers 0x6400, 0x4300, 0x4B000000), their
 signed variants, and plain bit placement for FP8.
@@ -135,10 +135,11 @@ class Conversion:
         return (self._verify_affine(), self._verify_independence(), self._verify_values())
 
     def _verify_affine(self) -> Proof:
-        """Proves that all coefficients of degree 2 and 3 of the extraction's algebraic normal form are 0. A coefficient
-        is the XOR of the extraction over all subsets of two or three input bits.
+        """Proves that the extraction is affine over F2: all coefficients of degree 2 and 3 of its algebraic normal form
+        are 0. A coefficient is the XOR of the extraction over all subsets of two or three input bits.
 
-        Each sequence joins at most two words that vary, so its degree is at most 2 and the test is complete.
+        Each instruction sequence joins at most two words that vary. So its degree is at most 2, and the test is
+        complete.
         """
         groups = [*itertools.combinations(range(32), 2), *itertools.combinations(range(32), 3)]
         affine = True

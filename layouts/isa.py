@@ -79,8 +79,8 @@ class Machine:
     counts: Counter[str] = field(default_factory=Counter)
 
     def prmt(self, a: np.ndarray, b: np.ndarray | int, selector: int) -> np.ndarray:
-        """Returns words whose byte i is one of the 8 bytes of a (0 to 3) and b (4 to 7): the byte whose number is
-        nibble i of ``selector``. Nibbles must be below 8."""
+        """Builds words from the bytes of a (numbers 0 to 3) and of b (4 to 7). Nibble i of ``selector`` is the number
+        of the byte that becomes byte i. Nibbles must be below 8."""
         self.counts["prmt"] += 1
         source = np.asarray(a, dtype=np.uint64) | np.asarray(b, dtype=np.uint64) << np.uint64(32)
         out = np.zeros(np.shape(a), dtype=np.uint32)
@@ -92,7 +92,7 @@ class Machine:
         return out
 
     def lop3(self, a: np.ndarray, b: np.ndarray | int, c: np.ndarray | int, table: int) -> np.ndarray:
-        """Returns a bitwise function of three words. table: the function's value for the bytes 0xF0, 0xCC and 0xAA."""
+        """Applies a bitwise function to three words. table: the function's result for the bytes 0xF0, 0xCC and 0xAA."""
         self.counts["lop3"] += 1
         words = [np.asarray(word, dtype=np.uint32) for word in (a, b, c)]
         out = np.zeros(np.shape(a), dtype=np.uint32)

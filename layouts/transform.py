@@ -1,9 +1,9 @@
 """Offline transforms as values: a reordering of packed elements plus a constant flipped into each of them.
 
-A `Transform` says which source element goes to which destination (a bijective CuTe layout, so composition, inverse and
-equality are exact and cost nothing) and how elements are stored, and applies itself to NumPy arrays and torch tensors
-at memory speed (`layouts.wordshuffle`). The flip covers the change from signed to biased elements: adding 8 to a 4-bit
-or 128 to an 8-bit two's complement number inverts its top bit.
+A `Transform` says which source element goes to which destination, and how elements are stored. It has a bijective CuTe
+layout, so composition, inverse and equality are exact and cost nothing. It applies itself to NumPy arrays and torch
+tensors at memory speed (`layouts.wordshuffle`). The flip covers the change from signed to biased elements: adding 8 to
+a 4-bit or 128 to an 8-bit two's complement number inverts its top bit.
 """
 
 from __future__ import annotations

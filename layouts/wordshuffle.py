@@ -1,7 +1,7 @@
 """Moves packed sub-word elements at memory speed: a digit permutation as word moves and delta swaps.
 
-A packed array of 4- or 8-bit elements is a sequence of machine words. Write the element index in digits, the lowest
-of which address inside a word. Any reordering of digits then splits into
+A packed array of 4- or 8-bit elements is a sequence of machine words. Write the element index in digits; the lowest
+digits address elements inside a word. Any reordering of digits then splits into
 
 1. one permutation of whole words (a strided copy),
 2. *exchanges*: an index digit inside the word trades places with one outside it, by masked XOR of two words,
@@ -55,7 +55,8 @@ class ShufflePlan:
 
 
 def make_plan(modes: Modes, element_bits: int) -> ShufflePlan:
-    """Returns the plan with the widest words for ``destination index -> source index`` modes, fastest first.
+    """Returns the plan that moves the widest possible words. modes: those of the map from destination index to source
+    index, fastest first.
 
     Raises:
         ValueError: not even single bytes can be moved (an odd extent splits a byte of two elements).

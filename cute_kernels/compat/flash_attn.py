@@ -1,7 +1,7 @@
 """FlashAttention's calls over ragged tensors and caches (Dao-AILab/flash-attention 2) on this package's kernels.
 
 Names, order and defaults are FlashAttention's, so that ``from cute_kernels.compat.flash_attn import ...`` is all that a
-caller changes. Both calls have no backward pass, and take bf16 and fp16. The arguments correspond as follows:
+caller changes. Neither call has a backward pass. Both take bf16 and fp16. The arguments correspond as follows:
 
 | FlashAttention | here |
 |---|---|
@@ -117,8 +117,8 @@ def flash_attn_with_kvcache(
         q: [batch, seqlen_q, num_heads, head_dim].
         k_cache, v_cache: [batch, seqlen_cache, num_heads_k, head_dim], or pages with a block table.
         k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad: None.
-        cache_seqlens: int32 [batch], or an int for all: tokens in the cache, the queries' own among them; None for as
-            many as the cache has room for.
+        cache_seqlens: int32 [batch], or one int for all requests: the number of tokens in the cache, including the
+            queries' own. None: caches are full.
         block_table: int32 [batch, max_pages]: each request's pages; None for caches without pages.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_varlen_func`.
         rotary_interleaved: ignored, as there is no rotary embedding.
@@ -170,8 +170,8 @@ def _format_of(q: torch.Tensor) -> Any:
 
 
 def _refuse(**given: tuple[Any, Any]) -> None:
-    """Raises ValueError for an argument that is not supported. given: (an argument's value, the only supported value),
-    by the argument's name."""
+    """Raises ValueError for an unsupported argument. given: for each argument's name, (its value, the only supported
+    value)."""
     for name, (value, wanted) in given.items():
         if (value is not None) if wanted is None else value != wanted:
             came = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
@@ -181,8 +181,7 @@ def _refuse(**given: tuple[Any, Any]) -> None:
 def _options(
     causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Returns the options of `extend_attention` for FlashAttention's. Raises ValueError for options that are not
-    supported."""
+    """Converts FlashAttention's options to those of `extend_attention`. Raises ValueError for unsupported options."""
     left, right = window_size
     if causal:
         right = 0

@@ -18,7 +18,8 @@ is all that a caller changes. The calls and arguments correspond as follows:
 It supports more than FlashMLA: any number of indices, up to 128 heads, any page size, and CPU tensors (through the
 reference). It has sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, and
 topk_length and extra caches for both FP8 formats. It supports less in one place: dense decode has at most 16 queries a
-request. Wrong arguments raise ValueError or TypeError, which say what is wanted, where FlashMLA has assertions.
+request. FlashMLA has assertions for wrong arguments. Here they raise ValueError or TypeError, with a message that says
+what is wanted.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class FlashMLASchedMeta:
     num_splits: torch.Tensor | None = None
 
     def hold(self, config: Config) -> None:
-        """Keeps the first call's configuration; raises ValueError if a later call's differs from it."""
+        """Keeps the first call's configuration; raises ValueError if a later call has another configuration."""
         if self.config is None:
             self.config, self.have_initialized = config, True
             return

@@ -63,10 +63,10 @@ class Decodes:
     """The settings of an engine's decode steps.
 
     batches: the numbers of requests that a step may have. q_len: most new tokens of a request in a step; more than 1
-    with speculative decoding. max_seq_len, page_size: tokens of a row and of a page of the block table. dtype: the
-    queries' dtype. invariant: whether extend attention also serves decode steps, so that a token's result does not
-    depend on the batch. ranks: GPUs among which a request's cached tokens are split; each gets the queries of all
-    heads.
+    with speculative decoding. max_seq_len: the tokens that a row of the block table has pages for. page_size: tokens of
+    a page. dtype: the queries' dtype. invariant: whether extend attention also serves decode steps, so that a token's
+    result does not depend on the batch. ranks: GPUs among which a request's cached tokens are split; each gets the
+    queries of all heads.
     """
 
     batches: tuple[int, ...]

@@ -89,7 +89,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def kv_format(text: str) -> str | tuple[str, str] | LayerFormats:
-    """Parses an argument: a format, or K's and V's with a comma between them, or a .json file of formats by layer."""
+    """Parses an argument: one format for K and V, two formats with a comma between them, or a .json file of formats by
+    layer."""
     names = text.split(",")
     try:
         if text.endswith(".json"):
@@ -223,7 +224,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 def model_of(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Loads the model of a source that `tokenizer_of` takes, by default in the dtype that it was saved in."""
+    """Loads the model of a directory, a .gguf file or a name. Its default dtype is the one in which it was saved."""
     from transformers import AutoModelForCausalLM
 
     where, options = _source(name)
@@ -254,8 +255,8 @@ def tokens_of(tokenizer: Callable[..., Mapping[str, Any]], files: Iterable[Path]
 
 
 def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, length: int, many: int) -> list[Needle]:
-    """Makes ``many`` prompts of about ``length`` tokens. Each prompt states a number, at a depth of its own, and asks
-    for the number at the end."""
+    """Makes ``many`` prompts of about ``length`` tokens. Each prompt states a number at a different depth, and asks for
+    this number at the end."""
     from cute_kernels.integrations.transformers.budget import Needle
 
     drawn, needles = random.Random(0), []
@@ -277,7 +278,7 @@ def needles_of(tokenizer: Callable[..., Mapping[str, Any]], text: torch.Tensor, 
 
 
 def windows_of(tokens: torch.Tensor, length: int, most: int) -> torch.Tensor:
-    """Returns windows [windows, tokens] of a text. They are evenly spread and do not overlap.
+    """Cuts windows [windows, tokens] out of a text. The windows are evenly spread and do not overlap.
 
     A text shorter than ``length`` is one window. Raises ValueError for fewer than 16 tokens.
     """

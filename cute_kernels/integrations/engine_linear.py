@@ -73,7 +73,7 @@ def rows_first(parameter: Foreign) -> torch.Tensor:
 
 
 def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of: Foreign) -> PackedWeight:
-    """Packs an engine's parameters into a weight; zero points and groups of inputs are read where the form has them."""
+    """Packs an engine's parameters into a weight. Reads zero points and groups of inputs only if the form has them."""
     return PackedWeight.from_compressed_tensors(
         rows_first(codes),
         rows_first(scales),
@@ -107,8 +107,8 @@ def float_tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
 
 
 def float_form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Form:
-    """Returns the form of a layer with floating codes, for activations in ``dtype``. Raises a TypeError or ValueError
-    that says why, if it has none."""
+    """Returns the form of a layer with floating codes, for activations in ``dtype``. Raises TypeError or ValueError,
+    with the reason, for a layer that is not supported."""
     codes, scales = tensors[names.codes], tensors[names.scales]
     found = format_of_codes(names, codes, scales).fitting(scales)
     if found not in FLOATS or DTYPES.get(dtype) not in found.dtypes:

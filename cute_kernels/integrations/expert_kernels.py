@@ -1,4 +1,4 @@
-"""The kernels that an engine's layer of experts needs, and its result for any number of tokens."""
+"""The kernels that an engine's layer of experts needs, and the computation of the layer's result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def multiply(
 
 
 def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens, ``most`` at most, whose kernels cover an engine's steps of the sizes ``rows``."""
+    """Returns the numbers of tokens, up to ``most``, for which an engine's steps need kernels. rows: the engine's
+    numbers of tokens in a step."""
     return tuple(count for count in sorted({*range(1, EACH_TOKENS + 1), *rows}) if count <= most)
 
 

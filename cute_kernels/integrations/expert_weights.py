@@ -1,7 +1,7 @@
 """Conversion of an engine's tensors for a layer of experts to `PackedExperts`.
 
-Engines' tensors hold all experts. All are packed as one tall weight, since each expert's rows fill whole tiles. Gate's
-rows and up's, which engines store one after the other, alternate in the result.
+Engines' tensors hold all experts. All experts are packed as one tall weight, since each expert's rows fill whole tiles.
+Engines store gate's rows before up's; in the packed weight the two alternate.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ AS_MXFP4 = Stored(MXFP4.bits, MXFP4.group_size, zero_point=False, act_order=Fals
 
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """Reorders rows [E, 2 I, ...], which have all of gate's before all of up's, so that gate's and up's alternate."""
+    """Reorders rows [E, 2 I, ...], first all of gate's and then all of up's, so that gate's and up's rows alternate."""
     return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 

@@ -285,9 +285,9 @@ def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
     """Makes transformers load these layers' tensors in the dtypes that they were saved in. Returns {attribute of the
     model: its value before this change}.
 
-    Otherwise tensors that the model keeps in fp32 (T5's ``wo``, HYV4's ``scale``) would be converted. The model's
-    patterns are changed so that they match no tensor of these layers. transformers reads "*" in a pattern as ".*", so
-    none is used here.
+    Otherwise transformers would convert tensors that a model keeps in fp32, such as T5's ``wo`` and HYV4's ``scale``.
+    The model's patterns are changed so that they match no tensor of these layers. transformers reads "*" in a pattern
+    as ".*", so none is used here.
     """
     ours = "|".join(map(re.escape, names))
     found = {name: value for name in _KEPT_IN_FP32 if (value := getattr(model, name, None))}
@@ -303,7 +303,7 @@ def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
 
 
 def _expect_format(layer: nn.Module, wanted: torch.Tensor) -> None:
-    """Makes transformers load the layer's "format" too; `_check_loaded` removes it again."""
+    """Adds the buffer "format" to a layer, so that transformers loads it. `_check_loaded` removes the buffer again."""
     layer.register_buffer(_FORMAT, torch.empty_like(wanted, device="meta"))
 
 

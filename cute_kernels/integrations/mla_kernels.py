@@ -27,9 +27,10 @@ class Decodes:
 
     Attributes:
         form: the cache's format. chosen: whether an indexer chooses the tokens that a query sees; otherwise a query
-            sees all tokens. num_heads: query heads of a token in a launch. rows: requests of a step, or new tokens of a
-            step if ``chosen``.
-        q_lens: new tokens of a request. tokens: the most tokens that a request sees. page_size: tokens of a page.
+            sees all tokens. num_heads: query heads of a token in a launch. rows: numbers of requests in a step, or of
+            new tokens if ``chosen``.
+        q_lens: numbers of new tokens of a request. tokens: the most tokens that a request sees. page_size: tokens of a
+            page.
     """
 
     form: str
@@ -54,7 +55,7 @@ def specs(decodes: Decodes, num_sms: int) -> list[KernelSpec]:
 
 
 def _row_shapes(decodes: Decodes) -> Iterable[tuple[int, int]]:
-    """Returns (rows, heads of a row) of the launches.
+    """Returns (number of rows, heads of a row) of each launch.
 
     If tokens are chosen, each query is a row, since its tokens differ. Otherwise all queries of a request share a row.
     """

@@ -87,13 +87,14 @@ forgotten(_loaded.clear)
 
 
 def note(problem: LinearProblem, rows: RowCounts) -> None:
-    """Remembers a layer, as a problem of one row, for `load_noted`, unless its kernels for these rows are loaded."""
+    """Remembers a layer for `load_noted`, unless its kernels for these rows are loaded. problem: the layer's product
+    for one row."""
     if _loaded.get(problem) != rows:
         _noted[problem] = rows
 
 
 def load_noted(device: torch.device, load_all: Callable[[torch.device, Iterable[KernelSpec]], None]) -> None:
-    """Loads the kernels of every layer that was noted since the last call, by ``load_all``."""
+    """Calls ``load_all`` with the kernels of all layers that were noted since the last call."""
     if not _noted:
         return
     problems = dict(_noted)
@@ -169,8 +170,8 @@ def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
 
 
 def specs_beside_norm(problem: LinearProblem, rows: Iterable[int], kind: DeferredKind) -> list[GemmSpec]:
-    """Returns the kernels with which a layer's product produces or consumes a deferred norm, as ``kind`` says. Numbers
-    of rows without such a kernel are left out."""
+    """Returns the kernels with which a layer's product produces or consumes a deferred norm, as ``kind`` says. If there
+    is no such kernel for a number of rows, this number is skipped."""
     problems = [replace(problem, m=m) for m in rows]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
     return list(dict.fromkeys(GemmSpec(config) for config in found if config is not None))

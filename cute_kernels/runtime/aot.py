@@ -46,8 +46,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def mismatches(manifest: dict[str, Any]) -> list[str]:
     """Returns the reasons why a bundle cannot run in this installation; empty if it can.
 
-    A bundle needs no compiler, and the DSL may have another version than the one that built the bundle. The code calls
-    functions of the DSL's runtime library and of apache-tvm-ffi, which are looked up by name.
+    A bundle needs no compiler, and the DSL may have another version than the one that built the bundle. The bundle's
+    code calls functions of the DSL's runtime library and of apache-tvm-ffi. These functions are looked up by name.
     """
     problems = []
     built = manifest["versions"]

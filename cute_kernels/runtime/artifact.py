@@ -76,8 +76,8 @@ _CALL = re.compile(r"llvm\.call @_cudaLaunchKernelEx\(")
 def launches_in(host_ir: str) -> tuple[Launch, ...]:
     """Returns the launches in a host function's LLVM-dialect IR.
 
-    The DSL keeps no record of a kernel's dynamic shared memory, so its size is read where the host code passes it to
-    the driver. Configurations and launches come in the same order, one for one.
+    The DSL keeps no record of the size of a kernel's dynamic shared memory. So the size is read where the host code
+    passes it to the driver. The code has one launch configuration for each launch, in the same order.
     """
     launches: list[Launch] = []
     constants: dict[str, int] = {}

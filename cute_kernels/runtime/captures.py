@@ -70,9 +70,9 @@ _REST = _Rest()
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Stops Python's garbage collector in all threads within this block, which must begin before a capture. The
-    collector may find a CUDA graph that has no owner. The graph's destructor aborts the process while a stream is
-    captured.
+    """Stops Python's garbage collector in all threads within this block, which must begin before a capture. Otherwise
+    the collector might destroy a CUDA graph without an owner during the capture. The graph's destructor would then
+    abort the process.
 
     Code that calls the collector or deletes a graph is not stopped.
     """

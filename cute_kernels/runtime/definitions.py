@@ -9,12 +9,12 @@ if reached code mentions its name, as an attribute or a string. So a method that
 digest.
 
 A table by class, such as `{Split: SplitReduction, ...}` at the top level of a module, has a definition for each entry.
-An entry counts if its class counts. A class is held if it is the type of a value in the configuration. Then the
-defaults of its fields do not count.
+An entry counts if its class counts. A class is *held* if it is the type of a value in the configuration. The defaults
+of a held class's fields do not count.
 
-A link is weak where only the identity of a type counts: annotations, `isinstance`, comparisons with `type(...)`, class
-patterns and parameters of generic classes. A weak link passes through aliases and ends at a class, whose code does not
-count.
+A link is *weak* where the code needs only the identity of a type: annotations, `isinstance`, comparisons with
+`type(...)`, class patterns and parameters of generic classes. A weak link passes through aliases and ends at a class,
+whose code does not count.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def reads() -> int:
 
 
 def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
-    """Returns whether foreign code may call a class's methods: whether a base or a decorator is foreign. foreign: names
-    that are imported from other software."""
+    """Returns whether other software may call a class's methods, since it defines a base or a decorator of the class.
+    foreign: names that are imported from other software."""
     parts = [part for item in (*node.bases, *node.decorator_list) for part in ast.walk(item)]
     return any(isinstance(part, ast.Name) and part.id in foreign for part in parts)
 

@@ -101,10 +101,10 @@ class LaunchArguments:
         made: Mapping[str, Callable[[], object]] | None = None,
         ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        """Makes the function that a plan calls. It calls ``function`` with all arguments in order.
+        """Makes a function for a plan. When called, it calls ``function`` with all arguments in order.
 
-        It takes by name each argument that is in none of fixed, tensors, values and made. It also takes the arguments
-        with which the places in tensors and values begin.
+        The made function takes, by name, each argument that is in none of fixed, tensors, values and made. It also
+        takes the names with which the places in tensors and values begin.
 
         Args:
             fixed: values by name.

@@ -34,7 +34,7 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Blank:
 
 
 def byte_view(cache: torch.Tensor) -> torch.dtype | None:
-    """Returns the dtype as which a compiled function takes a cache: uint8 for 8-bit floats; None if the cache stays as
-    it is."""
+    """Returns the dtype in which a compiled function reads a cache: uint8 for 8-bit floats. Returns None for the
+    cache's own dtype."""
     as_it_is = cache.element_size() > 1 or cache.dtype in (torch.uint8, torch.int8)
     return None if as_it_is else torch.uint8

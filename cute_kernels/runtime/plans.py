@@ -33,10 +33,11 @@ def identity(tensor: Any) -> tuple[Hashable, ...]:
 
 
 def key_function(call: type[tuple[Any, ...]], **parts: str) -> Callable[[Any], tuple[Hashable, ...]]:
-    """Makes the function that returns the key of a call, a NamedTuple whose annotations say what a key has of each
-    field. It is made as source code, since every call of a decoding step waits for it.
+    """Makes the function that returns a call's key. ``call`` is the NamedTuple of its arguments, whose annotations
+    decide what the key contains of each field. The function is made as source code, since every call of a decoding step
+    waits for it.
 
-    parts: source code for fields of which a key has something else, such as `COPIED`; "" for fields that it has not.
+    parts: source code, such as `COPIED`, for fields where annotations do not decide; "" leaves a field out of the key.
     """
 
     def part_of(name: str, hint: Any) -> str:

@@ -1,9 +1,9 @@
 """Computes a digest of the Python sources that decide what a kernel compiles to.
 
-It covers the definitions that the compilation of a spec can reach, in any module (:mod:`.definitions`). The search
-begins with the spec's methods, the types of all values in its configuration, and its policies. It follows the names
-that each definition uses. So an edit of one policy changes only the digests of kernels with that policy. Comments,
-docstrings (except those of attributes in a class), formatting and moves of modules change none.
+The digest covers the definitions that the compilation of a spec can reach, in any module (:mod:`.definitions`). The
+search begins with the spec's methods, the types of all values in its configuration, and its policies. It follows the
+names that each definition uses. So an edit of one policy changes only the digests of kernels with that policy.
+Comments, docstrings (except those of attributes in a class), formatting and moves of modules change none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _STARTED = time.time()
 
 
 class Root(NamedTuple):
-    """A root of the search: a definition of a module, a member of a class in it, or without a name the whole module.
+    """A root of the search: a definition in a module, a member of a class in the module, or, without a name, the whole
+    module.
 
     Without a ``module``, ``name`` is a text to be hashed. held: whether the root is the type of a value in the
     configuration.
@@ -74,7 +75,7 @@ def reached(spec: KernelSpec) -> Reached:
 
 
 def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
-    """Returns two digests that together decide what `reached` returns, but does not search. The first is the digest of
+    """Returns two digests that together decide what `reached` returns. It does not search. The first is the digest of
     all files that the search may read, the second that of the names where the search begins.
 
     reads: 0 for the digest that this process computed first, before its first search; `definitions.reads()` for a
@@ -86,7 +87,7 @@ def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
 
 
 def is_settled(spec: KernelSpec) -> bool:
-    """Returns whether no file has changed since before this process's first search. Only then does `question` decide
+    """Returns whether all files are as they were before this process's first search. Only then does `question` decide
     what `reached` returns."""
     return question(spec) == question(spec, definitions.reads())
 
@@ -170,7 +171,7 @@ def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> 
 
 
 class _Node(NamedTuple):
-    """A reached definition. strong: whether its code counts, not its identity alone."""
+    """A reached definition. strong: whether its code counts; otherwise only its identity counts."""
 
     module: Module
     definition: Definition
@@ -266,7 +267,7 @@ class _Walk:
 
 
 def _held(targets: Iterable[_Node | str]) -> Iterator[_Node | str]:
-    """Yields the targets, but in place of a class its definition ``held``."""
+    """Yields the targets. A class is replaced by its definition ``held``."""
     for target in targets:
         held = None if isinstance(target, str) else target.definition.held
         yield target if isinstance(target, str) or held is None else target._replace(definition=held)

@@ -115,7 +115,8 @@ class KernelSpec(ABC):
 
     @property
     def limits(self) -> Limits:
-        """The limits that the configuration assumes: its attribute `limits`, or else the least of its architectures."""
+        """The limits that the configuration assumes: its attribute `limits`, or else the least limits of its
+        architectures."""
         return getattr(self.config, "limits", None) or least_of(self.archs)
 
     def check_arch(self, arch: str) -> None:
@@ -163,8 +164,8 @@ def _plain(value: object) -> Any:
 
 @functools.cache
 def unclear_fields(config: type) -> tuple[str, ...]:
-    """Returns the names of a dataclass's fields whose values need their class in JSON: the class does not follow from
-    the fields of the value."""
+    """Returns the names of the fields of a dataclass whose values need an entry "class" in JSON. The class of such a
+    value does not follow from its fields."""
     hints = typing.get_type_hints(config)
     return tuple(field.name for field in dataclasses.fields(config) if _is_unclear(hints[field.name]))
 

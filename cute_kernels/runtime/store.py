@@ -48,7 +48,7 @@ COMPILE_VARIABLES = tuple(
 def default_directory() -> Path:
     """Returns `CUTE_KERNELS_CACHE_DIR`, else ~/.cache/cute_kernels, else cute_kernels-UID in the temporary directory.
 
-    The last is for users without a home, or with a read-only home without a cache, as in containers.
+    The temporary directory is for users without a home, or with a read-only home without a cache, as in containers.
     """
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named:

@@ -27,8 +27,8 @@ _WRONG = KeyError, TypeError, ValueError, AttributeError, ImportError
 
 
 def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
-    """Writes a list of kernels to a file. If the file has a list for the same architecture, its kernels are kept,
-    except those that this version does not have. Raises OSError."""
+    """Writes a list of kernels to a file. If the file already has a list for the same architecture, keeps the kernels
+    in it that this version still has. Raises OSError."""
     kernels = {json.dumps(record_of(spec), sort_keys=True) for spec in specs}
     try:
         content = json.loads(path.read_text())
@@ -126,5 +126,6 @@ def _fits(wanted: Any, value: Any) -> bool:
 
 
 def _marks(wanted: Any) -> dict[str, Any]:
-    """Returns the constant fields of a dataclass with their values, which tell it from others with the same fields."""
+    """Returns the constant fields of a dataclass with their values. They distinguish it from dataclasses with the same
+    fields."""
     return {field.name: field.default for field in dataclasses.fields(wanted) if not field.init}

@@ -107,8 +107,8 @@ class Watched(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """The CUDA functions that a pool needs: captures in progress, memory filled with EMPTY words, and waiting for a
-    device.
+    """The CUDA functions that a pool needs. They find captures in progress, fill memory with EMPTY words, and wait for
+    a device.
 
     Attributes:
         stream_words: the first size of a stream's buffer. slab_words: words set aside, per device, for captured
@@ -248,8 +248,8 @@ POOL = WorkspacePool()
 
 
 class UnsettledError(RuntimeError):
-    """A capture needs memory that was filled before it began, and there is none: a capture cannot wait until memory is
-    filled."""
+    """A capture needs memory that was filled before it began, and there is none. During a capture nothing can wait for
+    memory to be filled."""
 
 
 def settled(memory: Memory) -> Callable[[int, int], torch.Tensor]:

@@ -27,7 +27,7 @@ def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: in
     Args:
         layout: affine or swizzled.
         title: default: the layout in CuTe notation.
-        element_bytes: to compute bytes and banks.
+        element_bytes: bytes of an element, from which offsets in bytes and banks are computed.
     """
     shape = layout.shape
     rows = algebra.size(algebra.Layout(shape[0])) if isinstance(shape, tuple) and len(shape) > 1 else 1
@@ -221,7 +221,8 @@ def _extraction_panel(conversion: Conversion, order: tuple[int, ...], names: lis
 
 
 def scale_map(tile: WeightTile) -> Figure:
-    """Draws who loads each scale of half a tile's features, then the banks of the first warp's load of them."""
+    """Draws which thread loads each scale, for half of a tile's features, and below it the banks that the first warp's
+    load reaches."""
     cells, shown = [], TILE_N // 2  # the other warps load as these do
     for row in range(tile.rows):
         for feature in range(shown):

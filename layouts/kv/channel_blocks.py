@@ -1,7 +1,7 @@
 """INT4 keys with a scale and a shift for each channel of 32 tokens: KIVI's grid (Liu et al., 2024) in rows.
 
-A *block* is 32 tokens of one KV head, from a position that is a multiple of 32 on. Its rows are written together, when
-its last token is there; :class:`ChannelBlocks` says how they lie.
+A *block* is 32 tokens of one KV head. Its first position is a multiple of 32. The block's rows are written together,
+once its last token is there. :class:`ChannelBlocks` describes their bytes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class ChannelBlocks(KvRow):
     Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, as in :class:`layouts.kv.int4.Int4Row`. The parameter words of a
     block's 32 rows, one row after the other, are one array of ``head_dim`` words [parameter, unit of 32 columns, r, run
     of 8 columns]: word (p, u, r, t) holds the fp16 scales (p = 0) or shifts (p = 1) of columns 32 u + 8 t + r, in its
-    low half, and 32 u + 8 t + r + 4. These are the pairs that lane t of four multiplies with in attention, and no row
-    has more bytes than one of ``int4_g<head_dim / 32>``.
+    low half, and 32 u + 8 t + r + 4. In attention, lane t of four multiplies with these pairs. A row has as many bytes
+    as one of ``int4_g<head_dim / 32>``.
 
     Element (token, column) dequantises as ``q * scale + shift``. Per column of a block: ``shift = fp16(min)`` and
     ``scale = fp16((max - min) / 15)``, both rounded before ``q = clamp(round((x - shift) / scale), 0, 15)``, ties to
     even. A scale of 0 gives codes of 0. Numbers are rounded to fp16 first, since a block's rows wait in 16 bits until
-    it is full; beyond +-4094 they saturate, and NaN counts as 0.
+    the block is full. Numbers beyond +-4094 saturate, and NaN counts as 0.
 
     Error, for x in that range, with r = max - min of its column over the block::
 
@@ -86,7 +86,7 @@ class ChannelBlocks(KvRow):
         )
 
     def half_of(self, parameter: int, column: int) -> tuple[int, int]:
-        """Returns (row of the block, byte of it) where the fp16 scale (0) or shift (1) of a column lies."""
+        """Returns where the fp16 scale (0) or shift (1) of a column lies: (row of the block, byte of this row)."""
         unit, rest = divmod(column, UNIT_COLUMNS)
         run, place = divmod(rest, RUN_COLUMNS)
         word = ((parameter * (self.head_dim // UNIT_COLUMNS) + unit) * 4 + place % 4) * 4 + run
@@ -95,7 +95,7 @@ class ChannelBlocks(KvRow):
     # -- numbers and rows ---------------------------------------------------------------------------------------------
 
     def waiting(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x as it waits for its block to be full: fp16, saturated at `LIMIT`, NaN as 0."""
+        """Returns x as it is stored until its block is full: fp16, saturated at `LIMIT`, NaN as 0."""
         return finite(x, LIMIT).half()
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:

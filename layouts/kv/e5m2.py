@@ -13,10 +13,10 @@ E5M2_MAX = 57344.0
 
 @dataclass(frozen=True)
 class Fp8E5M2(KvRow):
-    """One row: ``head_dim`` E5M2 bytes; dequantisation puts each byte in front of a zero byte and reads fp16.
+    """One row: ``head_dim`` E5M2 bytes. Each byte is the high byte of an fp16 number whose low byte is 0.
 
     Rounds to nearest even, or towards zero with ``truncate`` (which drops the low byte of the fp16). Magnitudes above
-    57344 saturate to it.
+    57344 saturate to 57344.
 
     Error, for |x| <= 57344: ``max(|x| / 8, 2**-17)``, twice that with ``truncate``.
 

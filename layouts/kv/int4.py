@@ -1,6 +1,6 @@
 """INT4 KV-cache rows: asymmetric 4-bit codes with an fp16 scale and shift per group of columns.
 
-The byte format of the grouped-query INT4 attention kernels of FBGEMM, xFormers and MSLK.
+The byte format is that of the grouped-query INT4 attention kernels of FBGEMM, xFormers and MSLK.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Int4Row(KvRow):
     and dequantises as ``q * scale + shift``.
 
     Quantisation, per group: ``shift = fp16(min)``, ``scale = fp16((max - min) / 15)``, both rounded *before* the codes
-    ``q = clamp(round((x - shift) / scale), 0, 15)`` (ties to even), so that codes are the best for the header that is
-    stored. The scale is 0 for a constant group, and for a range below about 4.5e-7, which fp16 rounds to 0. Then all
+    ``q = clamp(round((x - shift) / scale), 0, 15)`` (ties to even). So the codes are the best ones for the stored scale
+    and shift. The scale is 0 for a constant group, and for a range below about 4.5e-7, which fp16 rounds to 0. Then all
     codes are 0 and the group dequantises to ``shift``.
 
     First, numbers outside the fp16 range saturate to +-65504 and NaN becomes 0. So the header and the dequantised row

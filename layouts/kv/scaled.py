@@ -46,8 +46,8 @@ class ScaledRow(KvRow):
     """The common part of `Int8` and `Fp8E4M3`: ``head_dim`` one-byte codes, x = code * scale.
 
     Granularities ``token_head`` and ``group`` keep their fp32 scales in the row, 4 bytes per group in front of the
-    codes. The others share a scale between rows: it is an argument of `quantize` and `dequantize`, given (calibrated
-    ahead) or from `compute_scale`; x is then [..., num_kv_heads, head_dim].
+    codes. With the other granularities rows share a scale, which is an argument of `quantize` and `dequantize`. It is
+    calibrated ahead or comes from `compute_scale`. x is then [..., num_kv_heads, head_dim].
 
     The scale is absmax / code_max in fp32; a zero scale gives zero codes.
 
@@ -127,8 +127,8 @@ class ScaledRow(KvRow):
 
         Args:
             x: to quantise.
-            scale: as from `compute_scale`. It is required if it lies outside the row; otherwise it is computed if not
-                given.
+            scale: as from `compute_scale`. A scale outside the row is required. A scale in the row is computed if it is
+                not given.
 
         Raises:
             TypeError: x is not floating, or scale is not fp32.
@@ -151,7 +151,8 @@ class ScaledRow(KvRow):
 
         Raises:
             TypeError: rows is not uint8, dtype is not floating, or scale is not fp32.
-            ValueError: shapes do not fit, or scale was given for a row that has its own, or not given otherwise.
+            ValueError: shapes do not fit, a scale is given although rows have their own, or a scale outside the rows is
+                missing.
         """
         self.check_output_dtype(dtype)
         parts = self.unpack(rows)

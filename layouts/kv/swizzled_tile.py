@@ -1,13 +1,14 @@
-"""How a warp of the decode kernel reads KV rows of bare elements out of shared memory: swizzled tiles and ldmatrix.
+"""How a warp of the decode kernel reads KV rows without scales out of shared memory: swizzled tiles and ldmatrix.
 
-A tensor-map copy writes each KV head's tile as *panels* of [tokens][128 bytes] ([64 bytes] where a row has no more),
-swizzled: 16-byte chunk c of row r lies at chunk ``c ^ (r % 8)`` of 128-byte rows, at ``c ^ (r / 2 % 4)`` of 64-byte
-rows. ``ldmatrix`` then finds the 8 rows of every 8 x 8 matrix in 8 different bank groups. K (tokens x columns) is read
-as it lies, V transposed (``.trans``), so both become the A operand of ``mma.sync.m16n8k16`` with the query heads as its
-N. ldmatrix moves units of 16 bits: one element of bf16 and fp16 rows, two of byte rows. Transposed, a lane then holds
-two neighbouring columns of two tokens, which its decoding takes apart.
+A tensor-map copy writes each KV head's tile as *panels* of [tokens][128 bytes], or [tokens][64 bytes] if a row has no
+more. Panels are swizzled: 16-byte chunk c of row r lies at chunk ``c ^ (r % 8)`` of a 128-byte row, or at
+``c ^ (r / 2 % 4)`` of a 64-byte row. ``ldmatrix`` then finds the 8 rows of every 8 x 8 matrix in 8 different bank
+groups. K (tokens x columns) is read as it lies, V transposed (``.trans``). So both become the A operand of
+``mma.sync.m16n8k16``, with the query heads as its N. ldmatrix moves units of 16 bits: one element of bf16 and fp16
+rows, two elements of byte rows. So after a transposed load of bytes, a lane holds two neighbouring columns of two
+tokens. Its decoding separates them.
 
-The last panel of a row may be partly empty: the copy fills it with zeros, which nothing reads.
+The last panel of a row may be partly empty. The copy fills the rest with zeros, which nothing reads.
 """
 
 from __future__ import annotations
@@ -97,11 +98,11 @@ class SwizzledTile:
         return panel * self.panel_bytes + token * self.row_bytes + (place ^ self.swizzle(token)) * CHUNK_BYTES
 
     def load_offset(self, pair: int, load: int) -> int:
-        """Returns the bytes from a block's first ldmatrix.x4 to its ldmatrix.x4 of the ``pair``-th 16 tokens and the
-        ``load``-th pair of chunks.
+        """Returns how many bytes after a block's first ldmatrix.x4 another one reads: that of the ``pair``-th 16 tokens
+        and the ``load``-th pair of chunks.
 
-        It counts rows and whole panels. The chunk's offset inside a panel is not part of it, as the swizzle makes that
-        an XOR.
+        The result counts rows and whole panels. It does not include the chunk's offset inside a panel, as the swizzle
+        XORs that offset.
         """
         token = pair << self.token_bits[4]
         return token * self.row_bytes + load * LOAD_CHUNKS // self.row_chunks * self.panel_bytes

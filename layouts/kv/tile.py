@@ -1,14 +1,16 @@
-"""How a warp of the decode kernel reads raw cache rows out of shared memory: addresses, bank conflicts, which codes.
+"""How a warp of the decode kernel reads raw cache rows out of shared memory: which codes, at which addresses, with how
+many bank conflicts.
 
 The kernel copies rows that carry their scales (:class:`layouts.kv.int4.Int4Row`, :class:`layouts.kv.scaled.ScaledRow`)
-into shared memory as they are and lets each lane read, with 32-bit loads, exactly the words whose codes are its
-operands of ``mma.sync.m16n8k16``. The contraction orders of Q K^T (head_dim) and of P V (tokens) are free, so nothing
-is ever permuted or stored back: :func:`plan_tiles` chooses which token stands in which row of the MMA tile, the same
-for K and V, and for each of them the padding between copies, so that those loads touch all 32 banks.
+into shared memory as they are. With 32-bit loads, each lane reads exactly the words whose codes are its operands of
+``mma.sync.m16n8k16``. The contractions of Q K^T (over head_dim) and P V (over tokens) may run in any order, so nothing
+is ever permuted or stored back. :func:`plan_tiles` chooses the order of tokens in the rows of the MMA tile, equal for K
+and V, and the padding between copies. Its choice makes the loads touch all 32 banks.
 
-Terms: a *block* is 32 tokens of one KV head, the unit a warp works on: two MMA tiles of 16 rows, each with rows ``g``
-and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lane's place in an MMA fragment; ``j`` in
-0..3 numbers the four row halves (tile ``j // 2``, half ``j % 2``). A *word* is 4 bytes.
+Terms: a *block* is 32 tokens of one KV head, on which a warp works at a time. It has two MMA tiles of 16 rows. In each
+tile a lane has rows ``g`` and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lane's place in
+an MMA fragment; ``j`` in 0..3 numbers the four halves of the tiles' rows (tile ``j // 2``, half ``j % 2``). A *word* is
+4 bytes.
 """
 
 from __future__ import annotations
@@ -158,8 +160,7 @@ class RowTile:
 
     @property
     def k_unit(self) -> int:
-        """Columns of one step through K: a run for each of four lanes, or the largest half, quarter ... of them that
-        divides a group."""
+        """Columns of one step through K: the columns of four lanes' runs, halved until they divide a group."""
         return self._unit(MMA_LANES)
 
     @property
@@ -168,8 +169,8 @@ class RowTile:
         return self._unit(MMA_ROWS)
 
     def _unit(self, lanes: int) -> int:
-        """Returns the columns of a unit: the largest of ``lanes`` runs, half of them, a quarter ... that divides a
-        group, so that one header holds for the unit.
+        """Returns the columns of a unit: the columns of ``lanes`` runs, halved until they divide a group. So one header
+        holds for the whole unit.
 
         Lanes may share a run of one word, down to units of 8 columns. If runs are longer, each lane needs its own.
         """
@@ -200,8 +201,8 @@ class RowTile:
         return self.words_of(self.v_unit)
 
     def k_word(self, t):
-        """Returns the first word of a unit that lane t reads; lanes share a word if a unit is narrower than four lanes'
-        words."""
+        """Returns the first word of a unit that lane t reads. Lanes share a word if a unit has fewer words than four
+        lanes read."""
         word = t * self.k_unit // (MMA_LANES * self.run_codes)
         return word if self.run_words == 1 else self.run_words * word
 
@@ -301,8 +302,8 @@ class RowTile:
 
 @dataclass(frozen=True)
 class _Reads:
-    """The loads of a block's headers and codes, which depend on neither token order nor copies: their numbers, the
-    words of a header load, and the first word of a unit that each lane reads."""
+    """The facts about a block's loads that depend on neither token order nor copies: the numbers of loads of headers
+    and codes, the words of a header load, and the first word of a unit that each lane reads."""
 
     header_loads: int
     header_vector: int
@@ -323,7 +324,8 @@ def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Rea
 
 
 def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:
-    """Returns both tiles with the token order, the same for both, and the copies that make a block's loads cheapest.
+    """Returns both tiles with the token order and the copies that make a block's loads cheapest. Both get the same
+    order.
 
     The best choice has the fewest wavefronts, then the fewest copies, then the least memory. Raises ValueError if a
     tile has rows that lanes cannot read.

@@ -1,7 +1,7 @@
 """INT4 rows with a zero point: the bytes that vLLM's ``int4_per_token_head`` writes.
 
-The layout is read off vLLM 0.33 (`vllm/v1/attention/ops/int4_per_token_head.py`, Apache-2.0). What vLLM does before it
-quantises, a Hadamard matrix with random signs, is a transform of the cache:
+The layout is read off vLLM 0.33 (`vllm/v1/attention/ops/int4_per_token_head.py`, Apache-2.0). Before vLLM quantises, it
+applies a Hadamard matrix with random signs. Here that is a transform of the cache,
 `cute_kernels.kv_cache.vllm_rows.vllm_transform`.
 """
 
@@ -35,12 +35,12 @@ class ZeroPointRow(KvRow):
     """One row: ``head_dim / 2`` bytes of codes, then one fp32 word: the scale, with the zero point in its low 4 bits.
 
     Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, and x = (q - zero) * scale, where the scale is the word without
-    those 4 bits. The scale is **after** the codes: the kernels of this package, which want it in front, read
-    `layouts.kv.Int4Row` with one group, of as many bytes.
+    those 4 bits. The scale is **after** the codes. The kernels of this package want it in front: they read
+    `layouts.kv.Int4Row` with one group, which has as many bytes.
 
     Quantisation, in fp32: ``scale = max((max - min) / 15, 1e-6)``, ``zero = clamp(round(-min / scale), 0, 15)``,
-    ``q = clamp(round(x / scale + zero), 0, 15)``; halves are rounded away from 0. The scale that divides is the one
-    before its low bits are lost. NaN counts as 0, and magnitudes saturate at 2**126.
+    ``q = clamp(round(x / scale + zero), 0, 15)``; halves are rounded away from 0. Quantisation divides by the full
+    scale, low bits included. NaN counts as 0, and magnitudes saturate at 2**126.
 
     Error, with r = max - min and s = max(r / 15, 1e-6)::
 
@@ -152,5 +152,6 @@ class ZeroPointRow(KvRow):
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """Rounds to the nearest code, halves up: what is below -0.5 is 0 anyway."""
+    """Rounds to the nearest integer, halves up. Below 0 the rounding does not matter, since all negative numbers become
+    code 0."""
     return (x + 0.5).floor().clamp(0, MAX_CODE)

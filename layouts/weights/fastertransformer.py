@@ -6,9 +6,9 @@ nibble. Four steps prepare them for a GEMM that loads weights with ldmatrix and 
 * **S1** `permute_rows`: K rows are reordered inside tiles of 16 (int8) or 32 (int4), so that ldmatrix, which deals out
   16-bit pairs, gives each thread the rows that its 16-bit MMA fragment holds.
 * **S2** `transpose`: to column-major, the even row in the low nibble.
-* **S3** `interleave_columns`: runs of 64 rows of 2 (int8) or 4 (int4) neighbouring columns make one 128-byte line.
-* **S4** `add_bias_and_interleave`: signed to biased unsigned, and the elements of a 32-bit register into the order that
-  the fast conversion to fp16 reads (`layouts.decode`).
+* **S3** `interleave_columns`: makes one 128-byte line of 64 rows of 2 (int8) or 4 (int4) neighbouring columns.
+* **S4** `add_bias_and_interleave`: makes signed codes biased unsigned ones, and puts the elements of a 32-bit register
+  into the order that the fast conversion to fp16 reads (`layouts.decode`).
 
 Which steps run depends on the architecture (`RECIPES`). Every step and the whole are `Transform` values.
 
@@ -62,8 +62,8 @@ MMA_N = 8
 def row_order(bits: int, activation_bits: int = 16) -> Layout:
     """Returns the layout of step S1 inside one tile, from new row to old row.
 
-    A pair of bytes is what ldmatrix hands to a thread as one 16-bit number; the layout puts into each thread's bytes
-    the rows that the 16-bit (or, for FP8 activations, 8-bit) MMA wants there.
+    ldmatrix gives a thread pairs of bytes as 16-bit numbers. So the layout puts into each thread's bytes the rows that
+    the thread needs for the 16-bit MMA, or for the 8-bit MMA of FP8 activations.
     """
     _check_widths(bits, activation_bits)
     if activation_bits == 8:
@@ -197,7 +197,8 @@ def transpose(q: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def interleave_columns(q: torch.Tensor, bits: int, activation_bits: int = 16) -> torch.Tensor:
-    """Returns the weight after step S3: [.., N, K] becomes [.., N/c, c*K], [.., N, K/2] of int4 [.., N/c, c*K/2].
+    """Returns the weight after step S3: int8 [.., N, K] becomes [.., N/c, c*K], packed int4 [.., N, K/2] becomes [..,
+    N/c, c*K/2].
 
     c is 2 for int8 and 4 for int4 (2 for int4 with FP8 activations). Errors are those of `permute_rows`.
     """

@@ -1,9 +1,10 @@
-"""What a tile of 64 output features stores of each weight format: its codes' conversion, and where its scales lie.
+"""How a tile of 64 output features is stored in each weight format: the conversion of its codes, and where its scales
+lie.
 
-Codes lie as `layouts.weights.hopper` has them, whatever they stand for: every conversion here wants its elements in the
-order of the default one. Scales of a tile are rows of 64, one for each group of inputs: [groups, 64]. After them lie
-the bytes of scales of a second level, fp32 for each feature, as if these were more groups. A thread of the warpgroup
-multiplies two features, 8 apart, and loads the scale of each.
+Codes of all formats lie as in `layouts.weights.hopper`, since every conversion here wants the elements in the default
+conversion's order. Scales of a tile are [groups, 64]: a row for each group of inputs, with a scale for each feature.
+Scales of a second level, one fp32 number for each feature, are stored after these rows as if they were more groups. A
+thread of the warpgroup multiplies two features, 8 apart, and loads the scale of each.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class WeightTile:
     Args:
         name: the format's key.
         bits: of a code.
-        conversion: in `layouts.decode.CONVERSIONS`, what makes numbers of codes.
+        conversion: the name of the codes' conversion in `layouts.decode.CONVERSIONS`.
         group_size: inputs that share a scale.
         scale_bytes: bytes of a stored scale.
         second_bytes: bytes of a feature's scale of the second level; 0 without one.
@@ -57,12 +58,12 @@ class WeightTile:
         return self.rows * hopper.TILE_N * self.scale_bytes
 
     def scale_place(self, feature: int, group: int) -> int:
-        """Returns the offset in bytes, among a tile's scales, of the scale of a feature and a group. Groups from
-        `groups` on stand for the parts of the second level's scales."""
+        """Returns where the scale of a feature and a group lies, in bytes from the tile's first scale. Groups from
+        `groups` on are parts of the second level's scales."""
         return (group * hopper.TILE_N + feature) * self.scale_bytes
 
     def features_of(self, warp: int, lane: int) -> tuple[int, int]:
-        """Returns the two features, numbered in the tile, of a thread."""
+        """Returns the numbers, within the tile, of a thread's two features."""
         first = 16 * warp + lane // 4
         return first, first + 8
 

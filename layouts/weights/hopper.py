@@ -153,7 +153,7 @@ def prove_thread_load(bits: int, conversion: str | None = None) -> Proof:
 
 
 def _register_order(bits: int, conversion: str) -> Layout:
-    """Returns the layout from the position of a code, among a thread's stored codes of one step, to the value of the
+    """Returns the order of a thread's stored codes of one k step: the layout from a code's position to its index in the
     fragment."""
     order = as_modes(CONVERSIONS[conversion].register_layout())
     registers = wgmma_a(16).num_values * bits // 32

@@ -50,7 +50,7 @@ def prove_row_permutation(bits: int, activation_bits: int = 16) -> Proof:
     """Proves that S1 followed by ldmatrix gives each thread exactly its B fragments of the following MMA steps.
 
     Raises:
-        ProofError: it does not.
+        ProofError: a thread gets other elements.
     """
     fragment = FRAGMENTS["mma_b_m16n8k16" if activation_bits == 16 else "mma_b_m16n8k32"]
     order = fastertransformer.row_order(bits, activation_bits)
@@ -65,7 +65,7 @@ def prove_volta_needs_none() -> Proof:
     One aligned load of four neighbouring elements, whatever their width, fills the fragment of m8n8k4.
 
     Raises:
-        ProofError: it is not.
+        ProofError: a thread's fragment is no such run.
     """
     fragment = FRAGMENTS["volta_b_row_m8n8k4"]
     threads, values = (as_modes(mode) for mode in fragment.modes())

@@ -29,8 +29,8 @@ Read = Callable[[str], torch.Tensor]
 class Declared(NamedTuple):
     """The format that a checkpoint rounds a layer's inputs to.
 
-    kind: `E4M3`, or another format's name. scales: `STATIC`, `DYNAMIC`, or "" if it is not declared. group_size:
-    consecutive inputs of a row that share a scale; 0: one scale per row, or for all of x.
+    kind: `E4M3`, or another format's name. scales: `STATIC`, `DYNAMIC`, or "" if the checkpoint does not say which.
+    group_size: the number of consecutive inputs that share a scale; 0: one scale per row, or one for all of x.
     """
 
     kind: str
@@ -113,8 +113,8 @@ class Rounding(NamedTuple):
         return None
 
     def set(self, layer: QuantizedLinear | OfExperts) -> str:
-        """Sets a layer's activations. Returns a note with the weight format, the products' number format, and who chose
-        it."""
+        """Sets how a layer rounds its activations. Returns a note: the weight format, the products' number format, and
+        who chose them."""
         reason, declared = self.reason(layer), self.declared
         layer.activations = "fp8" if reason is None else None
         why = f" because {reason}" if reason else "" if self.asked is None else " as asked"

@@ -30,7 +30,7 @@ def from_awq(
         qzeros: int32 [G, N / 8], packed as qweight.
         scales: floating [G, N].
         group_size: the configuration's group size (-1: one scale per channel); None: found from K and G.
-        input_scale: [K], by which inputs are multiplied first, for a checkpoint that keeps AWQ's scales apart.
+        input_scale: [K], the factors of the inputs, if the checkpoint stores AWQ's scales as a tensor of their own.
         dtype: dtype of the scales and the activations, bf16 or fp16; default the scales' own, bf16 for fp32.
         device: where the result is put, default the scales' device.
 
@@ -66,6 +66,6 @@ def from_awq(
 
 
 def columns(words: torch.Tensor) -> torch.Tensor:
-    """Returns uint8 codes [rows, 8 * W] of int32 words [rows, W], columns in order."""
+    """Unpacks int32 words [rows, W] to uint8 codes [rows, 8 * W], with the columns in order."""
     nibble_of = [COLUMN_ORDER.index(column) for column in range(_PER_WORD)]
     return fields.unpack_words(words, 4).unflatten(-1, (-1, _PER_WORD))[..., nibble_of].flatten(-2)

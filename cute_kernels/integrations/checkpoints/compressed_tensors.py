@@ -1,5 +1,5 @@
-"""compressed-tensors checkpoints (llm-compressor): "pack-quantized", codes packed along the inputs, and
-"int-quantized" or "naive-quantized", a code a byte."""
+"""compressed-tensors checkpoints (llm-compressor): "pack-quantized", codes packed along the inputs, and "int-quantized"
+or "naive-quantized", one code per byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def from_compressed_tensors(
     q and z are signed, but stored with 8 added (128 for 8 bits).
 
     Args:
-        weight_packed: int32 [N, K * bits / 32], the last word of a row filled up.
+        weight_packed: int32 [N, K * bits / 32]; the last word of a row may be padded.
         weight_scale: floating [N, G], or [1] for one scale of the whole weight.
         weight_zero_point: int32 [N * bits / 32, G], packed along N; or int8 [N, G], not packed; or [1] if there is one
             scale. None for a symmetric weight.
@@ -107,7 +107,7 @@ def from_int_quantized(
 def _by_row(
     name: str, values: torch.Tensor, dtypes: tuple[torch.dtype, ...], n: int, groups: int | None = None
 ) -> torch.Tensor:
-    """Returns values as [N, G]. They are given as [N, G], [N] or a single number, which is one group."""
+    """Converts values [N, G], [N] or a single number to [N, G]. A single number becomes one group of N equal values."""
     fields.check_tensor(name, values, dtypes, getattr(values, "ndim", 0), "[N, groups]")
     found = values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values
     rows = found.shape[0] if found.dim() in (1, 2) else 0

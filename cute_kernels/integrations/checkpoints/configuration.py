@@ -39,7 +39,8 @@ def read_config(path: Path) -> Config:
     In config.json it may be nested: some models have it in "text_config" or deeper.
 
     Raises:
-        TypeError, ValueError: config.json has several that differ, or one that is no mapping.
+        TypeError, ValueError: config.json has several configurations that differ, or a configuration that is no
+            mapping.
     """
     directory = path if path.is_dir() else path.parent
     file = directory / "config.json"
@@ -88,11 +89,12 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
     """Returns the configuration of a layer: the common settings, overridden by those of patterns that match its name.
 
     Patterns are GPTQModel's "dynamic", AutoRound's "extra_config" and compressed-tensors' "config_groups". The layer's
-    own group becomes "group". ModelOpt's "quantized_layers" names stacked experts as one layer. ModelOpt's
-    "config_groups" are ignored: they say less, and call dynamic activations static.
+    settings in "config_groups" are put under the key "group". ModelOpt's "quantized_layers" names stacked experts as
+    one layer. ModelOpt's own "config_groups" are ignored: they have fewer settings, and call dynamic activations
+    static.
 
     Raises:
-        TypeError, ValueError: a pattern is not as its project writes it, or no group is the layer's.
+        TypeError, ValueError: a pattern is malformed, or no group has the layer.
     """
     config = {**config, **_dynamic_of(config, name)}
     if config.get("quant_method") in AUTO_ROUND:
@@ -106,8 +108,8 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
 
 
 def block_in(said: object) -> tuple[int, int]:
-    """Returns (rows, inputs) of a block of weights that share a scale; inputs are 0 if there are no blocks. said: for
-    example [128, 128] or "128x128", or 32 for 32 inputs of one row."""
+    """Returns (rows, inputs) of a block of weights that share a scale; inputs are 0 if there are no blocks. said: the
+    configuration's entry, such as [128, 128], "128x128", or 32 for 32 inputs of one row."""
     rows, inputs = [1, 0, *map(int, re.findall(r"-?\d+", str(said)))][-2:]
     return max(rows, 1), max(inputs, 0)
 

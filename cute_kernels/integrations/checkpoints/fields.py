@@ -46,8 +46,8 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 def group_size_of(k: int, groups: int, given: int | None) -> int | None:
     """Returns the group size of ``groups`` groups along K; None for a single group.
 
-    ``given`` is the configuration's group size, `PER_CHANNEL` for one group. With None, the size is found from K and
-    the number of groups. Raises ValueError if ``given`` does not fit, or if not exactly one size does.
+    ``given`` is the configuration's group size, `PER_CHANNEL` for one group. If it is None, K and the number of groups
+    must determine the size. Raises ValueError if ``given`` does not fit, or if several sizes or none fit.
     """
     if is_one_of(given, (PER_CHANNEL,)) or (given is None and groups == 1):
         if groups != 1:
@@ -76,13 +76,13 @@ def group_size_of(k: int, groups: int, given: int | None) -> int | None:
 
 
 def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Converts scales to ``dtype``, bf16 or fp16. With None, scales keep their dtype if it is one of these, or become
+    """Converts scales to ``dtype``, bf16 or fp16. With None, scales in bf16 or fp16 keep their dtype, and others become
     bf16.
 
     Raises:
-        TypeError, ValueError: dtype is neither; a scale is not finite before or after rounding, or larger than kernels
-            take; or all scales are 0, as in a layer that was never filled. Some scales may be 0: the weights of their
-            groups are 0.
+        TypeError, ValueError: dtype is neither bf16 nor fp16; a scale is not finite, before or after rounding; a scale
+            is larger than kernels take; or all scales are 0, as in a layer that was never filled. Single scales may be
+            0.
     """
     if dtype is None:
         dtype = scales.dtype if scales.dtype in SCALE_DTYPES else torch.bfloat16
@@ -102,8 +102,8 @@ def split_zeros(
 ) -> dict[str, torch.Tensor]:
     """Splits floating zero points into arguments of `pack_codes`: "zeros" or "shifts".
 
-    "zeros" are uint8 codes, if all zero points are codes up to ``tolerance``. Otherwise "shifts" are fp32 (m - zero) *
-    scale, with the symmetric zero m.
+    If every zero point is within ``tolerance`` of a code, returns these codes as "zeros", uint8. Otherwise returns
+    "shifts", fp32: (m - zero) * scale, with the symmetric zero m.
 
     Raises:
         ValueError: a zero point is infinite or NaN.
@@ -118,7 +118,8 @@ def split_zeros(
 
 
 def perm_of(name: str, g_idx: torch.Tensor | None, k: int, groups: int, group_size: int | None) -> torch.Tensor | None:
-    """Returns the stable permutation that brings each group's inputs together; None if they already are.
+    """Returns the stable permutation of the inputs that puts each group's inputs next to each other. Returns None if
+    they already are.
 
     Args:
         g_idx: int [K], the group of each input; None, empty or all -1 for groups in order.

@@ -160,7 +160,7 @@ class Filling:
 
     def _take(self, name: str, layer: QuantizedLinear | QuantizedExperts, rounding: Rounding) -> None:
         """Keeps a layer after it was read; `_swap` puts it into the model later. Raises TypeError or ValueError, naming
-        the layer, if it does not fit there."""
+        the layer, if it does not fit into the model."""
         place = self.places[name]
         module: Any = self._modules[place.module]
         if place.role is None:

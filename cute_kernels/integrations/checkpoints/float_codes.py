@@ -74,9 +74,9 @@ def from_float_codes(
     level's scale.
 
     Args:
-        tensors: by their names, as `cute_kernels.gemm.from_codes.pack_weight` takes them.
+        tensors: the layer's tensors by name, as `cute_kernels.gemm.from_codes.pack_weight` takes them.
         names: the names of codes, scales and the second level.
-        block: the configuration's entry on blocks of FP8 codes that share a scale, for `block_in`.
+        block: the configuration's entry that says how many FP8 codes share a scale; `block_in` reads it.
         dtype: dtype of the activations; only bf16 for scales of one byte.
         device: where the result is put, default the codes' device.
 
@@ -144,8 +144,8 @@ def made_of(
 
 
 def format_of_codes(names: Names, codes: torch.Tensor, scales: torch.Tensor) -> WeightFormat:
-    """Returns the format with a layer's dtypes whose groups match its scales. Raises TypeError or ValueError if none
-    does."""
+    """Returns the weight format that has the dtypes of a layer's codes and scales, and the group size that the scales'
+    shape implies. Raises TypeError or ValueError if there is none."""
     found = [forms for of, by, forms in _FORMATS if codes.dtype in of and scales.dtype in by]
     if not found:
         raise TypeError(f"{names.scales}: got {scales.dtype} beside codes of {codes.dtype}, want scales of such codes")

@@ -37,7 +37,7 @@ def from_gptq(
     """Packs the weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
 
     Some v1 checkpoints have v2's zero points, and nothing in them says so. If such a checkpoint is symmetric, every
-    zero point reads 9 (129 for 8 bits) instead of 8 (128). It is refused.
+    zero point reads 9 (129 for 8 bits) instead of 8 (128), and the checkpoint is refused.
 
     Args:
         qweight: int32 [K * bits / 32, N].

@@ -45,13 +45,13 @@ class Headers(dict[str, Entry]):
 def read_headers(path: Path) -> Headers:
     """Reads the tensors of a file, or of a directory, by name.
 
-    A directory's files are those that its index names, or else model.safetensors, or else all. A tensor in two files is
-    read from the one that the index gives.
+    A directory's files are those that its index names. Without an index they are model.safetensors, or else all files.
+    If two files have a tensor, the index says from which of them it is read.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the directory.
-        ValueError: a file is no safetensors file or is truncated, a tensor is in two files and the index names
-            neither, or a tensor of the index is in none. The message names file and tensor.
+        ValueError: a file is no safetensors file or is truncated, a tensor is in two files and the index names neither,
+            or no file has a tensor of the index. The message names file and tensor.
     """
     promised = _read_index(path / INDEX) if (path / INDEX).exists() else {}
     files = [path / name for name in sorted(set(promised.values()))] if path.is_dir() else [path]
@@ -90,7 +90,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file of settings; ValueError, naming the file, if the file has none."""
+    """Reads a JSON object from a file of settings. Raises ValueError, naming the file, if there is none in it."""
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
@@ -130,8 +130,8 @@ def _read_header(file: Path, metadata: dict[str, str]) -> dict[str, Entry]:
 
 
 def _describes_a_tensor(entry: object) -> bool:
-    """Returns whether an entry of a header has a dtype, a shape, and data offsets that span as many bytes as these
-    need."""
+    """Returns whether an entry of a header has a dtype, a shape and data offsets, and the offsets span the bytes of
+    such a tensor."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     said: list[Any] = [entry.get("shape"), entry.get("data_offsets")]

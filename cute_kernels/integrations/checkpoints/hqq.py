@@ -26,8 +26,8 @@ def from_hqq(
 ) -> PackedWeight:
     """Packs the weight of an HQQ layer: W = (q - z) * s.
 
-    If all zero points are codes, they stay zero points. Otherwise they become shifts in the dtype of the scales: W = (q
-    - m) * s + shift, with the symmetric zero m and shift = (m - z) * s.
+    Zero points stay zero points if all of them are integer codes. Otherwise they become shifts in the dtype of the
+    scales: W = (q - m) * s + shift, with the symmetric zero m and shift = (m - z) * s.
 
     Args:
         W_q: uint8, N * K * bits / 8 bytes: byte i holds, in row-major [N, K], code i in the high and code i + N * K / 2
@@ -53,7 +53,7 @@ def from_hqq(
 def _codes(
     W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: Sequence[int], bits: int, axis: int
 ) -> tuple[CodesOf, int]:
-    """Returns (function from a range of rows to their codes, number of groups of a row)."""
+    """Returns (a function from a range of rows to the rows' codes, the number of groups of a row)."""
     fields.check_bits(bits)
     if axis != 1:
         raise ValueError(f"axis: got {axis}, want 1: groups along K")

@@ -258,8 +258,8 @@ def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torc
 
 
 def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
-    """Converts an AutoRound layer, whose words are packed as AutoGPTQ's or AutoAWQ's. Zero points are stored less one
-    only if AutoRound's packing format says so."""
+    """Converts an AutoRound layer, whose words are packed as AutoGPTQ's or AutoAWQ's. AutoRound's packing format says
+    whether the checkpoint stores each zero point minus one."""
     _check_no_transforms(config)
     data_type = config.get("data_type", "int")
     if data_type not in ("int", "int_asym", "int_sym"):
@@ -411,7 +411,8 @@ def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFo
 
 
 def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str]) -> None:
-    """Raises ValueError for a layer that is quantised in an unsupported format, which would otherwise be skipped."""
+    """Raises ValueError for a layer that is quantised in an unsupported format. Without this check the layer would be
+    skipped."""
     for form in LAYER_FORMATS:
         rest = [each for each in form.required if each != form.mark]
         if rest not in ([], ["scale"], ["scales"]) and "weight" not in owned and owned.issuperset(rest):

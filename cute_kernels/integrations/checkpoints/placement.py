@@ -1,4 +1,5 @@
-"""Finds the place of each of a checkpoint's layers in a model: under its own name, or as transformers renames it.
+"""Finds where each layer of a checkpoint belongs in a model: under its own name, or under the name that transformers
+gives it.
 
 Checkpoints of mixtures of experts store each expert's projections apart; models of transformers 5 stack them.
 Transformers' own table of conversions maps the names. No code of a checkpoint runs.
@@ -118,7 +119,8 @@ def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, 
 def _renamer(model: Any) -> Renamer:
     """Returns a function from a checkpoint's key to (the model's key, conversion, source pattern).
 
-    The conversion merges the tensor with others. Conversion and pattern are None for a tensor that is not merged.
+    If transformers merges the tensor with others, conversion is the one that does so. Otherwise conversion and pattern
+    are None.
     """
 
     def unchanged(key: str) -> tuple[str, Any, Any]:

@@ -156,7 +156,8 @@ def _part(handle: safe_open, entry: Entry) -> object:
 
 
 def generate_as_said(model: Foreign, path: Path) -> None:
-    """Gives a model that generates the settings in the directory's generation_config.json, or else in config.json."""
+    """Reads the generation settings of a model, if it can generate, from generation_config.json, or else from
+    config.json."""
     if not model.can_generate():
         return
     from_config = {"config_file_name": "config.json", "_from_model_config": True}
@@ -167,7 +168,7 @@ def generate_as_said(model: Foreign, path: Path) -> None:
 def _make_room(module: nn.Module) -> None:
     """Keeps transformers from loading and initialising weights and biases that packed layers and experts will replace.
 
-    Code of the model that asks for the tensors meanwhile, as initialisation does, finds them on the meta device.
+    Meanwhile the tensors are on the meta device, where the model's code, such as its initialisation, finds them.
     """
     for part in module.modules():
         for name in part._parameters.keys() & _TENSORS:

@@ -108,7 +108,7 @@ def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
 def _tiles(
     packed_weight: torch.Tensor | None, scale_and_zero: torch.Tensor | None, shape: Sequence[int] | None
 ) -> tuple[CodesOf, torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Returns (function from a range of rows to their codes, scales fp32 [N, G], shifts fp32 [N, G], (N, K))."""
+    """Returns (a function from a range of rows to the rows' codes, scales fp32 [N, G], shifts fp32 [N, G], (N, K))."""
     wanted = "[N / 8, K / (16 I), 32, I / 2]"
     fields.check_tensor("packed_weight", packed_weight, (torch.int32,), 4, wanted)
     assert packed_weight is not None
@@ -373,7 +373,7 @@ def _shape_of(attributes: Attributes) -> tuple[int, int]:
 
 
 def _grouping(attributes: Attributes, shape: tuple[int, int]) -> tuple[int, int | None]:
-    """Returns (groups along K, group size or None) of the attribute block_size.
+    """Reads the attribute block_size. Returns (number of groups along K, group size or None).
 
     block_size: [1, group size], [1, K], or [N, K] for one scale of the whole weight.
     """

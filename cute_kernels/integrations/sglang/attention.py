@@ -102,8 +102,8 @@ def _pool_class(original: Callable[..., type], configurator: Foreign, *, kind: s
 
 
 def _slot_bytes(original: Callable[..., int], configurator: Foreign, kvc: Foreign, num_layers: int) -> int:
-    """Returns the bytes of a token in all layers. SGLang counts one byte for each column; its number is scaled to the
-    bytes of rows in this package's formats."""
+    """Returns the bytes of a token in all layers. SGLang counts one byte for each column. This function scales SGLang's
+    number to the bytes of rows in this package's formats."""
     found, formats = original(configurator, kvc, num_layers), rows.wanted_formats()
     if formats is None:
         return found

@@ -43,7 +43,8 @@ def decodes_of(runner: Foreign) -> attention_kernels.Decodes:
 def kernel_layers(runner: Foreign, layers: Iterable[Foreign]) -> list[Any]:
     """Returns layers as `attention_kernels` takes them.
 
-    If any layer reads another one's cache, all are marked so: kernels without an append are then loaded, too.
+    If any layer reads another layer's cache, all layers are marked as doing so. Kernels without an append are then
+    loaded, too.
     """
     layers = list(layers)
     shared = len({layer.layer_id for layer in layers}) < len(layers)

@@ -49,7 +49,7 @@ class Kind:
         owner: the field of `versions.Interface` that names their owner.
         product: the owner's method that multiplies.
         names: parameters of codes, scales, zero points and groups of inputs.
-        form: maps (owner, layer) to the layer's form. Raises a ValueError that says why, if the layer has none.
+        form: maps (owner, layer) to the layer's form. Raises ValueError, with the reason, for an unsupported layer.
         pack: maps (form, codes, scales, zeros, groups of inputs) to the weight.
     """
 

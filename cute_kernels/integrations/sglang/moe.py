@@ -50,8 +50,8 @@ class Kind:
         owner: the field of `versions.Interface` that names their owner.
         product: the owner's method that multiplies.
         words, scales, zeros: names of parameters; "{}" stands for "w13" or "w2".
-        form: maps an owner to the way in which its layers store codes. Raises a ValueError that says why, if they are
-            not supported.
+        form: maps an owner to the way in which its layers store codes. Raises ValueError, with the reason, for
+            unsupported layers.
         pack: the function that packs parameters [E, inputs, outputs].
         outputs_first: whether parameters are [E, outputs, inputs]; gate's and up's rows may then alternate.
     """

@@ -12,8 +12,8 @@ from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts
 
 def engine_rows() -> RowCounts:
     """Returns the row counts of this process's server; `DEFAULT_ROWS` if no server has published them. Captured counts
-    are those of prefill graphs and of decode graphs, the latter also multiplied by the number of draft tokens. The most
-    rows are the tokens of a prompt's largest chunk."""
+    are those of prefill graphs, those of decode graphs, and the latter times the number of draft tokens. The largest
+    count is the number of tokens in the largest chunk of a prompt."""
     from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 
     try:
@@ -28,7 +28,7 @@ def engine_rows() -> RowCounts:
 
 
 def published(part: str, option: str) -> bool:
-    """Returns whether an option of the server's configuration is on, or a number above 1. Without a published
+    """Returns whether an option of the server's configuration is True or a number above 1. Without a published
     configuration it is False."""
     from sglang.srt import runtime_context
 

@@ -80,8 +80,8 @@ class Layers:
     """Layers with quantised weights, and the hooks around their owners' methods that load and multiply.
 
     Attributes:
-        what: the seam's name in log lines. kinds: each with its ``owner``, a field of the interface, and ``product``,
-            the owner's method that multiplies.
+        what: the seam's name in log lines. kinds: the kinds of layers. A kind's ``owner`` is a field of the interface,
+            its ``product`` the owner's method that multiplies.
         pack: maps (kind, owner, layer) to new tensors by the names of parameters, and the value of :data:`SERVED`. If
             SGLang's own method has to load the layer, raises an AttributeError, TypeError or ValueError that says why.
         multiply: maps (served, layer, *arguments) to the result. parameters: the names of these arguments.
@@ -140,7 +140,7 @@ def refuse(reasons: Iterable[str]) -> None:
 
 
 def reasons_against(device: torch.device) -> list[str]:
-    """Returns the reasons why no seam serves anything on a device of this server."""
+    """Returns the reasons why no seam can serve layers on a device of this server."""
     reasons = []
     if (capability := capability_of(device)) != CAPABILITY:
         reasons.append(f"compute capability {capability}; supported: {CAPABILITY} (Hopper)")

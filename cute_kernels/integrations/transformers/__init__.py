@@ -9,10 +9,10 @@
 `DecodeCache`, whose packed rows only this attention reads. Prefill attends to the keys and values
 that it has just computed; only later tokens see the quantised ones.
 
-The attention implementation takes what transformers' SDPA takes, and computes the same: encoders, cross-attention,
-every mask and every cache of transformers. Read on in `masks` (what a mask says), `attend` (which path a call takes),
-`columns` (which tokens are cached), `cache`, `cache_layer`, `graphs` (recorded steps), `ahead` (steps begun early) and
-`accelerated`.
+The attention implementation takes the arguments of transformers' SDPA and computes the same results. It supports
+encoders, cross-attention, and every mask and cache of transformers. Read on in `masks` (what a mask says), `attend`
+(which path a call takes), `columns` (which tokens are cached), `cache`, `cache_layer`, `graphs` (recorded steps),
+`ahead` (steps begun early) and `accelerated`.
 """
 
 from __future__ import annotations

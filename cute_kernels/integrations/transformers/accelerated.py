@@ -230,7 +230,7 @@ def restore(model: nn.Module) -> None:
 
 
 class _State:
-    """The additional state of an accelerated model: its own methods, and the memory of caches that `generate`
+    """The state that `accelerate` adds to a model: the model's own methods, and the memory of caches that `generate`
     released."""
 
     def __init__(self, model: Foreign, make_cache: functools.partial[DecodeCache] | None, graphs: bool) -> None:
@@ -401,7 +401,7 @@ def _caches_for_itself(part: nn.Module) -> bool:
 
 
 def _head_dims(config: Foreign) -> set[int]:
-    """Returns the head_dims of a model's layers that its configuration gives."""
+    """Returns the head_dims that a model's configuration gives for its layers."""
     # transformers lets fields differ by layer (Gemma 4's head_dim): only the layers' configurations have them then.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
     found: set[int] = set()

@@ -5,11 +5,11 @@ idle. In greedy decoding the device knows these inputs: the likeliest token, and
 begins at once, on a stream of its own.
 
 When `generate` asks for the step, its inputs are compared with those that were used. If they are equal, the step's
-outputs are returned. Otherwise the step is called back: the lengths lose its token, its row is overwritten, and the
-step runs as usual.
+outputs are returned. Otherwise the begun step is called back: the lengths no longer count its token, and the requested
+step overwrites its row.
 
-The host's cost is one graph replay. A step recorded for such calls ends by writing the next step's inputs where that
-step reads them. It begins by copying its own inputs to the host.
+The host's cost is one graph replay. A step that is recorded for greedy calls first copies its inputs to the host. At
+its end it writes the next step's inputs where the next step reads them.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Begun:
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
-        """Discards the step: lengths then end before its row, as if the row had never been written. The current stream
-        waits for the step."""
+        """Discards the step: lengths no longer count its token, so its row is overwritten. The current stream waits for
+        the step."""
         self.of.missed += 1
         self.lane.mark()
         self.lane.wait()
@@ -165,8 +165,8 @@ class Lookahead:
         self._missed: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens that were given, and those foreseen
 
     def take(self, step: Step, columns: Columns, given: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether this step was begun with these inputs. If so, it counts as taken and is not called back any
-        more.
+        """Returns whether ``step`` was begun early with the inputs ``given``. If so, counts it as taken, and it cannot
+        be called back any more.
 
         Waits for the device until the inputs are known.
         """
@@ -181,10 +181,10 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Tells ``following`` which requests have fixed tokens. Its step is about to be replayed in order.
+        """Tells ``following``, the end of a step that is about to be replayed, which requests have fixed tokens.
 
-        `generate` gives a request that has ended a fixed token, not the model's. The inputs show which requests have
-        ended: there they differ from the inputs of the last step that had begun early.
+        `generate` gives a request that has ended a fixed token, not the model's. A request has ended if its given token
+        differs from the token with which the last early step began.
         """
         missed, self._missed = self._missed, None
         if self._next is not following:
@@ -196,8 +196,8 @@ class Lookahead:
             following.last.copy_(torch.where(given == foreseen, last, torch.where(last < 0, given, -1)))
 
     def go_on(self, step: Step, columns: Columns, copies: Copies = ()) -> None:
-        """Begins the step after ``step``, if it can begin and is likely to be asked for. ``step`` is already counted in
-        ``columns``.
+        """Begins the step after ``step`` early, if that is possible and `generate` is likely to ask for it. ``columns``
+        already count ``step``.
 
         copies: pairs of a copy and an output of ``step``; empty if ``step`` ran on the current stream. If ``step``
         began early, the next step would overwrite its outputs, so the early steps' stream fills the copies first.
@@ -232,7 +232,7 @@ class Lookahead:
 
 
 def chosen_from(outputs: object, inputs: StepInputs) -> torch.Tensor | None:
-    """Returns the logits that give the next token, [batch, tokens, vocabulary]; None for outputs without them."""
+    """Returns the logits [batch, tokens, vocabulary] among a step's outputs; None for outputs without logits."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
     if isinstance(logits, torch.Tensor) and logits.dim() == 3 and len(logits) == len(inputs.tensors["input_ids"]):
         return logits

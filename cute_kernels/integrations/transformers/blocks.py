@@ -73,8 +73,7 @@ class Block:
         self.module.__dict__.pop("forward", None)
 
     def _of_output(self, layer: nn.Module) -> Product:
-        """Returns the product of the layer that makes the block's results. It is made anew if the layer was
-        replaced."""
+        """Returns the `Product` of the layer that makes the block's results; a new one if the layer was replaced."""
         if self._last.layer is not layer:  # never one that is served in order
             self._last = Product(layer)
         return self._last
@@ -92,9 +91,9 @@ BlockT = TypeVar("BlockT", bound=Block)
 
 
 def direct(module: nn.Module, kind: type[BlockT]) -> BlockT | None:
-    """Returns a module's block of a kind, which may be called in the module's place: no hook sees the module.
+    """Returns a module's block of a kind, if it may be called instead of the module: the module must have no hooks.
 
-    Returns None if there is no such block, or while torch.compile traces, since it follows modules.
+    Returns None otherwise, and while torch.compile traces, since torch.compile follows modules.
     """
     block = vars(module).get("forward")
     if not isinstance(block, kind) or has_hooks(module) or torch.compiler.is_compiling():
@@ -139,8 +138,8 @@ class AttentionBlock(Block):
     ) -> tuple[Normed | LayerRows, torch.Tensor | None]:
         """Computes the results of the module's own ``forward``.
 
-        into: the sum and norm, or the rest of the layer, that follow the output projection. Returned `NormedRows` or
-        `LayerRows` already include them.
+        into: the sum and norm after the output projection, or the rest of the layer. If the result is `NormedRows` or
+        `LayerRows`, it includes them.
         """
         module: Any = self.module
         rows = shaped(hidden_states)
@@ -352,7 +351,8 @@ class Place:
     next_layer: nn.Module | None
 
     def is_current(self) -> bool:
-        """Returns whether ``next_layer``, or no layer if it is None, still follows in the stack."""
+        """Returns whether the next layer in the stack still is ``next_layer``; with None, whether there is no next
+        layer."""
         layers, number = self.stack.layers, self.number + 1
         return (layers[number] if number < len(layers) else None) is self.next_layer
 
@@ -404,8 +404,9 @@ class LayerBlock(Block):
     def _into(
         self, hidden_states: torch.Tensor, mlp: MlpBlock | None, following: nn.Module | None, taker: Product | None
     ) -> Sum | Ending | None:
-        """Returns the sum and norm, or the rest of the layer, for attention's output projection to include; None for
-        nothing. following: the norm that reads the layer's result. taker: the product that reads this norm."""
+        """Returns the operations that attention's output projection may include: a sum and norm, or the rest of the
+        layer. Returns None if there are none. following: the norm that reads the layer's result. taker: the product
+        that reads this norm."""
         products = None if mlp is None else mlp.products()
         if products is None:
             return None

@@ -35,8 +35,8 @@ _Book = Book  # the name in saved caches
 def tokens_to_forget(count: int, length: int) -> int:
     """Returns how many of ``length`` tokens `Cache.crop(count)` forgets in the installed release of transformers.
 
-    A negative count is the number of tokens to forget. A positive one is the length to keep until 5.17, and an error
-    from 5.18 on. Zero is a length to keep in releases whose argument is called max_length.
+    A negative count is the number of tokens to forget. Up to 5.17 a positive count is the length to keep; from 5.18 on
+    it is an error. Zero is the length to keep in releases whose argument is called max_length.
     """
     count = operator.index(count)  # some releases give a tensor
     if count < -length:
@@ -125,7 +125,7 @@ class DecodeCache(Cache):
                 layer.count -= forgotten
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Gives request b the tokens of request beam_idx[b]; rows are copied within the allocation."""
+        """Gives request b the tokens of request beam_idx[b]. Rows are copied without a new allocation."""
         self._select(lambda requests: requests[beam_idx.to(requests.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -158,7 +158,7 @@ class DecodeCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers' rows of existing columns."""
+        """The number of bytes of existing columns' rows, in all layers."""
         return sum(layer.num_bytes for layer in self._layers)
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -94,7 +94,7 @@ class CachedTokens:
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
         """Applies the prologue, if there is one, to the queries and to the handle's new keys, and returns the queries.
-        It is for any attention but `attend`, whose kernel applies the prologue."""
+        Other attention than `attend` needs this; the kernel of `attend` applies the prologue."""
         if self.prologue is not None:
             query, self.new_k = self.prologue.rotate(query, self.new_k)
             self.prologue = None
@@ -290,7 +290,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def keep(self, rows: torch.Tensor) -> None:
-        """Reorders each request's first rows: row i of request b becomes its old row ``rows[b, i]``."""
+        """Reorders each request's first rows: old row ``rows[b, i]`` of request b becomes its row i."""
         for own in self.rows:
             first = own[..., : rows.shape[1], :].view(torch.uint8)
             index = rows.view(rows.shape[0], *[1] * (first.dim() - 3), rows.shape[1], 1)
@@ -338,7 +338,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows of existing columns (not of the whole allocation)."""
+        """The number of bytes of existing columns' rows, not of the whole allocation."""
         if not self.is_initialized:
             return 0
         return sum(rows[..., : self.count, :].numel() * rows.element_size() for rows in self.rows)
@@ -437,7 +437,8 @@ def _numbers(
 
 
 def why_not() -> str:
-    """Returns the message for code that does not understand the handle. It names the calling module and the remedy."""
+    """Returns the error message for code that takes the handle for a tensor. The message names the calling module and
+    the remedy."""
     rule = f"a DecodeCache hands out packed rows, not K and V; only attn_implementation={ATTENTION_NAME!r} reads them"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):

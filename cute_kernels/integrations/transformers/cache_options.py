@@ -33,7 +33,7 @@ def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
 
 
 def told(kv_format: object) -> str:
-    """Returns formats in a few words: one for all layers, or each layer's."""
+    """Describes formats in a few words: the one format of all layers, or each layer's."""
     if isinstance(kv_format, kv.LayerFormats):
         counts = {one: kv_format.layers.count(one) for one in dict.fromkeys(kv_format.layers)}
         return ", ".join(f"{told(one)} in {count} layers" for one, count in counts.items())

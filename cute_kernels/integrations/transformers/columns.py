@@ -90,8 +90,8 @@ class Columns:
         return self._tokens is None
 
     def is_told(self, padding: torch.Tensor | None) -> bool:
-        """Returns whether the cache knows this padding; None is no padding. If it does not, only the layer's mask says
-        which columns are visible."""
+        """Returns whether the cache knows this padding; None stands for no padding. Otherwise only the layer's mask
+        says which columns are visible."""
         return padding is None or self._padding_was_given
 
     @property
@@ -210,8 +210,8 @@ class Columns:
         return self._slots
 
     def older_rows(self) -> torch.Tensor | None:
-        """Returns int64 [batch, older columns], the row of each column, any row for padding; None if rows equal
-        columns."""
+        """Returns the row of each older column, int64 [batch, older columns]; None if rows equal columns. A column of
+        padding has an arbitrary row."""
         old = self.count - self.new
         return None if self._tokens is None else (self.tokens(old).cumsum(1) - 1).clamp_(min=0)
 
@@ -232,8 +232,8 @@ class Columns:
     def place_before(self) -> None:
         """Sets ``before`` to the number of columns before a recorded step.
 
-        Each recorded step adds one to ``before`` on the device. So the host writes it only if the device has another
-        number.
+        Each recorded step adds one to ``before`` on the device. So the host writes the number only if the device has
+        another one.
         """
         if self._before != self.count:
             self.before.fill_(self.count)

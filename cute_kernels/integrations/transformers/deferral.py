@@ -77,8 +77,8 @@ class Product:
         return getattr(self.layer, "bias", None)
 
     def may_defer(self) -> bool:
-        """Returns whether the layer may produce or consume a deferred norm: it is only a 16-bit product, perhaps with a
-        bias, without hooks and not batch-invariant."""
+        """Returns whether the layer may produce or consume a deferred norm. It may if it computes only a 16-bit
+        product, with or without a bias, has no hooks and is not batch-invariant."""
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.batch_invariant:
             return False
@@ -125,7 +125,7 @@ class Sum(NamedTuple):
         return leaves_norm(x.numel() // x.shape[-1], product.weight, taker)
 
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | None:
-        """Computes the product of x, the sum and its norm; None if the norm cannot be deferred."""
+        """Computes the product of x, the sum and its norm. Returns None if the norm cannot be deferred."""
         if not self.takes(x, product):
             return None
         weight, eps, offset = terms_of(self.norm)
@@ -159,8 +159,8 @@ class Ending(NamedTuple):
         return self.middle.given(x, product)
 
     def _call(self, x: torch.Tensor, o: Product) -> LayerCall | None:
-        """Returns the arguments of the products from one attention to the next, if the layer computes nothing else;
-        else None."""
+        """Returns the arguments for one launch of all products up to the next attention. Returns None if the layer
+        computes anything else between them."""
         if x.dim() == 0 or not serves_rows(x.numel() // x.shape[-1]):
             return None
         gate_up, down, qkv = self.middle.taker, self.down, self.taker

@@ -36,8 +36,7 @@ CHECKED_TOKENS = 4
 
 @dataclass
 class Fused:
-    """The result of `fuse`: how many blocks of each kind run in fewer launches, and the reasons why other blocks do
-    not."""
+    """The result of `fuse`: how many blocks of each kind run in fewer launches, and why other blocks do not."""
 
     attention: int = 0
     mlp: int = 0

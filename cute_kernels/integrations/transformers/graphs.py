@@ -65,7 +65,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """A step that was replayed, and its arguments. The next step of `generate` differs only in values of tensors.
+    """A replayed step and its arguments. In the next step of `generate`, only the values of tensors differ.
 
     Attributes:
         steps: the cache's ``graphs[key]``, which holds the step. If the cache has dropped or replaced it, the step may
@@ -158,10 +158,11 @@ class StepReplay:
         """Checks once for a call of `generate`, not at every step, that the model and the mask's older columns are
         unchanged.
 
-        Comparing the mask waits for the device. `generate` changes neither; it appends a column of ones at every step.
+        Comparing the mask waits for the device. `generate` changes neither the model nor older columns; it appends a
+        column of ones at every step.
 
-        cache: the call's cache. columns: if the call takes the likeliest token at every step, the number of columns
-        that the cache will hold; steps then begin before they are asked for. 0: no step begins early.
+        cache: the call's cache. columns: the number of columns that the cache will hold, if steps may begin before they
+        are asked for (the call takes the likeliest token at every step). 0: no step begins early.
         """
         self._look_at_model()
         before = self._call
@@ -316,7 +317,7 @@ class StepReplay:
 
 
 def owner_of(method: Callable[..., Any]) -> Any:
-    """Returns the model that a method belongs to, through any wrappers."""
+    """Returns the model that a method belongs to, even if the method is wrapped."""
     return inspect.unwrap(method, stop=lambda inner: hasattr(inner, "__self__")).__self__
 
 

@@ -97,7 +97,7 @@ def passes_masks_on(kind: type) -> bool:
 
 @torch.compiler.assume_constant_result
 def supports_sdpa(config: type) -> bool:
-    """Returns whether all model classes that may ask for a mask with this configuration class support SDPA.
+    """Returns whether SDPA is supported by all model classes that may ask for a mask with this configuration class.
 
     Unknown classes count as supporting it. torch.compile can call this while it traces: the answer is a constant.
     """
@@ -109,8 +109,8 @@ def may_add_masks(config: type) -> bool:
     """Returns whether a model that asks for a mask with this configuration class may add the mask to scores or change
     it.
 
-    It may if it does not support SDPA and some class fails `passes_masks_on`. The classes are those in its file, and in
-    files of models that it can hold. A model that can hold models of any class also may add masks.
+    A model may do so if it does not support SDPA, and a class in its file, or in the file of a model that it can hold,
+    fails `passes_masks_on`. A model that can hold models of any class may do so, too.
 
     torch.compile can call this while it traces, when no module is known: the answer is a constant.
     """

@@ -52,8 +52,8 @@ class Pattern:
     A query at position p sees keys p - window < j <= p; without a window all keys up to p; if not ``causal`` all keys.
     It never sees columns that ``padding`` excludes.
 
-    padding: bool [batch, columns], True where a column is a token; None if all are. is_known: whether the pattern is
-    all that the mask says; otherwise only the mask says what is seen.
+    padding: bool [batch, columns], True where a column is a token; None if all are. is_known: whether the pattern can
+    replace the mask; otherwise only the mask says which keys a query sees.
     """
 
     window: int | None = None
@@ -116,7 +116,7 @@ def _asking_module() -> torch.nn.Module | None:
 def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
     """Returns whether ``is_causal`` is False in all parts of a module that have it, as in some decoders.
 
-    Without a mask such a module would see all keys. An unknown module counts as such if a model class of its
+    Without a mask such a module would see all keys. For an unknown module the result is True if a model class of its
     configuration does not support SDPA.
     """
     if asking is None:

@@ -32,8 +32,8 @@ MAX_COLUMNS = 16384
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replaces the ``forward`` of every known norm in bf16 or fp16 by the kernel. Returns how many norms of the model
-    the kernel computes, those replaced before included."""
+    """Replaces the ``forward`` of every known norm in bf16 or fp16 by the kernel. Returns how many of the model's norms
+    the kernel now computes."""
     count = 0
     for module in model.modules():
         count += _is_replaced(module)
@@ -147,15 +147,15 @@ def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Modul
 
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
-    """Notes on the tensor of rows what their deferred norm by ``module`` needs, and returns the tensor.
-    `deferred_norm_of` reads the note."""
+    """Returns the tensor of ``rows``, with a note from which `deferred_norm_of` takes their deferred norm by
+    ``module``."""
     setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 
 
 def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
-    """Notes on the tensor of rows the product of their norm by ``module``, and returns the tensor. `deferred_norm_of`
-    reads the note."""
+    """Returns the tensor of ``rows``, with a note from which `deferred_norm_of` takes ``result``, the product of their
+    norm by ``module``."""
     setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
     return rows.rows
 

@@ -72,8 +72,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Caches:
-    """The facts, besides lengths, that decide in which way a request is computed. They hold for all layers that share
-    the metadata.
+    """The facts, besides lengths, that decide the `Way` of a request. They hold for all layers that share the metadata.
 
     Attributes:
         num_heads, num_kv_heads: heads of queries, heads of K and V.
@@ -106,7 +105,7 @@ class Caches:
 
     @property
     def gathers(self) -> bool:
-        """Whether many new tokens use dequantised rows and FlashAttention although extend attention reads the
+        """Whether FlashAttention on dequantised rows computes many new tokens, although extend attention reads the
         caches."""
         return not (self.unpacks or self.invariant or self.wide or self.apart)
 
@@ -252,8 +251,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
         """Makes the metadata of a drafting step.
 
-        At the end of the longest context, vLLM gives a request length 1 and no slot. Decoding would write its token as
-        that of a context of one token. So decode requests then become a piece, whose tokens are written to slots.
+        If a request's context is full, vLLM says that its length is 1, and gives it no slot. Decoding would write its
+        token to the first position of its context. So decode requests then become a piece, whose tokens are written
+        only to slots.
         """
         metadata = super().build_for_drafting(common_attn_metadata, draft_index)
         bound = common_attn_metadata.seq_lens_cpu_upper_bound
@@ -372,7 +372,7 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
 
 
 def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) -> Way:
-    """Returns the way of a request with new tokens, by their number and the request's length."""
+    """Returns the way in which a request's new tokens are computed, by their number and the request's length."""
     new = starts[request + 1] - starts[request]
     if lengths[request] == new and caches.flash:
         return Way.FLASH
@@ -386,9 +386,9 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
     """Returns whether decode attention in parts is faster for some requests than extend attention.
 
-    It is faster if a request has at most `MAX_PARTS` parts, and there are not too many parts: all requests' parts times
-    KV heads are at most the number of SMs or of extend attention's work tiles. Tiles, unlike parts, are not split. The
-    table has times over 8192 tokens in FP8, 32 and 8 heads, on an H100.
+    It is faster under two conditions. A request has at most `MAX_PARTS` parts. And the number of all parts times KV
+    heads is at most the number of SMs, or the number of extend attention's work tiles. The table has times on an H100,
+    over 8192 tokens in FP8, with 32 query heads and 8 KV heads.
 
     | requests x new tokens | parts, us | tiles, us |
     |---|---|---|

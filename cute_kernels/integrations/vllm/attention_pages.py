@@ -72,7 +72,8 @@ def _packed(spec: Foreign, formats: engine_cache.Formats) -> Any:
 
 
 def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
-    """Returns {reason against formats by layer: whether it holds in an engine}. slides: whether a layer has a window.
+    """Returns the reasons for which an engine cannot have formats by layer: {reason: whether it holds}. slides: whether
+    a layer has a window.
 
     Layers of one kind share a block table, and each layer's pages have their own size. With several kinds, vLLM makes
     all pages as large as the largest.

@@ -4,7 +4,7 @@ Every GPU has queries and new tokens of its own heads. Its cache has every n-th 
 Each cache's attention takes the queries of all GPUs; vLLM's own collectives merge the partial results.
 
 A new token belongs to one cache, so decoding reads the caches after the append. Continued prompts read the older tokens
-from the caches. FlashAttention computes their new tokens, all of which every GPU has.
+from the caches. Every GPU has all of their new tokens, and FlashAttention computes attention among these.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Ranks:
 
 
 def ranks_of(config: Foreign) -> Ranks | None:
-    """Returns the GPUs among which an engine splits tokens; None if it does not."""
+    """Returns the GPUs among which an engine splits tokens; None if the engine does not split tokens."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return None

@@ -5,11 +5,11 @@
     y = norm(s); z = product(y)                        ->  the product that makes s leaves the norm to that of z
     o, gate and up, down, the next layer's q, k and v  ->  one operator
 
-The first pattern is found by its results, since each version of torch traces the same source differently: operations
-after a product, up to the only result that other operations use, are run on noise. The second pattern's sum and norm
-are one operator in vLLM. The third and fourth rewriting depend on the number of rows, which is known only when the
-graph runs. `cute_kernels.gemm.deferred_ops` defers the norm if its kernels can; `cute_kernels.gemm.layer.operator` uses
-one launch if it can.
+The first pattern is found by its results, since versions of torch trace the same source differently. The operations
+after a product are run on noise, up to the only result that other operations use. The second pattern's sum and norm are
+one operator in vLLM. The third and fourth rewriting depend on the number of rows, which is known only when the graph
+runs. `cute_kernels.gemm.deferred_ops` defers the norm if its kernels can; `cute_kernels.gemm.layer.operator` uses one
+launch if it can.
 
 Other operations stay as they are, such as a norm without a neighbouring product, which Inductor fuses.
 """
@@ -140,8 +140,8 @@ def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
 
 
 def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymInt) -> torch.Tensor:
-    """Computes nodes from known values and returns the last node's value. rows: the graph's number of rows, in whose
-    place `NOISE_ROWS` is used."""
+    """Computes nodes from known values and returns the last node's value. rows: the graph's number of rows, which
+    `NOISE_ROWS` replaces."""
 
     def value_of(node: fx.Node) -> Any:
         if node in known:
@@ -230,7 +230,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _leave_norm(norm: fx.Node) -> bool:
     """Defers a norm from the product that makes its rows to the one product that reads the norm.
 
-    Returns whether it did: both products must support a deferred norm.
+    Returns whether the norm was deferred: both products must support that.
     """
     product, weight, *others = norm.args
     bias, residual, kind, eps, offset = others
@@ -315,8 +315,8 @@ class _Pair:
 
 
 def _join_layer(node: fx.Node) -> bool:
-    """Joins the products between two attentions into one operator, if ``node`` is the first of them. Returns whether it
-    did."""
+    """Joins the products between two attentions into one operator, if ``node`` is the first of them. Returns whether
+    they were joined."""
     first = _Pair.of(node)
     if first is None or first.takes.args[-1] != "swiglu":
         return False
@@ -419,6 +419,7 @@ def item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
 
 
 def _erase(nodes: list[fx.Node]) -> None:
-    """Removes nodes that are no longer used, given in graph order. Nodes that only these used are removed by vLLM."""
+    """Removes nodes that are no longer used, given in graph order. Later, vLLM removes the nodes that only the removed
+    nodes used."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

@@ -161,8 +161,8 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
     """Loads or compiles the kernels with which a layer's product produces or consumes a deferred norm, as ``kind``
     says.
 
-    For numbers of rows without such a kernel, or if it can be neither loaded nor compiled, the norm is a launch of its
-    own.
+    If there is no such kernel for a number of rows, or it can be neither loaded nor compiled, the norm is a launch of
+    its own.
 
     problem: the layer, of one row. rows: numbers of rows that the engine runs.
     """

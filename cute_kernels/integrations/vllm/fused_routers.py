@@ -27,7 +27,8 @@ VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
 def fuse(graph: fx.Graph, experts: Container[int]) -> int:
     """Rewrites a graph in place. Returns the number of rewritten routers.
 
-    experts: numbers of experts, from `routers_in_code`. Routers of so many experts can also multiply by the gate.
+    experts: the result of `routers_in_code`. Routers with one of these numbers of experts can also multiply by the
+    gate.
     """
     return sum(_fuse(node, experts) for node in [node for node in graph.nodes if _is_experts(node)])
 

@@ -79,8 +79,8 @@ def of_layer() -> Formats | None:
 
 
 def formats_for(kv_cache_dtype: str) -> Formats:
-    """Returns the formats of a layer with this cache dtype. Formats by layer are those of the layer that is being
-    made.
+    """Returns the formats of a layer with this cache dtype. If the environment names formats by layer, returns those of
+    the layer that is being made.
 
     Raises:
         ValueError: there are formats by layer, but none for this layer.
@@ -125,7 +125,7 @@ def reason_against_rotation(kv_cache_dtype: str, head_size: int) -> str | None:
 
 
 def reason_against_invariance(kv_cache_dtype: str) -> str | None:
-    """Returns why a dtype is left to vLLM under VLLM_BATCH_INVARIANT; None if it is not."""
+    """Returns why vLLM keeps layers of a dtype under VLLM_BATCH_INVARIANT; None if they can run here."""
     return f"a cache in {kv_cache_dtype}, which vLLM's own attention reads faster" if kv_cache_dtype in FASTER else None
 
 
@@ -141,8 +141,8 @@ ROTATED_SIZES = (64, 128)  # which attention turns back in its own launch
 def transform_for(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> CacheTransform | None:
     """Returns the transform, on the CPU, that a layer's K and V get before they are quantised; None if they get none.
 
-    Its random signs keep values that all tokens share from adding up in one large column. The signs are the same in
-    every process, so a cache can be handed to another process.
+    The transform has random signs. They keep values that all tokens share from adding up in one large column. All
+    processes have the same signs, so a cache can be handed to another process.
     """
     if kv_cache_dtype not in ROTATED:
         return None

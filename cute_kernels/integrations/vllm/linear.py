@@ -42,7 +42,7 @@ WEIGHT_TYPES = {
 
 
 def form_of(c: MPLinearLayerConfig) -> Form:
-    """Returns the form of a layer. Raises a ValueError that says why, if it has none."""
+    """Returns the form of a layer. Raises ValueError, with the reason, for an unsupported layer."""
     if c.weight_type not in WEIGHT_TYPES or WEIGHT_TYPES[c.weight_type][1] != c.zero_points:
         wanted = "uint4b8 or uint8b128, or uint4 or uint8 with zero points"
         raise ValueError(f"weights of type {c.weight_type}, zero points {c.zero_points}; supported: {wanted}")
@@ -68,7 +68,7 @@ class Products:
     def settled(self, layer: Foreign, weight: PackedWeight) -> PackedWeight:
         """Decides which operations around a layer are fused into it, and makes their kernels ready.
 
-        Is called before vLLM compiles or captures graphs, since these keep the decision.
+        It must be called before vLLM compiles or captures graphs, since graphs keep the decision.
 
         Returns the weight, with gate's and up's rows alternating if the fusion needs it.
         """
@@ -161,7 +161,8 @@ def replace(interface: Interface) -> str:
 
 
 def _chooses_for_invariance(original: Callable[..., None]) -> Callable[..., None]:
-    """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too. vLLM 0.33 gives them none there.
+    """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too. vLLM 0.33 itself chooses none for
+    them there.
 
     vLLM dequantises these layers in every step, and still does so for layers that are not supported here.
     """

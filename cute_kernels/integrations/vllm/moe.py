@@ -44,8 +44,8 @@ class Source:
     Attributes:
         words, scales, zeros: names of parameters; "{}" stands for "w13" or "w2".
         pack: the function that packs parameters [E, inputs, outputs].
-        form: maps a method to the way in which it stores codes. Raises a ValueError that says why, if they cannot be
-            read here.
+        form: maps a method to the way in which it stores codes. Raises ValueError, with the reason, for codes that
+            cannot be read here.
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: vLLM's names of experts for which the method loads weights in this layout.
         dtype: the activations' dtype, if it differs from the scales'.

@@ -91,8 +91,8 @@ def _why_nothing() -> str | None:
 
 
 def _platform() -> Foreign | None:
-    """Returns vLLM's platform if its GPUs are CUDA's. It asks the driver, so CUDA is not initialised before processes
-    fork."""
+    """Returns vLLM's platform; None if its GPUs are not CUDA's. vLLM asks the driver, so CUDA is not initialised before
+    processes fork."""
     from vllm.platforms import current_platform
 
     return current_platform if current_platform.is_cuda() else None

@@ -53,9 +53,10 @@ class Router:
         return RouteCall(hidden, gate[0].data, self.routing, bias, correction, self._padding(len(hidden)))
 
     def defer(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Replaces the gate: returns the hidden states of few tokens unchanged, and the gate's logits of many.
+        """Replaces the gate. For few tokens, returns the hidden states unchanged. For many tokens, returns the gate's
+        logits.
 
-        More tokens need two launches in any case, and vLLM's are as good.
+        Many tokens need two launches in any case, and vLLM's launches are as good.
         """
         return (hidden, None) if len(hidden) <= MAX_TOKENS or self.gate is None else self.gate.__call__(hidden)
 
@@ -119,7 +120,8 @@ def connect(layer: Foreign) -> None:
 
 
 def routers_in_code(layers: Iterable[object]) -> set[int]:
-    """Returns the numbers of experts for which every router whose gate is in a model's own code runs here.
+    """Returns numbers of experts. All routers with such a number, and with their gate in the model's own code, run
+    here.
 
     layers: an engine's layers.
     """
