@@ -1,6 +1,6 @@
 """The limits of each GPU architecture for one CTA. `KernelSpec.limits` says which limits a kernel assumes.
 
-No GPU types here: configurations import it.
+This module has no GPU types, since configurations import it.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def _steps_of(tensor: torch.Tensor) -> Steps:
 
 
 def _meet(offset: int, a: Steps, b: Steps) -> bool:
-    """Returns whether two tensors may share a byte. The first has steps ``a`` and begins at byte 0, the second has
-    steps ``b`` and begins at byte ``offset``."""
+    """Returns whether two tensors may share a byte. ``a`` and ``b`` are the steps of their dimensions. The first tensor
+    begins at byte 0, the second at byte ``offset``."""
     if offset >= _reach(a) or -offset >= _reach(b):
         return False
     if not a or not b or a[0][0] != b[0][0] or max(_reach(a[1:]), _reach(b[1:])) > a[0][0]:
@@ -303,7 +303,7 @@ class Wanted(NamedTuple):
     Attributes:
         name, tensor: the argument's name and value, which may be no tensor.
         dtypes, sizes: the dtypes that the tensor may have, and its sizes as for `check_shape`. why, size_why: the ends
-            of the messages about dtype and sizes, which say why they are required.
+            of the messages about dtype and sizes, with the reason for the requirement.
         device: where the tensor must lie. speaker: the argument whose device that is.
         contiguous: whether the tensor must be contiguous.
         unit: bytes that the tensor must be aligned to; 1: its address is not looked at.

@@ -91,7 +91,7 @@ def is_dense(module: nn.Module) -> bool:
 
 
 def take_hooks(layer: nn.Module, swapped: nn.Module) -> None:
-    """Gives a layer the forward hooks of the module that it replaces. The hooks' handles still remove them."""
+    """Gives a layer the forward hooks of the module that it replaces. The hooks' handles still remove the hooks."""
     for name in FORWARD_HOOKS:
         setattr(layer, name, getattr(swapped, name))
 
@@ -166,8 +166,8 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
 
 
 def routers_of(model: nn.Module) -> set[nn.Module]:
-    """Returns the routers. A router is a module whose weight has one row for each expert, inside a child with "gate" or
-    "router" in its name. The child's parent also has the experts."""
+    """Returns a model's routers. A router is a module whose weight has one row for each expert. It is, or lies inside,
+    a module with "gate" or "router" in its name, whose parent also has the experts."""
     found: set[nn.Module] = set()
     for parent in model.modules():
         children = dict(parent.named_children())

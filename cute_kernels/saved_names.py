@@ -1,7 +1,7 @@
 """The names under which `save_pretrained` writes quantised layers.
 
-transformers writes some models in the form of their first checkpoints, for example with q, k and v as one tensor and
-rows permuted. It cannot convert packed codes in this way. Such a model is written with its own modules' names.
+transformers writes some models in the form of their first checkpoints, for example with q, k and v as one tensor, or
+with permuted rows. It cannot convert packed codes in this way. Such a model is written with its own modules' names.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class BitMap:
         return BitMap(tuple(combos), self.in_bits)
 
     def kernel(self) -> tuple[int, ...]:
-        """Returns a basis of the indices that map to 0. An index XORed with such an index has the same image."""
+        """Returns a basis of the indices that map to 0. XOR with these indices does not change an index's image."""
         found, basis = [], {}
         for i, column in enumerate(self.columns):
             combo = 1 << i

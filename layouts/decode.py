@@ -43,7 +43,7 @@ class Conversion:
         target: floating format of the result.
         lane_bits: width of a lane after extraction (32 where arithmetic runs in fp32).
         extract: register -> words of lanes; bit moves and constants only.
-        finish: those words -> words of two 16-bit results; arithmetic on each lane alone.
+        finish: words of lanes -> words of two 16-bit results; arithmetic on each lane alone.
         value: code -> the number that it stands for; NaN for codes whose number the sequence does not preserve.
         note: a remark for readers.
         lane_exponents: the conversion returns value * 2**lane_exponents[n] in lane n; whoever uses the results has to
@@ -239,9 +239,9 @@ def _bytes_to_subnormals(machine: Machine, x: np.ndarray) -> Words:
 
 
 def _less_half(factors: tuple[int, ...], minus_half: int, form: FloatFormat) -> Callable[[Machine, Words], Words]:
-    """Returns the arithmetic that scales subnormal numbers and subtracts half the range of codes, exactly, by one
-    multiply-add. factors: word i is scaled by number i modulo their count. minus_half: the addend. Both are 16-bit
-    patterns."""
+    """Returns the arithmetic that scales subnormal numbers and subtracts half the range of codes. One multiply-add does
+    so exactly. factors: word i is multiplied by factor i modulo their number. minus_half: the addend. Factors and
+    addend are 16-bit patterns."""
 
     def finish(machine: Machine, words: Words) -> Words:
         return [machine.fma2(word, factors[i % len(factors)], minus_half, form) for i, word in enumerate(words)]
@@ -269,8 +269,8 @@ def _times_two_to_126(machine: Machine, words: Words) -> Words:
 
 
 def _e4m3_to_bf16(machine: Machine, x: np.ndarray) -> Words:
-    """Moves the sign of each code to bit 15 of a bf16, its exponent and mantissa to bits 10 to 4. The words have bytes
-    (0, 2) and (1, 3)."""
+    """Moves the sign of each code to bit 15 of a bf16, its exponent and mantissa to bits 10 to 4. The first word has
+    the codes of bytes 0 and 2, the second those of bytes 1 and 3."""
     high = machine.shl(x, 8)
     pairs = [(high, machine.shl(x, 4)), (x, machine.shr(x, 4))]
     signs, rest = splat(0x8000), splat(0x07F0)

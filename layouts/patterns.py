@@ -45,7 +45,7 @@ def _gqa_int4_accesses() -> list[Access]:
 
     Tiles are m8n32k16: P is 8 heads x 16 tokens in fp32, K is 32 tokens x 16 and V is 16 tokens x 32, both bf16. Rows
     of K have 16 numbers (8 words), rows of V 32 numbers (16 words). Optimisation 10 pads rows by 2 numbers, to 9 and 17
-    words. Each entry is one 4-byte access of the warp, the first of those that make the tile.
+    words. Each entry is one 4-byte access of the warp: the first of the accesses that load or store the tile.
     """
     split_tokens = 256
     return [

@@ -26,12 +26,12 @@ class Entry:
     """One named object.
 
     Args:
-        name: unique.
-        kind: heading it is listed under.
+        name: the object's unique name.
+        kind: the heading under which lists have the entry.
         subject: the object itself.
-        summary: one line.
-        verify: establishes its claims or raises `ProofError`.
-        figure: its picture.
+        summary: a description in one line.
+        verify: a function that proves the object's claims, or raises `ProofError`.
+        figure: a function that draws the object.
     """
 
     name: str

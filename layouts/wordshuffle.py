@@ -125,7 +125,7 @@ def _plan(digits: list[Digit], word_bits: int, element_bits: int) -> ShufflePlan
 
 
 def sorted_inside(digits: Sequence[Digit], per_word: int) -> list[Digit]:
-    """Returns the digits that address inside a source word, fastest first."""
+    """Returns the digits that count the elements within a source word, fastest first."""
     return sorted((d for d in digits if d.stride < per_word), key=lambda d: d.stride)
 
 
@@ -208,8 +208,8 @@ def _source_run(source: torch.Tensor) -> list[int]:
 
 
 def _chunks(source: torch.Tensor, whole: set[int]) -> Iterator[tuple[slice, ...]]:
-    """Yields index tuples of parts that fit a CPU cache and read whole cache lines; on a GPU one part that is
-    everything.
+    """Yields the index tuples of parts that fit a CPU cache and read whole cache lines. On a GPU there is one part, the
+    whole.
 
     Args:
         source: words in the order of the destination.

@@ -129,8 +129,8 @@ class LayerTensors(NamedTuple):
 def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
     """Returns a weight's tensors as `product` reads them.
 
-    With a form that has zero points or act-order, zeros or perm are never None: a weight without them gets symmetric
-    zeros or the identity. Traced code must not depend on a weight's values.
+    Which tensors are None depends on the form alone, since traced code must not depend on a weight's values. If the
+    form has zero points or act-order and the weight does not, the weight gets symmetric zeros or the identity.
     """
     zeros, perm = weight.zeros, weight.perm
     if form.format.has_zeros and zeros is None:

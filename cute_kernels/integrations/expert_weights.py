@@ -33,7 +33,7 @@ class Stored(NamedTuple):
     act_order: bool
 
     def wrong(self, features: int, hidden: int, gated: bool = True) -> dict[str, bool]:
-        """Returns {property that no kernel supports: whether the layer has it}.
+        """Returns the properties that no kernel supports: {property: whether the layer has it}.
 
         features: the number of features between an expert's two products. hidden: the model's hidden size.
         """

@@ -282,8 +282,8 @@ def _empty_tensors(shape: tuple[int, int], form: dict[str, Any]) -> dict[str, An
 
 
 def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
-    """Makes transformers load these layers' tensors in the dtypes that they were saved in. Returns {attribute of the
-    model: its value before this change}.
+    """Makes transformers load these layers' tensors in the dtypes that they were saved in. Returns the model's changed
+    attributes with their earlier values.
 
     Otherwise transformers would convert tensors that a model keeps in fp32, such as T5's ``wo`` and HYV4's ``scale``.
     The model's patterns are changed so that they match no tensor of these layers. transformers reads "*" in a pattern

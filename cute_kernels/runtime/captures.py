@@ -135,7 +135,7 @@ def _runtime() -> ModuleType:
 class _Semaphore:
     """A POSIX semaphore of value 0 that C code posts once, maybe as late as when the process ends.
 
-    So its memory is not Python's, and is freed only after the semaphore was posted.
+    So Python does not own the semaphore's memory. It is freed only after the semaphore was posted.
     """
 
     _library = ctypes.CDLL(None, use_errno=True)

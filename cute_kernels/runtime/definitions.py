@@ -94,8 +94,8 @@ def file_of(module: str) -> Path | None:
 
 
 def folders_of(package: str) -> list[Path]:
-    """Returns the folders of a top-level package, or the file of a module without parts; none if there is no such
-    file. `__main__` is the file that runs."""
+    """Returns the folders of a top-level package, or the file of a module that is no package. The result is empty if
+    there is no such file. `__main__` is the file that runs."""
     try:
         found = importlib.util.find_spec(package)
         places = [] if found is None else found.submodule_search_locations or [found.origin]

@@ -75,8 +75,8 @@ _clears: list[Callable[[], object]] = []
 
 
 def forgotten(clear: Callable[[], object]) -> None:
-    """Registers ``clear``, which empties a cache that depends on devices. It runs whenever a stand-in begins or
-    ends."""
+    """Registers ``clear``, which empties a cache that depends on devices. ``clear`` runs whenever `standing_in` begins
+    or ends."""
     _clears.append(clear)
 
 

@@ -1,7 +1,7 @@
 """The arguments of a compiled function, declared once: names and types, in order.
 
 One `LaunchArguments` makes the compiler's fake arguments, the host function that is compiled, and a plan's call. All
-have arguments by name, so arguments cannot be swapped.
+three use arguments by name, so arguments cannot be swapped.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ def _binder(
     made: tuple[str, ...],
     ignored: tuple[str, ...],
 ) -> Callable[..., Any]:
-    """Makes the binding function as source code: passing names on as **kwargs would cost every launch of a decoding
-    step."""
+    """Makes the function of `LaunchArguments.bound` as source code, since **kwargs would cost time at every launch."""
     passed = {name: f"_{name}" for name in fixed}
     passed |= {name: f"0 if _{name} is None else _{name}.data_ptr()" for name, _ in tensors}
     passed |= {name: _looked_up(place) for name, place in values}

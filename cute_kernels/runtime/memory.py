@@ -12,8 +12,8 @@ Blank = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, 
 def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
     """Returns the allocation function that torch's Inductor uses in generated code, which bypasses the dispatcher.
 
-    The same function for CPU tensors takes 0.36 us where `torch.empty_like` takes 0.6 and `Tensor.new_empty` 1.0 us. If
-    a release of torch has moved the function, the public one is returned.
+    Inductor's function for CPU tensors takes 0.36 us, `torch.empty_like` 0.6 us and `Tensor.new_empty` 1.0 us. If a
+    release of torch has moved the function, the public one is returned.
     """
     try:
         return getattr(torch._C, "_dynamo").guards._empty_strided_cuda  # noqa: B009  # the stubs do not know it

@@ -164,7 +164,7 @@ def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 def written(out: Tensor, result: Tensor, ends: Tensor | None) -> Tensor:
     """Writes ``result`` into ``out`` and returns ``out``; does not wait for the device. ends: bounds of requests or
-    experts. Rows from ends[-1] on are padding and keep their values in ``out``. None: all rows are written."""
+    experts; rows from ends[-1] on are padding, and keep their values in ``out``. With None all rows are written."""
     if ends is None:
         return out.copy_(result)
     own = torch.arange(len(out), device=out.device) < ends[-1]
@@ -179,7 +179,7 @@ class Operator:
 
     Args:
         schema: as `torch.library.Library.define` takes it, the name first.
-        cpu, cuda: its functions on plain CPU and CUDA tensors, with the schema's arguments.
+        cpu, cuda: the functions for plain CPU tensors and plain CUDA tensors, with the schema's arguments.
         meta: a function of the same arguments that returns empty results, for their shapes and dtypes.
     """
 
@@ -194,8 +194,8 @@ class Operator:
         torch.library.register_fake(f"cute_kernels::{self.name}", self.together(meta), lib=_library)
 
     def together(self, meta: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        """Returns ``meta``, preceded by a check that all tensors are on one device. If some are on "meta" and others
-        are not, torch calls only the fake function, and its results on real devices are uninitialised memory."""
+        """Returns ``meta``, preceded by a check that all tensors are on one device. If only some tensors are on "meta",
+        torch calls the fake function alone, and results on real devices would be uninitialised memory."""
 
         def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
             named = dict(zip((one.name for one in self.arguments), args, strict=False)) | kwargs
@@ -225,12 +225,12 @@ def is_direct(first: object, second: object, others: Iterable[object] = ()) -> b
 def route(
     *, cuda: Callable[P, ResultT], cpu: Callable[P, ResultT], operator: Callable[P, ResultT], **tensors: object
 ) -> Callable[P, ResultT]:
-    """Returns the one of three functions that computes a call with these tensors; all three take the same arguments.
-    The first tensor decides the device.
+    """Returns the function for a call with these tensors: ``cuda``, ``cpu`` or ``operator``, which take the same
+    arguments. The first tensor decides the device.
 
-    The operator computes calls that are being traced, and tensors that are not plain. Raises TypeError for an argument
-    that is no tensor. Raises ValueError if the first tensor is on neither a CPU nor a GPU, and another tensor is on
-    another device.
+    ``operator`` is returned for calls that are being traced, and for tensors that are not plain. Raises TypeError for
+    an argument that is no tensor. Raises ValueError if the first tensor is on neither a CPU nor a GPU, and another
+    tensor is on another device.
     """
     if needs_dispatch(**tensors):
         return operator

@@ -25,8 +25,8 @@ def identity(tensor: Any) -> tuple[Hashable, ...]:
     """Returns the properties of a tensor that a plan's key needs if the compiled function takes only the tensor's
     address.
 
-    For a contiguous tensor they have True in place of its strides. That takes less time, and ignores the strides of
-    dimensions of size 1, which say nothing.
+    For a contiguous tensor, True replaces the strides. That takes less time, and ignores the strides of dimensions of
+    size 1, which mean nothing.
     """
     layout = tensor.is_contiguous() or tensor.stride()
     return tensor.shape, layout, tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT

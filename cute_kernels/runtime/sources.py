@@ -76,7 +76,7 @@ def reached(spec: KernelSpec) -> Reached:
 
 def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
     """Returns two digests that together decide what `reached` returns. It does not search. The first is the digest of
-    all files that the search may read, the second that of the names where the search begins.
+    all files that the search may read. The second is the digest of the names where the search begins.
 
     reads: 0 for the digest that this process computed first, before its first search; `definitions.reads()` for a
     digest of the files as they are now.
@@ -115,7 +115,7 @@ def _packages(modules: Iterable[str]) -> frozenset[str]:
 
 
 def _roots(spec: KernelSpec) -> Iterator[Root]:
-    """Yields the roots of a spec: the members that its classes define besides `KernelSpec`, then the roots of
+    """Yields the roots of a spec: the members that its classes, except `KernelSpec`, define, and then the roots of
     `_values`."""
     owners = _owners(spec)
     members = {kind: definitions.members(_file_of(kind), kind.__qualname__) for kind in owners}

@@ -1,7 +1,7 @@
 """The identity of one compiled kernel: a family, a configuration, a symbol, and how to compile it.
 
-The rest of the runtime (memory and disk caches, ahead-of-time bundles, resource reports) handles kernels through this
-class alone. It knows nothing about attention or GEMMs.
+The rest of the runtime (memory and disk caches, ahead-of-time bundles, resource reports) handles kernels through
+`KernelSpec` alone. It knows nothing about attention or GEMMs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class KernelSpec(ABC):
         """Returns further objects that decide the kernel: formats that the configuration has only by name, and
         "module:attribute" for code that is imported late.
 
-        :mod:`.sources` finds all other code from `config` and the names that code uses. The default is none.
+        :mod:`.sources` finds all other code: it starts at `config` and follows the names that code uses. The default is
+        none.
         """
         return ()
 

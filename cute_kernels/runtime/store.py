@@ -110,9 +110,9 @@ def source_digest(spec: KernelSpec) -> str:
 
     The search parses dozens of modules. So the process's cache directory keeps the results of searches, in one index
     for each state of all source files. An index is trusted under the same conditions as compiled kernels
-    (:mod:`.trust`). A line names where a search began and what it found, and ends with a digest of both, so lines that
-    are not whole do not count. Where an index cannot be read or written, each process searches for itself. A search
-    during which a file changed is not noted.
+    (:mod:`.trust`). A line says where a search began and what it found, and ends with a digest of both. So incomplete
+    lines do not count. If an index cannot be read or written, each process searches for itself. The result of a search
+    is not kept if a file changed meanwhile.
     """
     (files, begins), store = sources.question(spec), DiskStore(default_directory())
     path = store.root / "sources" / files

@@ -1,9 +1,9 @@
 """Compiles many kernels in parallel worker processes.
 
-The DSL's compiler is not thread-safe, so kernels are compiled in processes, which run `cute_kernels.runtime.worker`.
-They are not started by multiprocessing. So the caller's `__main__` does not run again, no GPU context is inherited, and
-a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so after `keep` workers
-wait for the next call.
+The DSL's compiler is not thread-safe. So kernels are compiled in processes, which run `cute_kernels.runtime.worker`.
+multiprocessing does not start these processes. So the caller's `__main__` does not run again, no GPU context is
+inherited, and a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so after `keep`
+workers wait for the next call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class CompileError(RuntimeError):
 
 
 def import_path() -> tuple[str, ...]:
-    """Returns the folders that this process imports from: `sys.path`, with the current directory by its name."""
+    """Returns the folders that this process imports from: `sys.path`, with the path of the current directory in place
+    of ""."""
     return tuple(entry or os.getcwd() for entry in sys.path)
 
 
@@ -134,7 +135,7 @@ def _serve(
     results: queue.SimpleQueue[_Result],
     stop: threading.Event,
 ) -> None:
-    """Runs one thread, which has one worker process at a time: hands it tasks, and replaces it if it dies."""
+    """Compiles tasks in a thread's one worker process, until there are no more. Replaces the process if it dies."""
     start = _Start.now()
     worker: _Worker | None = None
     try:

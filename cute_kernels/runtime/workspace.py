@@ -1,17 +1,17 @@
 """Scratch memory of split kernels: a grow-only buffer per device and stream, every word EMPTY between launches.
 
 Kernels on one stream run one after the other, so they may share a buffer; they leave the words that they used EMPTY
-again. A captured graph may be replayed on any stream at any time. So its launches on a stream share a buffer of their
-own. That buffer is a piece of a slab that was filled in advance, or memory from the graph's own pool, which the graph
-fills in each replay.
+again. A captured graph may be replayed on any stream at any time. So a graph has buffers of its own: one for its
+launches on each stream. Such a buffer is a piece of a slab that was filled in advance. Or it is memory from the graph's
+own pool, which the graph fills in each replay.
 
 Buffers live for these times:
 
 - A stream's buffer lives as long as the process, even if it became too small: another thread may have its address and
-  not have launched yet. Sizes at least double, so all buffers of a stream together are less than twice the last.
+  not have launched yet. Sizes at least double, so all buffers of a stream together are less than twice the last buffer.
 - A graph's piece lives as long as the graph and all that was instantiated from it. CUDA holds a *user object* for the
   piece (:mod:`cute_kernels.runtime.captures`), and releases it once all of these graphs are destroyed and have run.
-  Then the next capture may take the piece, EMPTY as each replay leaves it. So any number of captures may follow each
+  Then the next capture may take the piece, which each replay leaves EMPTY. So any number of captures may follow each
   other: memory is needed only for the graphs that exist at a time.
 - Memory that a graph fills itself lives in the graph's memory pool, which torch frees with the graph. The pool here
   holds it until a later capture needs a buffer on the same stream, so that the graph uses it for nothing else.
@@ -141,7 +141,7 @@ class WorkspacePool:
         """Lets launches captured on one stream share one buffer from now on, also across graphs.
 
         It is for programs that never replay two of their graphs at the same time, such as engines whose graphs share
-        one memory pool. An engine has thousands of graphs, and a buffer for each would take gigabytes.
+        one memory pool. An engine has thousands of graphs, and a buffer for each graph would take gigabytes.
         """
         with self._lock:
             if self._shared is None:

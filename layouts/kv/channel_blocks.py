@@ -40,10 +40,10 @@ class ChannelBlocks(KvRow):
     """Rows of blocks: ``head_dim / 32`` words of the block's parameters, then ``head_dim / 2`` bytes of codes.
 
     Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, as in :class:`layouts.kv.int4.Int4Row`. The parameter words of a
-    block's 32 rows, one row after the other, are one array of ``head_dim`` words [parameter, unit of 32 columns, r, run
-    of 8 columns]: word (p, u, r, t) holds the fp16 scales (p = 0) or shifts (p = 1) of columns 32 u + 8 t + r, in its
-    low half, and 32 u + 8 t + r + 4. In attention, lane t of four multiplies with these pairs. A row has as many bytes
-    as one of ``int4_g<head_dim / 32>``.
+    block's 32 rows, one row after the other, are one array of ``head_dim`` words. Its dimensions are [parameter p, unit
+    u of 32 columns, r, run t of 8 columns]. Each word holds two fp16 scales (p = 0) or shifts (p = 1): that of column
+    32 u + 8 t + r in its low half, and that of column 32 u + 8 t + r + 4 in its high half. In attention, lane t of four
+    multiplies with these pairs. A row has as many bytes as one of ``int4_g<head_dim / 32>``.
 
     Element (token, column) dequantises as ``q * scale + shift``. Per column of a block: ``shift = fp16(min)`` and
     ``scale = fp16((max - min) / 15)``, both rounded before ``q = clamp(round((x - shift) / scale), 0, 15)``, ties to
@@ -163,7 +163,8 @@ class ChannelBlocks(KvRow):
             raise ValueError(f"x has shape {tuple(x.shape)}; want [..., tokens, {self.head_dim}]")
 
     def _blocks(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns [..., tokens, last] as [..., blocks, 32, last]; ValueError unless there are whole blocks."""
+        """Reshapes [..., tokens, last] to [..., blocks, 32, last]. Raises ValueError unless the tokens are whole
+        blocks."""
         if x.ndim < 2 or x.shape[-2] % BLOCK_TOKENS:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; want whole blocks of {BLOCK_TOKENS} tokens in the last dimension "

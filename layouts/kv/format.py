@@ -37,7 +37,8 @@ class Field:
 
 
 class KvRow(abc.ABC):
-    """A row of one head of one token: ``head_dim`` numbers in ``row_bytes`` bytes, of one format at one head_dim.
+    """A row format for one head_dim. A row has the numbers of one head of one token: ``head_dim`` numbers in
+    ``row_bytes`` bytes.
 
     All methods are vectorised over leading dimensions, work on CPU and CUDA tensors and never synchronise with the
     host. Subclasses are frozen dataclasses, so equal formats compare and hash equal and can key compile caches.
@@ -64,8 +65,8 @@ class KvRow(abc.ABC):
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Converts floating [..., head_dim] to uint8 rows [..., row_bytes].
 
-        NaN becomes 0 and numbers out of range saturate, so rows are finite for any input. ``scale`` is
-        for formats whose scale lies outside the row; others refuse it (`check_no_scale`).
+        NaN becomes 0 and numbers out of range saturate, so rows are finite for any input. ``scale`` is for formats that
+        may get a scale from outside the row; other formats refuse it (`check_no_scale`).
         """
 
     @abc.abstractmethod
@@ -97,7 +98,7 @@ class KvRow(abc.ABC):
         return "\n".join(lines)
 
     def verify(self) -> tuple[Proof, ...]:
-        """Checks the format against its own statements; raises `ProofError` where one does not hold."""
+        """Proves the format's claims about itself; raises `ProofError` if a claim does not hold."""
         return (self._verify_byte_map(), self._verify_bytes_round_trip(), self._verify_error_bound())
 
     def _verify_byte_map(self) -> Proof:

@@ -38,8 +38,8 @@ class Int4Row(KvRow):
     and shift. The scale is 0 for a constant group, and for a range below about 4.5e-7, which fp16 rounds to 0. Then all
     codes are 0 and the group dequantises to ``shift``.
 
-    First, numbers outside the fp16 range saturate to +-65504 and NaN becomes 0. So the header and the dequantised row
-    are finite for any input.
+    Before that, numbers outside the fp16 range saturate to +-65504 and NaN becomes 0. So the header and the dequantised
+    row are finite for any input.
 
     Error, for x in the fp16 range, with r = max - min of its group::
 

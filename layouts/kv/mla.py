@@ -30,7 +30,7 @@ FP16_MAX = torch.finfo(torch.float16).max
 def power_of_two_scale(absmax: torch.Tensor) -> torch.Tensor:
     """Returns ``2 ** ceil(log2(max(absmax / 448, 1e-4)))``, fp32, exact: the scale that FlashMLA's quantiser chooses.
 
-    Kernels round the scale to bf16, which only leaves powers of two unchanged.
+    Kernels round the scale to bf16, and only powers of two are sure to stay unchanged.
     """
     wanted = (absmax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     mantissa, exponent = torch.frexp(wanted)
@@ -145,8 +145,8 @@ class MlaFp8(_MlaToken):
 class MlaModel1(_MlaToken):
     """MODEL1 token, 584 bytes: 448 E4M3, 64 bf16 RoPE columns; 7 UE8M0 scales (64 columns each) and a pad byte.
 
-    In a page the 576 data bytes of all tokens come first, then 8 scale bytes per token: see `to_pages`. A single token
-    is written here as its data followed by its scales.
+    In a page the 576 data bytes of all tokens come first, then 8 scale bytes per token: see `to_pages`. Outside of
+    pages, the scales of a token follow its data.
     """
 
     head_dim: int = 512

@@ -110,13 +110,13 @@ class SwizzledTile:
     # -- which row of a matrix a lane addresses -------------------------------------------------------------------
 
     def k_row(self, lane):
-        """Returns (token, chunk) of a 16-token tile that a lane addresses for ldmatrix of K: matrices in A's register
-        order."""
+        """Returns (token, chunk) of a 16-token tile that a lane addresses for ldmatrix of K. The matrices are in the
+        order of A's registers."""
         return block_token(self.token_bits, lane % MATRIX, lane // MATRIX % 2), lane // 16
 
     def v_row(self, lane):
-        """Returns (token, chunk) of a 16-token tile that a lane addresses for transposed ldmatrix of V: tokens are the
-        contraction, columns the rows of A."""
+        """Returns (token, chunk) of a 16-token tile that a lane addresses for transposed ldmatrix of V. Tokens are the
+        contraction dimension, columns are the rows of A."""
         return block_token(self.token_bits, lane % MATRIX, lane // 16), lane // MATRIX % 2
 
     # -- the choice of a token order (:func:`layouts.kv.tile.plan_tiles`) -----------------------------------------

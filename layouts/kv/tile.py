@@ -91,8 +91,8 @@ class RowTile:
 
     Args:
         head_dim: elements of a row.
-        code_bits: of a code, an even number up to 8. A lane takes whole words of whole codes: one word of 4 or 8 bits,
-            three of 6 bits.
+        code_bits: bits of a code, an even number up to 8. A lane takes whole words with whole codes: one word of 4-bit
+            or 8-bit codes, three words of 6-bit codes.
         num_groups: quantisation groups of a row (1, 2, 4 or 8), each of a multiple of 8 columns and with a header of
             one word.
         num_heads: KV heads that lie next to each other for every token.
@@ -100,7 +100,7 @@ class RowTile:
         operand: "k" or "v", which says how lanes read it.
         contiguous: whether consecutive tokens touch in global memory. If they do, one bulk copy may take many tokens;
             if not (the tile holds some of the cache's heads), one bulk copy takes the heads of one token.
-        copy_words: words that a copy's size and address are multiples of: 4 for bulk copies, 1 for copies by words.
+        copy_words: the unit of a copy's size and address, in words: 4 for bulk copies, 1 for copies by words.
         token_bits: which token stands in which MMA row; chosen by :func:`plan_tiles`.
         copy_tokens: tokens that one copy brings; chosen by :func:`plan_tiles`.
         padding_words: words between one copy's bytes and the next one's; chosen by :func:`plan_tiles`.
@@ -313,7 +313,7 @@ class _Reads:
 
 @lru_cache(maxsize=256)
 def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Reads:
-    """Returns how lanes read a tile of such rows. The result is cached, as `plan_tiles` needs it thousands of times."""
+    """Returns how lanes read the rows of a tile. The result is cached, as `plan_tiles` needs it thousands of times."""
     tile = RowTile(head_dim, code_bits, num_groups, 1, BLOCK_TOKENS, operand)
     header_loads = 4 * tile.header_words // tile.header_vector
     if operand == "k":

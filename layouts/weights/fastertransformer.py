@@ -3,17 +3,18 @@
 Weights are signed, [.., K, N] row-major: int8, or int4 packed in int8 [.., K, N/2] with the even column in the low
 nibble. Four steps prepare them for a GEMM that loads weights with ldmatrix and widens them in registers:
 
-* **S1** `permute_rows`: K rows are reordered inside tiles of 16 (int8) or 32 (int4), so that ldmatrix, which deals out
-  16-bit pairs, gives each thread the rows that its 16-bit MMA fragment holds.
-* **S2** `transpose`: to column-major, the even row in the low nibble.
+* **S1** `permute_rows`: reorders K rows inside tiles of 16 (int8) or 32 (int4). ldmatrix moves pairs of bytes; so it
+  gives each thread the rows that the thread's 16-bit MMA fragment holds.
+* **S2** `transpose`: makes the weight column-major, with the even row in the low nibble.
 * **S3** `interleave_columns`: makes one 128-byte line of 64 rows of 2 (int8) or 4 (int4) neighbouring columns.
 * **S4** `add_bias_and_interleave`: makes signed codes biased unsigned ones, and puts the elements of a 32-bit register
   into the order that the fast conversion to fp16 reads (`layouts.decode`).
 
 Which steps run depends on the architecture (`RECIPES`). Every step and the whole are `Transform` values.
 
-What the original code does silently is an error here: K that is no multiple of the interleaved tile (it writes past the
-buffer) and odd N in int4. `symmetric_quantize` says where it differs and how to reproduce the original bytes.
+Two inputs that the original code takes silently are errors here: K that is no multiple of the interleaved tile, for
+which it writes past the buffer, and odd N in int4. `symmetric_quantize` says where it differs and how to reproduce the
+original bytes.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def bias_transform(shape: tuple[int, ...], bits: int) -> Transform:
 def steps(
     k: int, n: int, bits: int, arch: int, activation_bits: int = 16, *, experts: bool = False
 ) -> tuple[Transform, ...]:
-    """Returns the steps of `preprocess` in order; its other arguments and its errors are those of `preprocess`.
+    """Returns the steps of `preprocess` in order. Other arguments, and errors, are those of `preprocess`.
 
     Args:
         experts: whether the weight is a stack of experts (3-D), which from sm90 on uses the sm80 layout.
@@ -207,7 +208,8 @@ def interleave_columns(q: torch.Tensor, bits: int, activation_bits: int = 16) ->
 
 
 def add_bias_and_interleave(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the weight after step S4, biased unsigned in register order, in q's shape; errors as `permute_rows`."""
+    """Returns the weight after step S4, in q's shape: biased unsigned codes in register order. Errors are those of
+    `permute_rows`."""
     return bias_transform(_matrix_shape(q, bits), bits)(q)
 
 
@@ -243,7 +245,7 @@ def restore(p: torch.Tensor, bits: int, arch: int, activation_bits: int = 16) ->
 def symmetric_quantize(
     w: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, *, compat: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises per column (and expert) without zero point.
+    """Quantises each column of each expert with a scale and no zero point.
 
     By default the scale is the smallest that maps the whole column into the signed range. It is rounded to
     ``scale_dtype`` *before* the codes are computed (ties to even). So ``|q * scale - w| <= scale / 2`` up to that

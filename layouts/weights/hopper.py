@@ -114,8 +114,8 @@ def restore(blob: torch.Tensor, bits: int, conversion: str | None = None) -> tor
 
 
 def shard_n(blob: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Returns a view of the blob with the output features of one rank (column-parallel). It equals the blob of those
-    rows alone.
+    """Returns a view of the blob with the output features of one rank (column-parallel). The view equals the blob of
+    the rank's rows alone.
 
     Raises:
         ValueError: the blob's N tiles do not split evenly, or rank is out of range.
@@ -124,8 +124,8 @@ def shard_n(blob: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 def shard_k(blob: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Returns a view of the blob with the inputs of one rank (row-parallel). It equals the blob of those columns alone.
-    Errors are those of `shard_n`."""
+    """Returns a view of the blob with the inputs of one rank (row-parallel). The view equals the blob of the rank's
+    columns alone. Errors are those of `shard_n`."""
     return _shard(blob, 1, "K", rank, world_size)
 
 

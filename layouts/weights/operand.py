@@ -38,8 +38,8 @@ def delivered(bits: int, rows: Layout) -> BitMap:
 
 
 def wanted(fragment: Fragment, k: int) -> BitMap:
-    """Returns the map from (thread, value) to n + 8 * k: the element that consecutive MMA steps along K, over ``k``
-    rows, read from that value."""
+    """Returns the map from (thread, value) to n + 8 * k: the element that the MMAs want in that value. The MMAs follow
+    each other along K, over ``k`` rows."""
     one = fragment.bit_map()
     steps = k // fragment.tile[1]
     further = tuple(1 << one.out_bits + i for i in range(bits_of(steps)))

@@ -22,8 +22,8 @@ FP8 = ("fp8", "fbgemm_fp8")  # DeepSeek's, vLLM's and transformers' own
 
 
 def checked(name: str, config: object) -> Config:
-    """Returns the configuration, with a nested "quantization_config" merged into it. Raises TypeError if it is no
-    mapping."""
+    """Returns the configuration, with a nested "quantization_config" merged into it. Raises TypeError if the
+    configuration is no mapping."""
     if not isinstance(config, Mapping):
         raise TypeError(f"{name}: got {type(config).__name__}, want the quantisation configuration, a mapping")
     inner = config.get("quantization_config")

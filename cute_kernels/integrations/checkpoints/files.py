@@ -116,11 +116,11 @@ class Filling:
 
     Args:
         model: as for `load_quantized_linears`. `fill` changes it, once all layers are read.
-        entries, found: the checkpoint's tensors and its quantised layers.
+        entries: the checkpoint's tensors. found: the checkpoint's quantised layers.
 
     Attributes:
         found: the layers that the model has a place for.
-        is_unused: says of a tensor's name whether the model has no use for the tensor.
+        is_unused: a function that returns whether the model ignores the tensor of a name.
     """
 
     def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
@@ -248,7 +248,7 @@ def left_in(model: nn.Module, unpacked: Container[str] = ()) -> tuple[ReportedLa
 
 
 def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool]:
-    """Returns a function that says of a tensor's name whether the model ignores the tensor.
+    """Returns a function that returns whether the model ignores the tensor of a name.
 
     A model ignores tensors that its class names, such as DeepSeek-V3's layers for multi-token prediction. A model
     without a head ignores the head's tensors.

@@ -24,7 +24,7 @@ class Entry:
     """A tensor in a file, or some of its rows. dtype: in safetensors' letters, such as "BF16".
 
     Args:
-        key: the tensor's name in the file. rows: [first, last + 1) of its rows; None for all.
+        key: the tensor's name in the file. rows: the range [first, last + 1) of the tensor's rows; None for all rows.
     """
 
     file: Path

@@ -48,7 +48,7 @@ class LayerFormat:
         name: the format's name in errors.
         methods: values of the configuration's `quant_method` for this format.
         mark: the tensor whose name tells that a layer is of this format.
-        required, optional: the tensors that are read, without "bias".
+        required, optional: the names of the tensors that are read, except "bias".
         convert: (tensors by those names, the layer's configuration, further options) -> weight.
         ignored: further tensors of a layer, which do not change the weight.
         dtypes: the dtypes that the mark may have, in safetensors' letters; empty for any.
@@ -136,8 +136,8 @@ def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> Pac
 
 
 def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
-    """Returns the part of compressed-tensors' configuration about a layer's weights, checked against how they are
-    stored.
+    """Returns the part of compressed-tensors' configuration about a layer's weights, after checking that it fits the
+    stored tensors.
 
     stored: the format of the tensors. kind: "int" or "float".
 

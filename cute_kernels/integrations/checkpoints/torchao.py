@@ -47,7 +47,7 @@ def from_torchao(
     """Packs the weight of a torchao layer: INT4 from packed_weight and scale_and_zero, INT8 from int_data and scale.
 
     INT4 is W = (q - 8) * s + z with a floating z. If every z is (8 - zero) * s for an integer zero, up to z's rounding
-    in bf16, the weight gets these zero points. Otherwise it keeps z.
+    in bf16, the weight gets these zero points. Otherwise the weight keeps z.
 
     Args:
         packed_weight: int32 [N / 8, K / (16 I), 32, I / 2] with I = 2, 4 or 8 inner k tiles (`innerKTiles`).
@@ -193,9 +193,9 @@ def from_tensor(
 
     Args:
         kind: the name of the tensor's class, one of `KINDS`.
-        tensors: its parts by their names: qdata; scale and zero_point, or scale_and_zero; maybe act_pre_scale, which
-            multiplies the inputs.
-        attributes: its attributes by their names: block_size; shape for INT4 classes; target_dtype for
+        tensors: the parts of the weight, by name: qdata; scale and zero_point, or scale_and_zero; maybe act_pre_scale,
+            which multiplies the inputs.
+        attributes: the weight's attributes, by name: block_size; shape for INT4 classes; target_dtype for
             IntxUnpackedToInt8Tensor.
         dtype, device: as for `from_awq`.
 

@@ -1,7 +1,8 @@
 """Linear layers of SGLang with FP8 or NVFP4 weights, whose activations SGLang keeps in 16 bits on Hopper.
 
-These are W8A16 layers, and NVFP4 layers whatever activations their checkpoint declares; SGLang runs both with Marlin.
-Layers with FP8 activations (W8A8) stay SGLang's. Each part of a fused layer keeps its own scale.
+These are layers with FP8 weights and 16-bit activations (W8A16), and all NVFP4 layers, even if a checkpoint declares
+other activations. SGLang itself runs these layers with Marlin. It keeps layers with FP8 activations (W8A8). Each part
+of a fused layer keeps its own scale.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def activation_of(config: Foreign) -> ActivationFunction | None:
 
 
 def _wrong_of(kind: Kind, layer: Foreign) -> dict[str, bool]:
-    """Returns {property that no kernel here supports: whether the layer has it}."""
+    """Returns the properties that no kernel here supports: {property: whether the layer has it}."""
     config, dtype = layer.moe_runner_config, layer.moe_runner_config.params_dtype  # GPTQ's scales may have another
     return {
         f"activations in {dtype}": dtype not in DTYPES,

@@ -62,8 +62,8 @@ class Seam:
     """A place where the plug-in takes over from SGLang.
 
     Attributes:
-        what: the name in log lines. hooks: returns the hooks by full names of SGLang's functions. Raises ImportError or
-            AttributeError that says what this SGLang lacks. offer: called once all hooks are in place.
+        what: the name in log lines. hooks: returns the hooks, by the full names of SGLang's functions. Raises
+            ImportError or AttributeError, naming what this SGLang lacks. offer: called once all hooks are in place.
     """
 
     what: str

@@ -219,8 +219,8 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> None:
-    """Gives a model its own ``generate``, ``forward``, blocks and norms back. Quantised weights and the attention
-    stay."""
+    """Undoes `accelerate`: the model gets its own ``generate``, ``forward``, blocks and norms back. Quantised weights
+    and the attention stay."""
     model = compiled_from(model)
     restore_blocks(model)
     restore_norms(model)

@@ -51,7 +51,7 @@ _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
 
 class Block:
-    """A ``forward`` that replaces a module's own one, kept as ``own``.
+    """A ``forward`` that replaces a module's own ``forward``, which is kept as ``own``.
 
     Attributes:
         compiles: whether torch.compile guards everything that a call depends on.
@@ -420,7 +420,7 @@ class LayerBlock(Block):
     def _attended(self, hidden_states: torch.Tensor, into: Sum | Ending | None, kwargs: Mapping[str, Any]) -> Any:
         """Returns attention's results for the norm of the hidden states.
 
-        `NormedRows` or `LayerRows` already include ``into``.
+        If the results are `NormedRows` or `LayerRows`, they include ``into``.
         """
         before = getattr(self.module, self.known.before)
         attention = direct(self.module.self_attn, AttentionBlock)

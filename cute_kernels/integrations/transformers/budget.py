@@ -69,8 +69,8 @@ class _Read:
 
 
 class _ReadLayer(DynamicLayer):
-    """A cache layer of transformers that returns its K and V as ``read`` makes them, to all model layers that read
-    it."""
+    """A cache layer of transformers that returns its K and V as ``read`` makes them. Model layers that share the cache
+    get the same K and V."""
 
     read: _Read | None = None
 
@@ -335,7 +335,7 @@ def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype)
 
 
 def _merged(known: Sequence[CacheConstants], chosen: Sequence[int], formats: LayerFormats) -> CacheConstants:
-    """Returns constants that have, for each layer, the constants of its chosen candidate."""
+    """Joins the constants of all layers, for each layer those of its chosen candidate."""
     transforms = tuple(known[i].transforms[layer] for layer, i in enumerate(chosen))
     scales = tuple(known[i].scales[layer] if known[i].scales else (None, None) for layer, i in enumerate(chosen))
     given = scales if any(scale is not None for pair in scales for scale in pair) else ()

@@ -134,8 +134,7 @@ class DecodeCache(Cache):
         self._select(lambda requests: requests.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the requests that ``indices``, a tensor of numbers or a boolean mask, names, in the order of
-        ``indices``."""
+        """Keeps some of the requests. indices: the requests' numbers, in their new order, or a boolean mask."""
         self._select(lambda requests: requests[torch.as_tensor(indices, device=requests.device)])
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:

@@ -68,7 +68,7 @@ class CachedTokens:
         raise AttributeError(f"{getattr(function, '__name__', function)}: {why_not()}")
 
     def to(self, device: torch.device) -> CachedTokens:
-        """Returns the handle itself. Raises ValueError for another device.
+        """Returns the handle itself. Raises ValueError for a device other than the layer's.
 
         Layers that read another layer's keys move them to their own device; here all layers are on one device.
         """
@@ -82,7 +82,7 @@ class CachedTokens:
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
-        """Calls `Columns.settle` for this handle's pass. Drops the layer's rows of tokens that the pass hides."""
+        """Calls `Columns.settle` for this handle's pass. If the pass hides tokens, drops their rows from the layer."""
         try:
             self.columns.settle(padding)
         except ValueError:
@@ -203,8 +203,8 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _place_constants(self, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
-        """Moves scales and transform to the layer's device. Raises ValueError, naming the layer, for a transform of
-        other sizes."""
+        """Moves scales and transform to the layer's device. Raises ValueError, naming the layer, for a transform whose
+        sizes do not fit."""
         k_scale, v_scale = self.scales
         self.scales = tuple(None if scale is None else scale.to(self.device) for scale in (k_scale, v_scale))
         if self.transform is None:

@@ -47,7 +47,8 @@ class Seen(NamedTuple):
 
 
 class _SeenCache(DynamicCache):
-    """The cache that transformers makes for a model, which also keeps each layer's new K and V for its attention."""
+    """A model's cache as transformers makes it. It also keeps the new K and V that each layer gave, by the layer's
+    number."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
@@ -69,7 +70,7 @@ def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen]
         see: called for each batch and each layer with a cache of its own, in the layers' order.
 
     Raises:
-        ValueError: there are no batches, or the model offers no choice of attention or caches latents.
+        ValueError: there are no batches, or the model offers no choice of attention, or it caches latents.
     """
     model, tokens = cast("PreTrainedModel", compiled_from(model)), 0
     if any(map(caches_latents, model.modules())):
@@ -222,7 +223,8 @@ def calibrate_cache(
 
     Args:
         model, kv_format, method, percentile: as `calibrate` takes them.
-        batches: as in `calibrate`, but a sequence such as a list: it is read twice if a format needs scales.
+        batches: a sequence, such as a list, of batches as in `calibrate`. The sequence is read twice if a format needs
+            scales.
         center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
         values: True: V gets factors and a rotation, which attention undoes in its output. "factors": factors alone.
             Factors gain with any groups of columns, a rotation only with one scale per row.
@@ -301,7 +303,7 @@ def _scales(
     method: Method,
     percentile: float,
 ) -> list[Scales]:
-    """Finds each layer's scales of K and V, after the layer's transform."""
+    """Finds the scales of each layer's transformed K and V."""
     layers: dict[int, list[Calibrator | None]] = {}
 
     def made(name: str) -> Calibrator | None:

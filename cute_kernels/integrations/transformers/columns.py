@@ -47,7 +47,7 @@ class Columns:
         kept: int64 [batch, older columns]: if the pass hides tokens, the order of the rows, visible ones first; else
             None.
         is_left: whether all padding precedes the tokens; distances between tokens then equal those between columns.
-        is_certain: whether every pass told which columns are tokens; columns of `UNKNOWN` padding count as tokens.
+        is_certain: whether every pass said which columns are tokens. Columns with `UNKNOWN` padding count as tokens.
         fresh: bool [batch, new]: which of the new columns are tokens; None if all are.
         begun: a step in flight that nobody has asked for; ``seq_lens`` already counts its tokens. None if there is
             none.
@@ -187,7 +187,7 @@ class Columns:
         self.seq_lens.sub_((held & ~older).sum(1, dtype=torch.int32))
 
     def tokens(self, columns: int) -> torch.Tensor:
-        """Returns bool [batch, columns]: which of the first ``columns`` columns are tokens."""
+        """Returns which of the first ``columns`` columns are tokens, bool [batch, columns]."""
         everything = torch.ones(self.batch, columns, dtype=torch.bool, device=self.seq_lens.device)
         if self._tokens is not None:
             known = min(columns, self._tokens.shape[1])
@@ -267,7 +267,7 @@ class Columns:
         self._before = None
 
     def select(self, requests: torch.Tensor) -> None:
-        """Gives request b the state of request requests[b]; in place if the batch size stays."""
+        """Gives request b the state of request requests[b]. Lengths keep their address if the batch size stays."""
         self.call_back()
         with torch.inference_mode(False):
             chosen = self.seq_lens.index_select(0, requests)

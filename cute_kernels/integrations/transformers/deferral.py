@@ -7,7 +7,7 @@ A layer is a list of products with norms between them:
 
 A block gets the sum and norm that follow its last product (`Sum`). If both kernels support it, the block returns
 `NormedRows`, which the next block's first product reads. Each block also takes tensors, and can compute the norm of
-`NormedRows` itself: a block that cannot use its kernels costs one more launch.
+`NormedRows` itself. So a block that cannot use a deferred norm only costs one more launch.
 
 If one launch computes all products from one attention to the next, attention gets all of them (`Ending`). It returns
 `LayerRows`, and the next attention finds its queries, keys and values computed (`Projected`).

@@ -50,13 +50,13 @@ class Fused:
 
 
 def add_routers(model: nn.Module, fused: Fused) -> None:
-    """Gives routers of quantised experts a ``forward`` of one launch, if they are known and pass their check."""
+    """Makes known routers of quantised experts run in one launch each, if they pass their check."""
     for block in router_blocks(model):
         fused.routers += _installed(block, partial(weights_on_noise, block), fused)
 
 
 def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | None) -> Fused:
-    """Gives every block that is known and passes its check a ``forward`` of fewer launches.
+    """Makes known blocks of a model run in fewer launches, if they pass their check.
 
     Norms must be replaced and weights quantised before. kv_format: the cache's format; None leaves attention as it is.
     """
@@ -170,7 +170,7 @@ def _installed(block: Block, results: Callable[[Any], list[torch.Tensor]], fused
     """Installs a block if its results equal those of the module's own ``forward`` up to `TOLERANCES`. Returns whether
     it is installed.
 
-    results: computes the results of a ``forward`` on inputs that are the same at each call.
+    results: a function that computes the results of a ``forward``. It uses the same inputs at each call.
     """
     name = type(block.module).__name__
     try:

@@ -324,8 +324,8 @@ def owner_of(method: Callable[..., Any]) -> Any:
 def state_of(model: nn.Module) -> Any:
     """Returns the state of a model that must be unchanged when a recorded step is replayed.
 
-    It has the modules, their modes and numbers of hooks, and the addresses of their tensors. Buffers, such as a
-    rotation's frequencies, must not have been written either.
+    The state consists of the modules, their modes and numbers of hooks, the addresses of their tensors, and the
+    versions of their buffers. A version shows whether a buffer, such as a rotation's frequencies, was written.
     """
     return tuple(
         (

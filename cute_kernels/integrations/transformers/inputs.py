@@ -13,9 +13,9 @@ _ALIGNED_BYTES = 256
 class StepInputs:
     """The tensors from which a recorded step reads its inputs; inputs of one dtype share one tensor.
 
-    Inputs are compared on the host: a comparing kernel would wait for the running step to leave room. Few torch calls
-    are made, since they are most of the host's work. After `generate`'s own work, a torch call takes three times as
-    long as in a loop.
+    Inputs are compared on the host, since a kernel that compares them would wait until the running step leaves room.
+    Few torch calls are made, since they are most of the host's work. Within `generate` a torch call takes three times
+    as long as in a loop.
 
     Args:
         given: the first step's inputs, by the names of ``forward``'s arguments.
@@ -81,7 +81,8 @@ class _Group:
 
     Attributes:
         memory: all inputs in one tensor on the device, which the step reads.
-        noted, all_asked: all inputs in one tensor on the host, as `note` and as `are` copied them last.
+        noted, all_asked: tensors on the host. noted is the copy of ``memory`` from the last `note`. all_asked has the
+            inputs that the last `are` was given.
         read, told, asked: views of memory, noted and all_asked, one for each input.
     """
 

@@ -34,7 +34,7 @@ class CachedLatents(CachedTokens):
 
     Attributes:
         new_k, new_v: [batch, 1, new columns, 512] latents, and [batch, 1, new columns, 64] rotated keys.
-        module: the attention that asked for keys and values; None before.
+        module: the attention that asked for keys and values; None until one has asked.
     """
 
     module: Any = None

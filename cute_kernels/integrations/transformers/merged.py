@@ -132,9 +132,9 @@ def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
 def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) -> QuantizedLinear | None:
     """Makes one layer [2 N, K] of a gate and an up projection, whose rows alternate; even rows are gate's.
 
-    parts: gate and up, or one layer with both, gate first. order: int [N]; pair i has row order[i] of gate and of up,
-    for a following layer with its inputs in this order (act-order). Returns None for layers that are not quantised or
-    have different formats.
+    parts: gate and up, or one layer with both, gate first. order: int [N]; pair i has row order[i] of gate and of up.
+    The results are then in the order in which a following layer with act-order reads them. Returns None for layers that
+    are not quantised or have different formats.
     """
     layers = [part for part in parts if type(part) is QuantizedLinear]
     if len(layers) < len(parts):

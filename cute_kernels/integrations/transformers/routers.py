@@ -41,8 +41,8 @@ class KnownRouter(Known):
     function: str | None = None
 
     def fits(self, router: Foreign) -> bool:
-        """Returns whether a module with this code scores by ``scoring``. It always does if the code lets no
-        configuration choose the scoring."""
+        """Returns whether a module with this code scores by ``scoring``. The result is always True if the code has one
+        way of scoring, not a choice by configuration."""
         return self.function is None or type(getattr(router, self.function)) is type(ACT2FN[self.scoring])
 
     def routing(self, router: Foreign) -> Routing:

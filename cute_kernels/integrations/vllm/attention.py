@@ -321,8 +321,8 @@ class _LayerCall:
 
     @property
     def continued(self) -> dict[Way, Callable[[Piece, torch.Tensor, torch.Tensor], None]]:
-        """Functions (piece, queries, output) that attend over the cache, by the piece's `Way`. The requests' new tokens
-        are already cached."""
+        """For each `Way` of a piece, the function (piece, queries, output) that attends over the cache. The requests'
+        new tokens are already cached."""
         return {Way.FLASH: self.extend, Way.EXTEND: self.extend, Way.PARTS: self.parts, Way.GATHER: self.gathered}
 
     @property
@@ -400,7 +400,7 @@ class _LayerCall:
     ) -> attention_ranks.Partial:
         """Computes FlashAttention into ``output``. Returns (output, log-sum-exps [tokens, heads]).
 
-        keys: the piece or context whose tokens key and value hold, one request after the other.
+        keys: the piece or context that has the tokens of key and value. Tokens of one request follow those of another.
         """
         impl = self.impl
         _, lse = fa_utils.flash_attn_varlen_func(

@@ -1,7 +1,7 @@
 """Replacements of vLLM's functions that choose the attention backend and count the bytes of caches.
 
-vLLM caches its choice of a backend by arguments that do not decide it alone. The environment may name another format
-for the next layer, or for the next engine of a process, and a layer may have ALiBi slopes. If one of these has changed,
+vLLM caches its choice of a backend by the arguments of its function. But the choice here also depends on the
+environment's settings for a layer or an engine, and on whether a layer has ALiBi slopes. If one of these has changed,
 the cached choice is dropped.
 """
 
@@ -75,7 +75,8 @@ def _notes_layer(original: Callable[..., Any]) -> Any:
 def _counts_bytes(original: Callable[..., Any]) -> Any:
     """Makes layers with this backend describe their caches as bytes, since vLLM does not know the formats.
 
-    While the environment names a format, other layers are refused: their caches would have another format.
+    While the environment names a format, layers with other backends are refused, since their caches would have another
+    format.
     """
 
     def get_kv_cache_spec(self: Foreign, vllm_config: Foreign) -> Any:

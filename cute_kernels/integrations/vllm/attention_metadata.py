@@ -78,12 +78,12 @@ class Caches:
         num_heads, num_kv_heads: heads of queries, heads of K and V.
         num_sms: SMs of the GPU.
         extend: whether extend attention reads the caches.
-        unpacks: whether extend attention unpacks them to 16 bits, once for many queries.
+        unpacks: whether extend attention unpacks caches to 16 bits, once for many queries.
         key_rows: extend attention's kernel for few queries of a request; None if there is none for these caches.
         shared: whether some layers read another layer's cache.
         wide: whether heads have more columns than FlashAttention takes. If so, every prompt is read from the cache.
         invariant: whether a token's result must not depend on the rest of the step. If so, extend attention reads every
-            prompt and decode request from the cache: its rows are independent of each other.
+            prompt and decode request from the cache, since its results for a row do not depend on other rows.
         apart: whether a request's tokens are split among GPUs. If so, extend attention computes continued prompts.
     """
 
@@ -167,8 +167,8 @@ class Metadata(AttentionMetadata):
     def as_piece(self, way: Way) -> Metadata:
         """Returns the step's metadata with the decode requests as one more piece, computed in ``way``.
 
-        New tokens of a piece are written to their slots in ``slot_mapping``, those with slot -1 nowhere. The caller
-        chooses a way whose kernels take ``decode_len`` queries of a request.
+        New tokens of a piece are written to their slots in ``slot_mapping``. Tokens with slot -1 are not written. The
+        caller chooses a way whose kernels take ``decode_len`` queries of a request.
         """
         decoding = Piece(
             way=way,

@@ -1,10 +1,10 @@
 """The pages of the attention backend, as vLLM counts them; this interface differs between releases.
 
-Up to 0.26 a backend gives a cache's shape, and a layer's specification counts the bytes. A row in a format that vLLM
-does not know is described as a head with a column for each byte. From 0.30 on the backend fills in the specification
-itself (`customize_spec`), and caches come as views [pages, heads, tokens, content]. To vLLM, a page of this backend is
-one head, whose tokens hold the rows of all heads. So each of vLLM's layouts keeps a page's bytes together, and orders
-layers and pages alone. `kv_formats.laid_out` decides the order of heads and tokens within a page.
+Up to vLLM 0.26 a backend gives a cache's shape, and a layer's specification counts the bytes. A row in a format that
+vLLM does not know is described as a head with a column for each byte. From vLLM 0.30 on the backend fills in the
+specification itself (`customize_spec`), and caches come as views [pages, heads, tokens, content]. To vLLM, a page of
+this backend is one head, whose tokens hold the rows of all heads. So each of vLLM's layouts keeps a page's bytes
+together, and only orders layers and pages. `kv_formats.laid_out` decides the order of heads and tokens within a page.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Pages(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Returns [num_blocks, page], a page in bytes whatever dtype vLLM allocates. `kv_formats.views` makes K and V
-        of it."""
+        """Returns [num_blocks, page]. A page is counted in bytes, whatever dtype vLLM allocates; `kv_formats.views`
+        makes K and V of it."""
         formats = kv_formats.formats_for(cache_dtype_str)
         if kv_formats.is_own(cache_dtype_str):  # then the "head size" is the bytes of K's row already (`counted`)
             head_size = head_dim_of_row(formats.k, head_size // formats.k.cache_dtype.itemsize)

@@ -24,7 +24,7 @@ Partial: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: bool) -> dict[str, bool]:
-    """Returns {property that DCP does not support: whether the layer or engine has it}.
+    """Returns the properties that DCP does not support: {property: whether the layer or engine has it}.
 
     extends: whether extend attention reads the caches. slides: whether the layer has a window.
     """

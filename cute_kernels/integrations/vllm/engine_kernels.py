@@ -1,7 +1,7 @@
 """The kernels that served models need. The wheel of compiled kernels holds them besides the shipped ones.
 
 The tables below list models that people serve, by the facts that decide their kernels. If another model needs kernels
-that are missing, its start names them (`prepare.why_not_ready`).
+that the wheel lacks, `prepare.why_not_ready` lists them when the model starts.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def check() -> None:
 
 
 def wanted_constants() -> Path | None:
-    """Returns the file of a cache's constants that the environment asks for; None if it asks for none.
+    """Returns the file of constants that the environment names for the cache; None if it names none.
 
     Raises:
         ValueError: the environment does not ask for a cache format that could have constants.

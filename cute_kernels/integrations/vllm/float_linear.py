@@ -1,7 +1,8 @@
 """Linear layers of vLLM with FP8, MXFP4 or NVFP4 weights: a seam that must be asked for by name.
 
-A method of vLLM gives loaded weights to its chosen kernel. Here the weights are packed instead, and the products of
-this module become the method's kernel. Each part of a fused layer keeps its own scale; vLLM keeps the largest.
+A method of vLLM gives loaded weights to the kernel that it chose. Here the weights are packed instead, and the products
+of this module become the method's kernel. Each part of a fused layer keeps its own scale; vLLM keeps only the largest
+scale.
 
 Activations stay in 16 bits. If vLLM rounds them to FP8, as the checkpoint declares, the environment must ask for 16
 bits. Activations declared in FP4 stay in 16 bits in vLLM on Hopper, too.

@@ -374,7 +374,7 @@ def _may_defer(product: fx.Node, with_activation: bool = False) -> bool:
 
 
 def _only_product_of(node: fx.Node) -> fx.Node | None:
-    """Returns the product whose unchanged x is this node, if nothing else reads the node; else None."""
+    """Returns the product that has this node as its x, if nothing else reads the node; else None."""
     reader = _only_reader_of(node)
     return reader if is_product(reader) else None
 

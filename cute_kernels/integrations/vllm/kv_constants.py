@@ -22,7 +22,7 @@ from cute_kernels.kv_cache.constants import CacheConstants
 
 
 def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -> None:
-    """Gives every layer of this package's attention its transform. Does nothing if the environment names no file.
+    """Sets the transform of every layer of this package's attention. Does nothing if the environment names no file.
 
     Args:
         layers: the engine's layers by vLLM's names, which contain the layer's number.
@@ -119,8 +119,8 @@ def _read(path: Path) -> CacheConstants:
 def _check_served(transform: CacheTransform, head_size: int, soft_cap: float | None) -> None:
     """Raises ValueError for a transform that kernels do not support.
 
-    Kernels must have the rotations, and attention must undo V's in its own launch. Centred keys with a soft cap are not
-    supported by extend attention.
+    There must be kernels for its rotations, and attention must undo V's rotation in its own launch. Extend attention
+    does not support centred keys with a soft cap.
     """
     if soft_cap is not None and transform.k_center is not None:
         raise ValueError(f"k_center: got one with a soft cap of {soft_cap}, want none (calibrate --no-center)")

@@ -54,7 +54,7 @@ def laid_out(formats: Formats) -> Formats:
     """Returns formats with the order in which their pages hold heads and tokens.
 
     Rows with headers lie head by head, so that a CTA can read one head's tokens as one run of bytes. Other rows keep
-    vLLM's order, which is as fast. vLLM's own variable overrides both.
+    vLLM's order, which is as fast. vLLM's own variable overrides these rules.
     """
     usual = "HND" if formats.k.has_header or formats.v.has_header else "NHD"
     return replace(formats, cache_layout=environment.wanted_layout() or usual)

@@ -1,8 +1,8 @@
 """Latent attention (MLA) of vLLM: decoding over whole contexts and chosen tokens, instead of its backends' kernels.
 
 vLLM's backends FLASHMLA, FLASH_ATTN_MLA and FLASHMLA_SPARSE keep everything else: prompts, the cache and its writing,
-metadata. Their implementation of a layer becomes a subclass with its own decoding, for as many heads as the GPU has.
-FlashMLA's kernels for chosen tokens need 64 or 128 heads, so vLLM pads the heads for them.
+metadata. Each backend's implementation of a layer becomes a subclass with the decoding of this module, for as many
+heads as the GPU has. FlashMLA's kernels for chosen tokens need 64 or 128 heads, so vLLM pads the heads for them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 
 class Decoding:
-    """The decoding of a backend's implementation, over whole contexts in 16-bit caches with pages of 64 tokens. Layers
-    with FP8 caches keep the backend's own decoding."""
+    """Decodes in place of a backend's implementation: over whole contexts, in 16-bit caches with pages of 64 tokens.
+    Layers with FP8 caches keep the backend's own decoding."""
 
     serves_some: ClassVar[bool] = False
     """Whether some layer of the backend decodes here, so that its pages should have 64 tokens."""

@@ -47,7 +47,7 @@ class Source:
         form: maps a method to the way in which it stores codes. Raises ValueError, with the reason, for codes that
             cannot be read here.
         outputs_first: whether parameters are [E, outputs, inputs].
-        backends: vLLM's names of experts for which the method loads weights in this layout.
+        backends: the kernels of vLLM, by name, for which the method loads weights in this layout.
         dtype: the activations' dtype, if it differs from the scales'.
     """
 

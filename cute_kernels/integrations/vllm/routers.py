@@ -45,8 +45,8 @@ class Router:
     routing: Routing
 
     def call(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> RouteCall:
-        """Returns the call of `route` for hidden states [T, K]. weight, bias: the gate's, read only if the gate is in
-        the model's own code."""
+        """Returns the call of `route` for hidden states [T, K]. weight, bias: the gate's weight and bias, which the
+        call needs only if the gate is in the model's own code."""
         gate = (weight, bias) if self.gate is None else (self.gate.weight, self.gate.bias)
         added = gate[1], getattr(self.router, "e_score_correction_bias", None)
         bias, correction = (None if each is None else each.data for each in added)
@@ -120,8 +120,8 @@ def connect(layer: Foreign) -> None:
 
 
 def routers_in_code(layers: Iterable[object]) -> set[int]:
-    """Returns numbers of experts. All routers with such a number, and with their gate in the model's own code, run
-    here.
+    """Returns a set of numbers of experts. A number is in the set if every router with so many experts, and with its
+    gate in the model's own code, runs here.
 
     layers: an engine's layers.
     """

@@ -75,7 +75,7 @@ def making(layer: Layer) -> Iterator[None]:
 def packs_here(what: str, serve: Callable[[Any, Any], str | None], original: Any) -> Any:
     """Wraps a method's `process_weights_after_loading`: ``serve`` first tries to pack the loaded layer.
 
-    If ``serve`` returns a reason against it, vLLM's own method runs, and the log says why.
+    If ``serve`` returns a reason why it cannot pack the layer, vLLM's own method runs, and the log has the reason.
     """
 
     def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:
