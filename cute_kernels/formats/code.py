@@ -1,4 +1,4 @@
-"""Imports device code by its place, so that nothing imports a compiler before it compiles."""
+"""Imports device code by its import path, so that only processes that compile kernels import the compiler."""
 
 from __future__ import annotations
 

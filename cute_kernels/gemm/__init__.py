@@ -1,9 +1,9 @@
 """Quantised linear layers: 4- and 8-bit weights, activations in bf16, fp16 or FP8.
 
-Read on in `weight` (what is stored), `quantize` (how it is made) and `reference` (what a layer means). A call goes
-through `call` (its checks), `ops` (the operator), `plan` and `product` (its launch); `module` has the layer as an
-nn.Module. `choice` compares the kernels: `stream` for few rows, `wgmma` for tiles and limbs; `layer` has a layer in one
-launch. Checkpoints of other projects come in through `cute_kernels.integrations.checkpoints`.
+Read on in `weight` (the stored tensors), `quantize` (how they are made) and `reference` (what a layer computes). A call
+goes through `call` (checks), `ops` (the operator), `plan` and `product` (the launch). `module` has the layer as an
+nn.Module. `choice` chooses between the kernels: `stream` for few rows, `wgmma` for tiles and limbs. `layer` computes
+several products in one launch. `cute_kernels.integrations.checkpoints` imports checkpoints of other projects.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def quantized_layer(
     """Computes a layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next
     layer's qkv.
 
-    The result is that of these calls, in one launch where a kernel supports all products::
+    The result is that of the calls below. One launch computes it if a kernel supports all products::
 
         h = quantized_linear_norm(x, o, residual=residual, norm=norm, ...)
         rows = quantized_linear_norm(quantized_linear(h, gate_up, activation="swiglu"), down, residual=h.rows,

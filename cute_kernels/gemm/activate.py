@@ -19,10 +19,10 @@ MATH = FloatMath()
 
 
 class Activate:
-    """Applies a product's activation: the configuration's own one, or a standard one that an argument of the launch
-    names.
+    """Applies a product's activation. It is the configuration's own activation, or a standard one that an argument of
+    the launch selects.
 
-    Methods read the number from ``shape.activation``; 0: no activation.
+    ``shape.activation`` is the number of a standard activation, or 0 for none.
 
     Args:
         own: the configuration's own activation; None if it is a standard one, or there is none.
@@ -39,7 +39,7 @@ class Activate:
         return shape.activation == 0 if self.own is None else Boolean(False)
 
     def is_gated(self, shape) -> Boolean:
-        """Whether each result is made of two rows of the weight, gate and up."""
+        """Whether each result is computed from two rows of the weight, gate and up."""
         if self.own is None:
             (gated,) = self.gated
             return shape.activation == gated.number

@@ -50,9 +50,9 @@ class CompiledAs:
     """How a configuration is compiled: its kernel class and its launch arguments.
 
     Attributes:
-        made_by: "module:class" of the kernel, imported only where it is compiled.
+        made_by: "module:class" of the kernel, which is imported only to compile it.
         arguments: the launch arguments; the first is a row-major matrix of any size.
-        dtype: of the matrix, default the configuration's.
+        dtype: dtype of the matrix; default: the configuration's.
         divisibility: of the matrix's rows, in elements. assumed_align: of its start, in bytes.
     """
 
@@ -64,8 +64,8 @@ class CompiledAs:
 
 
 def code_of(config: object) -> tuple[str, ...]:
-    """Returns "module:name" of the device code of a configuration's mainloop and reduction. It is imported only where a
-    kernel is compiled."""
+    """Returns the import paths "module:name" of the device code of a configuration's mainloop and reduction. Such code
+    is imported only to compile a kernel."""
     policies = (getattr(config, name, None) for name in ("mainloop", "reduction"))
     return tuple(place for policy in policies if policy is not None for place in policy.code)
 

@@ -102,7 +102,7 @@ def norm_wanted(norm: object, x: torch.Tensor, name: str = "norm") -> Wanted:
 
 
 def results_wanted(call: LinearCall, x: torch.Tensor) -> Iterator[Wanted]:
-    """Yields the requirements for bias, residual and ``out`` of a call whose x is checked."""
+    """Yields the requirements for a call's bias, residual and ``out``. The call's x has been checked."""
     n = call.weight.shape[0]
     sizes = (*x.shape[:-1], out_features(n, call.activation))
     if call.out is not None:
@@ -143,5 +143,6 @@ def check_out_dtype(out_dtype: object) -> None:
 
 
 def result_dtype(out_dtype: torch.dtype | None, x: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
-    """Returns the dtype of a result: ``out_dtype``, or else that of ``out``, or else that of x."""
+    """Returns the dtype of a result. It is ``out_dtype`` if given, else the dtype of ``out`` if given, else the dtype
+    of x."""
     return (x if out is None else out).dtype if out_dtype is None else out_dtype

@@ -1,4 +1,4 @@
-"""Chooses the schedule of a product: the fastest by the models of time, over all kernels.
+"""Chooses the schedule of a product, of any kernel, that is the fastest by the models of time.
 
 Plain Python, no GPU.
 """
@@ -19,7 +19,7 @@ Schedule = StreamSchedule | TileSchedule
 
 
 def candidates(problem: LinearProblem) -> Iterator[Schedule]:
-    """Yields every schedule, of any kernel, that supports a problem."""
+    """Yields all schedules, of all kernels, that support a problem."""
     if problem.batch_invariant:
         yield from invariant.schedules(problem)
         return
@@ -42,15 +42,15 @@ def chosen(problem: LinearProblem) -> Schedule:
 
 
 def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
-    """Whether the model of time is fitted to measurements of schedules like this one. Up to `FEW_ROWS` rows a tile's
-    reduction says so (`Reduction.is_fitted`); other candidates are never chosen there."""
+    """Whether the time model is fitted to measurements of schedules like this one. Up to `FEW_ROWS` rows, no other
+    schedules are chosen. For tiles of so few rows, `Reduction.is_fitted` decides."""
     if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
         return True
     return schedule.config.reduction.is_fitted(schedule.config)
 
 
 def expected_us(problem: LinearProblem, schedule: Schedule) -> float:
-    """Returns the expected microseconds of a schedule, comparable among all schedules of a problem."""
+    """Returns the expected microseconds of a schedule. Those of all schedules of a problem can be compared."""
     if isinstance(schedule, StreamSchedule):
         return stream.estimate_us(problem, schedule) + stream.launch_us(problem)
     return (invariant if problem.batch_invariant else tiles).expected_us(problem, schedule)

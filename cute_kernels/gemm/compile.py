@@ -15,8 +15,8 @@ from cute_kernels.runtime.spec import KernelSpec
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Returns the specs that bundles hold and CI compiles; other kernels compile on demand. The kernels that prepare
-    rows of x ship in bf16. Those that permute inputs take rows of up to 32768 inputs. In fp16 one kernel ships, for
+    """Returns the specs that bundles hold and CI compiles; other kernels compile on demand. Kernels that prepare rows
+    of x ship in bf16, those that permute inputs for rows of up to 32768 inputs. In fp16, one such kernel ships: for
     rows with gaps."""
     rooms = (few_rows, many_rows, invariant)
     products = dict.fromkeys(config for room in rooms for config in room.shipped_configs())

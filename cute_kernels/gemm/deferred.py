@@ -1,9 +1,9 @@
-"""Products before and after an RMSNorm that takes no launch of its own: `quantized_linear_norm` produces `NormedRows`,
-`quantized_linear` consumes them.
+"""Computes products before and after an RMSNorm that takes no launch. `quantized_linear_norm` returns `NormedRows`, and
+`quantized_linear` takes them as x.
 
-The norm takes no launch where both products have kernels with the stores of :mod:`.wgmma.deferred_norm`. The first
-product also writes its rows times the norm's weight, and sums of squares. The second applies the rest of the norm to
-its accumulators. Otherwise the same two calls launch a product, `rms_norm` and a product.
+The norm takes no launch if both products have kernels with the stores of :mod:`.wgmma.deferred_norm`. The first product
+then also writes its rows times the norm's weight, and sums of squares. The second product applies the rest of the norm
+to its accumulators. If a kernel is missing, the two calls launch a product, `rms_norm` and a product.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FLOATS_K_WARPGROUPS = 3  # warpgroups along K from which on fp32 results are sta
 
 
 class Side(NamedTuple):
-    """A weight [n, k] on one side of a norm."""
+    """A weight [n, k] of the product before or after a norm."""
 
     n: int
     k: int
@@ -55,8 +55,8 @@ class Side(NamedTuple):
 def deferred_product_of(
     m: int, side: Side, dtype: torch.dtype, device: int, kind: DeferredKind, activation: object = None
 ) -> Product | None:
-    """Returns the product of ``m`` rows on one side of a deferred norm. None if no kernel supports it, or if the kernel
-    is not compiled and may not be compiled now."""
+    """Returns the product of ``m`` rows before or after a deferred norm. Returns None if no kernel supports it, or if
+    the kernel is not compiled and may not be compiled now."""
     if dtype != torch.bfloat16 or (side.n if kind == GIVES else side.k) % STEP_N or not is_supported(device):
         return None
     problem = problem_of(m, *side, dtype, device, activation=activation)
@@ -91,7 +91,8 @@ class GivingCall(NamedTuple):
 
 
 def give_apart(call: GivingCall) -> NormedRows:
-    """Computes a checked call's rows by an ordinary product. The product that reads them launches their norm first."""
+    """Computes a checked call's rows by an ordinary product. The product that reads the rows launches the norm
+    first."""
     rows = ops.linear(LinearCall(call.x, call.weight, call.bias, call.residual))
     return NormedRows(rows, call.norm, call.eps, call.offset)
 
@@ -176,7 +177,8 @@ def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
 
 
 def no_launch_between(m: int, gives: Side, takes: Side, dtype: torch.dtype, device: int) -> bool:
-    """Whether `leaves_norm` holds for two weights [n, k] on a GPU, the second one without perm and input_scale."""
+    """Whether the norm between two products takes no launch on a GPU. gives, takes: their weights [n, k]. The second
+    weight has no perm and no input_scale."""
     if not m or takes.k != gives.n or deferred_product_of(m, takes, dtype, device, TAKES) is None:
         return False
     return deferred_product_of(m, gives, dtype, device, GIVES) is not None
@@ -220,8 +222,7 @@ def check_taking(call: LinearCall) -> LinearCall:
 
 
 def _parts_wanted(rows: NormedRows) -> Iterator[Wanted]:
-    """Yields the requirements for the parts of a deferred norm: the dtypes and shapes in which the first product stores
-    them."""
+    """Yields the dtypes and shapes in which the first product stores the parts of a deferred norm."""
     if rows.deferred is None:
         return
     given, k = rows.rows, rows.rows.shape[-1]

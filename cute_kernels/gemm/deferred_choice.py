@@ -23,10 +23,9 @@ SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
 
 
 def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> WgmmaConfig | None:
-    """Returns a schedule's configuration for a product before or after a deferred norm; None if it has no such kernel.
-
-    A CTA of the product before the norm has shared memory for the results of one work tile. A CTA of the product after
-    it has memory for the factors of one tile of rows. Schedules that need more have no kernel.
+    """Returns a schedule's configuration for a product before or after a deferred norm. Returns None if there is no
+    such kernel. Before the norm, a CTA has shared memory for the results of one work tile. After the norm, it has
+    memory for the factors of one tile of rows. There is no kernel for schedules that need more.
     """
     if not isinstance(schedule, TileSchedule):
         return None
@@ -42,12 +41,10 @@ def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> Wgm
 def beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> StreamSchedule | TileSchedule:
-    """Returns the schedule of a product on one side of a deferred norm. ``schedule``: the product's schedule without a
-    norm.
-
-    The result is ``schedule`` if it has a kernel for the norm. Otherwise it is the fastest schedule with such a kernel,
-    if its product is slower by less than a norm's launch takes. If there is none, it is ``schedule``. Other schedules
-    are considered only for problems with measured times (`is_short`).
+    """Returns the schedule of a product before or after a deferred norm. ``schedule``: the product's schedule without a
+    norm. The result is ``schedule`` if it has a kernel for the norm. Otherwise it may be another schedule that has one:
+    the fastest, if it is slower by less than the time of a norm's launch. If there is none, the result is ``schedule``.
+    Other schedules are considered only for problems with measured times (`is_short`).
     """
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule
@@ -62,14 +59,14 @@ def beside_a_norm(
 def config_beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> WgmmaConfig | None:
-    """Returns the configuration of the schedule that `beside_a_norm` chooses, as `deferred` returns it; None if that
+    """Returns the configuration, for the norm, of the schedule that `beside_a_norm` chooses. Returns None if that
     schedule has no kernel for the norm."""
     return deferred(beside_a_norm(problem, schedule, kind), kind)
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Returns the configurations that bundles hold: 4-bit weights in groups of 128, `SHIPPED_LAYERS` and
-    `SHIPPED_ROWS`. Others compile on demand."""
+    """Returns the configurations that bundles hold: for 4-bit weights in groups of 128, the layers `SHIPPED_LAYERS` and
+    the numbers of rows `SHIPPED_ROWS`. Others compile on demand."""
     found: dict[WgmmaConfig, None] = {}
     for kind, layers in SHIPPED_LAYERS.items():
         for (n, k), rows in product(layers, SHIPPED_ROWS):

@@ -3,9 +3,10 @@
     rows, x, squares = weight_only_linear_norm(...)           the product before the norm
     y = weight_only_linear_of_normed(x, squares, rows, ...)   the product after it
 
-For some numbers of rows the norm is deferred to the second product. x is then rows times the norm's weight, and squares
-has sums of squares of rows. For other numbers of rows x is the normed rows, and squares is not read. Both operators get
-both products' formats and shapes, so both decide the same way whether the norm is deferred.
+For some numbers of rows, the norm is deferred to the second product. Then x is rows times the norm's weight, and
+squares has sums of squares of rows. For other numbers of rows, x is the normed rows, and squares is not read. Each
+operator gets the formats and shapes of both products. So both operators make the same decision whether the norm is
+deferred.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from cute_kernels.runtime.operator import Operator
 
 
 def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> bool:
-    """Whether the norm of these rows is deferred to the second product."""
+    """Whether the norm of ``rows`` is deferred to the second product."""
     index, on_gpu = rows.get_device(), rows.is_cuda or GPU.takes_cpu
     return on_gpu and norm.dtype == rows.dtype and no_launch_between(len(rows), gives, takes, rows.dtype, index)
 

@@ -1,4 +1,5 @@
-"""The addresses that kernels of products are launched with, and loads of stored scales as fp32."""
+"""`Operands`, the addresses that kernels of products are launched with, and functions that load stored scales as
+fp32."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ def scale_number(config, decoder: CodeDecoder, word):
 
 
 def load_channel(config, decoder: CodeDecoder, operands: Operands, tile, row, tile_bytes) -> list[Any]:
-    """Loads the scales and offsets of a tile's rows ``row`` and ``row`` + 8 that hold for all of K. Returns a list of
-    pairs (two scales, two offsets). The list is empty if scales are in groups and have no second level. Second-level
-    scales have None as offsets.
+    """Loads the scales and offsets that a tile's rows ``row`` and ``row`` + 8 have for all of K. Returns a list with
+    one pair (two scales, two offsets). The list is empty if scales are in groups and have no second level. Offsets are
+    None for second-level scales.
 
     tile_bytes: bytes of a tile's stored scales.
     """
@@ -86,8 +87,8 @@ def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
 
 @cute.jit
 def row_of(end, rows, place):
-    """Returns (number of rows of out to write, row of x that row ``place`` of out is made of). end, rows: addresses as
-    in `INPUT_ROWS`. If ``end`` is 0, all rows are written, and the first number is just above ``place``."""
+    """Returns (number of rows of out to write, row of x from which row ``place`` of out is made). end, rows: addresses
+    as in `INPUT_ROWS`. If ``end`` is 0, all rows are written, and the first number is ``place`` + 1."""
     count, row = place + 1, place
     if end != 0:
         count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])

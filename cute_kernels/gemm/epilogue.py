@@ -1,7 +1,7 @@
 """Stores results of products from fp32 sums, four neighbouring output features of a token at a time, with bias,
 activation and residual.
 
-Every kernel's epilogue uses it for outputs that its own fast paths do not support.
+Every kernel's epilogue uses it for outputs that the kernel's own fast code does not support.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Results:
 
     Args:
         dtype: of biases, "bf16" or "fp16".
-        activation: a configuration's own; None: a standard one, or none, as the launch says.
+        activation: a configuration's own activation. None: the launch selects a standard one, or none.
     """
 
     def __init__(self, dtype: str, activation: ActivationFunction | None):

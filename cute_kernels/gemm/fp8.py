@@ -1,13 +1,11 @@
-"""Products in FP8 that a caller asks for: activations in E4M3 by weights whose codes are E4M3 numbers.
+"""Computes products in FP8, if a caller asks for them: activations in E4M3 times weights whose codes are E4M3 numbers.
 
-With few rows a product takes as long as loading its weights, so FP8 MMAs would gain nothing. x is then rounded to E4M3,
-stored in bf16, and multiplied by a 16-bit product.
-
-With more rows torch's own product (`torch._scaled_mm`) is used where x and W have one scale per row and only a bias is
-added. Its results are bf16, and N and K are multiples of 16. It reads codes row by row: `row_codes` copies a weight's
-codes once, while the GPU has room for the copy.
-
-Otherwise one launch makes rows in E4M3, and a kernel of `cute_kernels.gemm.operands` multiplies them.
+There are three ways. With few rows, x is rounded to E4M3, stored in bf16, and multiplied by a 16-bit product. Such a
+product takes as long as loading its weights, so FP8 MMAs would gain nothing. With more rows, torch's own product
+(`torch._scaled_mm`) computes some calls. x and W then have one scale per row, only a bias is added, results are bf16,
+and N and K are multiples of 16. torch reads codes row by row: `row_codes` copies a weight's codes once, if the GPU has
+room for the copy. For all other calls, one launch makes rows in E4M3, and a kernel of `cute_kernels.gemm.operands`
+multiplies them.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def takes_row_codes(weight: PackedWeight | WeightTensors) -> bool:
 
 
 def row_codes(weight: PackedWeight) -> torch.Tensor:
-    """Copies an FP8 weight's codes row by row, float8_e4m3fn [N, K], as torch's product takes them."""
+    """Returns an FP8 weight's codes row by row, float8_e4m3fn [N, K], as torch's product takes them."""
     rows = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     tiles, blocks, _ = weight.codes.shape
     for first, last in row_blocks(tiles, blocks * hopper.tile_k(weight.bits), weight.device):
@@ -61,15 +59,16 @@ _kept_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def has_room(codes: torch.Tensor) -> bool:
-    """Whether half of a device's memory stays free after a copy of ``codes``. False while a graph is captured."""
+    """Whether half of a device's memory stays free after a copy of ``codes``. It is False while a CUDA graph is
+    captured."""
     free, total = (0, 0) if is_captured(codes) else torch.cuda.mem_get_info(codes.device)
     return free - codes.nbytes > total / MEMORY_KEPT
 
 
 def kept_row_codes(weight: PackedWeight | WeightTensors, may_copy: Callable[[], bool]) -> torch.Tensor | None:
-    """Returns `row_codes` of a weight, which the first call for its codes makes and keeps. None if ``may_copy``
-    returned False in that first call. Calls that a graph captures keep nothing: what they copy is there only once the
-    graph has run."""
+    """Returns `row_codes` of a weight. The first call for the weight makes the row codes and keeps them, or keeps None
+    if ``may_copy`` returned False. A call that a CUDA graph captures keeps nothing, since its copy is only made when
+    the graph runs."""
     found = _kept_rows.get(weight.codes, may_copy)
     if found is may_copy:
         plain = PackedWeight(*weight[:5], check_values=False) if isinstance(weight, WeightTensors) else weight
@@ -96,8 +95,8 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
 def has_few_rows(call: LinearCall) -> bool:
     """Whether a 16-bit product of rounded x is expected to be the fastest, and is exact enough.
 
-    It is not exact for fp16, which may not hold the numbers that codes stand for. Nor is it for a given scale and a
-    weight in groups: bf16 rounds both scales. Batch-invariant products never use it, since the choice depends on the
+    It is not exact enough in two cases. fp16 may not hold the numbers that codes stand for. With a given scale and a
+    weight in groups, bf16 rounds both scales. Batch-invariant products never use it, since the choice depends on the
     number of rows.
     """
     form = call.weight.format
@@ -144,7 +143,8 @@ def by_torch(call: LinearCall) -> bool:
 
 
 def _torch_plan(index: int) -> Plan[[LinearCall], torch.Tensor]:
-    """Returns the plan of torch's product. Our product computes calls with weights whose codes may not be copied."""
+    """Returns the plan of torch's product. If a weight's codes may not be copied, the plan computes the call by our own
+    product."""
     is_ours, own = is_supported(index), list[Plan[[LinearCall], torch.Tensor]]()
 
     def launch(given: LinearCall) -> torch.Tensor:

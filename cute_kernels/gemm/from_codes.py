@@ -1,7 +1,7 @@
-"""Makes packed weights of codes and scales as checkpoints store them: `pack_weight`, and `pack_experts` for all
-experts.
+"""Makes packed weights from codes and scales as checkpoints store them: `pack_weight` for a layer, `pack_experts` for
+all experts.
 
-Nothing is quantised here: codes and scales keep their bytes, except scales of groups with codes that are NaN.
+Nothing is quantised here. Codes and scales keep their bytes, except that a group with a NaN code gets a NaN scale.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def pack_experts(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedExperts:
-    """Packs every expert of a layer as `pack_weight` does one weight.
+    """Packs all experts of a layer, each as `pack_weight` packs one weight.
 
     Args:
         codes, scales: as in `pack_weight`, with a dimension E in front. second: one number for all experts, or [E,
@@ -151,7 +151,8 @@ def _stored_scales(
 
 
 def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Returns the scales, NaN for each group in which a code is NaN. It unpacks a block of rows at a time."""
+    """Returns scales that are NaN for each group with a NaN code, and unchanged for all other groups. It unpacks a
+    block of rows at a time."""
     if not form.nan_codes:
         return stored
     n, k = shape

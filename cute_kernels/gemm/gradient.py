@@ -41,9 +41,8 @@ def differentiable(
     gradients: Callable[[torch.Tensor], Sequence[torch.Tensor | None]],
     *tensors: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes forward(*tensors) without grad mode, and gives the result a backward pass for the tensors.
-
-    gradients: maps the result's gradient to one for each tensor.
+    """Computes forward(*tensors) without grad mode, and gives the result a backward pass. gradients: a function that
+    takes the result's gradient, and returns a gradient for each tensor.
     """
     return cast(torch.Tensor, _Function.apply(forward, gradients, *tensors))
 

@@ -29,8 +29,8 @@ ModelProgress = Callable[[str, int, int], None]
 
 
 class OfWeight(OfFormat, nn.Module):
-    """A module that holds a packed weight. Its state dict has the weight's tensors and "format", and the module's own
-    entries."""
+    """The base of modules that hold a packed weight. The state dict has the weight's tensors and "format", and the
+    module's own entries."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -55,8 +55,8 @@ class OfWeight(OfFormat, nn.Module):
         raise NotImplementedError
 
     def _needed(self) -> list[str]:
-        """Returns the names that a state dict must hold besides the weight's tensors. If one is missing, it is
-        reported, and the module keeps its own tensor."""
+        """Returns the names that a state dict must hold besides the weight's tensors. A missing name is reported, and
+        the module keeps its own tensor."""
         return [] if self.bias is None else ["bias"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,9 +94,9 @@ class OfWeight(OfFormat, nn.Module):
         self._take(form, tensors, copy=not local_metadata.get("assign_to_params_buffers", False))
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
-        """Replaces the module's tensors by loaded ones. With ``copy`` the loaded values are copied to the module's
-        device, into its existing tensors where format, shape and dtype fit. Captured CUDA graphs then read the new
-        values."""
+        """Replaces the module's tensors by loaded tensors. With ``copy``, loaded values are copied to the module's
+        device. They go into the existing tensors if format, shape and dtype fit, so that captured CUDA graphs read the
+        new values."""
         codes = tensors["codes"]
         assert codes is not None
         device = codes.device if self.codes.is_meta else self.codes.device
@@ -113,7 +113,7 @@ class OfWeight(OfFormat, nn.Module):
 
 
 class OfProducts(nn.Module):
-    """A layer whose products may round x to FP8."""
+    """The base of layers whose products may round x to FP8."""
 
     batch_invariant: bool = False
     _activations: Activations | None = None
@@ -150,10 +150,10 @@ def is_conv1d(module: object) -> bool:
 class QuantizedLinear(OfWeight, OfProducts):
     """An nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. The weight is fixed; x has a gradient.
 
-    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, "bias" and "activation_scale".
-    Loading a state dict changes the layer's weight format to the loaded one; only N and K must be the layer's. Tensors
-    are copied, into existing ones where they fit. `load_state_dict` reports a weight that lacks a tensor or does not
-    fit, and the layer is then as it was. Saved "shifts" become floating zero points.
+    The state dict has the tensors of `PackedWeight.state_dict`, including "format", and "bias" and "activation_scale".
+    A loaded weight may have another format, but N and K must be the layer's. Loaded tensors are copied, into existing
+    tensors if they fit. If a weight lacks a tensor or does not fit, `load_state_dict` reports it and the layer does not
+    change. Saved "shifts" become floating zero points.
 
     Args:
         weight: [out_features, in_features].
@@ -162,10 +162,11 @@ class QuantizedLinear(OfWeight, OfProducts):
             then has floating zero points in the dtype of its scales: `cute_kernels.formats.weights.shifted`.
 
     Attributes:
-        batch_invariant: as in `cute_kernels.quantized_linear`; False, and may be set. A state dict does not have it.
-        activations: as in `cute_kernels.quantized_linear`; None, and may be set to "fp8". A state dict does not have
-            it. On a GPU a layer whose FP8 codes have one scale per row keeps a second copy of them. The first call that
-            torch's product computes makes the copy, if enough memory is free.
+        batch_invariant: as in `cute_kernels.quantized_linear`. False by default; may be set. A state dict does not have
+            it.
+        activations: as in `cute_kernels.quantized_linear`. None by default; may be set to "fp8". A state dict does not
+            have it. With one scale per row of FP8 codes, a layer on a GPU keeps a second copy of the codes. The first
+            call that torch's product computes makes the copy, if enough memory is free.
         activation_scale: with "fp8", the scale of all of x, fp32 of one element; None: x has scales of its own.
 
     Raises:
@@ -223,7 +224,7 @@ class QuantizedLinear(OfWeight, OfProducts):
 
     @property
     def parts(self) -> tuple[QuantizedLinear]:
-        """The layer itself: it holds its weight."""
+        """The layer itself, as the only module that holds a weight."""
         return (self,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -241,7 +242,8 @@ class QuantizedLinear(OfWeight, OfProducts):
         return ops.linear(new_call(LinearCall, (x, weight, tensors["bias"], *options)))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns W [N, K] of y = x W^T + bias in ``dtype``, default that of x. Input scales are multiplied in."""
+        """Returns the W [N, K] of y = x W^T + bias, with input scales multiplied in. dtype: that of W; default: the
+        dtype of x."""
         tensors = self.codes, self.scales, self.zeros, self.perm
         dtype = dtype or self.weight_format.activation_dtype(self.scales.dtype)
         w = dense_weight(*tensors, self.weight_format.key, list(self.shape), dtype)
@@ -260,7 +262,7 @@ class QuantizedLinear(OfWeight, OfProducts):
         fp8.forget_row_codes(self.codes)
 
     def _gradients(self, of_y: torch.Tensor) -> tuple[torch.Tensor]:
-        """Computes the gradient of x from that of y. Each call dequantises the weight to y's dtype."""
+        """Computes the gradient of x from the gradient of y. Each call dequantises the weight to y's dtype."""
         return (of_y @ self.dequantize(of_y.dtype),)
 
     def extra_repr(self) -> str:
@@ -274,8 +276,8 @@ class QuantizedLinear(OfWeight, OfProducts):
         )
 
     def fold(self, shifts: torch.Tensor | None) -> None:
-        """Turns ``shifts`` into floating zero points of the layer's weight; None changes nothing. Some state dicts hold
-        shifts as a separate tensor."""
+        """Turns ``shifts``, which some state dicts hold as a separate tensor, into floating zero points of the layer's
+        weight. None changes nothing."""
         if shifts is not None:
             self._set(with_shifts(self.weight, checked_shifts(shifts, self.weight)), self.bias)
 

@@ -18,7 +18,8 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 @dataclass(frozen=True)
 class RowNorm:
-    """An RMSNorm of x's rows before a product. weight: [k]; eps, offset: as in `cute_kernels.rms_norm`."""
+    """The arguments of an RMSNorm of x's rows before a product. weight: [k]. eps, offset: as in
+    `cute_kernels.rms_norm`."""
 
     weight: torch.Tensor
     eps: float
@@ -42,7 +43,8 @@ class RowNorm:
 
 
 def _is_normable(x: torch.Tensor) -> bool:
-    """Whether the norm's kernel reads rows without a copy: they have one stride, and each begins on 16 bytes."""
+    """Whether the norm's kernel can read rows without a copy. Rows then have one stride, and each row begins on 16
+    bytes."""
     if not x.numel():
         return True
     stride = row_stride(x)
@@ -54,8 +56,8 @@ def _is_normable(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DeferredParts:
-    """The parts of a norm that the next product finishes. scaled: bf16 [M, n], rows times the norm's weight; squares:
-    fp32 [M, n / 64], each the sum of squares of 64 columns of a row."""
+    """The data from which the next product completes a norm. scaled: bf16 [M, n], rows times the norm's weight.
+    squares: fp32 [M, n / 64]: sums of squares, each over 64 columns of a row."""
 
     scaled: torch.Tensor
     squares: torch.Tensor
@@ -67,13 +69,13 @@ class NormedRows:
     `quantized_linear` takes them as x.
 
     Attributes:
-        rows: bf16 or fp16 [..., n], before the norm: a model's residual stream; any strides, n a multiple of 8 up to
-            16384. Do not write to it before the products of the norm are computed.
+        rows: bf16 or fp16 [..., n], a model's residual stream before the norm. Any strides; n is a multiple of 8, at
+            most 16384. Do not write to it before the products that read the norm are computed.
         norm: [n], the norm's weight, in the dtype of rows or fp32.
         norm_eps: added to the mean square.
         norm_offset: added to the weight.
-        deferred: the deferred part of the norm, from the product that made the rows; None where the norm takes a
-            launch. It is no argument: `dataclasses.replace` of rows or norm drops it.
+        deferred: the `DeferredParts` that the product of these rows has stored, or None if the norm takes a launch. It
+            is no argument: `dataclasses.replace` of rows or norm drops it.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it, what came and what is wanted.
@@ -109,8 +111,8 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
 def left_to_next(
     rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
 ) -> NormedRows:
-    """Makes the `NormedRows` of a checked call, with the parts of their norm. The fields are not checked again, since
-    every layer of a step calls this."""
+    """Makes the `NormedRows` of a checked call. parts: the `DeferredParts` of their norm, or None. Fields are not
+    checked again, since every layer of a step calls this."""
     made = object.__new__(NormedRows)
     values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
     made.__dict__.update(values)

@@ -49,7 +49,7 @@ def _of_fields(
     path, activations, x, codes, scales, zeros, bias, residual, format, n, k, activation, out_dtype,
     batch_invariant=False, scale=None,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes a product of plain fields on one device. path: :func:`launch` or `_reference`."""
+    """Makes a call from an operator's arguments, and computes it by ``path``: :func:`launch` or `_reference`."""
     weight = weight_of(codes, scales, zeros, weight_format(format), (n, k))
     options = activation, out_dtype, batch_invariant, None, None, 1e-6, 0.0, activations, scale
     return path(new_call(LinearCall, (x, weight, bias, residual, *options)))

@@ -33,8 +33,8 @@ class kept(Generic[T]):  # as functools.cached_property, which takes a lock up t
 
 
 class OfFormat:
-    """The properties of weights, and of layers that hold them, that follow from their format and shape. The shape is
-    (N, K) without padding."""
+    """The base of weights, and of layers that hold weights. It has the properties that follow from format and shape.
+    The shape is (N, K) without padding."""
 
     shape: tuple[int, int]
 
@@ -100,7 +100,8 @@ class Packed(OfFormat):
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the fields of a copied or loaded object: what it has `kept`, such as its device, may not hold here."""
+        """Restores the fields of a copied or loaded object, but not its `kept` properties: the device, for example, may
+        be another one."""
         self.__dict__.update({each.name: state[each.name] for each in fields(cast("Any", self))})
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:

@@ -19,8 +19,8 @@ _TENSORS = ("codes", "scales", "zeros")
 
 
 class ExpertsForm(NamedTuple):
-    """The static properties of `PackedExperts`: all but their contents. device_index: -1 on a CPU. activations: the
-    format that a call rounds x to for its products with them, "fp8" or None."""
+    """The static properties of `PackedExperts`: everything but the contents of tensors. device_index: -1 on a CPU.
+    activations: the format to which a call rounds x, "fp8" or None."""
 
     num_experts: int
     n: int
@@ -34,7 +34,7 @@ class ExpertsForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedExperts(Packed):
-    """Weights [E, N, K] in 4- or 8-bit codes: each tensor holds those of E `PackedWeight`, one after the other.
+    """Weights [E, N, K] in 4- or 8-bit codes. Each tensor holds the tensors of E `PackedWeight`, one after the other.
 
     ``experts[e]`` is expert e as a `PackedWeight` that shares the memory. Act-order and input scales are not supported,
     as each expert would have its own.
@@ -93,7 +93,7 @@ class PackedExperts(Packed):
 
     @kept
     def form(self) -> ExpertsForm:
-        """Everything that a plan for these weights depends on; the addresses of their tensors do not count."""
+        """Everything that decides a plan for these weights. The addresses of their tensors do not."""
         k_pad = packed_weight.padded_shape(self.shape, self.group_size)[1]
         return ExpertsForm(len(self), *self.shape, k_pad, self.format, self.dtype, self.codes.get_device())
 
@@ -107,11 +107,11 @@ class PackedExperts(Packed):
         return torch.stack([weight.dequantize(dtype) for weight in self])
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:
-        """Copies a rank's output features of every expert; see `PackedWeight.shard_n`."""
+        """Returns a copy of a rank's output features of every expert; see `PackedWeight.shard_n`."""
         return stack_experts([weight.shard_n(rank, world_size) for weight in self])
 
     def shard_k(self, rank: int, world_size: int) -> PackedExperts:
-        """Copies a rank's inputs of every expert; see `PackedWeight.shard_k`."""
+        """Returns a copy of a rank's inputs of every expert; see `PackedWeight.shard_k`."""
         return stack_experts([weight.shard_k(rank, world_size) for weight in self])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -211,7 +211,7 @@ def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
 
 
 def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
-    """Stacks ``count`` experts, which it requests one at a time: at most one of them is in memory twice."""
+    """Stacks ``count`` experts. It requests one expert at a time, so at most one expert is in memory twice."""
     first = expert(0)
     form = first.format
     codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))

@@ -1,4 +1,4 @@
-"""The plan of a linear layer's call: how x is prepared, the product, and its result."""
+"""Makes the plan of a linear layer's call. A plan prepares x, launches the product, and returns its result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     copies_residual = residual is not None and not residual.is_contiguous()
 
     def launch(call: LinearCall) -> torch.Tensor:
-        """Launches the product. It is one flat function, as every layer of every decode step waits for it."""
+        """Launches the product. It makes few nested calls, since its time counts in each layer of each decoding
+        step."""
         x, weight, bias, residual, _, _, _, out, _, _, _, _, _ = call
         if prepare is not None:
             x = prepare(call)
@@ -66,7 +67,7 @@ def without_rows(call: LinearCall) -> torch.Tensor:
 
 @torch.no_grad()
 def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Computes a checked call by ``work``, a function of prepared rows [m, k] and of the weight's fields."""
+    """Computes a checked call by the function ``work``, which takes prepared rows [m, k] and the weight's fields."""
     x, weight, residual = call.x, call.weight, call.residual
     n, k = weight.shape
     rows = x if call.norm is None else RowNorm(call.norm, call.eps, call.offset).of(x)
@@ -86,15 +87,15 @@ def of_rows(call: LinearCall, work: Callable[..., torch.Tensor]) -> torch.Tensor
 
 
 def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """Returns a tensor [..., columns] as a contiguous [rows, columns]; the tensor itself if it is that already."""
+    """Returns a tensor [..., columns] as a contiguous [rows, columns]. It is not copied if it is contiguous."""
     if tensor.dim() != 2:
         tensor = tensor.reshape(-1, columns)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def inputs_of(call: LinearCall, problem: LinearProblem, index: int) -> tuple[Product, TensorOf | None]:
-    """Returns (a checked call's product, a function that makes the rows [m, k] that the product reads). The function
-    uses one launch or torch's operators; it is None if the product reads x itself."""
+    """Returns (product of a checked call, function that makes the rows [m, k] that the product reads). The function
+    uses one launch or torch's operators. It is None if the product reads x itself."""
     x, perm, input_scale = call.x, call.weight.perm, call.weight.input_scale
     product = product_of(problem, index)
     if call.norm is not None:
@@ -146,8 +147,8 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def _takes_apart(product: Product, x: torch.Tensor, stride: int | None) -> bool:
-    """Whether the product's kernel reads rows of x with gaps between them. They must have one stride, of whole 16-byte
-    pieces, and not overlap."""
+    """Whether the product's kernel can read rows of x with gaps between them. Rows must have one stride, of whole
+    16-byte pieces, and must not overlap."""
     if stride is None or stride < x.shape[-1] or stride * x.element_size() % ALIGNMENT:
         return False
     return isinstance(product.schedule, TileSchedule) and product.schedule.config.mainloop.rows_apart

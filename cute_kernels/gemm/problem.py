@@ -1,4 +1,5 @@
-"""The problems that decide how products are computed. Plain Python, no GPU."""
+"""`LinearProblem` and `GroupedProblem`, which have all facts that decide how a product is computed. Plain Python, no
+GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class GroupedProblem:
     activation: ActivationFunction | None = None
 
     def max_entries(self, capacity: int) -> int:
-        """Returns the number of tiles, of up to ``capacity`` rows each, that the worst distribution of rows among
-        experts needs."""
+        """Returns the number of tiles, of up to ``capacity`` rows each, for the worst distribution of rows among
+        experts."""
         active = min(self.num_experts, self.places)
         return (self.places + active * (capacity - 1)) // capacity

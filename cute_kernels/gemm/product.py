@@ -1,4 +1,4 @@
-"""Products: compiled kernels with the part of a launch that stays the same from call to call."""
+"""`Product`, a compiled kernel with all launch arguments that do not change from call to call."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ tensors, or None, by name."""
 
 @dataclass(frozen=True)
 class Product:
-    """A product, dense or of experts, by any kernel. It holds all that its launches need, except a call's numbers and
-    addresses.
+    """A product, dense or of experts, by any kernel. It holds everything that launches need, except a call's numbers
+    and addresses.
 
     Attributes:
         schedule: the schedule that it was made from.
         device_index: of the GPU.
-        bind: makes its launcher.
+        bind: makes the function that launches the product.
     """
 
     schedule: Any
@@ -49,11 +49,10 @@ class Product:
     bind: Bind
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """Returns a function that launches the product, for calls that have ``n``, activation, ``out_dtype`` and
-        ``added`` in common. It launches on the current stream of the current device.
-
-        The returned function takes x [m, k], on 16 bytes, k a multiple of 8, and other tensors, or None, by name.
-        activation: a name or an object; one that is not standard must be the problem's own.
+        """Returns a function that launches the product, for all calls with this ``n``, activation, ``out_dtype`` and
+        ``added``. The function launches on the current stream of the current device. It takes x [m, k], on 16 bytes,
+        with k a multiple of 8. It takes other tensors, or None, by name. activation: a name or an object; one that is
+        not standard must be the problem's own.
         """
         return self.bind({"n": n, "activation": number_of(activation), "out_kind": OUT_KINDS[out_dtype], **added})
 
@@ -70,8 +69,8 @@ def of_kernel(
 
     Args:
         function: the compiled kernel. declared: its launch arguments. sizes: the numbers that the schedule decides.
-        tensors: names of the tensors that a launch may give; those that the kernel does not declare are ignored, and so
-            is ``rows``.
+        tensors: names of the tensors that a launch may give. ``rows``, and tensors that the kernel does not declare,
+            are ignored.
         num_words: fp32 words of workspace; 0: the kernel needs none.
     """
     places = by_name(*(name for name in tensors if name in declared.names))

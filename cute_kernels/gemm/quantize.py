@@ -1,6 +1,6 @@
 """Makes packed weights, by round-to-nearest quantisation or from given codes.
 
-Either way a block of rows is unpacked at a time, so the memory for unpacked rows does not grow with the weight.
+Rows are unpacked one block at a time, so the memory for unpacked rows does not grow with the weight.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ def quantize_weight(
     device: torch.device | str | None = None,
     format: WeightFormat | str | None = None,
 ) -> PackedWeight:
-    """Quantises a weight by rounding to nearest, by groups of inputs.
-
-    The range of a group always contains 0. Without a zero point the scale is the smallest that covers it with codes
-    -8..7 (-128..127 for 8 bits); with one, 15 (255) steps span it and the zero point is the nearest code to 0. Scales
-    are rounded up to ``dtype`` before codes are computed. So the range still fits, and |W - w| is at most half a scale.
-    Groups of zeros give exact zeros. Other formats round by their own rules.
+    """Quantises a weight by rounding to nearest, by groups of inputs. For integer formats, the range of a group always
+    contains 0. Without a zero point, the scale is the smallest with which codes -8..7 (-128..127 for 8 bits) cover the
+    range. With a zero point, 15 (255) steps of the scale span the range, and the zero point is the code nearest to 0.
+    Scales are rounded up to ``dtype`` before codes are computed, so |W - w| is at most half a scale. Groups of zeros
+    give exact zeros. Other formats have their own rules.
 
     Args:
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
@@ -63,8 +62,8 @@ def quantize_weight(
         zero_point: whether groups get a uint8 zero point; pays for groups whose values lie to one side of 0.
         dtype: of the scales and of the activations to come, bf16 or fp16; default w's, bf16 if it is neither.
         device: where the result is put, default w's.
-        format: a weight format, its name ("mxfp4", "nvfp4", "fp8", "fp8_block", "mxfp8") or its key, instead of bits,
-            group_size and zero_point, which are then not given.
+        format: a weight format, its name ("mxfp4", "nvfp4", "fp8", "fp8_block", "mxfp8") or its key. It replaces bits,
+            group_size and zero_point, which must then not be given.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or the format cannot hold a group's scale (of integers,
@@ -115,7 +114,8 @@ def chosen_format(
 
 
 def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> WeightFormat:
-    """Returns a format that is given as it is, by name or by key. dtype: of activations that it must take, or None.
+    """Returns the format that ``wanted`` is or names, by name or by key. dtype: dtype of activations that the format
+    must support, or None.
 
     Raises:
         TypeError, ValueError: there is no such format, or it does not take such activations.
@@ -131,8 +131,8 @@ def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> Weigh
 
 
 def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
-    """Returns the default dtype of activations for a weight of ``dtype``: ``dtype`` itself if the format supports such
-    activations, else the first that it supports."""
+    """Returns the default dtype of activations for a weight of ``dtype``. It is ``dtype`` if the format supports such
+    activations. If not, it is the first dtype that the format supports."""
     if DTYPES.get(dtype) in chosen.dtypes:
         return dtype
     return next(found for found, name in DTYPES.items() if name in chosen.dtypes)
@@ -223,7 +223,7 @@ def pack(
     input_scale: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs codes of any format; all functions that make weights end here. zeros: given if, and only if, the format has
+    """Packs codes of any format. All functions that make weights call it. zeros: given if, and only if, the format has
     zero points."""
     n, k = shape
     bits, group_size = chosen.bits, chosen.group_size or None
@@ -259,8 +259,8 @@ def pack(
 
 
 def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
-    """Adds a shift for each group of inputs to W, which then has floating zero points. weight: of integers. shifts:
-    floating [N, G]."""
+    """Returns a weight of integers with a shift added to each group of inputs. The result has floating zero points.
+    shifts: floating [N, G]."""
     n, k = weight.shape
     groups, where = shifts.shape[1], weight.device
     scales = scales_of(weight, slice(groups))[:n]
@@ -316,11 +316,11 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
 
 def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (field, value in ``weight``, value in ``first``) for each difference that keeps the two weights from being
-    combined into one.
+    """Yields (field, value in ``weight``, value in ``first``) for each difference because of which the two weights
+    cannot be combined into one.
 
-    It compares shape, the format's options, dtype and device. Integers with zero points fit those without, and a format
-    fits one that includes it.
+    It compares shape, the format's options, dtype and device. Integers with and without zero points can be combined. So
+    can two formats if one includes the other.
     """
     options = weight.format.options.keys()
     for name in ("shape", *(options if options == first.format.options.keys() else ("format",)), "dtype", "device"):
@@ -330,13 +330,14 @@ def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]
 
 
 def wider(first: WeightFormat, other: WeightFormat) -> WeightFormat:
-    """Returns the format of a weight that is made of two weights: ``other`` if it includes ``first``, else
+    """Returns the format of a weight that is made from weights of two formats: ``other`` if it includes ``first``, else
     ``first``."""
     return other if other.includes(first) else first
 
 
 def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
-    """Returns the zero points of a weight of integers; if it has none, symmetric ones, shaped as ``like``."""
+    """Returns the zero points of a weight of integers. If the weight has none, returns symmetric zero points, shaped as
+    ``like``."""
     if weight.zeros is not None:
         return weight.zeros
     return torch.full_like(like, symmetric_zero(weight.bits), dtype=torch.uint8)
@@ -353,8 +354,8 @@ def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None,
 def _pad_codes(
     zeros: torch.Tensor | None, first: int, last: int, k_pad: int, pad_code: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns codes uint8 [rows, K_pad] for tiles ``first`` to ``last``. They all stand for 0, if the format has a
-    0."""
+    """Returns padding codes uint8 [rows, K_pad] for tiles ``first`` to ``last``. All of them stand for 0, if the format
+    has a 0."""
     rows = (last - first) * TILE_N
     if zeros is None:
         return torch.full((rows, k_pad), pad_code, dtype=torch.uint8, device=device)

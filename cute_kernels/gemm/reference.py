@@ -1,4 +1,4 @@
-"""The reference of a quantised linear layer, in fp32 PyTorch. Calls with CPU tensors are computed by it."""
+"""The reference of a quantised linear layer, in fp32 PyTorch. It also computes calls with CPU tensors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def linear_reference(
 ) -> torch.Tensor:
     """Computes activation((x * input_scale) W^T + bias) + residual.
 
-    W is rounded once to x's dtype, as the tensor cores read it; products, sums and everything after them are in
-    ``compute_dtype``, and the result is rounded once to ``out_dtype`` (default x's).
+    W is rounded once to x's dtype, as the tensor cores read it. Products, sums, bias, activation and residual are in
+    ``compute_dtype``. The result is rounded once to ``out_dtype`` (default x's).
 
     Args:
         x: [..., K]; weight: [N, K]; bias: [N]; residual: [..., N], or [..., N / 2] of a gated activation.
@@ -60,6 +60,7 @@ def _at_once(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 
 
 def _row_by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Applies function(x) to rows [..., n], each in memory of its own, as the last bits depend on alignment."""
+    """Applies a function to each row of x [..., n]. Each row is copied first, since the last bits of results depend on
+    alignment."""
     rows = [function(row.clone()) for row in x.reshape(-1, 1, x.shape[-1])]
     return torch.cat(rows).view(*x.shape[:-1], -1) if rows else function(x)

@@ -1,9 +1,8 @@
-"""Schedules of a server's products: kernels are made ready before its first step, and a step may have any number of
-rows.
+"""Chooses schedules of a server's products among kernels that were made ready before the server's first step.
 
-Which kernel is the fastest depends on the number of rows. A server notes here for which numbers of rows it made kernels
-ready. For numbers in between a product takes one of these kernels: the one that is expected to be the fastest. So no
-step waits for a compiler, or fails where there is none.
+The fastest kernel depends on the number of rows, and a step may have any number. A server notes here for which numbers
+of rows it has made kernels ready. For all other numbers, a product takes the ready kernel that is expected to be the
+fastest. So no step waits for a compiler, or fails because there is none.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ _ready: dict[LinearProblem, tuple[int, ...]] = {}
 
 
 def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
-    """Notes that kernels of a product are ready for some numbers of rows, besides those of earlier calls.
-
-    problem: the product with one row. Plans that were made before stay, as their kernels are ready.
+    """Notes that kernels of a product are ready for the numbers ``rows``, in addition to those of earlier calls.
+    problem: the product with one row. Plans that were made before do not change, as their kernels are ready.
     """
     _ready[problem] = tuple(sorted({*_ready.get(problem, ()), *rows}))
 
@@ -47,20 +45,20 @@ def is_noted(problem: LinearProblem) -> bool:
 
 
 def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
-    """Whether a kernel may be loaded that a product can do without. It may if it is compiled already, or may be
-    compiled now: there is a compiler, and no server has noted which kernels of the product are ready."""
+    """Whether an optional kernel of a product may be loaded. It may if it is compiled already. It may also be compiled
+    now, if there is a compiler and no server has noted ready kernels of the product."""
     may_compile = compiler_version() is not None and not is_noted(problem)
     return may_compile or default_cache().has(spec, arch)
 
 
 def forget_ready() -> None:
-    """Forgets what `note_ready` noted: each number of rows has its own kernel again."""
+    """Forgets all notes of `note_ready`. Each number of rows has its own kernel again."""
     _ready.clear()
 
 
 def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
-    """Returns the schedule of a product. If `note_ready` was called for the product with at least as many rows, the
-    kernel is a ready one."""
+    """Returns the schedule of a product. Its kernel is ready if `note_ready` was called for the product with at least
+    as many rows."""
     one = replace(problem, m=1)
     rows = _ready.get(one, ())
     if problem.m in rows or not rows or problem.m > rows[-1]:
@@ -77,13 +75,13 @@ def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
 
 @lru_cache(maxsize=256)
 def _configs(one: LinearProblem, rows: tuple[int, ...]) -> tuple[tuple[Config, int], ...]:
-    """Returns the configurations chosen for some numbers of rows, each with the largest number that it was chosen
-    for."""
+    """Returns the configurations that are chosen for the numbers ``rows``. Each comes with the largest number for which
+    it is chosen."""
     return tuple({chosen(replace(one, m=m)).config: m for m in rows}.items())
 
 
 def takes_any_rows(config: Config) -> bool:
-    """Whether a configuration supports more rows than it was chosen for: its tiles are independent."""
+    """Whether a configuration supports more rows than those for which it was chosen, as its tiles are independent."""
     return isinstance(config, WgmmaConfig) and config.cluster == 1 and isinstance(config.mainloop, RegisterWgmma)
 
 

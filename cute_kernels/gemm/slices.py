@@ -1,11 +1,11 @@
 """Slices of packed weights that begin at any row or input, and weights with permuted rows.
 
-Slices serve tensor parallelism whose shares are not whole tiles or groups. Permuted rows serve a next layer in
+Slices are for tensor parallelism with shares that are not whole tiles or groups. Permuted rows are for a next layer in
 act-order.
 
-`PackedWeight.shard_n` and `shard_k` cut between tiles and groups and copy bytes. The functions here unpack and pack
-again, a block of rows at a time. Codes, scales and zero points keep their values, so a slice is exactly that part of
-the weight.
+`PackedWeight.shard_n` and `shard_k` copy bytes, as they cut between tiles and groups. The functions here unpack codes
+and pack them again, a block of rows at a time. Codes, scales and zero points keep their values. So a slice has exactly
+the numbers of that part of the weight.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def _selected(weight: PackedWeight, rows: slice | torch.Tensor, codes_of: CodesO
 def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
     """Returns columns start to stop of a weight [N, K], or of each expert's: inputs, for row-parallel layers.
 
-    The products of all parts add up to the layer; bias and residual are for one of them. A part that begins inside a
-    group has smaller groups, of 64, 32 or 16 inputs, so that each lies in one group of the whole: 29568 inputs in
-    groups of 128 are two parts of 14784 in groups of 64. The last group of a part may be a short one.
+    The sum of all parts' products is the layer's product; bias and residual are added in one part only. A part that
+    begins inside a group has smaller groups, of 64, 32 or 16 inputs. Each of them lies in one group of the whole
+    weight. For example, 29568 inputs in groups of 128 are two parts of 14784 in groups of 64. The last group of a part
+    may be short.
 
     Args:
         weight: `PackedWeight` without perm, or `PackedExperts`.

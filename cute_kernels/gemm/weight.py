@@ -85,7 +85,7 @@ def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[i
 
 
 class WeightForm(NamedTuple):
-    """The static properties of a `PackedWeight`: all but its contents.
+    """The static properties of a `PackedWeight`: everything but the contents of tensors.
 
     perm, input_scale: the tensor's address modulo 16, or None if there is no such tensor. device_index: -1 on a CPU.
     """
@@ -104,12 +104,13 @@ class WeightForm(NamedTuple):
 
     @property
     def comes_as_it_is(self) -> bool:
-        """Whether the weight takes rows in their own order, unscaled."""
+        """Whether rows of x are multiplied as they are, without act-order and input scales."""
         return self.perm is self.input_scale is None
 
 
 class WeightTensors(NamedTuple):
-    """The fields of a `PackedWeight`, without checks. In each call a layer makes an object of its own tensors."""
+    """The fields of a `PackedWeight`, without checks. A layer makes such an object from its own tensors in each
+    call."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -121,8 +122,8 @@ class WeightTensors(NamedTuple):
 
     @property
     def form(self) -> WeightForm:
-        """The form that a `PackedWeight` of these tensors has. It is computed in each call of a layer, so
-        `tuple.__new__` makes it: that is the fastest."""
+        """The form of a `PackedWeight` with these tensors. Each call of a layer computes it, so it is made by
+        `tuple.__new__`, which is the fastest."""
         perm, scale, at = self.perm, self.input_scale, self.codes.get_device()
         past = None if perm is None else perm.data_ptr() % ALIGNMENT
         scale_past = None if scale is None else scale.data_ptr() % ALIGNMENT
@@ -142,8 +143,8 @@ class PackedWeight(Packed):
     """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes of a format. For integers W[n, k] = (code -
     zero) * scale.
 
-    One set of tensors serves every kernel of the family. N and K are padded to N_pad and K_pad (`padded_shape`); G is
-    the number of groups along K_pad. A weight's number is exact in fp32, and rounded once.
+    All kernels of the family read the same tensors. N and K are padded to N_pad and K_pad (`padded_shape`); G is the
+    number of groups along K_pad. A weight's value is exact in fp32, and rounded once.
 
     Args:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
@@ -156,13 +157,14 @@ class PackedWeight(Packed):
         format: `cute_kernels.formats.weights.integers(bits, group_size, zero_points)`, or another one.
         shape: (N, K), without padding.
         perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
-        input_scale: [K] in the dtype of the activations, or None: what inputs are multiplied with first (AWQ's
+        input_scale: [K] in the dtype of the activations, or None: numbers by which inputs are multiplied first (AWQ's
             pre-scale).
-        check_values: whether the values of scales, zeros and perm are checked, which waits for a GPU. False for
-            tensors of a weight that was checked before. Values are never checked for tensors without data (meta,
-            fake), nor while torch.compile traces or a CUDA graph is captured.
+        check_values: whether the values of scales, zeros and perm are checked, which waits for a GPU. Give False for
+            tensors of a weight that was checked before. Values of tensors without data (meta, fake) are never checked,
+            nor while torch.compile traces or a CUDA graph is captured.
 
-    On a GPU codes, scales and zeros start on 16 bytes, as torch allocates them; views into larger buffers may not.
+    On a GPU, codes, scales and zeros must start on 16 bytes. torch allocates tensors so, but a view into a larger
+    buffer may start elsewhere.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it.
@@ -225,8 +227,8 @@ class PackedWeight(Packed):
 
     @kept
     def form(self) -> WeightForm:
-        """Everything that a plan for this weight depends on. Of its tensors' addresses only the alignment of perm and
-        input_scale counts."""
+        """Everything that decides a plan for this weight. The addresses of tensors do not, except the alignment of perm
+        and input_scale."""
         fields = self.codes, self.scales, self.zeros, self.format, self.shape, self.perm, self.input_scale
         return WeightTensors(*fields).form
 
@@ -238,9 +240,8 @@ class PackedWeight(Packed):
 
     @classmethod
     def __torch_function__(cls, *_: object, **__: object) -> Any:
-        """Refuses all functions of torch, since none of them supports a packed weight.
-
-        nn.TransformerEncoder looks for this on each `weight` before it hands them all to one fused function.
+        """Refuses all functions of torch, since none supports a packed weight. nn.TransformerEncoder calls a fused
+        function only if no `weight` has this method.
         """
         return NotImplemented
 
@@ -287,7 +288,8 @@ class PackedWeight(Packed):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def shard_n(self, rank: int, world_size: int) -> PackedWeight:
-        """Copies a rank's output features (column-parallel). The result equals packing these rows alone.
+        """Returns a copy of a rank's output features (column-parallel). It equals a weight that is packed from these
+        rows alone.
 
         Raises:
             ValueError: N is no multiple of 64 * world_size, or rank is not below world_size.
@@ -306,10 +308,9 @@ class PackedWeight(Packed):
         return replace(self, shape=(n // world_size, k), **own, check_values=False)
 
     def shard_k(self, rank: int, world_size: int) -> PackedWeight:
-        """Copies a rank's inputs (row-parallel). The result equals packing these columns alone.
-
-        The partial products of all ranks add up to the layer; bias and residual are for one of them. With `perm` the
-        rank's packed positions must take inputs of its own share, which act-order weights rarely do.
+        """Returns a copy of a rank's inputs (row-parallel). It equals a weight that is packed from these columns alone.
+        The sum of all ranks' products is the layer's product; bias and residual are added on one rank only. With
+        `perm`, the rank's packed positions must take inputs of the rank's own share, which act-order weights rarely do.
 
         Raises:
             ValueError: a rank's part of K is no multiple of 64 and of the group size; rank is not below world_size;
@@ -368,10 +369,8 @@ class PackedWeight(Packed):
 def checked_state(
     tensors: dict[str, torch.Tensor], names: Collection[str], more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """Checks the names of a state dict's tensors and returns (format, shape, further numbers), as `format_of_numbers`
-    does.
-
-    names: tensors that may be there, besides "format". more: how many further numbers "format" has.
+    """Checks the names of a state dict's tensors, and returns (format, shape, further numbers) from its "format".
+    names: tensors that there may be besides "format". more: number of further numbers in "format".
 
     Raises:
         TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
@@ -390,7 +389,7 @@ def checked_state(
 
 
 def rows_of(tiled: torch.Tensor) -> torch.Tensor:
-    """Returns scales or zeros by rows, [64 * tiles, G], from tiles [tiles, G, 64]."""
+    """Reorders scales or zeros from tiles [tiles, G, 64] to rows [64 * tiles, G]."""
     return tiled.transpose(1, 2).flatten(0, 1)
 
 
@@ -444,7 +443,8 @@ def check_weight_format(weight_format: object) -> None:
 
 
 def check_presence(zeros: object, weight_format: WeightFormat) -> None:
-    """Raises ValueError if the format has zero points and ``zeros`` is None, or if it has none and they are given."""
+    """Raises ValueError if the format has zero points and ``zeros`` is None, or if it has no zero points and ``zeros``
+    is given."""
     if (zeros is not None) != bool(weight_format.has_zeros):
         found, wanted = ("none", "some") if zeros is None else ("some", "None")
         raise ValueError(f"zeros: got {found}, want {wanted} for a weight in the format {spelling(weight_format)}")
@@ -486,13 +486,13 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph captures what is computed of a tensor now."""
+    """Whether the tensor is on a GPU and a CUDA graph is being captured on the current stream."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def fitted(weight_format: WeightFormat, scales: torch.Tensor) -> WeightFormat:
-    """Returns the variant of a format that fits stored scales, and has the same bytes. It is the format itself where
-    scales cannot be read."""
+    """Returns the variant of a format that supports the stored scales and has the same bytes. If scales cannot be read,
+    returns the format itself."""
     return weight_format.fitting(scales) if has_values(scales) else weight_format
 
 

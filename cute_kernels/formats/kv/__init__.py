@@ -1,13 +1,13 @@
-"""KV cache formats. A format is one object that describes the bytes of a cache row, and names the code that reads and
+"""KV cache formats. A format is one object. It describes the bytes of a cache row, and names the code that reads and
 writes rows.
 
-A row is one token of one KV head; :mod:`layouts.kv` describes, packs and proves its bytes. Scales lie in the row or
-beside the cache (then every call is given them), or a format has none. Kernels ask a format for its properties and
-never compare names, so `register` can add a format from any file: see docs/add_kv_format.md. Each kind of shipped
-format has its own module here: a kernel's key has only the modules of its own formats.
+A row is one token of one KV head. :mod:`layouts.kv` describes and packs its bytes, and proves the layout. Scales lie in
+the row, or beside the cache as an argument of every call; some formats have none. Kernels ask a format for its
+properties and never compare names, so `register` can add a format from any file: see docs/add_kv_format.md. Each kind
+of shipped format has its own module here, since a kernel's key has the modules of its own formats only.
 
-Device code is named as "module:attribute" and imported only when a kernel is compiled. So a process that loads kernels
-from a cache never imports the compiler.
+Formats name device code as "module:attribute". It is imported only when a kernel is compiled. So a process that loads
+kernels from a cache never imports the compiler.
 """
 
 from cute_kernels.formats.code import load_code

@@ -34,9 +34,9 @@ class DecodeReader:
     """The device code by which decode attention turns a format's rows into MMA operands.
 
     Args:
-        keys, values: import paths of the key reader and the value reader, see :mod:`cute_kernels.attention.readers`;
-            ``values`` is None for a format that is for keys alone.
-        cost: the kind of format whose measured times the schedule uses: "dense" (16 bits), "int4" or "byte".
+        keys, values: import paths of the readers of keys and of values, see :mod:`cute_kernels.attention.readers`.
+            ``values`` is None for a format of keys alone.
+        cost: whose measured times the schedule uses: those of "dense" (16 bits), "int4" or "byte" formats.
         codes: import path of the class that converts codes to fp16, for the readers of :mod:`.readers.decoded`.
     """
 
@@ -47,8 +47,8 @@ class DecodeReader:
 
     @classmethod
     def of_codes(cls, codes: str) -> DecodeReader:
-        """Makes the reader of rows that begin with an fp32 scale for each group. ``codes`` names the class that
-        converts a run's words to fp16."""
+        """Makes the reader of rows that begin with an fp32 scale for each group. ``codes``: import path of the class
+        that converts words of codes to fp16."""
         module = f"{READERS}.decoded"
         return cls(f"{module}:DecodedKeyReader", f"{module}:DecodedValueReader", codes=codes)
 
@@ -59,12 +59,12 @@ class ExtendReader:
 
     Args:
         words: import path of the class that converts a word of codes, see `cute_kernels.attention.loads.rows`.
-        scales: where scales lie, and what they multiply. "outside": beside the cache; scales of channels multiply
-            queries and the output. "row": fp32 numbers in front of the codes; a row's single scale multiplies scores
-            and probabilities, scales of groups multiply the decoded numbers. "groups": a word for each group in front
-            of the codes, applied to the decoded numbers.
+        scales: where scales lie, and which numbers they multiply. "outside": beside the cache. Scales of channels then
+            multiply queries and the output. "row": fp32 numbers in front of the codes. A row's single scale multiplies
+            scores and probabilities; scales of groups multiply the decoded numbers. "groups": a word for each group in
+            front of the codes, applied to the decoded numbers.
         registers: which of `cute_kernels.attention.extend_config.REGISTERS` the producers need: "bytes" or "int4".
-        unit: the true value of a 1 in the tile.
+        unit: the number that a 1 in the tile stands for.
     """
 
     words: str
@@ -84,20 +84,21 @@ class KvFormat:
         cache_dtypes: dtypes that a cache tensor may have; new caches get the first.
         make_row: a function of head_dim that returns the row as an object of :mod:`layouts.kv`, which quantises,
             dequantises, packs, proves its layout and bounds its error. None if rows are the elements themselves.
-        num_groups: number of groups of columns that have scales of their own in the row.
-        header_bytes: bytes of scales in front of a row's codes: 4 for each group, or none.
+        num_groups: number of groups of columns in a row. Each group has its own scales in the row.
+        header_bytes: bytes of scales in front of a row's codes: 4 for each group, or 0.
         given_scale: granularity of a scale that lies beside the cache ("tensor", "head" or "channel"), or None.
-        code_max: the largest code, to which a scale maps the largest magnitude; None without such scales.
+        code_max: the largest code. Scales map the largest magnitude to it. None without such scales.
         writer: import path of the class that quantises rows in registers, see :mod:`cute_kernels.kv_cache.rows`.
-        decode: the reader of decode attention; None if it cannot read such caches.
-        extend: the reader of extend attention; None for 16-bit elements, which need none, and for formats that it
-            cannot read.
+        decode: the reader of decode attention; None if decode attention cannot read such caches.
+        extend: the reader of extend attention. None for 16-bit elements, which need no reader, and for formats that
+            extend attention cannot read.
         read_as: the format whose kernels read such caches; default: this one.
-        block_tokens: number of neighbouring tokens of a head that share scales, one for each column; blocks begin at
-            its multiples. The rows of a block are written when its last token arrives; until then they wait in 16 bits
-            (`layouts.kv.channel_blocks`). A row has a header word for every ``block_tokens`` columns. For keys alone.
-        by_token: whether rows lie in the order of a call's tokens, not by position. In such a format `append_kv` hands
-            keys to the kernel that fills blocks.
+        block_tokens: number of neighbouring tokens of a head in a block. They share scales, one for each column. Blocks
+            begin at multiples of this number. A block's rows are written when its last token arrives; until then its
+            tokens wait in 16 bits (`layouts.kv.channel_blocks`). A row has a header word for every ``block_tokens``
+            columns. For keys alone.
+        by_token: whether rows lie in the order of a call's tokens, not by position. `append_kv` passes keys to the
+            kernel that fills blocks in such a format.
     """
 
     name: str
@@ -143,8 +144,8 @@ class KvFormat:
 
     @property
     def has_header(self) -> bool:
-        """Whether rows hold their scales. Attention copies such rows as raw bytes, and rows of bare elements by tensor
-        maps."""
+        """Whether rows hold their scales. Attention copies such rows as raw bytes. It copies rows without scales by
+        tensor maps."""
         return self.header_bytes > 0
 
     @property
@@ -166,7 +167,7 @@ class KvFormat:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether tokens share scales, so that rows are written by blocks."""
+        """Whether tokens share scales. Their rows are then written a block at a time."""
         return self.block_tokens > 1
 
     def header_words(self, head_dim: int) -> int:

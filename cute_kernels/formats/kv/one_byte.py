@@ -17,8 +17,9 @@ _EXTEND_SCALES = dict.fromkeys((None, "tensor", "head", "channel"), "outside") |
 def _bytes(codes: str, granularity: str | None = None, num_groups: int = 1) -> KvFormat:
     """Makes a format of one byte per element: INT8 or E4M3 with a symmetric fp32 scale, or E5M2 without scale.
 
-    granularity: of the scale, see :data:`layouts.kv.scaled.GRANULARITIES`; None for E5M2. num_groups: scales of a row
-    with granularity "group". Caches whose rows hold only codes may also have the codes' own dtype instead of uint8.
+    granularity: that of the scale, see :data:`layouts.kv.scaled.GRANULARITIES`; None for E5M2. num_groups: number of
+    scales of a row with granularity "group". If rows hold only codes, a cache may have the codes' own dtype instead of
+    uint8.
     """
 
     def row(head_dim: int) -> KvRow:

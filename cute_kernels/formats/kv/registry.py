@@ -21,8 +21,8 @@ _registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in bl
 
 
 def ship(module: ModuleType) -> None:
-    """Registers the formats of a module of this package: those in its `FORMS`, and those in its `BESIDE`, which serve
-    only K or only `append_kv`."""
+    """Registers the formats of a module of this package. `FORMS` of the module has formats for every use, `BESIDE`
+    those for K alone or for `append_kv` alone."""
     shipped, beside = getattr(module, "FORMS", ()), getattr(module, "BESIDE", ())
     FORMATS.update({form.name: form for form in shipped})
     for form in beside:
@@ -30,7 +30,7 @@ def ship(module: ModuleType) -> None:
 
 
 def register(form: KvFormat) -> KvFormat:
-    """Registers a format by its name for every function that takes ``kv_format``; returns it.
+    """Registers a format by its name, for every function that takes ``kv_format``, and returns the format.
 
     Registering an equal format again changes nothing.
 
@@ -86,15 +86,14 @@ def format_pair(kv_format: object) -> tuple[KvFormatName, KvFormatName]:
 
 
 def modules_of(*names: str) -> tuple[str, ...]:
-    """Returns the modules outside this package that hold the device code of the named formats. A process must import
-    them to compile kernels for these formats."""
+    """Returns the modules outside this package that have the device code of the named formats. A process must import
+    these modules to compile kernels for the formats."""
     places = (place for name in names for place in format_of(name).places())
     return tuple(dict.fromkeys(module for place in places if _is_foreign(module := place.partition(":")[0])))
 
 
 def code_of(use: Use, *names: str) -> tuple[object, ...]:
-    """Returns the parts of a kernel's key that come from the named formats: the formats, and the modules of their
-    device code."""
+    """Returns the parts of a kernel's key for the named formats: the formats, and the modules of their device code."""
     forms = tuple(dict.fromkeys(map(format_of, names)))
     return *forms, *dict.fromkeys(place for form in forms for place in form.places(use))
 

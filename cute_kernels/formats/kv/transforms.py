@@ -1,4 +1,4 @@
-"""`CacheTransform`, which makes keys and values easier to quantise without changing attention's result.
+"""`CacheTransform`, which makes keys and values easier to quantise and does not change attention's result.
 
 A layer's cache holds k' and v' in place of k and v, and attention reads them with q' in place of q. After RoPE, for KV
 head h, with H_w the Hadamard matrix of ``w`` columns, block by block along head_dim (`rotated`):
@@ -6,15 +6,15 @@ head h, with H_w the Hadamard matrix of ``w`` columns, block by block along head
     k' = H_w (k_factor[h] * (k - k_center[h]))          q' = H_w (q_factor[h] * q),  q_factor = 1 / k_factor
     v' = H_u (v_factor[h] * v)                          out = (1 / v_factor[h]) * H_u out'
 
-H_w is orthogonal and symmetric, so q . k = q' . k' + shift with **shift = q . k_center[h]**: one number a query, the
-same for all keys. A softmax does not depend on the shift. It has to be added for a soft cap (before the cap), for an
-attention sink (whose logit competes with q . k) and for the log-sum-exp, hence also where parts with different centers
-are merged.
+H_w is orthogonal and symmetric, so q . k = q' . k' + shift with **shift = q . k_center[h]**. A query has the same shift
+for all keys, so a softmax does not depend on the shift. Three results do, so the shift is added for them: a soft cap
+(before the cap), an attention sink (whose logit competes with q . k), and the log-sum-exp. The log-sum-exp is needed to
+merge parts with different centers.
 
-The *center* removes the mean of K's channels, which would otherwise use up a group's range. The *factors* trade noise
-between channels of K and q, like SmoothQuant's (Xiao et al., 2023; `smoothing` folds such factors before RoPE). The
-*rotation* spreads the rest of an outlier over its block (QuIP#, Tseng et al., 2024; QuaRot, Ashkboos et al., 2024). The
-random signs of a randomised Hadamard matrix are signs of the factors.
+The *center* removes the mean of K's channels, which would otherwise take much of a group's range. The *factors* move
+quantisation noise between channels of K and q, like SmoothQuant's (Xiao et al., 2023; `smoothing` folds such factors
+before RoPE). The *rotation* spreads what remains of an outlier over its block (QuIP#, Tseng et al., 2024; QuaRot,
+Ashkboos et al., 2024). Signs of the factors are the random signs of a randomised Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ LEAST_FACTOR, GREATEST_FACTOR = 2.0**-14, 2.0**14
 
 @dataclass(frozen=True, eq=False)
 class CacheTransform:
-    """The transform of one layer's K and V, with its counterpart for q; see the module's text. The object is immutable.
+    """The transform of one layer's K and V, and the matching transform of q. The module's docstring has the formulas.
+    The object is immutable.
 
     Args:
-        k_center: fp32 [num_kv_heads, head_dim], finite: subtracted from K after RoPE; None: nothing.
+        k_center: fp32 [num_kv_heads, head_dim], finite; subtracted from K after RoPE. None: nothing is subtracted.
         k_factor: fp32 [num_kv_heads, head_dim], magnitudes from 2**-14 to 2**14, any signs; None: 1.
         k_rotation: columns of K's and q's Hadamard blocks: 1 (no rotation) or a power of two that divides head_dim.
         v_factor: as k_factor, fp32 [num_kv_heads, v_head_dim].
@@ -77,7 +78,8 @@ class CacheTransform:
         _ = self.q_factor, self.out_factor  # made now: not in the midst of a graph's capture
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes a copied or loaded object anew: what it kept, such as addresses, is not that of its own arrays."""
+        """Restores a copied or loaded object from its arguments. Kept properties, such as addresses, are computed again
+        for its own arrays."""
         self.__init__(**{each.name: state[each.name] for each in fields(self)})
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -105,8 +107,8 @@ class CacheTransform:
 
     @cached_property
     def kind(self) -> tuple[Any, ...] | None:
-        """The part of the transform that decides a kernel and its launch: everything but the arrays' values. None for
-        the identity."""
+        """The part of the transform that decides a kernel and its launch: everything except the arrays' values. None
+        for the identity."""
         if self.identity:
             return None
         arrays = [(x.shape, x.device) if x is not None else None for x in (self.k_center, self.k_factor, self.v_factor)]
@@ -130,8 +132,8 @@ class CacheTransform:
 
     @cached_property
     def key(self) -> str:
-        """A digest of the transform, 16 hexadecimal digits: equal for transforms that write the same cache. Waits for
-        the device, once. It is "none" for the identity, as `key_of` returns without a transform.
+        """A digest of the transform, 16 hexadecimal digits. Transforms that write the same cache have the same digest.
+        Waits for the device, once. It is "none" for the identity.
 
         Examples:
             >>> CacheTransform().key
@@ -188,8 +190,8 @@ class CacheTransform:
         return rotated(x, self.k_rotation).to(q.dtype)
 
     def shift(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Returns q . k_center, by which q' . k' is smaller than q . k: [..., num_q_heads], at least fp32; None without
-        a center. q is given after RoPE and *before* `queries`. The result is not multiplied by softmax_scale."""
+        """Returns q . k_center, [..., num_q_heads], in fp32 or wider; None without a center. It is q . k minus q' . k'.
+        q is given after RoPE and *before* `queries`. The result is not multiplied by softmax_scale."""
         if self.k_center is None:
             return None
         x = _wide(q)
@@ -204,8 +206,8 @@ class CacheTransform:
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _check_fit(self, heads: int, head_dim: int | None, v_head_dim: int | None, device: torch.device) -> None:
-        """Raises ValueError unless arrays are [heads, head_dim] (V's: v_head_dim) on the device, and rotations divide
-        the columns. An argument of None is not checked."""
+        """Raises ValueError unless arrays are [heads, head_dim] on the device (V's: [heads, v_head_dim]), and the
+        rotations' widths divide head_dim and v_head_dim. A dimension of None is not checked."""
         for name, array in self.arrays.items():
             dim = v_head_dim if name.startswith("v") else head_dim
             if tuple(array.shape) != (heads, dim):
@@ -237,7 +239,7 @@ def named_parts_of(transform: CacheTransform | None) -> dict[str, Any]:
 
 
 def parts_of(transform: CacheTransform | None) -> tuple[Any, ...]:
-    """Returns a transform as the arguments of `TRANSFORM_SCHEMA`, in their order; an empty result for None."""
+    """Returns a transform as the arguments of `TRANSFORM_SCHEMA`, in their order. The result is empty for None."""
     if transform is None:
         return ()
     arrays = transform.k_center, transform.k_factor, transform.q_factor, transform.v_factor, transform.out_factor

@@ -1,7 +1,8 @@
-"""Score options, which change attention's scores between q K^T and the softmax: the shipped ones, and those that
-`register` has added from any file. Each is one object (docs/add_score_option.md).
+"""Score options, which change attention's scores between q K^T and the softmax. Each is one object, and `register` adds
+options from any file (docs/add_score_option.md).
 
-`decode_attention` and `extend_attention` have keywords for the shipped options; calls name others in ``score_options``.
+`decode_attention` and `extend_attention` have keywords for the shipped options. Calls name all other options in
+``score_options``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _registered: dict[str, ScoreOption] = {}
 
 
 def register(option: ScoreOption) -> ScoreOption:
-    """Registers an option by its name and its tensors' names; returns it. Registering an option of the same class again
-    changes nothing.
+    """Registers an option by its name and its tensors' names, and returns the option. Registering an option of the same
+    class again changes nothing.
 
     Raises:
         ValueError: its name, or a tensor's name, is no identifier or belongs to another option; or a tensor has an
@@ -96,8 +97,8 @@ def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mappi
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a call's options as a registered operator takes them: ``score_options`` becomes its names, joined by
-    commas, and a list of its tensors."""
+    """Returns a call's options as a registered operator takes them: the names in ``score_options``, joined by commas,
+    and a list of their tensors."""
     given = dict(options)
     tensors = given.pop("score_options", None)
     if tensors:
@@ -106,7 +107,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a call's options from the result of `flattened`; without the key ``score_options`` if the call had
+    """Returns a call's options from the result of `flattened`. There is no key ``score_options`` if the call had
     none."""
     given = dict(options)
     names, tensors = given.pop("score_names", ""), given.pop("score_tensors", None)
@@ -117,14 +118,14 @@ def restored(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def modules_of(features: Features | None = None) -> tuple[str, ...]:
     """Returns the modules outside this package that a process must import to compile a variant's options. Without
-    features, those of all options."""
+    features, returns those of all options."""
     options = known() if features is None else options_in(features)
     names = dict.fromkeys(option.term.partition(":")[0] for option in options)
     return tuple(name for name in names if name.partition(".")[0] != __name__.partition(".")[0])
 
 
 def code_of(features: Features) -> tuple[object, ...]:
-    """Returns the parts of a kernel's key that come from a variant's options: the options, and the modules of their
-    device code."""
+    """Returns the parts of a kernel's key for a variant's options: the options, and the modules of their device
+    code."""
     options = tuple(options_in(features))
     return *options, *(option.term for option in options)

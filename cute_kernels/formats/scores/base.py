@@ -1,8 +1,8 @@
 """`ScoreOption`, an option that changes attention's scores between q K^T and the softmax.
 
-An option has a name, which becomes part of kernels' names, tensors that a call gives, a formula for the reference, and
-device code. The device code is a class like those of :mod:`.terms`. It is named as "module:attribute" and imported when
-a kernel is compiled.
+An option has a name, tensors that a call gives, a formula for the reference, and device code. Kernels' names contain
+the option's name. The device code is a class like those of :mod:`.terms`. It is named as "module:attribute" and
+imported when a kernel is compiled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`Features`, the features of attention that a call uses beyond softmax(q K^T) V, as compile-time facts. There are no
-GPU types here."""
+"""`Features`, the compile-time record of what a call of attention computes in addition to softmax(q K^T) V. There are
+no GPU types here."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ WIDEST_RESTORED = 128  # columns of a Hadamard block: 4 of each lane of a warp
 
 @dataclass(frozen=True)
 class Features:
-    """The parts of attention that a compiled variant has; the defaults are a plain call of one query on dense caches.
+    """The features of a compiled variant of attention. By default, it is a plain call of one query on dense caches.
 
-    Numbers that belong to features (the width of the window, the cap, addresses, strides) are arguments of the launch.
+    The numbers of features (the width of the window, the cap, addresses, strides) are arguments of the launch.
 
     Attributes:
         queries: a request has several queries (q_len > 1).
@@ -22,11 +22,11 @@ class Features:
         soft_cap: scores go through cap * tanh(score / cap).
         sinks: every query head has one more logit in the denominator.
         alibi: scores get slope * (key position - query position).
-        shift: softmax_scale times a number per query is added to scores, before a soft cap. The number is q . k_center,
-            by which the center of a transformed cache has lowered q . k.
-        v_rotation: columns of the Hadamard blocks by which the output is rotated back, up to `WIDEST_RESTORED`; 1 for
-            none.
-        v_factor: the output's columns are multiplied, by one number per KV head and column.
+        shift: softmax_scale times q . k_center, one number per query, is added to scores before a soft cap. The center
+            of a transformed cache has lowered q . k by q . k_center.
+        v_rotation: number of columns of the Hadamard blocks by which the output is rotated back, up to
+            `WIDEST_RESTORED`; 1 for no rotation.
+        v_factor: the output's columns are multiplied by one number per KV head and column.
         bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
         terms: names of registered options (:mod:`cute_kernels.formats.scores`), in order.
         paged: tokens are found through a block table.

@@ -1,8 +1,8 @@
-"""The device code of score options: what a lane keeps for each of its queries, and how it changes a score.
+"""The device code of score options. A term keeps numbers for each of a lane's queries, and changes scores.
 
-Logits are in powers of two (times log2 e), since the softmax uses exp2 alone. Decode and extend attention call the
-terms of a configuration in the order in which they act on scores; a lane's accumulators are keys (rows) times queries
-(columns) in both. ``features`` are `cute_kernels.formats.scores.features.Features`.
+Logits are multiplied by log2 e, since the softmax uses exp2 alone. Decode and extend attention call the terms of a
+configuration in the order in which they act on scores. In both, a lane's accumulators are keys (rows) times queries
+(columns). ``features`` are `cute_kernels.formats.scores.features.Features`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK_ROWS = 4  # of scores that a lane of decode attention has of a block
 
 @dataclass(frozen=True)
 class QueryColumn:
-    """The query of an accumulator column: its index among the request's queries, and its head; run-time integers."""
+    """The query of an accumulator column: the index among the request's queries, and the head; run-time integers."""
 
     place: Int32
     head: Int32
@@ -43,7 +43,7 @@ class ScoreState:
             :class:`cute_kernels.attention.cta.FeatureValues` has for it.
         length: the position after the last query's.
         positions: the positions of the columns' queries in their request; None unless a term needs them.
-        kept: by an option's name, the list of what its term keeps for each column.
+        kept: for each option's name, a list of the values that its term keeps, one for each column.
     """
 
     values: Any
@@ -54,7 +54,7 @@ class ScoreState:
 
 
 class ScoreTerm:
-    """The base of terms, which does nothing.
+    """The base of terms. Its methods change no score and hide no key.
 
     features: the variant's features. columns: number of a lane's queries. rows: number of a lane's keys in a block.
     """
@@ -72,8 +72,8 @@ class ScoreTerm:
         """Prepares the state for new queries, before `open` is called for each of them."""
 
     def open(self, state: ScoreState, work, query: QueryColumn, softmax_scale: Float32) -> Any:
-        """Returns what the term keeps for a query; `change` gets it as ``kept``. ``work.request``: the number of the
-        query's request."""
+        """Returns the value that the term keeps for a query. `change` gets it as ``kept``. ``work.request``: the number
+        of the query's request."""
         return None
 
     def change(self, state: ScoreState, kept: object, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
@@ -82,20 +82,20 @@ class ScoreTerm:
         return x
 
     def ask(self, state: ScoreState, kept: list[object], tokens: list[Int32]) -> None:
-        """Starts loading the inputs of `change` for the keys at ``tokens``; ``kept`` is a list by column. Decode
-        attention calls this method a block ahead, extend attention before the block's first `change`."""
+        """Starts loading the inputs of `change` for the keys at ``tokens``. ``kept``: the list of kept values by
+        column. Decode attention calls this method a block ahead, extend attention before the block's first `change`."""
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """Returns how many tokens, counted back from a query's own position, can be seen by the query or by the
-        ``queries`` - 1 queries before it. None: all tokens.
+        """Returns a number of tokens, or None for all tokens. Tokens further back than this, counted from a query's own
+        position, are hidden from the query and from the ``queries`` - 1 queries before it.
 
-        Tiles before these tokens are skipped, and rows before them may hold anything. values: the launch's numbers; in
-        extend attention without the tensors of registered options.
+        Tiles with only such tokens are skipped, and rows of such tokens may hold anything. values: the launch's
+        numbers. In extend attention they lack the tensors of registered options.
         """
         return None
 
     def may_hide(self, state: ScoreState, token: Int32) -> Any:
-        """Returns whether the term hides some key of a tile that begins with ``token`` from some query; None for
+        """Returns whether the term hides a key of a tile that begins with ``token`` from at least one query. None means
         never."""
         return None
 
@@ -105,8 +105,8 @@ class ScoreTerm:
 
 
 class ShiftTerm(ScoreTerm):
-    """Keeps a query's shift, which the mainloop adds to scores before a soft cap. Without a cap the softmax needs no
-    shift, since all scores of a query have the same shift."""
+    """Keeps a query's shift, which the mainloop adds to scores before a soft cap. Without a cap, the shift is not
+    added: it is the same for all scores of a query, so the softmax does not depend on it."""
 
     def open(self, state, work, query, softmax_scale):
         if not self.features.soft_cap:
@@ -141,8 +141,8 @@ class AlibiTerm(ScoreTerm):
 
 
 class SinksTerm(ScoreTerm):
-    """Does nothing: `combine.merge` of attention loads the sink and adds it. A prefetch here would cost more than it
-    saves."""
+    """Does nothing: `combine.merge` of attention loads the sink and adds it. A prefetch here would take more time than
+    it saves."""
 
 
 class BiasTerm(ScoreTerm):
@@ -180,8 +180,8 @@ class BiasTerm(ScoreTerm):
         return numbers.load_global_part(address, 0, 2) if size == 2 else ptx.load_global_words(address, 0, 1)[0]
 
     def number(self, word: Uint32):
-        """Converts a bias to fp32. It is called where the bias is used, since arithmetic at the load would wait for the
-        load."""
+        """Converts a bias to fp32. It is called when the bias is used. If it were called right after the load, it would
+        wait for the load."""
         return (word << 16 if self.features.bias == "bf16" else word).bitcast(Float32)
 
 
@@ -190,8 +190,8 @@ class WindowTerm(ScoreTerm):
 
     @staticmethod
     def reach_of(window, queries):
-        """Returns the result of :meth:`reach` for a window of the width ``window``. Kernels that take any width call
-        it."""
+        """Returns the result of :meth:`reach` for a window of width ``window``. Kernels that take windows of any width
+        call it."""
         return window + queries - 1
 
     def reach(self, values, queries):
@@ -206,7 +206,7 @@ class WindowTerm(ScoreTerm):
 
 
 def _nearer(reach, other):
-    """Returns the smaller of two reaches; None is no bound."""
+    """Returns the smaller of two reaches. None stands for all tokens."""
     if reach is None or other is None:
         return other if reach is None else reach
     return cutlass.min(reach, other)
@@ -232,7 +232,7 @@ class ScoreTerms:
         self.load = any(type(term).ask is not ScoreTerm.ask for term in terms)
 
     def open(self, state: ScoreState, work, queries: list[QueryColumn], softmax_scale: Float32) -> None:
-        """Stores in ``state`` what the terms keep for the lane's queries."""
+        """Stores in ``state`` the values that the terms keep for the lane's queries."""
         state.kept = {name: [] for name in self.terms}
         for term in self.terms.values():
             term.start(state)
@@ -257,14 +257,14 @@ class ScoreTerms:
         return functools.reduce(_nearer, reaches, None)
 
     def may_hide(self, state: ScoreState, token, masked):
-        """Returns ``masked``, or'ed with whether any term may hide a key of a tile that begins with ``token``."""
+        """Returns whether ``masked`` is True or a term may hide a key of a tile that begins with ``token``."""
         for hidden in (term.may_hide(state, token) for term in self.terms.values()):
             masked = masked if hidden is None else masked | hidden
         return masked
 
     def hides(self, state: ScoreState, position, token, hidden=None):
-        """Returns ``hidden``, or'ed with whether any term hides the key at ``token`` from the query at ``position``;
-        None for never."""
+        """Returns whether ``hidden`` is True or a term hides the key at ``token`` from the query at ``position``. None
+        means never."""
         for more in (term.hides(state, position, token) for term in self.terms.values()):
             if more is not None:
                 hidden = more if hidden is None else hidden | more

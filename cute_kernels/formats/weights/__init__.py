@@ -1,8 +1,9 @@
-"""Weight formats, which say how weights of linear layers and experts become bytes. Each is one object in one registry.
+"""Weight formats, which say how weights of linear layers and experts are stored as bytes. Each format is one object,
+and there is one registry.
 
-A format has codes, scales and zero points. It defines the weights that they stand for, how weights are quantised, how a
-kernel decodes codes, and the cost of decoding. `PackedWeight`, configurations, operators, tuned tables and tests carry
-the object or its key. A new format is one file that registers it: see docs/add_weight_format.md.
+A format has codes, scales and, in some formats, zero points. It defines which weights they stand for, how weights are
+quantised, how a kernel decodes codes, and how long decoding takes. `PackedWeight`, configurations, operators, tuned
+tables and tests carry the object or its key. A new format is one file that registers it: see docs/add_weight_format.md.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class WeightFormat(ABC):
         scale_bytes: bytes of a stored scale: 1, 2, or 4 for an fp32 number that kernels take without conversion.
         dtypes: dtypes of activations that such weights support, "bf16" and "fp16".
         power_scales: whether stored scales are E8M0 bytes (exponents of two), and none is NaN.
-        row_scales: whether rows have scales of a second level, fp32, which multiply the accumulators. Their bytes lie
-            after a tile's group scales, as if they were scales of further groups: see `with_row_scales`.
+        row_scales: whether each row also has a second-level scale, fp32, which multiplies the accumulators. Its bytes
+            lie after a tile's group scales, like scales of further groups: see `with_row_scales`.
         codes_as_bytes: whether `byte_decoder` can convert codes to bytes, so that few rows of x are multiplied in
             limbs.
         bytes_in_e4m3: whether the bytes of `byte_decoder`, and limbs, are E4M3 numbers. If not, both are signed
@@ -106,7 +106,7 @@ class WeightFormat(ABC):
         return self.key
 
     def symbol_name(self, dtype: str) -> str:
-        """Returns the part of kernels' names for the format and the activations' dtype."""
+        """Returns the part of a kernel's name for the format and for activations of ``dtype``."""
         return f"{self.codes_name}{dtype}_{self.scales_name}"
 
     @property
@@ -121,8 +121,8 @@ class WeightFormat(ABC):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers that state dicts of version 1 hold for the format; none for later formats, for which state dicts
-        hold the key."""
+        """The numbers that state dicts of version 1 hold for the format. There are none for later formats: their state
+        dicts hold the key."""
         return ()
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class WeightFormat(ABC):
 
     @property
     def more_groups(self) -> int:
-        """The number of groups whose scales take as many bytes as a row's second-level scale; 0 without a second
+        """The number of groups whose scales take as many bytes as a row's second-level scale. It is 0 without a second
         level."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
@@ -152,7 +152,7 @@ class WeightFormat(ABC):
 
     @property
     def sums_inputs(self) -> bool:
-        """Whether int8 products need a correction by sums of x over groups, because of zero points or shifts."""
+        """Whether int8 products are corrected by sums of x over groups, because of zero points or shifts."""
         return bool(self.has_zeros)
 
     @property
@@ -160,8 +160,8 @@ class WeightFormat(ABC):
         return 0
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """Returns (the simplest format for a weight with these zero points, the zero points that it needs or None). May
-        wait for a GPU."""
+        """Returns the simplest format for a weight with zero points ``zeros``, and the zero points that this format
+        needs, or None. May wait for a GPU."""
         return self, zeros
 
     def with_zero_points(self, has_zeros: bool) -> WeightFormat:
@@ -181,7 +181,8 @@ class WeightFormat(ABC):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of a weight's stored scales for activations of ``dtype``; each takes `scale_bytes`."""
+        """Returns the dtype of a weight's stored scales for activations of ``dtype``. A stored scale takes
+        `scale_bytes` bytes."""
         return dtype
 
     def activation_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
@@ -206,7 +207,7 @@ class WeightFormat(ABC):
         return self
 
     def includes(self, other: WeightFormat) -> bool:
-        """Returns whether the bytes of any weight in the format ``other`` are also a weight in this format."""
+        """Returns whether every weight in the format ``other`` is also a weight in this format, with the same bytes."""
         return other is self
 
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -238,31 +239,30 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
-        """Makes the decoder from codes to numbers of ``dtype``, exactly, without their scales.
-
-        math: the architecture's arithmetic of words and packed pairs of ``dtype``, from
-            `cute_kernels.device.packed_math`. A decoder computes with nothing else, so the format's file needs no
-            compiler.
+        """Makes the decoder that turns codes into exact numbers of ``dtype``, without scales. math: the architecture's
+        arithmetic of words and packed pairs of ``dtype``, from `cute_kernels.device.packed_math`. A decoder uses no
+        other arithmetic, so the format's file does not import the compiler.
         """
 
     def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
-        """Makes the decoder from codes to scaled weights, rounded once, on Hopper, for formats whose `scales_codes` is
-        True. Other formats use `decoder`, and the kernel multiplies by the scales."""
+        """Makes the decoder that turns codes into scaled weights, rounded once, on Hopper. Only formats whose
+        `scales_codes` is True have it. For other formats, the kernel multiplies the results of `decoder` by the
+        scales."""
         raise NotImplementedError(f"{self.key} is not scaled as it is decoded")
 
     def scales_codes(self, dtype: str) -> bool:
-        """Returns whether the format has a `scaling_decoder` for activations of ``dtype``. It must work without a
+        """Returns whether the format has a `scaling_decoder` for activations of ``dtype``. Must not import the
         compiler."""
         return False
 
     def byte_decoder(self, math: PackedMath) -> ByteDecoder:
-        """Makes the decoder from codes to bytes, for formats with `codes_as_bytes`. A byte is 2 ** `byte_exponent`
-        times the weight without its scale."""
+        """Makes the decoder that turns codes into bytes, for formats with `codes_as_bytes`. A byte is 2 **
+        `byte_exponent` times the weight without its scale."""
         raise NotImplementedError(f"{self.key} has no bytes of its codes")
 
     def e4m3_decoder(self) -> type[E4m3Decoder] | None:
-        """Returns the decoder from codes to E4M3; None for formats without FP8 products. It must work without a
-        compiler."""
+        """Returns the decoder that turns codes into E4M3 numbers. Returns None for formats without FP8 products. Must
+        not import the compiler."""
         return None
 
     # -- identity ------------------------------------------------------------------------------------------------------
@@ -276,13 +276,13 @@ class WeightFormat(ABC):
 
 
 def with_row_scales(scales: torch.Tensor, of_rows: torch.Tensor) -> torch.Tensor:
-    """Joins scales of groups [rows, G] and of the second level, fp32 [rows], to stored scales [rows, G +
+    """Joins scales of groups [rows, G] and second-level scales, fp32 [rows], to stored scales [rows, G +
     more_groups]."""
     return torch.cat((scales, of_rows.float().unsqueeze(-1).contiguous().view(scales.dtype)), dim=-1)
 
 
 def without_row_scales(form: WeightFormat, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Splits stored scales [rows, G + more_groups] into (scales of groups, scales of the second level or None): the
+    """Splits stored scales [rows, G + more_groups] into (scales of groups, second-level scales or None). It is the
     inverse of `with_row_scales`."""
     if not form.row_scales:
         return scales, None
@@ -296,7 +296,7 @@ _NAMES: dict[str, WeightFormat] = {}
 
 
 def register(weight_format: Format) -> Format:
-    """Registers a format by its key; returns it.
+    """Registers a format by its key, and returns the format.
 
     Raises:
         ValueError: another object has the key.
@@ -334,8 +334,8 @@ def named(**formats: WeightFormat) -> None:
 
 
 def spelling(weight_format: WeightFormat) -> str:
-    """Returns the spelling of a format in arguments and messages: the name that `named` has given, or the key without
-    underscores."""
+    """Returns the spelling of a format in arguments and messages. It is the name that `named` has given, or else the
+    key without underscores."""
     names = (name for name, each in _NAMES.items() if each is weight_format)
     return next(names, weight_format.key.replace("_", ""))
 

@@ -1,5 +1,5 @@
-"""Mixins for scales of one byte, which bf16 holds exactly, and of four bytes. Formats with different codes share
-them."""
+"""Mixins for scales of one byte, which bf16 holds exactly, and for scales of four bytes. Formats with different codes
+share the mixins."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PowerScales(ByteScales):
         return torch.exp2(scales.double() - E8M0_BIAS)
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns, for each value, the byte of the least power of two that is not below the value."""
+        """Rounds each value up to a power of two, and returns the byte of this power."""
         return ceil_log2(values.clamp(2.0**-E8M0_BIAS, 2.0**E8M0_BIAS)).add(E8M0_BIAS).to(torch.uint8)
 
 

@@ -38,10 +38,9 @@ class PackedMath(Protocol):
 
 
 class ByteDecoder(ABC):
-    """Decodes codes of one format to signed bytes: 16 times the weight without its scale. Formats with `bytes_in_e4m3`
-    have E4M3 numbers instead: 2 ** `byte_exponent` times that weight.
-
-    For formats with zero points the weight here is the code less 8, not less its zero point.
+    """Decodes codes of one format to bytes. A byte is signed, and 16 times the weight without its scale. In formats
+    with `bytes_in_e4m3`, it is an E4M3 number, 2 ** `byte_exponent` times this weight. In formats with zero points, the
+    weight is here the code less 8, not the code less its zero point.
     """
 
     def masks(self, nothing: Uint32) -> Any:
@@ -79,8 +78,8 @@ class E4m3Decoder(ABC):
         ``words``."""
 
     def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
-        """Multiplies the scales of a k block's groups into the numbers. Returns (further arguments of `fragment` for
-        each group, scales of rows g and g + 8 that remain outside).
+        """Prepares `fragment` to multiply decoded numbers by the scales of a k block's groups. Returns further
+        arguments of `fragment` for each group, and two scales, of rows g and g + 8, that `fragment` does not apply.
 
         scales: for each group the stored scales of rows g and g + 8.
         """
@@ -93,10 +92,11 @@ class E4m3Decoder(ABC):
 class CodeDecoder(ABC):
     """Decodes codes of one format to bf16 or to fp16.
 
-    A thread's 16 bytes of a tile hold its A fragments of ``steps`` consecutive k16 steps, ``words_per_step`` words for
-    each. A fragment has four registers with two columns each; registers 0 and 2 belong to row g, 1 and 3 to row g + 8.
-    A word of 4-bit codes has, from the lowest bits on, column 0 of registers 0 to 3, then column 1 of registers 0 to 3.
-    A word of 8-bit codes has column 0 of registers 0 and 1, then their column 1; the next word has registers 2 and 3.
+    A thread's 16 bytes of a tile hold the codes of its A fragments for ``steps`` consecutive k16 steps,
+    ``words_per_step`` words for each step. A fragment has four registers with two columns each. Registers 0 and 2
+    belong to row g, registers 1 and 3 to row g + 8. A word of 4-bit codes has, from the lowest bits on, column 0 of
+    registers 0 to 3, then column 1 of registers 0 to 3. A word of 8-bit codes has column 0 of registers 0 and 1, then
+    column 1 of these registers. The next word has registers 2 and 3.
 
     Attributes:
         words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
@@ -117,8 +117,8 @@ class CodeDecoder(ABC):
         self.steps = 4 // self.words_per_step
 
     def scale_word(self, word: Uint32) -> Uint32:
-        """Returns a word whose low 16 bits are the scale in the activations' dtype. word: the stored scale,
-        zero-extended."""
+        """Converts a stored scale. Returns a word whose low 16 bits are the scale in the activations' dtype. word: the
+        stored scale, zero-extended."""
         return word
 
     def masks(self, nothing: Uint32) -> tuple[Uint32, ...]:

@@ -172,11 +172,11 @@ class NvFp4(Fp4Format):
 
 
 class Fp4Decoder(CodeDecoder):
-    """Decodes FP4 codes to bf16. Exponent and mantissa are moved to the low bits of bf16's exponent and the high bits
-    of its mantissa. A product with 2**126 then gives the number, subnormal ones included.
+    """Decodes FP4 codes to bf16. A code's exponent and mantissa are moved to the low bits of bf16's exponent and the
+    high bits of its mantissa. A product with 2**126 then gives the number, also for subnormal codes.
 
-    8 codes take nine logic instructions and eight products. Integer products, which have their own pipe, move sign and
-    number to their places: with two shifts instead, a warp would take 30 cycles, not 18.
+    8 codes take nine logic instructions and eight products. Integer products move sign and number to their bits, as
+    they run in their own pipe. A warp takes 18 cycles; with two shifts instead, it would take 30.
     """
 
     def __init__(self, math: PackedMath) -> None:
@@ -187,7 +187,7 @@ class Fp4Decoder(CodeDecoder):
         return [self.math.multiply(pair, self.math.word(TWO_TO_126)) for pair in self.placed(words[step])]
 
     def placed(self, codes) -> list[Any]:
-        """Returns the pairs of numbers for the four registers, times 2**-126."""
+        """Returns the packed pairs of the four registers: decoded numbers times 2**-126."""
         math = self.math
         return [
             (word & math.word(pair)) * math.word(copies) & math.word(SIGNS_AND_NUMBERS)
@@ -204,8 +204,8 @@ class MxFp4Decoder(Fp4Decoder):
 
 
 class FoldedMxFp4Decoder(Fp4Decoder):
-    """Decodes and scales FP4 by one product, for E8M0 scales up to 2. The factor is 2**126 times the scale, whose bf16
-    exponent is the byte plus 126. 8 codes take nine logic instructions and eight products."""
+    """Decodes and scales FP4 by one product, for E8M0 scales up to 2. The factor is 2**126 times the scale. Its bf16
+    exponent is the scale's byte plus 126. 8 codes take nine logic instructions and eight products."""
 
     scales_weights = True
 
@@ -231,10 +231,10 @@ class E2m1Codes(E4m3Decoder):
     """Converts FP4 codes to E4M3. Magnitudes are looked up in a table of eight bytes for each row, then get their
     signs. 8 codes take eleven instructions.
 
-    The scales of a k block's groups are divided by the row's largest scale and multiplied into the tables. The largest
-    scale stays outside. In its group the number 6 becomes 384; E4M3 ends at 448. Numbers are exact for scales down to
-    2**-11 of the largest. Scales below 2**-12 of the largest count as 2**-12, where the smallest number is zero. The
-    error is less than 2**-9 of the row's largest possible number.
+    The scales of a k block's groups are divided by the row's largest scale, and multiplied into the tables. The largest
+    scale is applied later. In its group, the number 6 becomes 384; E4M3 ends at 448. Numbers are exact for scales down
+    to 2**-11 of the largest. Smaller scales are taken as at least 2**-12 of the largest, with which the smallest number
+    becomes zero. The error is less than 2**-9 of the row's largest possible number.
     """
 
     slots, folds = 88, True
@@ -268,7 +268,7 @@ class E2m1Codes(E4m3Decoder):
 
 class Fp4Bytes(ByteDecoder):
     """Converts FP4 codes to E4M3, times 2**-6. E2M1's bits are E4M3's sign, lower exponent bits and upper mantissa bit.
-    They only move to their places, so subnormal numbers need no special care. 8 codes take seven instructions."""
+    The code's bits only move, so subnormal numbers need no other code. 8 codes take seven instructions."""
 
     def __init__(self, math: PackedMath) -> None:
         self.math = math

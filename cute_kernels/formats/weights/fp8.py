@@ -6,12 +6,12 @@
 | `e4m3_g128f32` | fp32 | 128 inputs of a row; a scale of a 128 x 128 block is repeated for its 128 rows |
 | `e4m3_g128e8m0`, `e4m3_g32e8m0` (MXFP8, OCP Microscaling 1.0) | E8M0: 2**(byte - 127) | 128 or 32 inputs of a row |
 
-Formats with groups of 64 and 32 inputs serve for parts of a weight that begin inside a group of 128. Codes are exact in
-bf16 and fp16. A code times an fp32 scale is rounded to fp32, then to the activations' dtype, as PyTorch rounds
+Formats with groups of 64 and 32 inputs are for parts of a weight that begin inside a group of 128. Codes are exact in
+bf16 and fp16. A code times an fp32 scale is rounded to fp32, then to the activations' dtype, as in PyTorch's
 ``code.float() * scale``.
 
-A NaN code makes its whole output feature NaN, whatever x is. So packing gives the code's group a NaN scale, and
-decoders need not test for the code, which they read as 480.
+A NaN code makes its whole output feature NaN, for every x. So packing gives the code's group a NaN scale. Decoders need
+not test for NaN codes, which they read as 480.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Fp8Format(WeightFormat):
 
 @dataclass(frozen=True, eq=False)
 class FloatFp8(WordScales, Fp8Format):
-    """FP8 with fp32 scales of groups or of rows. Scales are at most 2**27, so products of limbs meet them before the
-    scale of x without overflow."""
+    """FP8 with fp32 scales of groups or of rows. Scales are at most 2**27, so products of limbs times scales do not
+    overflow before they are multiplied by the scale of x."""
 
     bytes_in_e4m3: ClassVar[bool] = True
     byte_exponent: ClassVar[int] = 0
@@ -157,9 +157,9 @@ def is_nan(codes: torch.Tensor) -> torch.Tensor:
 
 
 class Fp8Decoder(CodeDecoder):
-    """Decodes FP8 codes to 16-bit floats. Sign, exponent and mantissa are moved to the float's fields, the exponent to
-    its field's lowest bits. A product with a power of two then gives the number, subnormal ones included. 8 codes take
-    18 instructions."""
+    """Decodes FP8 codes to 16-bit floats. Sign, exponent and mantissa are moved to the float's fields: the exponent to
+    the lowest bits of its field. A product with a power of two then gives the number, also for subnormal codes. 8 codes
+    take 18 instructions."""
 
     def __init__(self, dtype: str, math: PackedMath) -> None:
         super().__init__(bits=8)
@@ -170,7 +170,7 @@ class Fp8Decoder(CodeDecoder):
         return [self.math.multiply(pair, power) for pair in self.placed(words, step)]
 
     def placed(self, words, step: int) -> list[Any]:
-        """Returns the pairs of numbers for the four registers, times 2 ** -`EXPONENTS` [dtype]."""
+        """Returns the packed pairs of the four registers: decoded numbers times 2 ** -`EXPONENTS` [dtype]."""
         first, found = step * self.words_per_step, []
         for word in words[first : first + self.words_per_step]:
             found += [self._placed(word << 8), self._placed(word)]

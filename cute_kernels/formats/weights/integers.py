@@ -32,7 +32,8 @@ class UnsignedCodes:
 
     @property
     def symmetric_zero(self) -> int:
-        """The code that stands for 0 without zero points, or for the shift alone in formats with shifts: 8 or 128."""
+        """The code that stands for 0 if there are no zero points: 8 or 128. In formats with shifts, it stands for the
+        shift."""
         return 1 << (self.bits - 1)
 
     @property
@@ -77,8 +78,8 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         return self.bits, self.group_size
 
     def simplest(self, zeros: torch.Tensor | None) -> tuple[WeightFormat, torch.Tensor | None]:
-        """Returns (the format without zero points, None) if all zero points are `symmetric_zero`; else (the format with
-        zero points, ``zeros``)."""
+        """Returns (the format without zero points, None) if all zero points are `symmetric_zero`. If not, returns (the
+        format with zero points, ``zeros``)."""
         if zeros is None or bool((zeros == self.symmetric_zero).all()):
             return self.with_zero_points(False), None
         return self.with_zero_points(True), zeros
@@ -106,8 +107,8 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chooses scales for rounding to nearest: the range of a group always contains 0.
 
-        Without a zero point the scale is the smallest that covers the range with codes -8..7 (-128..127); with one, 15
-        (255) steps span it. Scales are rounded up to ``dtype``.
+        Without a zero point, the scale is the smallest with which codes -8..7 (-128..127) cover the range. With a zero
+        point, 15 (255) steps of the scale span the range. Scales are rounded up to ``dtype``.
         """
         middle, top = self.symmetric_zero, (1 << self.bits) - 1
         low, high = w.amin(dim=-1).clamp(max=0), w.amax(dim=-1).clamp(min=0)
@@ -158,8 +159,8 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
 
 
 class Int4Codes(E4m3Decoder):
-    """Converts code - 8 to a multiple of 2**-9 in E4M3: the byte is the sign and the magnitude itself. 8 codes take
-    twelve instructions."""
+    """Converts a code to the E4M3 number (code - 8) * 2**-9: its byte is the sign and the magnitude of code - 8. 8
+    codes take twelve instructions."""
 
     slots, unit = 96, 512.0
 
@@ -228,11 +229,12 @@ def check_scales(name: str, scales: torch.Tensor) -> None:
 
 
 def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
-    """Raises ValueError if kernels cannot subtract a zero point, uint8, from codes of so many bits; waits for a GPU.
+    """Raises ValueError if kernels cannot subtract one of the zero points, uint8, from codes of ``bits`` bits. Waits
+    for a GPU.
 
-    8-bit codes may have any zero point. 4-bit codes may have zero points up to 16. In a fragment's second row zero
-    points stand four bits higher, and larger ones would not be subnormal bf16 numbers (`SubnormalDecoder`). Checkpoints
-    have none above 16.
+    8-bit codes may have any zero point. 4-bit codes may have zero points up to 16. In a fragment's second row, zero
+    points stand four bits higher. There, zero points above 16 would not be subnormal bf16 numbers (`SubnormalDecoder`).
+    Checkpoints have no zero points above 16.
     """
     top = 1 << bits
     if zeros is not None and bits < 8 and int(zeros.max()) > top:
@@ -248,6 +250,6 @@ def _range_of(numbers: torch.Tensor) -> list[float]:
 
 
 def _round_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the smallest numbers in a 16-bit ``dtype`` that are not below ``values``, fp32 and not negative."""
+    """Rounds ``values``, fp32 and not negative, up to numbers of a 16-bit ``dtype``."""
     rounded = values.to(dtype)
     return (rounded.view(torch.int16) + (rounded.float() < values)).view(dtype)

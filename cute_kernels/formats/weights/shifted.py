@@ -1,10 +1,11 @@
 """The formats of 4- and 8-bit integer codes with a shift: W = (code - m) * scale + shift, where m is half the range of
 codes.
 
-They hold the weights of HQQ and torchao, whose zero points are no integers. torchao's INT4 has this formula; HQQ's W =
-(code - z) * scale has shift = (m - z) * scale. Scale and shift have the dtype of the activations. Together they are one
-stored scale of four bytes, the shift in the upper half. So kernels that support fp32 scales of groups support these
-formats. A weight is rounded once, like the fused multiply-add in torchao's own kernels.
+These formats hold the weights of HQQ and torchao, whose zero points are no integers. torchao's INT4 has the formula
+above. HQQ's formula is W = (code - z) * scale, so shift is (m - z) * scale. Scale and shift have the dtype of the
+activations. Both together are one stored scale of four bytes, with the shift in the upper half. So kernels that support
+fp32 scales of groups support these formats. A weight is rounded once, as by the fused multiply-add in torchao's own
+kernels.
 
 | key | groups |
 |---|---|
@@ -113,8 +114,8 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
 
 class ShiftedDecoder(CodeDecoder):
     """Decodes codes to scaled and shifted weights. A code in the low bits of a 16-bit half is a subnormal number. One
-    fused multiply-add subtracts half the range of codes exactly, in units of 2 ** `UNIT`; a second one applies scale
-    and shift. 8 codes of 4 bits take 13 instructions, 8 codes of 8 bits take 12.
+    fused multiply-add subtracts half the range of codes exactly, in units of 2 ** `UNIT`. A second fused multiply-add
+    applies scale and shift. 8 codes of 4 bits take 13 instructions, 8 codes of 8 bits take 12.
     """
 
     scales_weights = True
@@ -149,7 +150,7 @@ class ShiftedDecoder(CodeDecoder):
         return found
 
     def _pairs(self, words, step: int) -> list[Any]:
-        """Returns the codes of the four registers as packed pairs."""
+        """Extracts the codes of a k16 step. Returns them as packed pairs, one for each of the four registers."""
         math = self.math
         if self.bits == 4:
             word = words[step]

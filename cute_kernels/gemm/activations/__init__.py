@@ -1,8 +1,8 @@
 """Activations of products: one class for each, with its formula in torch and on the device.
 
-Kernels choose among the standard ones by a number of the launch. Any other activation is part of the configuration, so
-it has kernels of its own. A new activation takes one file that registers its class. It then works in every product,
-dense or of experts, and in the references. All kernels apply activations by `cute_kernels.gemm.activate`.
+A launch's argument selects a standard activation by its number. Any other activation is part of a configuration, so it
+has its own kernels. A new activation takes one file that registers its class. It then works in every product, dense or
+of experts, and in the references. All kernels apply activations by `cute_kernels.gemm.activate`.
 """
 
 from __future__ import annotations

@@ -26,16 +26,17 @@ _BY_NAME: dict[str, ActivationFunction] = {}  # those that were made, which torc
 
 @dataclass(frozen=True)
 class ActivationFunction(ABC):
-    """The function that a product applies to its fp32 sums, biases included: to each feature, or to a gate and an up.
+    """The function that a product applies to its fp32 sums after biases: to each feature, or to each pair of gate and
+    up.
 
     Subclasses are frozen dataclasses whose fields are numbers with default values. Equal objects are one activation,
     and share kernels.
 
     Attributes:
         kind: a C identifier, by which the class is registered.
-        gated: whether one result is made of two rows of the weight, gate and up interleaved.
-        number: the launch argument of a standard activation; 0: the activation is part of a configuration, with kernels
-            of its own.
+        gated: whether a result is computed from two rows of the weight, gate and up, which are interleaved.
+        number: the launch argument of a standard activation. 0: the activation is part of a configuration, which has
+            its own kernels.
         name: the name in operators and messages: the kind, and numbers in parentheses where there are some.
     """
 
@@ -56,7 +57,7 @@ class ActivationFunction(ABC):
         _BY_NAME.setdefault(self.name, self)
 
     def wanted_numbers(self) -> str:
-        """Returns what the activation's numbers have to be, or "" if they are valid."""
+        """Returns the requirement that the activation's numbers do not meet, or "" if they are valid."""
         finite = all(math.isfinite(getattr(self, field.name)) for field in fields(self))
         return "" if finite else "finite numbers"
 
@@ -96,7 +97,7 @@ def registered() -> tuple[ActivationFunction, ...]:
 
 
 def activation_named(given: object) -> ActivationFunction | None:
-    """Returns the activation of a name. An activation or None is returned as it is.
+    """Returns the activation with a name. If an activation or None is given, it is returned.
 
     Raises:
         ValueError: there is none of that name; the message says which there are.
@@ -105,8 +106,8 @@ def activation_named(given: object) -> ActivationFunction | None:
 
 
 def experts_activation(given: object, others: str = "") -> ActivationFunction:
-    """Returns the activation that is given as an object or by its name. Raises ValueError for anything else. others:
-    further choices that the message names."""
+    """Returns the activation of experts, which is given as an object or by its name. Raises ValueError for anything
+    else. others: further choices that the message names."""
     found = (_BY_NAME.get(given) or _parsed(given)) if isinstance(given, str) else given
     if not isinstance(found, ActivationFunction):
         names = ", ".join(repr(each.name) for each in registered())
@@ -138,8 +139,8 @@ def number_of(given: object) -> int:
 
 
 def config_of(given: object) -> ActivationFunction | None:
-    """Returns the activation that a configuration holds. None if there is no activation, or a standard one, which a
-    launch chooses by number."""
+    """Returns the activation that a configuration holds. Returns None for no activation, and for a standard one, which
+    a launch selects by number."""
     found = activation_named(given)
     return None if found is None or found.number else found
 
@@ -150,6 +151,6 @@ def symbol_of(own: ActivationFunction | None) -> str:
 
 
 def out_features(n: int, given: object) -> int:
-    """Returns the columns of the result for a weight of ``n`` rows: a gated activation halves them."""
+    """Returns the number of columns of the result for a weight of ``n`` rows: n, or n / 2 with a gated activation."""
     found = activation_named(given)
     return n // 2 if found is not None and found.gated else n

@@ -1,4 +1,4 @@
-"""SwiGLU of a clamped gate and a clamped, shifted up: gpt-oss's, MiniMax M3's, DeepSeek V4's and GLM 5's."""
+"""The SwiGLU of a clamped gate and a clamped, shifted up, which gpt-oss, MiniMax M3, DeepSeek V4 and GLM 5 have."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class Gelu(ActivationFunction):
         negative x.
 
         log2 P is nearly a parabola, so a polynomial and one exp2 compute P. The error is at most 2.7e-7, and at most
-        3.6e-7 of x; with 1 + erf in fp32 it is 1.2e-6. It takes 10 instructions, one of which is slow. erfc as
-        exp(-z**2) times a polynomial of 1 / (1 + 0.3276 z) takes 14, two of which are slow.
+        3.6e-7 of x. It would be 1.2e-6 with 1 + erf in fp32. The code takes 10 instructions, one of which is slow. With
+        erfc as exp(-z**2) times a polynomial of 1 / (1 + 0.3276 z), it would take 14, two of which are slow.
         """
         (x,) = values
         magnitude = math.min_or_nan(math.absolute(x), GELU_END)  # infinity times 0 is NaN, and NaN stays

@@ -1,9 +1,9 @@
 """Mixtures of experts with weights in 4- or 8-bit codes: grouped products, and layers of two grouped products.
 
-Read on in `reference` (what the layers mean), `call`, `ops`, `plan`, `product`. `schedule` says how many rows experts
-are assumed to have, `choice` which kernel and layout compute a product. `wgmma` has the grouped products by tiles, and
-says how they differ from `cute_kernels.gemm.wgmma`. `ranges` has the grouped products of few rows, by work ranges over
-the active experts' weights. `routing` and `combine` come before and after the products, `router` chooses experts, and
+Read on in `reference` (what the layers compute), `call`, `ops`, `plan`, `product`. `schedule` estimates how many rows
+an expert has; `choice` selects the kernel and layout of a product. `wgmma` has the grouped products by tiles, and says
+how they differ from `cute_kernels.gemm.wgmma`. `ranges` has the grouped products of few rows, by work ranges over the
+active experts' weights. `routing` runs before the products and `combine` after them. `router` chooses experts, and
 `module` has the layer as an nn.Module. Weights are `cute_kernels.gemm.packed_experts.PackedExperts`.
 """
 
@@ -55,8 +55,8 @@ def grouped_linear(
     """Computes activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e, expert_offsets[e] to
     expert_offsets[e + 1] - 1.
 
-    The routing is read on the device; nothing waits for it, so calls can be captured in CUDA graphs and replayed with
-    other offsets. Accumulators are in fp32, bias and activation too; the result is rounded once. Works under
+    The device reads the routing, and the host never waits for it. So calls can be captured in CUDA graphs and replayed
+    with other offsets. Accumulators, bias and activation are fp32; the result is rounded once. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::grouped_linear``. It has no gradient.
 
     Args:

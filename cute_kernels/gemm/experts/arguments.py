@@ -1,5 +1,5 @@
-"""The arguments that kernels of experts are launched with. `cute_kernels.gemm.operands.fp8_config.ROWS` has those of
-the kernel that makes limbs or codes of rows before them.
+"""The arguments that kernels of experts are launched with. A kernel that makes limbs or codes of rows may run before
+them; `cute_kernels.gemm.operands.fp8_config.ROWS` lists its arguments.
 
 Arguments that :mod:`cute_kernels.gemm.arguments` lists have the same meaning here. Weights, scales and biases are those
 of all experts, one after the other. x is [.., k].

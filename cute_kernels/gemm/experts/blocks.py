@@ -1,9 +1,8 @@
 """The mixtures of experts of transformers that are known to compute what `QuantizedMoE` computes.
 
-For most experts, transformers declares that its own kernels may replace their forward (`use_experts_implementation`):
-they are weighted sums of gated products. Experts without that declaration, or with a gate of their own, and blocks
-around experts are known by their classes, which `known_models.json` lists. A subclass with code of its own is known by
-neither way.
+Most classes of experts in transformers have the declaration `use_experts_implementation`, which says that they compute
+weighted sums of gated products. `known_models.json` lists the classes of all other supported experts, and of blocks
+around experts. A subclass with its own code is not supported.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def shared_of(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Adds the shared expert's result for x to y."""
+    """Returns y plus the shared expert's result for x."""
     z = module.get_submodule(shared)(x)
     if hasattr(module, SHARED_GATE):
         z = torch.sigmoid(module.get_submodule(SHARED_GATE)(x)) * z
@@ -87,7 +86,7 @@ def experts_refusal(experts: nn.Module) -> str | None:
 
 
 def _router_refusal(router: nn.Module) -> str | None:
-    """Returns why the router depends on more than hidden states, or None."""
+    """Returns why the router needs more inputs than hidden states, or None."""
     asked = inspect.signature(router.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     wanted = [each.name for each in asked if each.default is inspect.Parameter.empty and each.kind in kinds]
@@ -108,7 +107,7 @@ def _home(module: nn.Module) -> str:
 
 
 def _is_declared(kind: type) -> bool:
-    """Returns whether transformers declares a class of experts as gated products. The class then has a gate of
+    """Returns whether transformers declares that a class of experts computes gated products, with the gate of
     transformers.integrations.moe."""
     gate, forward = getattr(kind, "_apply_gate", None), getattr(kind, "forward", None)
     return hasattr(forward, "__wrapped__") and getattr(gate, "__module__", "") == "transformers.integrations.moe"

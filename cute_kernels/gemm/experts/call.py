@@ -66,8 +66,8 @@ def check_grouped(call: GroupedCall) -> GroupedCall:
 
 
 def check_grouped_values(call: GroupedCall) -> GroupedCall:
-    """Checks as `check_grouped` does; with `cute_kernels.arguments.DEBUG` it checks the values of offsets and rows,
-    too."""
+    """Makes the checks of `check_grouped`. With `cute_kernels.arguments.DEBUG` it also checks the values of offsets and
+    rows."""
     checked = check_grouped(call)
     if arguments.DEBUG:
         check_routing(call.expert_offsets, call.rows, call.x.shape[0])
@@ -154,7 +154,7 @@ def check_experts(name: str, weight: object) -> None:
 
 
 def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_rows: int) -> None:
-    """Raises ValueError unless ``expert_offsets`` are existing places and ``rows`` existing rows of x. Waits for a
+    """Raises ValueError unless ``expert_offsets`` holds existing places and ``rows`` existing rows of x. Waits for a
     GPU."""
     places = x_rows if rows is None else rows.shape[0]
     ends = expert_offsets.tolist()

@@ -1,7 +1,5 @@
-"""The choice of a grouped product's layout, by the models of time.
-
-Only the device knows how many rows each expert has. So a problem has only its number of places, and the models assume
-that rows are distributed at random. Plain Python, no GPU.
+"""Chooses a grouped product's layout, by the models of time. Only the device knows how many rows each expert has. A
+problem has only the number of places, so the models assume a random distribution of rows. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ def assigned(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[GroupedLayout]
 ) -> list[RangeLayout] | None:
     """Returns layouts of a layer's products over unsorted assignments. layouts: the products' layouts over sorted
-    assignments.
-
-    Returns None if there are too many assignments, or if one of the products needs them sorted.
+    assignments. Returns None if there are too many assignments, or if one of the products needs sorted assignments.
     """
     found: list[RangeLayout] = []
     for number, (problem, layout) in enumerate(zip(problems, layouts, strict=True), 1):
@@ -43,11 +39,9 @@ def assigned(
 
 
 def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> RangeLayout | None:
-    """Returns the layout by work ranges of a layer's product whose layout over sorted assignments is ``layout``; None
-    if there is none.
-
-    The layer's last product may cut K into parts if there is no room for all of it, since its results are added up
-    anyway. last: whether the product is the last one.
+    """Returns a layout by work ranges for a layer's product, or None if there is none. layout: the product's layout
+    over sorted assignments. last: whether the product is the layer's last one. The last product may cut K into parts if
+    shared memory has no room for limbs over all of K, since its results are added up anyway.
     """
     if isinstance(layout, RangeLayout):
         return layout

@@ -1,9 +1,9 @@
-"""The kernel that adds up the results of a token's experts, in the order of its assignments. A thread takes four
-columns of a token.
+"""The kernel that adds up the results of a token's experts, in the order of the token's assignments. A thread adds up
+four columns of a token.
 
-Results lie in the order of places, so those of one token lie apart. Adding them here, in a fixed order, costs one write
-and one read of them in L2. Atomics in the GEMM's epilogue would save that, but results would depend on the order of
-CTAs.
+Results lie in the order of places, so the results of one token are not neighbours. This kernel adds them in a fixed
+order, after a write to L2 and a read from it. Atomics in the GEMM's epilogue would save both, but sums would depend on
+the order of CTAs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cute_kernels.gemm.experts.config import COMBINE_BATCH, COMBINE_THREADS, COM
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a token's sum: for each of its assignments in turn, the results of all parts of K."""
+    """The terms of a token's sum, in their order: for each assignment, the results of all parts of K."""
 
     count: Int32
     part_bits: Int32
@@ -36,7 +36,7 @@ class CombineKernel:
         self.config = config
 
     def launch(self, given, stream):
-        """Launches over (columns, tokens); ``given`` has the arguments `COMBINE` of :mod:`.arguments`."""
+        """Launches a grid over (columns, tokens). ``given`` has the arguments `COMBINE` of :mod:`.arguments`."""
         tokens, n = extents(given.out)
         topk = given.topk
         terms = Terms(topk << given.part_bits, given.part_bits, tokens * topk)
@@ -88,8 +88,8 @@ class CombineKernel:
 
     @cute.jit
     def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):
-        """Starts loading the places and the weights of up to COMBINE_BATCH of a token's terms, from ``begin`` on.
-        first: number of the token's first assignment."""
+        """Loads the places and the weights of up to COMBINE_BATCH of a token's terms, from term ``begin`` on. first:
+        number of the token's first assignment."""
         share_bytes = 4 if self.config.shares == "fp32" else 2
         places_of, weights_of = places + first * self.place_bytes, weights + first * share_bytes
         for i in cutlass.range_constexpr(COMBINE_BATCH):
@@ -109,8 +109,8 @@ class CombineKernel:
         return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
-        """Returns, for a token's ``number``-th term, (its assignment, the first row of the results of its part of
-        K)."""
+        """Returns, for a token's ``number``-th term, (the assignment, the row at which the results of the term's part
+        of K begin)."""
         if not self.config.id_bits:
             return number, Int32(0)
         assignment = number >> terms.part_bits
@@ -138,9 +138,8 @@ class CombineKernel:
                     sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
 
     def place_of(self, address, own, num_experts):
-        """Returns the row of an assignment's results, -1 if there is none.
-
-        address: that of the assignment's place or id; own: the row if results lie in the order of assignments.
+        """Returns the row of an assignment's results, or -1 if it has none. address: the address of the assignment's
+        place or id. own: the row, if results lie in the order of assignments.
         """
         low, *high = ptx.load_global_words(address, 0, self.place_bytes // 4, constant=False)
         if not self.config.id_bits:

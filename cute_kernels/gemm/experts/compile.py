@@ -44,7 +44,8 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:
-    """Returns all kernels that a product of a configuration launches, except the one that gathers rows."""
+    """Returns the specs of all kernels that a product of a configuration launches, except the kernel that gathers
+    rows."""
     makes_limbs = isinstance(config, WgmmaConfig) and config.limbs
     limbs = [GemmSpec(RowsConfig(config.dtype, makes=LIMBS))] if makes_limbs else []
     return [*limbs, ExpertSpec(config)]
@@ -53,13 +54,14 @@ def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:
 def layer_specs(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[choice.GroupedLayout]
 ) -> list[KernelSpec]:
-    """Returns all kernels of a layer's products with these layouts, over sorted and over unsorted assignments."""
+    """Returns the specs of all kernels of a layer's products with these layouts, over sorted and over unsorted
+    assignments."""
     found = [spec for layout in layouts for spec in specs_of(layout.config)]
     return [*found, *(ExpertSpec(layout.config) for layout in choice.assigned(assignments, problems, layouts) or ())]
 
 
 def entry_specs(tokens: int, problems: Sequence[GroupedProblem]) -> list[ExpertSpec]:
-    """Returns the kernels of a batch-invariant layer's products over the unsorted assignments of ``tokens`` tokens;
-    none if the layer sorts them."""
+    """Returns the specs of the kernels of a batch-invariant layer's products over the unsorted assignments of
+    ``tokens`` tokens. There are none if the layer sorts assignments."""
     found = [entry_tiles(problem, tokens) for problem in problems]
     return [ExpertSpec(layout.config) for layout in found if layout is not None] if None not in found else []

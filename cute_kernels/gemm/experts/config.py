@@ -20,11 +20,11 @@ class CombineConfig:
     """The kernel that adds up the results of a token's experts.
 
     Attributes:
-        dtype: that of the output, "bf16", "fp16" or "fp32".
+        dtype: dtype of the output, "bf16", "fp16" or "fp32".
         source: dtype of the results that are added up.
         id_bits: bits of an expert's id, 32 or 64, if results lie in the order of assignments; 0 if places say where
             they lie.
-        shares: dtype of the weights that results are multiplied with.
+        shares: dtype of the routing weights by which results are multiplied.
     """
 
     dtype: str = "bf16"

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class QuantizedExperts(OfWeight):
     """A module that holds the tensors of `PackedExperts`, and biases, as buffers.
 
-    Its state dict is that of `PackedExperts`, and "bias". Loaded weights may have other bits, group size and zero
-    points; the number of experts, N and K must be the layer's. Tensors are copied into existing ones where they fit, so
-    that captured graphs see them.
+    The state dict is that of `PackedExperts`, and "bias". Loaded weights may have other bits, another group size and
+    other zero points. The number of experts, N and K must be the layer's. A loaded tensor is copied into the existing
+    tensor if it fits, so that captured graphs use it.
 
     Args:
         weight: [E, N, K].
@@ -51,8 +51,8 @@ class QuantizedExperts(OfWeight):
     def weight(self) -> PackedExperts:
         """The weights, as an object that shares the layer's tensors.
 
-        The object is kept between calls. While torch.compile traces, each access makes a new one: torch.compile would
-        guard a kept object and its sizes in every call.
+        The object is kept between calls. While torch.compile traces, each access makes a new object, since
+        torch.compile would guard a kept object and its sizes in every call.
         """
         weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"] or weight.format is not self.weight_format:
@@ -95,7 +95,7 @@ Biases = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class OfExperts(OfProducts):
-    """A layer of experts: two products, which may round activations to FP8."""
+    """The base of layers of experts, which compute two products and may round activations to FP8."""
 
     activation: ActivationFunction = Swiglu()  # also of layers pickled before they had one
 
@@ -115,7 +115,7 @@ class OfExperts(OfProducts):
         self.gate_up, self.down = QuantizedExperts(gate_up, first), QuantizedExperts(down, second)
 
     def _routed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Computes the experts' results [tokens, hidden]. weights, ids: [tokens, topk]."""
+        """Computes the layer's result [tokens, hidden], without a shared expert. weights, ids: [tokens, topk]."""
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return differentiable(lambda x, weights: self._routed(x, ids, weights), _refuse_gradients, x, weights)
         modules: Any = self._modules  # nn.Module takes a detour to them as attributes
@@ -130,7 +130,7 @@ class OfExperts(OfProducts):
 
 
 class OfBlock(OfExperts):
-    """A layer that replaces a whole block: experts with their router and shared expert."""
+    """The base of layers that replace a whole block: experts with their router and shared expert."""
 
     router_name: ClassVar[str] = "gate"
 
@@ -189,8 +189,8 @@ class OfBlock(OfExperts):
 class QuantizedMoE(OfBlock):
     """A mixture of experts with gated SiLU and quantised weights. It is for inference: its backward pass is an error.
 
-    The result is that of `cute_kernels.fused_moe` with the router's choice. If there is a shared expert, its result is
-    added, multiplied by sigmoid(shared_expert_gate(x)) if it has a gate.
+    The result is that of `cute_kernels.fused_moe` with the router's ids and weights. If there is a shared expert, its
+    result is added. A shared expert's gate multiplies this result by sigmoid(shared_expert_gate(x)).
 
     Args:
         gate: the router: for x [tokens, hidden] it returns (logits, weights [tokens, topk], ids [tokens, topk]).
@@ -221,11 +221,10 @@ class QuantizedMoE(OfBlock):
 
 
 class QuantizedInputScaledMoE(OfBlock):
-    """Llama 4's mixture: the router's weights scale the experts' inputs, and its logits are returned, too.
-
-    Each pair of a token and one of its experts is a row of its own, which is scaled before the first product. The
-    router is ``router`` and returns (scores [tokens, experts], logits). A token's experts are those with the ``top_k``
-    largest scores.
+    """Llama 4's mixture of experts. The router's weights scale the experts' inputs, and the layer also returns the
+    router's logits. Each pair of a token and one of its experts has its own row, which is scaled before the first
+    product. The submodule ``router`` returns (scores [tokens, experts], logits). A token's experts are those with the
+    ``top_k`` largest scores.
     """
 
     router_name = "router"
@@ -243,7 +242,7 @@ class QuantizedInputScaledMoE(OfBlock):
 
 
 class QuantizedRoutedExperts(OfExperts):
-    """Quantised experts in a block that keeps its own forward, with its own router, scaling and shared experts.
+    """Quantised experts for a block that keeps its own forward, router, scaling and shared experts.
 
     It is for experts in blocks that `QuantizedMoE.from_block` does not support, such as MiniMax-M2's and Nemotron-H's,
     and for experts with biases, as gpt-oss has.
@@ -271,10 +270,10 @@ class QuantizedRoutedExperts(OfExperts):
     ) -> QuantizedRoutedExperts:
         """Returns the layer of quantised experts; other arguments as for `quantize_weight`.
 
-        ``experts`` is a module that is called with hidden states, ids and weights. It has ``gate_up_proj`` [E, 2 I,
-        hidden], gates first, and ``down_proj`` [E, hidden, I]. Or it has biases, as gpt-oss's, with weights transposed
-        and gates and ups alternating. Or it has no gates, as Nemotron-H's, but ``up_proj`` [E, I, hidden] and
-        ``down_proj``.
+        ``experts`` is a module that is called with hidden states, ids and weights. It stores weights in one of three
+        ways. Most have ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I]. gpt-oss's have
+        biases, transposed weights, and alternating gates and ups. Nemotron-H's have no gates, but ``up_proj`` [E, I,
+        hidden] and ``down_proj``.
 
         Raises:
             TypeError, ValueError: as `QuantizedMoE.from_block`.
@@ -299,8 +298,8 @@ def _refuse_gradients(_: torch.Tensor) -> NoReturn:
 
 
 def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfExperts:
-    """Returns the layer with quantised weights that replaces ``swapped``: experts, or a block around experts, known to
-    be supported. weights, options: as in `quantize_experts`."""
+    """Returns the layer with quantised weights that replaces ``swapped``, a supported module of experts or a block
+    around experts. weights, options: as in `quantize_experts`."""
     experts = getattr(swapped, "experts", swapped)
     known = known_experts(experts)
     assert known is not None
@@ -312,7 +311,7 @@ def quantized_experts(swapped: nn.Module, *weights: Any, **options: Any) -> OfEx
 def layer_for(
     swapped: nn.Module, known: Known, gate_up: PackedExperts, down: PackedExperts, biases: Biases = None
 ) -> OfExperts:
-    """Returns the layer that replaces experts, or a block around experts, with the given weights."""
+    """Returns the layer with given weights that replaces ``swapped``, a module of experts or a block around experts."""
     kind, activation = known
     if "experts" not in swapped._modules:
         return QuantizedRoutedExperts(gate_up, down, biases, activation).train(swapped.training)
@@ -337,8 +336,8 @@ def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Ten
 
 
 def _checked_shared(shared: object) -> dict[str, nn.Module]:
-    """Returns submodules by name; none if ``shared`` is None. Raises TypeError or ValueError unless it is a dict of
-    modules with known names, at most one of them a shared expert."""
+    """Returns a dict of submodules by name, which is empty if ``shared`` is None. Raises TypeError or ValueError unless
+    ``shared`` is a dict of modules with known names, with at most one shared expert."""
     if shared is not None and not isinstance(shared, dict):
         raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")
     found = shared or {}

@@ -82,8 +82,8 @@ grouped_operator = Operator(
 def experts_of(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, form: WeightFormat, shape: tuple[int, int]
 ) -> PackedExperts:
-    """Returns packed experts made of an operator's tensors. The operator's call was checked before, so only the
-    presence of zeros is checked."""
+    """Makes `PackedExperts` from an operator's tensors. The operator's call has been checked, so only the presence of
+    zeros is checked here."""
     check_presence(zeros, form)
     made = object.__new__(PackedExperts)
     made.__dict__.update(codes=codes, scales=scales, zeros=zeros, format=form, shape=shape)

@@ -2,8 +2,9 @@
 
 A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, another
 launch puts rows in the order of their places. The launches exchange data in one allocation (`Scratch`). It begins with
-the hidden activations, which kernels get as a tensor and not as an address. The compiled functions check only the
-tensor's number of columns, so all other data may lie after its last row. Nothing here waits for the device.
+the hidden activations, which kernels get as a tensor; all other data are passed by address. The compiled functions
+check only the tensor's number of columns, so the other data may lie behind its last row. Nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ PART_BYTES = 128  # where each part of the scratch memory starts
 
 @dataclass(frozen=True)
 class Scratch:
-    """The layout of a layer's memory: a tensor [rows, columns] of x's dtype, and offsets in bytes from its beginning.
+    """The layout of a layer's memory: a tensor [rows, columns] of x's dtype, and offsets of other data in bytes from
+    the tensor's beginning.
 
     Attributes:
         hidden: the tensor, whose first rows are the hidden activations of all places.
@@ -125,10 +127,10 @@ Products = tuple[GroupedProduct, GroupedProduct]
 
 
 class LayerForm(NamedTuple):
-    """What a layer's products depend on in its calls. Each call has at least one assignment.
+    """The facts of a layer's calls that decide its plan. Each call has at least one assignment.
 
     Attributes:
-        id_bits: bits of an expert's id, 32 or 64.
+        id_bits: number of bits of an expert's id, 32 or 64.
         batch_invariant: whether no token's result may depend on the other tokens.
     """
 
@@ -147,7 +149,7 @@ class LayerForm(NamedTuple):
 
     @property
     def kinds(self) -> tuple[tuple[Any, ...], ...]:
-        """For both products, the arguments of `problem_of` that follow the number of places."""
+        """The arguments of `problem_of` after the number of places, for each of the two products."""
         return (self.gate_up, self.batch_invariant, self.activation), (self.down, self.batch_invariant)
 
 
@@ -181,7 +183,7 @@ def moe_plan_of(form: LayerForm, out_dtype: torch.dtype) -> Plan[[MoeCall], torc
 
 
 def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -> Plan[[MoeCall], torch.Tensor]:
-    """Returns the plan of a layer. products: what `as_they_are` or `sorted_products` returns."""
+    """Makes the plan of a layer. products: the result of `as_they_are` or `sorted_products`."""
     tokens, topk, id_bits, gate_up, down, activation, _ = form
     count, num_experts, (first, second) = form.count, gate_up.num_experts, products
     few = second.finds_ids
@@ -200,8 +202,8 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
     route = None if few else sorting(gate_up, id_bits, count, not first.gathers, scratch)
 
     def launch(call: MoeCall) -> torch.Tensor:
-        """Launches the layer's kernels. It makes few and flat calls, since each layer of each decoding step waits for
-        it."""
+        """Launches the layer's kernels. It makes few nested calls, since its time counts in each layer of each decoding
+        step."""
         x, gate_up, down, shares, ids = call.x, call.gate_up, call.down, call.topk_weights, call.topk_ids
         if x.requires_grad:
             x = x.detach()
@@ -245,18 +247,17 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
 
 
 def gathering(places: int, form: ExpertsForm) -> InputRows:
-    """Returns the launch that puts rows of x in the order of the places, in whole pieces of 16 bytes."""
+    """Returns the launch that copies rows of x into the order of the places. A row is whole pieces of 16 bytes."""
     vector = ALIGNMENT // form.dtype.itemsize
     columns = -(-form.k // vector) * vector
     return rows_of((places, columns), columns, form.dtype, index=form.device_index)
 
 
 def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, scratch: Scratch) -> Callable[..., Any]:
-    """Returns the function that sorts assignments by expert. With ``lays_out_rows`` it also puts rows of x in that
-    order, for a product that does not gather them.
-
-    The function takes x, ids and the address of the scratch memory. It returns (x for the first product, each product's
-    arguments for the routing, the address of the places that the sum over experts reads).
+    """Returns the function that sorts assignments by expert. With ``lays_out_rows`` it also copies rows of x into this
+    order, for a product that does not gather rows. The function takes x, ids and the address of the scratch memory. It
+    returns three things: x for the first product, the routing arguments of each product, and the address of the places
+    for the sum over experts.
     """
     num_experts, sort = form.num_experts, routing_function(id_bits, form.device_index)
     gather = gathering(count, form) if lays_out_rows else None
@@ -273,7 +274,7 @@ def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, sc
 
 def few_layouts(form: LayerForm) -> Sequence[RangeLayout | GroupedTiles] | None:
     """Returns the layouts of both products over unsorted assignments: both by work ranges, or both by tiles of entries.
-    None if there are too many assignments, or if a product does not support them."""
+    Returns None if there are too many assignments, or if a product does not support unsorted assignments."""
     if form.gate_up.activations is not None:
         return None
     found = None
@@ -284,8 +285,8 @@ def few_layouts(form: LayerForm) -> Sequence[RangeLayout | GroupedTiles] | None:
 
 
 def entry_layouts(form: LayerForm) -> list[GroupedTiles] | None:
-    """Returns the layouts of both products by tiles of entries; None if there are too many assignments, or if one
-    product does not support them."""
+    """Returns the layouts of both products by tiles of entries. Returns None if there are too many assignments, or if a
+    product does not support such tiles."""
     own = activation_named(form.activation)
     first, second = (problem_of(form.count, *kind) for kind in form._replace(batch_invariant=True).kinds)
     if own is not None and not own.gated:  # of those that are chosen by a number, entries' stores know the gated one
@@ -296,11 +297,9 @@ def entry_layouts(form: LayerForm) -> list[GroupedTiles] | None:
 
 
 def as_they_are(layouts: Sequence[RangeLayout | GroupedTiles], form: LayerForm) -> Products:
-    """Returns both products over unsorted assignments. In the first, ``topk`` neighbouring assignments share a row of
-    x; in the second, each has its own row of hidden activations.
-
-    A launch of the first product waits for the ids before it lets the next launch begin. So the second product's launch
-    need not wait for them.
+    """Makes both products over unsorted assignments. In the first product, ``topk`` neighbouring assignments share a
+    row of x. In the second product, each assignment has its own row of hidden activations. The first product waits for
+    the ids before it lets the next launch begin, so the second product need not wait for the ids.
     """
     words, where = form.id_bits // 32, (form.gate_up.num_experts, form.gate_up.device_index)
     ids = AssignedIds(form.count, words, form.topk, True), AssignedIds(form.count, words, 1, False)
@@ -309,13 +308,13 @@ def as_they_are(layouts: Sequence[RangeLayout | GroupedTiles], form: LayerForm) 
 
 
 def sorted_products(form: LayerForm) -> Products:
-    """Returns both products of sorted assignments."""
+    """Makes both products of sorted assignments."""
     return behind_each_other(*(product_of(form.count, *kind) for kind in form.kinds))
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
-    """Returns both products for launches in this order: routing, first product, second product. The second product then
-    need not wait for the routing."""
+    """Returns both products, which are launched one after the other behind a routing. The second product does not wait
+    for the routing, as the first one has waited, if both kernels have this choice."""
     if first.waits is not None and second.waits is not None:
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

@@ -1,4 +1,4 @@
-"""Products of experts: compiled kernels, bound to the arguments that stay the same from call to call."""
+"""Makes products of experts: compiled kernels, bound to the arguments that do not change from call to call."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class GroupedProduct(Product):
     """A product of experts.
 
     Attributes:
-        gathers: whether it takes rows of x by index.
-        stores_fp32: whether the product stores results that a layer adds up in fp32, since they are few.
+        gathers: whether the product loads rows of x by index.
+        stores_fp32: whether the product stores fp32 results for a layer that adds them up, as it does if results are
+            few.
         waits: whether the product has to wait for the previous launch before it reads offsets and rows, or ids. If not,
             it loads weights while the previous launch ends. None for kernels without this choice.
-        finds_ids: whether it takes unsorted assignments, by ids of experts.
+        finds_ids: whether the product takes unsorted assignments, as ids of experts.
     """
 
     gathers: bool = True
@@ -97,7 +98,7 @@ def bind_of(config: StreamConfig | WgmmaConfig, sizes: Mapping[str, int], device
 
 
 def make_product(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> GroupedProduct:
-    """Makes the product of a layout: work ranges for few rows an expert, or tiles."""
+    """Makes the product of a layout, by work ranges for few rows an expert or by tiles."""
     sizes = {**layout.sizes, "num_experts": num_experts}
     if isinstance(layout, RangeLayout):
         bind = bind_of(layout.config, sizes | {"places": places}, device_index)
@@ -114,7 +115,8 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
 
 
 def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bind:
-    """Returns a product preceded by a launch that makes limbs, or bytes of E4M3, for all places."""
+    """Returns a product of two launches: one that makes limbs or E4M3 codes of the rows of all places, and
+    ``multiply``."""
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         send_product = multiply(numbers)
@@ -132,10 +134,9 @@ def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bin
 
 
 class AssignedIds(NamedTuple):
-    """The ids of a few assignments' experts, as a product takes them.
-
-    count: number of ids; id_words: 32-bit words of an id; row_assignments: how many neighbouring assignments share a
-    row of x; waits: as in `GroupedProduct`.
+    """Describes the ids of experts that a product of unsorted assignments takes. count: number of ids. id_words: number
+    of 32-bit words of an id. row_assignments: how many neighbouring assignments share a row of x. waits: as in
+    `GroupedProduct`.
     """
 
     count: int
@@ -151,8 +152,8 @@ class AssignedIds(NamedTuple):
 def assigned_product(
     layout: RangeLayout | GroupedTiles, ids: AssignedIds, num_experts: int, device_index: int
 ) -> GroupedProduct:
-    """Returns the product over assignments that no launch sorts. layout: the result of `among_assignments`, or
-    batch-invariant tiles of entries."""
+    """Makes the product over unsorted assignments. layout: the result of `among_assignments`, or batch-invariant tiles
+    of entries."""
     sizes = {**layout.sizes, **ids.sizes, "num_experts": num_experts}
     if isinstance(layout, GroupedTiles):
         bind = bind_of(layout.config, sizes, device_index)

@@ -1,4 +1,4 @@
-"""The reference of layers of experts, in fp32 PyTorch. Calls with CPU tensors are computed by it."""
+"""The reference of layers of experts, in fp32 PyTorch. It also computes calls with CPU tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def grouped_linear_reference(
 
 
 def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sorts assignments by expert and keeps the order within each expert; nothing waits for a device.
+    """Sorts assignments by expert, and keeps the order of each expert's assignments. It never waits for a device.
 
     Args:
         topk_ids: integers [tokens, topk]; an assignment to an id outside 0 to num_experts - 1 goes nowhere.
@@ -73,8 +73,8 @@ def route_reference(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Ten
 def combine_reference(
     results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes the sum over j of weights[t, j] * results[places[t, j]] in fp32, in order. Assignments at place -1 are
-    left out."""
+    """Computes the sum over j of weights[t, j] * results[places[t, j]] in fp32, in the order of j. Assignments at place
+    -1 are left out."""
     tokens, topk = places.shape
     out = torch.zeros(tokens, results.shape[1], dtype=torch.float32, device=results.device)
     for j in range(topk):
@@ -100,7 +100,7 @@ def fused_moe_reference(
 ) -> torch.Tensor:
     """Computes the sum over j of topk_weights[t, j] * down_e(activation(gate_e(x[t]), up_e(x[t]))), e = topk_ids[t, j].
 
-    The hidden activations are rounded to x's dtype, as the tensor cores read them; all else is in fp32.
+    Hidden activations are rounded to x's dtype, as tensor cores read them. All other numbers are fp32.
 
     Args:
         x, gate_up, down, topk_ids, topk_weights, activation, gate_up_bias, down_bias, out_dtype, batch_invariant,

@@ -1,10 +1,10 @@
-"""The kernel that sorts assignments by expert, in one CTA and without atomics: a counting sort whose order is always
-the same.
+"""The kernel that sorts assignments by expert: a counting sort in one CTA, without atomics, whose order is always the
+same.
 
-Each warp takes consecutive assignments, 32 in a step. Lanes with the same expert find each other by match.sync; the
-first of them counts for all, in counters of its warp. Sums over the warps and over the experts say where each warp's
-assignments to each expert begin. A second pass gives every assignment its place: after all earlier assignments to the
-same expert.
+Each warp takes consecutive assignments, 32 in a step. Lanes with the same expert find each other by match.sync. The
+first of these lanes adds their number to the expert's counter of the warp. Sums over warps and experts then say where
+each warp's assignments to each expert begin. A second pass gives every assignment its place, after all earlier
+assignments to the same expert.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class RoutingKernel:
 
     @cute.jit
     def take(self, mine, expert, num_experts, lane):
-        """Counts a step's assignments in the warp's counters. Returns, for each lane, how many earlier assignments have
-        the same expert."""
+        """Adds a step's assignments to the warp's counters. Returns, in each lane, the number of earlier assignments to
+        the lane's expert."""
         peers = Uint32(cute.arch.match_sync(0xFFFFFFFF, expert))
         before = Int32(0)
         known = expert < num_experts
@@ -94,8 +94,8 @@ class RoutingKernel:
 
     @cute.jit
     def sum_warps(self, counts, total, num_warps):
-        """Replaces an expert's counts by their sums over the preceding warps, and stores the sum over all warps at
-        address ``total``."""
+        """Replaces each warp's count of an expert by the sum of the counts of preceding warps. Stores the sum over all
+        warps at address ``total``."""
         before = Int32(0)
         stride = 4 * MAX_EXPERTS
         for warp in cutlass.range(num_warps, unroll=4):

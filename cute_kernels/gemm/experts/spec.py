@@ -17,8 +17,8 @@ from cute_kernels.runtime.spec import KernelSpec
 class ExpertSpec(KernelSpec):
     """One kernel of experts' products, or of the sum after them.
 
-    It takes the arguments of `kernel`, as `cute_kernels.gemm.spec.GemmSpec` does. A configuration whose kernel is that
-    of dense tiles is compiled as the kernel of grouped tiles.
+    It takes the arguments that `kernel` declares, as `cute_kernels.gemm.spec.GemmSpec` does. If a configuration names
+    the kernel of dense tiles, that of grouped tiles is compiled instead.
     """
 
     config: StreamConfig | WgmmaConfig | CombineConfig
@@ -40,8 +40,8 @@ class ExpertSpec(KernelSpec):
         return kernel
 
     def check(self) -> None:
-        """Raises ValueError as `KernelSpec.check` does, and for tiles that grouped products do not support. These are
-        tiles cut into parts of their rows, tiles whose parts of K follow one another, and multicast tiles."""
+        """Raises ValueError as `KernelSpec.check` does. Also raises it for tiles that grouped products do not support:
+        cut along rows, with parts of K one after the other, or with multicast."""
         super().check()
         config = self.config
         if isinstance(config, WgmmaConfig):

@@ -1,4 +1,4 @@
-"""How modules of experts of other libraries store their weights, and which activation their attributes name."""
+"""Finds out how other libraries' modules of experts store their weights, and which activation their attributes name."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Stored:
     Attributes:
         first: name of the first product's weight; `UP` without a gate.
         transposed: whether weights are [E, K, N], not [E, N, K].
-        in_turn: whether rows of gates and ups alternate; else all gates come before the ups.
+        in_turn: whether rows of gates and ups alternate. If not, all gates come before the ups.
         biased: whether there are biases, named as the weights with "_bias".
-        scales_inputs: whether the router's weights scale the experts' inputs. Such experts are called with the rows of
-            all experts, one expert's after another's. Their block has a "router", not a "gate".
+        scales_inputs: whether the router's weights scale the experts' inputs. Such a module takes the rows of all
+            experts, sorted by expert. Its block has a "router", not a "gate".
     """
 
     first: str = GATE_UP
@@ -71,7 +71,7 @@ class Stored:
         return found
 
     def weights(self, experts: nn.Module) -> ExpertWeights:
-        """Returns the weights of a module, with gates and ups in its own order."""
+        """Returns the weights of a module, with gates and ups in the module's order."""
         first, second = (experts.get_parameter(name).detach() for name in (self.first, DOWN))
         if self.transposed:
             first, second = first.mT, second.mT
@@ -96,8 +96,8 @@ WANTED = (
 
 
 def stored_as(module: object) -> Stored | None:
-    """Returns how a module stores experts' weights. None if it has none, has other weights, buffers or submodules too,
-    or stores them in a way that is not in `KINDS`."""
+    """Returns how a module stores experts' weights. Returns None if they are not stored as one of `KINDS`, or if the
+    module also has other weights, buffers or submodules."""
     if not isinstance(module, nn.Module) or {name for name, _ in module.named_children()} - {"act_fn"}:
         return None
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
@@ -116,8 +116,8 @@ Known = tuple[Stored, ActivationFunction]
 
 
 def known_experts(module: object) -> Known | None:
-    """Returns how a module stores experts' weights, and the activation that its attributes name; None if either is
-    unknown.
+    """Returns (how a module stores experts' weights, the activation that its attributes name). Returns None if either
+    is unknown.
 
     `.blocks.refusal` says whether the module's code computes gated products with this activation.
     """
@@ -127,8 +127,9 @@ def known_experts(module: object) -> Known | None:
 
 
 def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
-    """Returns the activation that attributes name, or None. Without a gate it is any registered one. A limit with an
-    alpha means gpt-oss's clamped SwiGLU. A limit alone means the clamped SiLU gate of DeepSeek V4 and GLM 5."""
+    """Returns the activation that attributes name, or None. Experts without a gate may have any registered activation.
+    A limit with an alpha means gpt-oss's clamped SwiGLU. A limit alone means the clamped SiLU gate of DeepSeek V4 and
+    GLM 5."""
     alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
     function = getattr(experts, "act_fn", None)
     if not kind.gated:
@@ -141,7 +142,7 @@ def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
 
 
 def _number_of(experts: object, names: tuple[str, ...]) -> float | None:
-    """Returns the first positive finite number among the attributes ``names``; None if there is none."""
+    """Returns the first of the attributes ``names`` that is a positive finite number, or None."""
     found = (getattr(experts, name, None) for name in names)
     return next((float(each) for each in found if isinstance(each, (int, float)) and 0 < each < math.inf), None)
 

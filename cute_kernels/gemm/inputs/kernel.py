@@ -1,8 +1,9 @@
 """Gathers, scales and permutes rows of x on the GPU.
 
-A CTA makes a part of a row. Where the order changes, it first loads all of the row into shared memory, which is fast at
-scattered inputs of two bytes. Order and factors belong to the weight, and no launch writes them. So a thread loads the
-order and the factors of its first vector before it waits for the previous launch (programmatic dependent launch).
+A CTA makes a part of a row. If the order of inputs changes, the CTA first loads all of the row into shared memory,
+where scattered reads of two bytes are fast. No launch writes the order and the factors, which belong to the weight. So
+a thread loads the order and the factors of its first vector before it waits for the previous launch (programmatic
+dependent launch).
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class InputRowsKernel:
 
     @cute.jit
     def make(self, row_of_x, row_of_out, inputs, scales, order, factors, first, last, vectors, thread):
-        """Makes vectors [first, last) of a row of out. inputs, scales: what `ask` has loaded for the thread's first
-        vector."""
+        """Makes vectors [first, last) of a row of out. inputs, scales: the order and the factors that `ask` has loaded
+        for the thread's first vector."""
         config, room = self.config, Int32(0)
         if const_expr(config.room):
             room = cutlass.utils.SmemAllocator().allocate(2 * config.room, byte_alignment=16).toint()
@@ -81,8 +82,8 @@ class InputRowsKernel:
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
-        """Loads the order and the factors of a vector's inputs. A ``vector`` after the row's end stands for the last
-        vector."""
+        """Loads the order and the factors of a vector's inputs. If ``vector`` is after the row's end, it loads those of
+        the last vector."""
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:
             at = order + Int64(vector) * (4 * VECTOR)
@@ -99,7 +100,7 @@ class InputRowsKernel:
                     scales[i] = word
 
     def load(self, room, row, inputs, vector) -> list[Any]:
-        """Returns a vector of the row as words, each a pair of elements."""
+        """Loads a vector of the row. Returns words of two elements."""
         if not self.config.room:
             return ptx.load_global_words(row + Int64(vector) * 16, 0, WORDS, constant=False)
         halves = [ptx.load_shared_part(room + Int32(place) * 2, 0, 2) for place in inputs]

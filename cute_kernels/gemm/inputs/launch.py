@@ -25,7 +25,7 @@ from cute_kernels.runtime.plans import ALIGNMENT, MAX_PLANS
 
 @dataclass(frozen=True)
 class InputRows:
-    """A launch that prepares rows for a product, kept for calls that differ in contents and addresses alone.
+    """A launch that prepares rows for a product. It is kept for all calls with the same sizes and strides.
 
     Attributes:
         send: launches the compiled kernel; it takes tensors, and the addresses ``end`` and ``rows``, by name.
@@ -43,8 +43,8 @@ class InputRows:
         end: int = 0,
         numbers: int = 0,
     ) -> torch.Tensor:
-        """Returns x [..., k] as contiguous rows [m, k], each input times its scale, in the order of perm. end, numbers:
-        for rows that are gathered, the addresses ``end`` and ``rows`` of `INPUT_ROWS`."""
+        """Returns x [..., k] as contiguous rows [m, k]. Each input is multiplied by its scale, and inputs are in the
+        order of perm. end, numbers: for rows that are gathered, the addresses ``end`` and ``rows`` of `INPUT_ROWS`."""
         rows = GPU.empty(*self.new)
         self.send(out=rows, x=x, end=end, rows=numbers, order=perm, factors=input_scale)
         return rows
@@ -53,11 +53,9 @@ class InputRows:
 def input_rows(
     x: torch.Tensor, stride: int | None, perm: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
 ) -> InputRows | None:
-    """Returns the launch that prepares the rows of a checked x on a GPU, ``stride`` elements apart. None where torch
-    has to prepare them.
-
-    torch does so unless rows are whole, aligned pieces of 16 bytes at one distance. It also does so for permuted rows
-    that exceed shared memory, and on GPUs that have no such kernel.
+    """Returns the launch that prepares the rows of a checked x on a GPU, which are ``stride`` elements apart. Returns
+    None if torch has to prepare the rows. The launch needs rows of whole, aligned pieces of 16 bytes at one distance,
+    and a GPU with such a kernel. Permuted rows have to fit in shared memory.
     """
     k, index, room = x.shape[-1], x.get_device(), 0 if perm is None else room_for(x.shape[-1])
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]
@@ -83,8 +81,8 @@ def rows_of(
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """Returns 16-bit x [m, k] on a GPU if its rows are contiguous, else a contiguous copy.
 
-    The copy is made by our own kernel where possible, since the next launch can then begin before the copy ends
-    (programmatic dependent launch). After a copy by torch it could not.
+    If possible, our own kernel makes the copy. The next launch can then begin before the copy ends (programmatic
+    dependent launch), which it could not after a copy by torch.
     """
     if x.is_contiguous():
         return x

@@ -1,7 +1,7 @@
 """Computes the products of a layer from one attention to the next.
 
-One launch computes them where there is a kernel for all of them, else `quantized_linear_norm` and `quantized_linear`
-do.
+One launch computes all products if a kernel supports them. If not, `quantized_linear_norm` and `quantized_linear`
+compute them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _key = key_function(LayerCall)
 class LayerRows(NamedTuple):
     """The results of `quantized_layer`.
 
-    rows: the residual stream after the layer, with the next layer's norm. qkv: the next layer's q, k and v; None
-        without its weight.
+    rows: the residual stream after the layer, with the next layer's norm. qkv: the next layer's q, k and v, or None if
+    the call has no weight for them.
     """
 
     rows: NormedRows
@@ -86,8 +86,7 @@ forgotten(_refused.clear)
 
 
 def is_one_launch(call: LayerCall) -> bool:
-    """Whether one launch computes a call; False for a call that `layer` would refuse. Callers that want `layer` only as
-    one launch ask this first. May compile the kernel."""
+    """Whether one launch computes a call. It is False for a call that `layer` would refuse. May compile the kernel."""
     if not is_direct(call.x, call.o.codes, (call.residual, call.norm, call.following_norm)):
         return False
     key = _key(call)
@@ -158,8 +157,8 @@ def configs_for(most_k: int) -> list[LayerProductsConfig]:
 @per_gpu
 @lru_cache(maxsize=256)
 def kernel_of(most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[..., Any]] | None:
-    """Returns (configuration, compiled kernel), the best for rows of up to ``most_k`` inputs that is compiled or may be
-    compiled now; None if there is none."""
+    """Returns the best (configuration, compiled kernel) for rows of up to ``most_k`` inputs. The kernel is compiled
+    already, or may be compiled now. Returns None if there is no such kernel."""
     if not is_supported(device):
         return None
     arch, can_compile = arch_of(device), compiler_version() is not None
@@ -170,8 +169,8 @@ def kernel_of(most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[.
 
 
 def serves_rows(rows: int) -> bool:
-    """Whether one launch is used for a number of rows, in layers that it supports. It is used for one row; with two to
-    four rows it would take longer than four launches."""
+    """Whether one launch computes ``rows`` rows, in layers that it supports. It computes one row. With two to four rows
+    it would take longer than four launches."""
     return rows == 1
 
 
@@ -198,15 +197,14 @@ def _plan(call: LayerCall) -> Plan[[LayerCall], LayerRows]:
 
 
 def exchange_words(device_index: int) -> int:
-    """Returns the address of the words by which CTAs of a launch on the current stream exchange results.
-
-    Raises UnsettledError: a CUDA graph is captured, and no such words were filled before.
+    """Returns the address of the words by which CTAs of a launch on the current stream exchange results. Raises
+    UnsettledError if a CUDA graph is captured before such words have been filled.
     """
     return GPU.counters(device_index, GPU.stream(device_index), layout.EXCHANGE_WORDS)
 
 
 def results_of(call: LayerCall) -> int:
-    """Returns how many results of a row, in bf16, CTAs wait for; two of them share a word."""
+    """Returns the number of bf16 results of a row for which CTAs wait. Two results share a word."""
     hidden = call.o.shape[0]
     return hidden + call.down.shape[1] + (0 if call.qkv is None else hidden)
 

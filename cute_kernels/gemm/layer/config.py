@@ -35,14 +35,15 @@ class LayerProductsConfig:
     """One compiled variant of `LayerProductsKernel`, for one row of x.
 
     Attributes:
-        groups: number of groups of 128 inputs for whose limbs there is room.
+        groups: number of groups of 128 inputs whose limbs have room in shared memory.
         num_stages: stages of the pipeline of weights; each consumer warp has equally many of them.
         activation: the gated activation of gate and up; None: SwiGLU.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
-        window: stages that are in flight at a time. Memory answers in order: with more, loads of other CTAs' results
-            would wait behind weights that are not needed yet.
-        wide_window: stages in flight during work tiles that neither wait for other CTAs' results nor are waited for.
-        draw_ahead: how many stages the first loader warp has still to load when it draws the next work tile.
+        window: number of stages that are loaded at a time. The memory answers in order. With a wider window, loads of
+            other CTAs' results would wait behind weights that are not needed yet.
+        wide_window: number of stages that are loaded at a time in work tiles that do not wait for other CTAs' results,
+            and for which no CTA waits.
+        draw_ahead: number of stages that the first loader warp has still to load when it draws the next work tile.
     """
 
     groups: int
@@ -87,8 +88,8 @@ class LayerProductsConfig:
 
 
 def config_for(most_k: int) -> LayerProductsConfig | None:
-    """Returns the configuration for rows of up to ``most_k`` inputs, with as many pipeline stages as shared memory has
-    room for. None if they would be too few."""
+    """Returns the configuration for rows of up to ``most_k`` inputs, with as many pipeline stages as fit in shared
+    memory. Returns None if too few stages fit."""
     empty = LayerProductsConfig(-(-most_k // GROUP), 0)
     room = (empty.limits.shared_bytes - empty.fixed_bytes) // (STAGE_BYTES + 16)
     config = replace(empty, num_stages=max(room, 0) // empty.consumer_warps * empty.consumer_warps)

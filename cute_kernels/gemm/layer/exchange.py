@@ -1,11 +1,12 @@
 """Exchanges results between CTAs: a result is there when its word is no longer EMPTY.
 
-A counter of stored work tiles would need a fence before each increment. The fence would wait for memory, behind all
-weights that are in flight: 4 us. Words that announce themselves need no fence; a word is a pair of bf16 results.
+A word is a pair of bf16 results, and needs no fence. With a counter of stored work tiles instead, each increment would
+need a fence. The fence would take 4 us, since it waits for the memory behind all loads of weights.
 
-There are two sets of words, used by launches in turn. A launch resets the words of the other set to EMPTY: the launch
-before it used them, and has ended by then. In front of the sets lie two counters: of work tiles drawn, and of CTAs that
-have left. Then come the number of the set that the launch before used, and how many of its words it used.
+There are two sets of words, and launches use them in turn. A launch resets the set of the previous launch, which has
+ended by then, to EMPTY. Four numbers lie in front of the sets. Two are counters: of work tiles drawn, and of CTAs that
+have left. The others are the number of the set that the previous launch used, and how many of its words that launch
+used.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ TICKETS, LEFT, TURN, SETS = 0, 128, 256, 384  # bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """The two sets of words, as one launch sees them.
-
-    turn: 0 or 1, the set that this launch uses. used: words of the other set that are not EMPTY. address, other: of
-    this launch's set, and of the other set.
+    """The two sets of words in one launch. turn: 0 or 1, the set that this launch uses. used: number of words of the
+    other set that are not EMPTY. address, other: the addresses of this launch's set and of the other set.
     """
 
     turn: Int32
@@ -40,7 +39,7 @@ class Exchange:
 
 
 def exchange_of(sizes: Sizes) -> Exchange:
-    """Returns the exchange of a launch. It may be called once the launch before has ended."""
+    """Returns the exchange of a launch. The previous launch must have ended."""
     word, used = (Int32(one) for one in ptx.load_relaxed(sizes.exchange + TURN, 2))
     turn = (word + 1) & 1
     first = sizes.exchange + SETS
@@ -49,7 +48,8 @@ def exchange_of(sizes: Sizes) -> Exchange:
 
 
 def draw(sizes: Sizes):
-    """Draws the number of the CTA's next work tile; num_tiles or more if no tile is left. One lane calls it."""
+    """Draws the number of the CTA's next work tile. The number is num_tiles or more if no tile is left. One lane calls
+    it."""
     return ptx.atomic_add(sizes.exchange + TICKETS, Int32(1)) + 1
 
 
@@ -63,8 +63,8 @@ def empty_other(sizes: Sizes, exchange: Exchange, lane):
 
 @cute.jit
 def leave(sizes: Sizes, exchange: Exchange):
-    """Counts the CTA as gone when it has stored all its tiles; one lane calls it. The last CTA resets the counter, and
-    stores for the next launch which set this launch used and how many of its words."""
+    """Counts a CTA that has stored all its tiles. One lane calls it. The last CTA resets the counter. It also stores,
+    for the next launch, which set this launch used and how many words of the set."""
     left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
     if left == sizes.num_ctas - 1:
         reset(sizes.exchange + LEFT, 1)
@@ -75,8 +75,8 @@ def leave(sizes: Sizes, exchange: Exchange):
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
     """Waits until the results that a warp needs are published, and loads a lane's vectors of four words into ``words``.
 
-    For each address, the lane loads a vector at each of the byte offsets ``places``. there: whether the lane needs an
-    address. All loads are issued at once.
+    For each address, the lane loads a vector at each of the byte offsets ``places``. there: for each address, whether
+    the lane needs it. All loads are issued at once.
     """
     sources = [
         Published(address, offset=place, wanted=wanted)

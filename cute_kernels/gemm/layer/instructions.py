@@ -47,9 +47,8 @@ def fence() -> Asm[None]:
 
 @effect
 def copy_elected(destination: Int32, source: Int64, num_bytes: Int32 | int, barrier: Int32) -> Asm[None]:
-    """Copies as `ptx.bulk_copy_to_shared` does, by one lane of a converged warp. All lanes have the same operands.
-
-    In a branch of one lane the compiler would add code that asks which lanes have which addresses.
+    """Copies as `ptx.bulk_copy_to_shared` does, by one elected lane of a converged warp. All lanes have the same
+    operands. If a branch selected the lane, the compiler would add code for lanes with different addresses.
     """
     copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     return Asm(f"{{ .reg .pred p; elect.sync _|p, 0xffffffff; @p {copy} }}")

@@ -1,10 +1,10 @@
-"""One launch of persistent CTAs for products that follow one another: weights are loaded without a pause between
+"""One launch of persistent CTAs for several products, one after the other. Weights are loaded without a pause between
 products.
 
-Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill pipeline stages with their weights.
-They wait for free stages, never for results of other CTAs. Consumer warps (:mod:`.multiply`) wait for all results of
-the product before theirs, make limbs of them, and multiply. A store warp (:mod:`.store`) adds up their accumulators,
-and stores results where all CTAs find them.
+Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill pipeline stages with the tiles'
+weights. They wait for free stages, never for results of other CTAs. Consumer warps (:mod:`.multiply`) wait for all
+results of the previous product, make limbs of these results, and multiply. A store warp (:mod:`.store`) adds up the
+consumer warps' accumulators. It stores results in the exchange, where all CTAs read them.
 
 docs/design/layer_products.md describes the design, docs/design/forward_progress.md why every launch ends.
 """

@@ -1,4 +1,5 @@
-"""Loader warps: they load weights of one work tile after the other into pipeline stages, however far the MMAs are."""
+"""Loader warps, which load the weights of one work tile after the other into pipeline stages, without waiting for
+results."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ GROUP_SCALES = 2 * 2 * TILE_N  # of a tile of codes
 
 
 class Loader:
-    """The loader warps; the first of them draws work tiles."""
+    """The loader warps, of which the first draws work tiles."""
 
     def __init__(self, config: LayerProductsConfig):
         self.config = config
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
-        """Loads the weights of all work tiles of the CTA. drawn: the first one, in lane 0 of the first loader warp."""
+        """Loads the weights of all work tiles of the CTA. drawn: the number of the first work tile, in lane 0 of the
+        first loader warp."""
         base, slot, running, drawn = Int32(0), memory.tiles.consumer_state(), Int32(1), Int32(drawn)
         while running != 0:
             if rank == 0:
@@ -58,9 +60,9 @@ class Loader:
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
-        """Ends the CTA's draws. The last number that each CTA draws is that of a tile of the last product, or higher.
-        The CTA with the highest of these numbers resets the counter to EMPTY. Only then may the next launch begin,
-        since its CTAs draw at once."""
+        """Ends the CTA's draws. The last number that a CTA draws is that of a tile of the last product, or higher. The
+        CTA that draws the highest number resets the counter to EMPTY. Only then may the next launch begin, since its
+        CTAs draw at once."""
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             reset(sizes.exchange + TICKETS, 1)
         instructions.fence()
@@ -71,7 +73,7 @@ class Loader:
         """Loads a loader warp's stages of a work tile, as they become free. Returns (how many stages the tile has, the
         number of the next tile, in lane 0 of the first loader warp).
 
-        The next number is drawn with one of the last stages, not before: a CTA that draws early keeps tiles that others
+        The next number is drawn with one of the last stages. A CTA that draws earlier keeps a tile that another CTA
         could have begun.
         """
         config, loaders, weights = self.config, self.config.loader_warps, memory.weights
@@ -107,8 +109,8 @@ class Loader:
     def following(self, sizes: Sizes, tile):
         """Returns the number of the CTA's next work tile; one lane calls it.
 
-        No CTA waits for tiles of the last product. So its tiles are not drawn one by one but distributed evenly: each
-        CTA has equally many, or one more.
+        Tiles of the last product are not drawn but distributed evenly: no CTA waits for their results. Each CTA has the
+        same number of them, or one more.
         """
         number = tile + sizes.num_ctas
         if tile < sizes.waited_for:
@@ -116,9 +118,9 @@ class Loader:
         return number
 
     def window_of(self, sizes: Sizes, tile):
-        """Returns how many stages are in flight at a time. The window is wider for the second product's work tiles,
-        except the first and the last ``num_ctas`` of them. The first ones wait for rows, and other CTAs wait for the
-        results of the last ones."""
+        """Returns how many stages are loaded at a time. The window is wider for the second product's work tiles, except
+        for its first and its last ``num_ctas`` tiles. Its first tiles wait for rows, and other CTAs wait for the
+        results of its last tiles."""
         middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 

@@ -32,11 +32,10 @@ LINE_BYTES = 128
 
 @dataclass(frozen=True)
 class Product:
-    """One of a launch's products; run-time numbers. Absent addresses are 0.
-
-    begin: the number of its first work tile. k: inputs. n: features. gated: whether swiglu halves them. adds: whether
-    the first product's results are added. place: offset in bytes of the product's results in an exchange's set, where
-    CTAs wait for them. rows: offset of the results of the product before, which are this product's row of x.
+    """One of a launch's products; run-time numbers. Absent addresses are 0. begin: the number of its first work tile.
+    k: number of inputs. n: number of features. gated: whether swiglu halves the features. adds: whether the first
+    product's results are added. place: offset in bytes of the product's results in a set of the exchange. rows: offset
+    in bytes of the previous product's results, which are this product's row of x.
     """
 
     codes: Int64
@@ -55,8 +54,8 @@ class Product:
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a launch. first_end to num_tiles: the number after each product's last work tile. waited_for: number
-    of work tiles whose results other CTAs wait for: all but the last product's. used: words that these results take. x,
-    residual: addresses for the first product."""
+    of work tiles of all products but the last, for whose results other CTAs wait. used: number of words of these
+    results. x, residual: addresses for the first product."""
 
     first_end: Int32
     second_end: Int32
@@ -165,15 +164,16 @@ def tiles_of(n):
 
 
 def turn(warp, base, warps: int):
-    """Returns the first stage of a work tile that belongs to a warp, counted within the tile. Of all stages, stage s
-    belongs to warp s % ``warps``. base: the number of the tile's first stage among all stages."""
+    """Returns the number, within a work tile, of the first stage that belongs to a warp. The stages of all tiles are
+    numbered in one sequence, and stage s belongs to warp s % ``warps``. base: the number of the tile's first stage in
+    this sequence."""
     return (warp + warps - base % warps) % warps
 
 
 @cute.jit
 def ask_early(sizes: Sizes, product: Product):
-    """Prefetches a CTA's part of a product's first weights into L2; one lane calls it. Weights cannot be stale, so the
-    previous launch need not have ended."""
+    """Prefetches a CTA's part of a product's first weights into L2. One lane calls it. The previous launch need not
+    have ended, since it does not write weights."""
     codes = cutlass.min(product.n * (product.k // 2), EARLY_BYTES)
     for first, num_bytes in ((product.codes, codes), (product.scales, codes // (STAGE_CODES // STAGE_SCALES))):
         part = (num_bytes // sizes.num_ctas + LINE_BYTES - 1) & -LINE_BYTES

@@ -1,9 +1,9 @@
-"""Consumer warps: each multiplies stages of its own, 32 features by 256 inputs, by int8 MMAs.
+"""Consumer warps, each of which multiplies its own stages, 32 features by 256 inputs, by int8 MMAs.
 
-A warp's products are exact in int32 for each 128 inputs; scales are applied on the way to fp32 accumulators. A stage's
-memory always belongs to the same warp, so the phase parity of its barriers is never ambiguous. Which of a work tile's
-stages a warp has depends on the number of the tile's first stage. Accumulators are therefore published by rank, the
-warp's first stage within the tile. Their sum is then the same whichever CTA has the tile.
+A warp's sums over 128 inputs are exact in int32. They are multiplied by scales and added to fp32 accumulators. A
+stage's memory always belongs to the same warp, so the phase parity of its barriers is never ambiguous. The number of a
+work tile's first stage decides which of the tile's stages a warp has. Accumulators are therefore published by rank: the
+number, within the tile, of the warp's first stage. Their sum is then the same in every CTA that may have the tile.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Multiplier:
                 part = results.next(part)
 
     def multiply_stage(self, acc, memory: LayerMemory, stage, j, masks, lane) -> None:
-        """Adds a stage's products to ``acc``. Column 0 of an MMA's B operand is the high limb of x, and all others are
-        the low limb. Only columns 0 and 1 of the product are used."""
+        """Adds a stage's products to ``acc``. Column 0 of an MMA's B operand is the high limb of x; all other columns
+        are the low limb. Only columns 0 and 1 of the product are used."""
         place = memory.stages + stage * STAGE_BYTES
         codes = place + lane * 16
         scales = place + STAGE_CODES + lane // 4 * 2
@@ -122,7 +122,7 @@ class Multiplier:
                 acc[index] = ptx.fma(exact * of_row[i], of_features[i, fragment, k], acc[index])
 
     def operands(self, first, second, masks) -> list:
-        """Returns the A operand of an MMA: bytes of two steps' codes, each (code - 8) * 16."""
+        """Returns the A operand of an MMA, decoded from the codes of two steps. A byte of it is (code - 8) * 16."""
         return [byte for word in (first, second) for byte in NibbleBytes().fragment([word], masks)]
 
     @cute.jit

@@ -24,15 +24,15 @@ from cute_kernels.runtime.operator import Operator
 
 
 def may_serve(weights: list[tuple[str, int, int]]) -> bool:
-    """Whether there is a kernel that multiplies by all of the weights (format, n, k) in one launch, for some number of
+    """Whether a kernel can multiply by all of the weights (format, n, k) in one launch, for at least one number of
     rows."""
     fits = all(form == FORMAT.key and layer_call.serves_shape(n, k) for form, n, k in weights)
     return fits and config_for(max(k for _, _, k in weights)) is not None
 
 
 def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
-    """Whether the kernel may be loaded for a number of rows. If a server has noted the product, the kernel must be
-    compiled already: no step waits for the compiler."""
+    """Whether the kernel may be loaded for a number of rows. If a server has noted the product (`served`), the kernel
+    must be compiled already, since no step may wait for the compiler."""
     if not layer_call.serves_rows(rows):
         return False
     if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):

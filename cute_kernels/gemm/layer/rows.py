@@ -1,9 +1,9 @@
 """Makes int8 limbs of a product's row in shared memory, in the order of MMA operands. The consumer warps of every CTA
 do so once for each product.
 
-Eight lanes take 128 inputs; their limbs are those of `cute_kernels.gemm.wgmma.limb_rows`. In memory a group of 128
-inputs is [two halves][column][4 lanes][4 steps of 16 inputs] words: a lane's B operands of four steps are 16 bytes. A
-column is a limb, the high one first.
+Eight lanes make the limbs of 128 inputs, which have the bits of `cute_kernels.gemm.wgmma.limb_rows`. In memory, a group
+of 128 inputs is words [two halves][column][4 lanes][4 steps of 16 inputs]. So a lane's B operands of four steps are 16
+neighbouring bytes. Column 0 is the high limbs, column 1 the low limbs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Row:
 
     @cute.jit
     def make(self, sizes: Sizes, memory: LayerMemory, product: Product, exchange: Exchange, number, warp, lane):
-        """Makes limbs of a product's row as its words arrive. The consumer warps wait for each other twice:
-        before, since none may still read the previous product's limbs, and after all limbs are made."""
+        """Makes limbs of a product's row as the row's words arrive. The consumer warps wait for each other twice:
+        before they overwrite the previous product's limbs, and after all limbs are made."""
         self.meet()
         total = product.k // GROUP
         for first in cutlass.range(warp * WARP_GROUPS, total, PASSES * self.pass_groups, unroll=1):
@@ -83,8 +83,8 @@ class Row:
 
     @cute.jit
     def make_group(self, sizes: Sizes, memory: LayerMemory, product: Product, group, words, weights, number: int, lane):
-        """Makes limbs of a lane's inputs in pass ``number``, and the group's scale. With a norm it also stores the
-        group's sum of squares."""
+        """Makes limbs of a lane's inputs in pass ``number``, and stores the limbs and the group's scale. With a norm it
+        also stores the group's sum of squares."""
         if product.norm != 0:
             values, factors = (self.to_floats(self.kept(each, number)) for each in (words, weights))
             scaled = [value * (factor + sizes.offset) for value, factor in zip(values, factors, strict=True)]
@@ -111,8 +111,8 @@ class Row:
         return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
 
     def split(self, words) -> tuple[Any, list[Any]]:
-        """Returns (scale, limbs) of a lane's inputs. scale: bits of the fp32 factor of products of limbs and codes'
-        bytes. limbs: words of the high limbs, then of the low ones."""
+        """Returns (scale, limbs) of a lane's inputs. scale: the bits of the fp32 number that products of limbs and
+        codes are multiplied by. limbs: words of the high limbs, then words of the low limbs."""
         rows, limbs = self.limbs, self.limbs.limb_rows
         packed = lanes.over_lanes(rows.greater, lanes.in_pairs(rows.greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in limbs.to_floats(packed & Uint32(MAGNITUDES))]

@@ -1,5 +1,5 @@
-"""The store warp: it adds up the consumer warps' accumulators of a work tile, a feature a lane, and stores the
-results."""
+"""The store warp, which adds up the consumer warps' accumulators of a work tile and stores the results. Each lane has
+one feature."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Storer:
 
     @cute.jit
     def make_factor(self, sizes: Sizes, memory: LayerMemory, product: Product, lane):
-        """Returns the row's factor that completes a deferred norm; 1 without a norm."""
+        """Returns the number by which results are multiplied to apply the RMSNorm of the product's row; 1 without a
+        norm."""
         factor = Float32(1.0)
         if product.norm != 0:
             total = Float32(0.0)
@@ -91,8 +92,8 @@ class Storer:
 
     @cute.jit
     def store(self, value, product: Product, exchange: Exchange, waited_for, feature, lane):
-        """Stores a work tile's results as pairs in bf16: to the exchange if CTAs wait for them, to the product's output
-        if it has one."""
+        """Stores a work tile's results as pairs of bf16 numbers. They go to the exchange if CTAs wait for them, and to
+        the product's output if it has one."""
         other = cute.arch.shuffle_sync_bfly(value, 1)
         gated = self.activate.of_pair(value, other)  # in even lanes: gate and up are in turn
         third = cute.arch.shuffle_sync_bfly(gated, 2)

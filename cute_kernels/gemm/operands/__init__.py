@@ -1,1 +1,1 @@
-"""Operands of MMAs other than 16-bit numbers: what each means and how it is made."""
+"""Operands of MMAs that are not 16-bit numbers: their meaning, and the kernels that make them."""

@@ -45,7 +45,7 @@ group_stride, place_stride: the distance, in scales, from a group, or a row of o
 
 
 def fp8_problem(form: WeightFormat) -> str | None:
-    """Returns what a format's weights lack to be operands of FP8 products; None if they can be operands."""
+    """Returns why weights of a format cannot be operands of FP8 products, or None if they can."""
     if form.e4m3_decoder() is None:
         return "codes that are E4M3 numbers exactly: FP8, MXFP8, MXFP4 or 4-bit integers without zero points"
     if form.group_size and form.group_size < MMA_GROUP:
@@ -54,8 +54,8 @@ def fp8_problem(form: WeightFormat) -> str | None:
 
 
 def check_activations(activations: object, scale: object, form: WeightFormat, k: int = X_GROUP) -> bool:
-    """Returns whether products are in FP8. Raises ValueError if weights of a format with K inputs do not support these
-    activations."""
+    """Returns whether products are in FP8. Raises ValueError if weights of format ``form``, with ``k`` inputs, do not
+    support these activations."""
     if activations is None:
         if scale is not None:
             raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")
@@ -71,10 +71,9 @@ def check_activations(activations: object, scale: object, form: WeightFormat, k:
 
 
 def x_group(form: WeightFormat) -> int:
-    """Returns how many inputs in a row of x share a scale, if weights have a given format; 0 for all of K.
-
-    x has groups only for weights with 8-bit codes in groups: DeepSeek's checkpoints were calibrated with such scales.
-    With one scale per row, one instruction instead of two adds a sum.
+    """Returns how many inputs of a row of x share a scale, for weights of a format. Returns 0 if all of K share a
+    scale. x has groups only if weights have 8-bit codes in groups, as DeepSeek's checkpoints were calibrated with such
+    scales. With one scale per row, it takes one instruction instead of two to add a sum.
     """
     return X_GROUP if form.group_size and form.bits == 8 else 0
 
@@ -91,7 +90,7 @@ def whole_k(k_pad: int) -> int:
 
 
 def groups_apart(form: WeightFormat) -> int:
-    """Returns how many groups of a k block have sums of their own, each scaled separately."""
+    """Returns the number of groups of a k block. Each group has its own sums, which are scaled separately."""
     decoder = form.e4m3_decoder()
     return 1 if decoder is None or decoder.folds or not form.group_size else max(X_GROUP // form.group_size, 1)
 
@@ -102,8 +101,8 @@ class Fp8Wgmma(Mainloop):
     `.fp8_mainloop`.
 
     Attributes:
-        half_last: whether K ends in half a k block. The last k block then begins half a block earlier, and x has zeros
-            for the inputs that the k block before has as well: `.fp8_tail`.
+        half_last: whether K ends in half a k block. The last k block then begins half a k block earlier. x has zeros
+            for the inputs that this k block shares with the one before: `.fp8_tail`.
     """
 
     half_last: bool = False
@@ -119,7 +118,7 @@ class Fp8Wgmma(Mainloop):
 
     @property
     def weights_by(self) -> str:
-        """The loads of weights: `.fp8_tail` has those of a half k block."""
+        """The import path of the loads of weights. `.fp8_tail` has the loads for a half k block."""
         return "cute_kernels.gemm.operands.fp8_tail:TailWeightLoads" if self.half_last else super().weights_by
 
     def kernel(self) -> CompiledAs:
@@ -129,13 +128,13 @@ class Fp8Wgmma(Mainloop):
         return config.block_k // X_GROUP  # rows of 128 bytes
 
     def is_ping_pong(self, config: WgmmaConfig) -> bool:
-        """Whether two warpgroups alternate. They do if a k block has one group, and tile_m is so large that a thread
-        has no registers for sums of two groups."""
+        """Whether two warpgroups alternate (`.fp8_mainloop.PingPong`). They do if a k block has one group and tile_m is
+        large: a thread then has no registers for the sums of two groups."""
         return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of x's fp32 scales in a stage, with room to begin on a multiple of 16 bytes. 0 where x has
-        one scale per row."""
+        """Returns the bytes of x's fp32 scales in a stage. They have room for a copy that begins at a multiple of 16
+        bytes. Returns 0 if x has one scale per row."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT) if x_group(config.format) else 0
 
     def problem(self, config: WgmmaConfig) -> str | None:
@@ -154,11 +153,12 @@ class RowsConfig:
     Attributes:
         dtype: of x, "bf16" or "fp16".
         scales: whether each group of 128 inputs (`BY_GROUP`), each row (`BY_ROW`) or all of x (`GIVEN`) has a scale.
-        makes: what is made of rows. `FOR_PRODUCTS`, `PLAIN` or `ROUNDED`: E4M3. `LIMBS`, which have a scale for each
-            group. `INPUTS`: 16 bits, gathered, permuted and scaled (`cute_kernels.gemm.inputs`).
-        half_last: of codes, whether the last 128 inputs are 64 zeros, then the row's last 64: see `Fp8Wgmma`.
-        room: of `INPUTS` in another order, the most inputs of a row, one of `ROOMS`; else 0.
-        scaled: of `INPUTS`, whether each input has a factor.
+        makes: the kind of rows that are made. `FOR_PRODUCTS`, `PLAIN` and `ROUNDED` are E4M3. `LIMBS` are limbs with a
+            scale for each group. `INPUTS` are 16-bit rows, gathered, permuted and scaled (`cute_kernels.gemm.inputs`).
+        half_last: for codes, whether the last 128 inputs are 64 zeros and then the row's last 64 inputs: see
+            `Fp8Wgmma`.
+        room: for `INPUTS` in another order, the most inputs of a row: one of `ROOMS`. Otherwise 0.
+        scaled: for `INPUTS`, whether each input is multiplied by a factor.
     """
 
     dtype: str

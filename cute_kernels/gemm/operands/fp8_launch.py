@@ -27,7 +27,7 @@ MOST_TILE_M = max(Fp8Wgmma.tile_m_sizes)
 
 @dataclass(frozen=True)
 class ScaledRows:
-    """A launch that makes rows and their scales, kept for calls that differ in contents and addresses alone.
+    """A launch that makes rows and their scales. It is kept for all calls with the same sizes.
 
     Attributes:
         send: launches the compiled kernel.
@@ -40,8 +40,8 @@ class ScaledRows:
 
     @property
     def pitch(self) -> int:
-        """The distance, in scales, from a group of 128 inputs to the next; for launches of `rows_for_products`
-        alone."""
+        """The number of scales from a group of 128 inputs to the next group. Only launches of `rows_for_products` have
+        it."""
         return self.new_scales[0][1]
 
     def make(
@@ -82,10 +82,9 @@ def rows_for_products(
 
 
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> ScaledRows | None:
-    """Returns the launch of `quantize_activations` for x on a GPU. None where torch has to compute it.
-
-    torch does so for fp32, for rows with gaps, and for rows that are not whole, aligned pieces of 16 bytes. It also
-    does so on GPUs that have no such kernel, and if the kernel is not compiled and there is no compiler.
+    """Returns the launch of `quantize_activations` for x on a GPU, or None if torch has to compute it. torch computes
+    fp32, rows with gaps, and rows that are not whole, aligned pieces of 16 bytes. It also computes calls on GPUs
+    without such a kernel, and if the kernel is not compiled and there is no compiler.
     """
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:

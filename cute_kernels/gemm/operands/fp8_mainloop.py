@@ -1,9 +1,9 @@
 """The FP8 mainloop: E4M3 MMAs with decoded W in registers, x in shared memory, and sums at two levels.
 
-The tensor cores add products of E4M3 with some 14 bits. So the sums of each group, of 128 inputs at most, begin at
-zero. They are multiplied by the weight's scale and added up in fp32. Once a k block, the total is multiplied by the
-scale of x's row. Each step takes one instruction a sum, which overlaps with another warpgroup's MMAs. Scales that hold
-for all of K are applied to the fp32 sums at the end.
+The tensor cores add products of E4M3 with some 14 bits. So the sums of each group, of at most 128 inputs, begin at
+zero. A group's sums are multiplied by the weight's scale and added up in fp32. For each k block, the total is
+multiplied by the scale of x's row. Each step takes one instruction for each sum, which overlaps with another
+warpgroup's MMAs. Scales for all of K are applied to the fp32 sums at the end.
 
 DeepGEMM promotes sums of 128 inputs to fp32, too. FlashInfer's and CUTLASS's mixed products also decode a 4-bit
 codebook by a byte permutation.
@@ -37,11 +37,10 @@ BARRIER = 9  # the first of two named barriers, one a warpgroup, after those of 
 
 @dataclass(frozen=True)
 class Group:
-    """The MMAs ``first`` to ``end`` of a tile's k block, whose products share a scale.
-
-    scales: of the thread's two rows; empty where scales hold for all of K. tables: for each MMA, the table in which its
-    codes are looked up; empty where all codes have the same table. is_last: whether no other group of the tile's k
-    block follows.
+    """The MMAs ``first`` to ``end`` of a tile's k block, whose products share a scale. scales: those of the thread's
+    two rows, or empty if rows have one scale for all of K. tables: for each MMA, the table by which its codes are
+    decoded. It is empty if all codes have the same table. is_last: whether this is the last group of the tile's k
+    block.
     """
 
     tile: int
@@ -54,8 +53,8 @@ class Group:
 
 @dataclass(frozen=True)
 class KBlock:
-    """A thread's part of a stage: words of codes, [tile][chunk][word], the descriptor of x, and the function that loads
-    scales of x from a given row on."""
+    """A thread's part of a stage: words of codes [tile][chunk][word], the descriptor of x, and a function. The function
+    loads scales of x from a given row on."""
 
     words: Sequence[Sequence[Sequence[Any]]]
     x: Uint32
@@ -63,11 +62,10 @@ class KBlock:
 
 
 class PingPong:
-    """The order of two consumer warpgroups that alternate: while one's MMAs run, the other adds its sums.
-
-    Without an order both wait for the same stage. Their MMAs then end at the same time, and the tensor cores idle
-    while both wait. Each warpgroup has a named barrier, at which it waits for the other one's arrival.
-    FlashAttention-3 and CUTLASS's ping-pong kernels order their warpgroups so.
+    """Lets two consumer warpgroups alternate: while the MMAs of one run, the other adds its sums. Without an order,
+    both would wait for the same stage. Their MMAs would end at the same time, and the tensor cores would idle while
+    both add. Each warpgroup has a named barrier, at which it waits for the other warpgroup's arrival. FlashAttention-3
+    and CUTLASS's ping-pong kernels order their warpgroups so.
     """
 
     def __init__(self, config: WgmmaConfig[Fp8Wgmma]):
@@ -84,8 +82,8 @@ class PingPong:
         """Waits for the other warpgroup's arrival.
 
         Args:
-            nothing: a run-time 0, computed from all operands of the next MMAs, so that they are decoded before the
-                barrier. Otherwise ptxas would move decoding behind the barrier, where the tensor cores would wait for
+            nothing: a run-time 0 that is computed from all operands of the next MMAs. So operands are decoded before
+                the barrier. Otherwise ptxas would move decoding behind the barrier, and the tensor cores would wait for
                 it.
         """
         own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
@@ -97,7 +95,7 @@ class PingPong:
 
     @cute.jit
     def end(self, warp):
-        """Lets the first warpgroup wait for the second one's last arrival, so that the barrier is free for the next
+        """Lets the first warpgroup wait for the second warpgroup's last arrival. The barrier is then free for the next
         work tile."""
         if const_expr(self.active):
             if warp < WARPGROUP_WARPS:
@@ -124,8 +122,8 @@ class Fp8Mainloop(StageByStage):
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies a work tile stage by stage, as `StageByStage.multiply` does, between the first and the last
-        arrival of `PingPong`."""
+        """Multiplies a work tile stage by stage, as `StageByStage.multiply` does. Calls `PingPong.begin` before and
+        `PingPong.end` after, if warpgroups alternate."""
         self.ping_pong.begin(place.warp)
         here, last = StageByStage.multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m)
         self.ping_pong.end(place.warp)
@@ -195,8 +193,8 @@ class Fp8Mainloop(StageByStage):
         return found
 
     def start(self, operands, x, group: Group, rows: int) -> list[Any]:
-        """Issues the MMAs of a group and returns the thread's sums. Where warpgroups alternate, the last MMA is a
-        commit group of its own."""
+        """Issues the MMAs of a group and returns the thread's sums. If warpgroups alternate, the last MMA has its own
+        commit group."""
         ready, sums = wgmma.fence(operands), []
         for number, step in enumerate(range(group.first, group.end)):
             if self.ping_pong.active and step == group.end - 1:
@@ -207,11 +205,10 @@ class Fp8Mainloop(StageByStage):
         return sums
 
     def add(self, acc, k_block: KBlock, group: Group, sums, before: Sequence[Any], first_row: int = 0) -> list[Any]:
-        """Scales a group's sums for some rows of x, and adds ``before``, the total of the k block's earlier groups.
-        Returns the new total.
-
-        After the k block's last group it adds the total, times the scales of x, to the accumulators and returns [].
-        Where x has one scale per row, it adds each group's sums to the accumulators at once and returns [].
+        """Scales a group's sums for some rows of x, adds ``before``, the total of the k block's earlier groups, and
+        returns the new total. After the k block's last group, it adds the total, times the scales of x, to the
+        accumulators and returns []. If x has one scale per row, there is no total: each group's sums are added to the
+        accumulators at once, and it returns [].
         """
         first, scales = group.tile * (self.config.tile_m // 2) + first_row // 2, group.scales
         if self.by_row:

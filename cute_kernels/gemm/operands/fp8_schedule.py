@@ -60,15 +60,15 @@ def fp8_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def issue_slots(config: WgmmaConfig, tile_m: int) -> float:
-    """Returns the issue slots that a k block of a tile with ``tile_m`` rows takes of an SM's warp scheduler."""
+    """Returns the issue slots of an SM's warp scheduler that a k block takes, in a tile with ``tile_m`` rows."""
     adds = (groups_apart(config.format) + (x_group(config.format) > 0)) * tile_m / 2
     decoder = config.format.e4m3_decoder()
     return config.block_tiles * ((decoder.slots if decoder else 0) + adds) + config.warpgroups * K_BLOCK_SLOTS
 
 
 def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Returns the clocks of a k block of a CTA's tile: the longest of the times of its instructions, of memory and of
-    loads from L2."""
+    """Returns the clocks of a k block of a CTA's tile. They are the longest of three times: of instructions, of loads
+    from memory, and of loads from L2."""
     config = schedule.config
     tensor, slots = config.block_tiles * 2 * config.tile_m, issue_slots(config, config.tile_m)
     side_by_side = min(schedule.m_tiles, M_TILE_BAND)

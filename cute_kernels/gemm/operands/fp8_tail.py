@@ -1,8 +1,9 @@
 """Loads for FP8 products whose K ends in half a k block, such as 2880 inputs: 22 k blocks of 128, and 64 inputs.
 
-The last k block has the last 128 inputs. The k block before has 64 of them, too; for these x has zeros (`.rows`), so
-they add nothing twice. A NaN among their weights makes all results of its row NaN anyway. So the mainloop needs no code
-for the tail, nothing is read after a row's end, and weights keep the padding of 16-bit products.
+The last k block has the last 128 inputs of a row. It shares 64 of them with the k block before. For these 64 inputs, x
+has zeros (`.rows`) in the last k block, so they are not added twice. If a weight of theirs is NaN, all results of its
+row are NaN anyway. So the mainloop needs no code for the tail, nothing is read after a row's end, and weights keep the
+padding of 16-bit products.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from cute_kernels.gemm.wgmma.loads import WeightLoads, product
 
 
 class TailWeightLoads(WeightLoads):
-    """The loads of codes and scales where K ends in half a k block: a tile has 2 * ``shape.k_blocks`` - 1 halves of k
-    blocks."""
+    """Loads codes and scales if K ends in half a k block. A tile has 2 * ``shape.k_blocks`` - 1 half k blocks."""
 
     def copy_k_block(self, operands, shape, memory, work_tile, k_block, here):
-        """Starts loading a k block of the work tile's block of output features. Each tile takes one copy of codes, and
-        one of scales if there are groups."""
+        """Starts loading a k block of the work tile's block of output features. For each tile of 64 features it copies
+        the codes, and the scales if there are groups."""
         config, stage = self.config, here.stage
         address = memory.pipeline.producer_expect(here, config.weight_stage_bytes)
         halves = 2 * shape.k_blocks - 1

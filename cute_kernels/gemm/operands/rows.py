@@ -1,11 +1,11 @@
 """Makes rows of x in E4M3, or in int8 limbs, on the GPU, with fp32 scales; rows may be gathered by index.
 
-A half warp takes 128 inputs of a row, 8 a lane. For products the first and the second eight of 16 inputs are
-interleaved, in the order of a thread's codes of a weight (`E4m3Decoder`); two lanes exchange a word for this. With one
-scale per row, a CTA first reads all of the row to find the scale, then reads it again from cache.
+A half warp converts 128 inputs of a row; each lane has 8. For products, the first and the second eight of 16 inputs are
+interleaved, as a thread's codes of a weight are (`E4m3Decoder`). Two lanes exchange a word for this. With one scale per
+row, a CTA first reads all of the row to find the scale. It then reads the row again from cache.
 
-For 16-bit products of few rows the kernel stores the numbers that codes stand for instead, in x's own order. For int8
-products (`cute_kernels.gemm.wgmma.limbs`) it stores limbs, see `cute_kernels.gemm.wgmma.limb_rows`.
+For 16-bit products of few rows, the kernel does not store codes but the numbers that they stand for, in x's own order.
+For int8 products (`cute_kernels.gemm.wgmma.limbs`) it stores limbs, see `cute_kernels.gemm.wgmma.limb_rows`.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ class RowCodes:
         self.config, self.inputs = config, RowLimbs(config.dtype)
 
     def target(self, piece, lane) -> Any:
-        """Returns the index, in a row of out, of the piece that a lane stores. piece: the index, in x's row, of the
-        piece that the lane has read."""
+        """Returns the index, in a row of out, of the piece that a lane stores. piece: the index of the piece of x's row
+        that the lane has read."""
         return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """Returns (the factor that inputs are multiplied by, bits of the scale). largest: bits of the largest
-        magnitude."""
+        """Returns (factor of the inputs, bits of the scale). largest: bits of the largest magnitude."""
         most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
         finite = largest < INFINITY
         scale = Uint32(numbers.bits(numbers.multiply(most, Float32(1 / MOST))))
@@ -67,11 +66,11 @@ class RowCodes:
         return Float32(factor), Uint32(cutlass.select_(finite, scale, Uint32(0x7FFFFFFF)))
 
     def given_scale(self, bits) -> tuple[Any, Any]:
-        """Returns (the factor that inputs are multiplied by, bits of the scale) for a given scale."""
+        """Returns (factor of the inputs, bits of the scale) for a given scale."""
         return self.over(bits.bitcast(Float32)), bits
 
     def over(self, by) -> Any:
-        """Returns 1 / by, rounded to nearest, by Newton's steps from the special-function unit's reciprocal."""
+        """Returns 1 / by, rounded to nearest. It improves the special-function unit's reciprocal by Newton's method."""
         by = numbers.multiply(by, Float32(SCALE))
         minus = numbers.multiply(by, Float32(-1.0))
         over = ptx.reciprocal(by)
@@ -106,8 +105,8 @@ class RowValues(RowCodes):
 
 
 class LimbCodes(RowCodes):
-    """The device code that makes int8 limbs. Of each 128 inputs the high limbs come first, stored by even lanes, then
-    the low ones."""
+    """The device code that makes int8 limbs. The high limbs of each 128 inputs lie before the low limbs. Even lanes
+    store high limbs, odd lanes low limbs."""
 
     piece_bytes = 16
 
@@ -132,8 +131,8 @@ class RowsKernel:
         self.config, self.codes = config, MAKERS.get(config.makes, RowCodes)(config)
 
     def launch(self, given, stream):
-        """Launches one CTA for each row of out if each row has one scale, else one for each `GROUPS_AT_ONCE` groups of
-        a row. ``given`` has the arguments `ROWS`."""
+        """If each row has one scale, launches one CTA for each row of out. If not, launches one CTA for each
+        `GROUPS_AT_ONCE` groups of a row. ``given`` has the arguments `ROWS`."""
         row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
         parts = 1 if self.config.scales == BY_ROW else cute.ceil_div(given.groups, GROUPS_AT_ONCE)
         addresses = ptx.address(given.x), given.end, given.rows, given.given, given.out, given.scales
@@ -186,15 +185,15 @@ class RowsKernel:
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
     def source(self, piece, group, groups, row_pieces):
-        """Returns the index, in a row of x, of the piece that a lane reads. With ``half_last``, the first half of the
-        last group reads after the row's end, which gives zeros."""
+        """Returns the index, in a row of x, of the piece that a lane reads. With ``half_last``, pieces of the first
+        half of the last group have indices after the row's end, so zeros are read."""
         if not self.config.half_last:
             return piece
         early = cutlass.select_(piece % GROUP_LANES < HALF_LANES, row_pieces, piece - HALF_LANES)
         return cutlass.select_(group == groups - 1, early, piece)
 
     def ask(self, x, row, piece, row_pieces):
-        """Loads as `RowLimbs.load` does, without a branch that the next load would wait for."""
+        """Loads a lane's 8 inputs as `RowLimbs.load` does, without a branch for which the next load would wait."""
         inside = cutlass.select_(piece < row_pieces, Int32(1), Int32(0))
         address = x + (Int64(row) * row_pieces + piece) * PIECE_BYTES
         return numbers.load_global_if(inside, address, 0, 4, constant=False)

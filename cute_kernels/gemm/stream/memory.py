@@ -17,7 +17,7 @@ from cute_kernels.gemm.stream.config import NUM_BUFFERS, StreamConfig
 
 @dataclass(frozen=True)
 class StreamMemory:
-    """Shared memory of a CTA: addresses, the pipeline of weights and activations, and the pipeline of a block's
+    """The shared memory of a CTA: its addresses, a pipeline of weights and activations, and a pipeline of blocks'
     results."""
 
     stages: Int32

@@ -120,5 +120,5 @@ class Work:
         return first, cutlass.select_(index < 2, cutlass.max(stop - first, 0), Int32(0))
 
     def k_block_of_tile(self, tile, k_block):
-        """Returns the number of a slice's k block among the k blocks of all tiles."""
+        """Returns the number, among the k blocks of all tiles, of k block ``k_block`` of the slice in tile ``tile``."""
         return Int64(tile) * self.shape.k_blocks + (self.first_k_block + k_block)

@@ -1,6 +1,5 @@
-"""Cost models of tile kernels: the clocks of each mainloop, and of storing its results.
-
-`Reduction.launch_clocks` in `.results` computes the clocks of a whole launch from them.
+"""Cost models of tile kernels. A model computes the clocks of a mainloop, and of storing results.
+`Reduction.launch_clocks` in `.results` adds them up to the clocks of a whole launch.
 
 A k block takes as long as the slowest of four steps: MMAs on the tensor cores, decoding, loading weights at the
 memory's rate, and TMA's zeros for rows that x does not have. Clocks are an H200's, fitted to measured times

@@ -82,7 +82,7 @@ class DeferredNorm(StagedStore):
         return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
 
     def stored_tiles(self, config: WgmmaConfig[Any]) -> int:
-        """Returns the most tiles of 64 features that a warpgroup stores."""
+        """Returns the largest number of tiles of 64 features that a warpgroup stores."""
         return -(-config.n_tiles // (config.cluster if config.reduction.dsmem else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:

@@ -283,8 +283,8 @@ class LimbReader:
     limbs.
 
     Args:
-        x_scale_shift: function of a work tile. A load of x's scales begins at a multiple of 16 bytes; the function
-            returns how many scales lie before the tile's first scale. None if there are never any.
+        x_scale_shift: function of a work tile. A copy of x's scales begins at a multiple of 16 bytes. The function
+            returns how many scales come before the tile's first scale in this copy. None stands for 0.
         in_pairs: whether a thread loads its two scales of eight rows of x at once. A tile's first row is then a
             multiple of eight.
     """
@@ -311,7 +311,8 @@ class LimbReader:
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
 
     def load_later(self, memory, stage, place, tile: int) -> tuple[Later, Later]:
-        """Returns (codes [chunk], scales of the thread's two rows, group by group) of a tile."""
+        """Returns two `Later` for a tile. The first loads a chunk of codes by the chunk's number. The second loads a
+        scale, by the number of a group and one of the thread's two rows."""
         codes = memory.codes + stage * self.config.code_stage_bytes + place.code_offset
         first = tile * self.config.k_block_tiles
 

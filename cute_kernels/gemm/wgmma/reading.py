@@ -196,8 +196,8 @@ class MainloopParts:
 
     Attributes:
         masks_by_lane: whether masks are made by `nothing_by_lane`, so that no uniform register holds them.
-        x_scale_shift: function of a work tile. A load of x's scales begins at a multiple of 16 bytes; the function
-            returns how many scales lie before the tile's first scale. None if there are never any.
+        x_scale_shift: function of a work tile. A copy of x's scales begins at a multiple of 16 bytes. The function
+            returns how many scales come before the tile's first scale in this copy. None stands for 0.
     """
 
     stages: StageReader

@@ -1,4 +1,4 @@
-"""Weight-only GEMM for few rows of x, whose limbs are made once and stay in shared memory: one launch.
+"""Weight-only GEMM for few rows of x, in one launch. CTAs make limbs of x once, and keep them in shared memory.
 
 The first weights arrive two microseconds after the start. Until then the consumer warps make limbs of all of x that the
 CTA needs (:mod:`.resident_rows`). The producer warp does not wait for limbs. A separate launch for limbs would take a

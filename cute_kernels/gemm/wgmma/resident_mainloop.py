@@ -33,7 +33,7 @@ def at(memory, index, tile_m: int):
 
 
 class ResidentMainloop:
-    """MMAs of limbs that stay in shared memory, in chunks of K where there is no room for all of them."""
+    """Multiplies limbs that stay in shared memory. If there is no room for all limbs, it multiplies K in chunks."""
 
     def __init__(self, config: ResidentConfig, limbs: ResidentLimbLoads, stages: StageReader, channel: Channel):
         self.config, self.limbs, self.stages, self.channel = config, limbs, stages, channel

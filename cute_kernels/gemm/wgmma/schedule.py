@@ -326,7 +326,8 @@ def has_few_features(problem: LinearProblem) -> bool:
 
 
 def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
-    """Returns how many warpgroups interleave the k blocks of a tile of a shape."""
+    """Returns how many warpgroups interleave the k blocks of a tile: the field of ``shape`` for the problem's
+    format."""
     if problem.format.has_zeros:
         return shape.zero_k_warpgroups
     return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups

@@ -1,11 +1,9 @@
-"""How each warp finds the expert of an entry among unsorted assignments, in layers of few assignments.
+"""Finds the expert of an entry among unsorted assignments, in every warp, for layers of few assignments. To sort
+assignments by expert would take another launch. For the few assignments of a decoding step, a search in every warp is
+faster. Each lane has one or two assignments, and lanes with the same expert find each other.
 
-Sorting assignments by expert would take a launch of its own. For the few assignments of a decoding step, that takes
-longer than the search in every warp. Each lane has one or two assignments, and lanes with the same expert find each
-other.
-
-Assignment 32 i + l is lane l's ``i``-th. A set of assignments is words of bits: bit l of the ``i``-th word stands for
-assignment 32 i + l. The place of an assignment is its number.
+Lane l's ``i``-th assignment is number 32 i + l. A set of assignments is a list of words: bit l of the ``i``-th word
+stands for assignment 32 i + l. The place of an assignment is its number.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ NO_ID = 0xFFFFFFFF  # as a word: larger than any expert's
 class AssignedEntry:
     """Rows of an expert that are multiplied together; run-time integers, the same in all lanes.
 
-    words: the expert's assignments from the entry's first one on, as a set of bits.
+    words: a set of assignments as bits: the expert's, from the entry's first assignment on.
     """
 
     expert: Int32
@@ -37,7 +35,7 @@ class AssignedEntry:
     rows: Int32
 
     def place(self, row):
-        """Returns the place of the entry's ``row``-th row, which is the number of its assignment."""
+        """Returns the place of the entry's ``row``-th row: the number of an assignment."""
         place, before = nth_bit(self.words[0], row), count_bits(self.words[:1])
         for i in range(1, len(self.words)):
             behind = row >= before
@@ -49,9 +47,9 @@ class AssignedEntry:
 
 @dataclass(frozen=True)
 class AssignmentFinder:
-    """The entries of all assignments, and how to find one. All lanes of a warp hold a finder and call it together.
+    """Finds entries among all assignments. All lanes of a warp hold a finder and call it together.
 
-    An entry is known by its first assignment. All sequences have one element for each assignment of a lane.
+    The sequences below have one element for each assignment of a lane.
 
     Attributes:
         experts: the assignment's expert.
@@ -108,7 +106,8 @@ class AssignmentFinder:
 
 
 def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
-    """Returns, for each of a lane's assignments, all assignments with the same expert, as words of bits."""
+    """Returns one set of assignments, as words of bits, for each of a lane's assignments: all assignments with the same
+    expert."""
     if len(experts) == 1:
         return [[Uint32(cute.arch.match_sync(ALL_LANES, experts[0]))]]
     first, second = experts
@@ -118,10 +117,8 @@ def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
 
 @cute.jit
 def peers_by_votes(first, second, num_experts):
-    """Returns the words of `peers_of` for two assignments a lane, by votes on each bit of the experts' numbers.
-
-    The instruction that matches lanes (match.sync) cannot do this: it compares one number of each lane, and here each
-    lane has two.
+    """Returns the result of `peers_of` for two assignments a lane, by votes on each bit of the experts' numbers.
+    match.sync cannot do this: it compares one number of each lane, and here each lane has two.
     """
     words = [Uint32(ALL_LANES) for _ in range(4)]
     low, high, low_of_second, high_of_second = words
@@ -140,13 +137,13 @@ def peers_by_votes(first, second, num_experts):
 
 
 def count_bits(words: Sequence[Any]):
-    """Returns the number of bits that are set in ``words``; each stands for an assignment."""
+    """Returns the number of set bits in ``words``, each of which stands for an assignment."""
     return sum((Int32(cute.arch.popc(word)) for word in words), Int32(0))
 
 
 @cute.jit
 def nth_bit(bits, number):
-    """Returns the position of the ``number``-th bit that is set, from the lowest on."""
+    """Returns the position of the ``number``-th set bit, counted from the lowest set bit."""
     rest = Uint32(bits)
     for _ in cutlass.range(number, unroll=1):
         rest = rest & (rest - 1)
@@ -154,7 +151,7 @@ def nth_bit(bits, number):
 
 
 def load_expert(ids, number, count, id_words, num_experts):
-    """Returns the expert of an assignment; num_experts if the assignment or the expert does not exist.
+    """Returns the expert of an assignment, or num_experts if the assignment or the expert does not exist.
 
     ids: address of ``count`` ids of 32 or 64 bits, ``id_words`` words each.
     """
@@ -164,8 +161,8 @@ def load_expert(ids, number, count, id_words, num_experts):
 
 @cute.jit
 def load_id(ids, number, count, id_words):
-    """Loads the lower and the upper word of an assignment's id; the id of no expert if the assignment does not
-    exist."""
+    """Loads the lower and the upper word of an assignment's id. If the assignment does not exist, they are an id that
+    no expert has."""
     low, high = Uint32(NO_ID), Uint32(0)
     if number < count:
         address = ids + Int64(number * id_words) * 4
@@ -176,6 +173,6 @@ def load_id(ids, number, count, id_words):
 
 
 def expert_of(low, high, num_experts):
-    """Returns the expert whose id has these words; num_experts for an id of no expert."""
+    """Returns the expert whose id has these two words, or num_experts if no expert has this id."""
     known = (low < Uint32(num_experts)) & (high == 0)
     return cutlass.select_(known, Int32(low), Int32(num_experts))

@@ -1,8 +1,7 @@
-"""How each warp finds the expert of an entry, with all experts' offsets in its registers.
-
-A launch waits for its first weights. The instructions before their request run for the first time, and are fetched from
-global memory. So no warp makes a table for other warps, and none waits for a table. Every warp reads the offsets, four
-experts a lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
+"""Finds the expert of an entry, in every warp, with all experts' offsets in the warp's registers. Time before the first
+request for weights makes a launch longer. Each instruction before the request is fetched from global memory, as it runs
+for the first time. So no warp makes a table, and no warp waits for a table. Every warp reads the offsets, four experts
+a lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class ExpertFinder:
-    """The entries of all experts, and how to find one. All lanes of a warp hold a finder and call it together.
+    """Finds entries among all experts. All lanes of a warp hold a finder and call it together.
 
     Attributes:
-        places: [round][expert + 1]: where the places of each of a lane's experts begin, and where those of the last one
-            end.
-        before: [round][expert + 1]: how many entries come before each of ``places``.
+        places: [round][expert + 1]: the first place of each of a lane's experts, then the end of the last expert's
+            places.
+        before: [round][expert + 1]: the number of entries before each of ``places``.
         total: number of all entries.
         entry_rows: the most rows of an entry, a power of two.
     """
@@ -88,10 +87,9 @@ class ExpertFinder:
 
 @cute.jit
 def sums_before(count, lane):
-    """Returns (sum over the lanes before, sum over all lanes) of numbers that are not negative.
-
-    It takes one vote for each bit of the largest number; numbers here have one or two bits. A scan would take five
-    rounds of shuffles, and its instructions would first be fetched from global memory.
+    """Adds up lanes' numbers, which are not negative. Returns (sum over the lanes before, sum over all lanes). It takes
+    one vote for each bit of the largest number; most numbers have one or two bits. A scan by shuffles would take five
+    rounds, and its instructions would be fetched from global memory.
     """
     before, total = Int32(0), Int32(0)
     earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)
@@ -107,8 +105,8 @@ def sums_before(count, lane):
 
 @cute.jit
 def load_places(offsets, num_experts, rounds: int, lane):
-    """Loads where the places of each of a lane's experts begin, and where those of the last one end: [round][expert +
-    1]. Both are 0 for experts that do not exist.
+    """Loads [round][expert + 1]: the first place of each of a lane's experts, then the end of the last expert's places.
+    For experts that do not exist, all are 0.
 
     offsets: address, a multiple of 16 bytes, of int32 [num_experts + 1]. num_experts is a multiple of `LANE_EXPERTS`
     and at most ``rounds`` times `ROUND_EXPERTS`.

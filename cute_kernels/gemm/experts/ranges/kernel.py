@@ -1,13 +1,14 @@
-"""Grouped weight-only GEMM for few rows an expert, by MMAs of bytes. CTAs make the limbs of their entries' rows.
+"""Grouped weight-only GEMM for few rows an expert, by MMAs of bytes. Each CTA makes limbs of the rows that it
+multiplies.
 
-One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. Decoding codes to bf16 would
-take as long as loading them, so the time before the first MMA would never be made up for. Decoding to bytes takes a
-third of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). The consumer warps of each CTA that has a block of an
-expert turn its few rows into limbs: no launch makes limbs, and no warp loads activations.
+One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. To decode codes to bf16 would
+take as long as to load them. The warps could then never make up for the time before the first MMA. To decode codes to
+bytes takes a third of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). In each CTA, consumer warps turn the few
+rows of an expert into limbs. So there is no launch that makes limbs, and no producer warp for activations.
 
-There are few instructions from the start to the first copy, as each of them has to be fetched from global memory if
-other kernels ran before. Blocks of output features of all entries are distributed whole, in equal work ranges, so there
-are no partial results. Each warp finds its CTA's range by itself (:mod:`.finder`).
+If other kernels ran before, each instruction is fetched from global memory. So there are few instructions from the
+start to the first copy. Each CTA has an equal work range of the blocks of output features of all entries. Blocks are
+not cut, so there are no partial results. Each warp finds its CTA's range by itself (:mod:`.finder`).
 
 The four warps that take the same pipeline stages are a warpgroup. Warpgroups take stages in turn, and their
 accumulators of a block are added up in the staging buffer.
@@ -47,14 +48,14 @@ MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
 
 
 def room_of(config: RangeConfig) -> RowsRoom:
-    """Returns the shared memory layout of a configuration's limbs, which `rows_in` fills."""
+    """Returns the `RowsRoom` of a configuration's limbs."""
     k_blocks = config.activations.room_k_blocks(config)
     return RowsRoom(config.dtype, config.tile_m, config.consumer_warps, k_blocks, **limbs_of(config.format))
 
 
 @dataclass(frozen=True)
 class EntrySource(Source):
-    """The rows of x that belong to an entry, from which limbs are made."""
+    """The source of an entry's rows of x, from which limbs are made."""
 
     index: Int32  # of the lane's row
 
@@ -64,7 +65,7 @@ class EntrySource(Source):
 
 @dataclass(frozen=True)
 class LimbPlaces:
-    """Where limbs of an entry's k blocks and their scales lie: addresses."""
+    """The addresses of the limbs of an entry's k blocks, and of their scales."""
 
     x_address: Int32
     x_scales: Int32
@@ -72,7 +73,7 @@ class LimbPlaces:
 
 @dataclass(frozen=True)
 class LimbLane(StreamLane):
-    """A thread's offsets, and where it reads the scales of limbs."""
+    """A thread's offsets, and the address from which it reads the scales of limbs."""
 
     x_scales: Int32  # of the scales of the thread's two rows, of the first k block
     masks: Any  # of codes
@@ -90,7 +91,7 @@ class RangeRoles:
 
     @cute.jit
     def run(self, operands, shape):
-        """Does all of a CTA's work: each warp runs its role."""
+        """Runs each warp's role until the CTA has done all its work."""
         config = self.config
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -138,8 +139,8 @@ class RangeRoles:
         cute.arch.griddepcontrol_launch_dependents()
 
     def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
-        """Returns, for each tile of a block, the addresses of its codes and scales from k block ``first_k_block``
-        on."""
+        """Returns two addresses for each tile of a block: those of its codes and of its scales, from k block
+        ``first_k_block`` on."""
         config, tiles = self.config, self.weight_tiles(shape, expert, block)
         # There are fewer k blocks than fit into 32 bits: each is some kilobytes.
         parts, of_tile = self.parts, self.tile_parts(shape)
@@ -154,16 +155,17 @@ class RangeRoles:
         return begins
 
     def weight_tiles(self, shape, expert, block) -> list[Any]:
-        """Returns the tiles of a block, among those of all experts."""
+        """Returns the numbers of a block's tiles among the tiles of all experts."""
         count = self.config.n_tiles
         return [expert * shape.num_tiles + cutlass.min(block * count + i, shape.num_tiles - 1) for i in range(count)]
 
     def tile_parts(self, shape) -> Any:
-        """Returns the number of a tile's k blocks, or of halves if the last one may be half a k block."""
+        """Returns the number of a tile's k blocks. If the last k block may be a half, it returns the number of half k
+        blocks."""
         return Uint32(self.routing.tile_k_blocks(shape) * self.parts - (self.parts - 1))
 
     def load_channel(self, operands, shape, expert, block, place: LimbLane) -> list[Any]:
-        """Loads what `load_channel` returns for all tiles of a block."""
+        """Loads the result of `load_channel` for all tiles of a block."""
         config, found = self.config, []
         if config.more_scale_bytes or not config.group_size:
             size = config.k_block_scale_bytes // self.parts
@@ -175,8 +177,9 @@ class RangeRoles:
     def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
         """Starts loading the chunk of a block that begins at ``k_block``. Runs in one lane of the producer warp.
 
-        If the last k block is half a k block, the stage's other half keeps codes of an earlier k block. They are
-        multiplied by limbs that are 0. The other half's scales must not be NaN, so they are those of the first half.
+        If the last k block is half a k block, the stage's other half keeps codes of an earlier k block, which are
+        multiplied by limbs of 0. The scales of that other half must not be NaN, so the first half's scales are loaded
+        there, too.
         """
         config, parts = self.config, self.parts
         count = config.chunk_k_blocks
@@ -199,11 +202,11 @@ class RangeRoles:
                 ptx.bulk_copy_to_shared(place + part * size, source + part * other, Int32(size), address)
 
     def x_start(self, shape, memory, slot) -> Any:
-        """Returns the offset of a slot's limbs, in bytes from the first slot's limbs."""
+        """Returns the offset in bytes from the first slot's limbs to those of ``slot``."""
         return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
 
     def limb_scales(self, shape, memory) -> Any:
-        """Returns the address of the scales of limbs: after the limbs of all slots."""
+        """Returns the address of the scales of limbs, which lie after the limbs of all slots."""
         return memory.x + shape.x_slots * memory.x_slot_bytes
 
     @cute.jit
@@ -211,8 +214,8 @@ class RangeRoles:
         """Makes the limbs of an entry's rows from k block ``begin`` on, and stores them ``start`` bytes after the first
         slot's limbs. known: as `Routing.find` returns it.
 
-        With two slots no warp still reads the limbs that are overwritten: all consumer warps have met since they were
-        last read. With one slot, the warps meet before they overwrite.
+        No warp still reads the limbs that are overwritten. With two slots, all consumer warps have met since those
+        limbs were last read. With one slot, the warps meet before they overwrite the limbs.
         """
         row = self.routing.entry_row(operands, shape, entry, known, lane)
         if shape.x_slots == 1:
@@ -279,7 +282,7 @@ class RangeRoles:
         """Adds a warp's products of a block to ``acc``. A warpgroup takes every ``k_warps``-th chunk of the block.
 
         start: offset in bytes of the entry's limbs. state: (the pipeline's state, number of chunks before the warp's
-        first one). Returns the same for the next block.
+        first chunk). Returns the ``state`` for the next block.
         """
         config, pipeline = self.config, memory.pipeline
         here, turn = state
@@ -298,7 +301,8 @@ class RangeRoles:
         return here, (following - shape.k_blocks) // chunk
 
     def multiply_k_blocks(self, acc, base, x_offset, place: LimbLane) -> None:
-        """Adds the products of a chunk. x_offset: offset in bytes of the limbs of its first k block."""
+        """Adds the products of a chunk to ``acc``. x_offset: offset in bytes of the limbs of the chunk's first k
+        block."""
         config = self.config
         parts = [
             Part(tile, *self.load_k_block(base, k_block, tile, place), *self.load_limbs(place, x_offset, k_block))
@@ -331,7 +335,8 @@ class RangeRoles:
         return scale_number(self.config, self.decoder, word)
 
     def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
-        """Loads (scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
+        """Loads the scales of x and makes the descriptor of its limbs, for the ``k_block``-th k block from ``x_offset``
+        on. Returns (scales, descriptor)."""
         config, address = self.config, place.x_scales + scale_offset(x_offset)
         pair = ptx.load_shared_vector(address, k_block * config.activations.k_block_scale_bytes(config), 2)
         x = wgmma.descriptor(cute.arch.make_warp_uniform(Int32(place.x + x_offset)))
@@ -379,8 +384,8 @@ class RangeRoles:
 
 
 class RangeKernel:
-    """The kernel of products by work ranges, as one :class:`.config.RangeConfig` compiles it; the configuration says
-    how assignments are found.
+    """The kernel of products by work ranges, as one :class:`.config.RangeConfig` compiles it. The configuration says
+    whether assignments are sorted.
 
     | role | warps | waits | arrives |
     |---|---|---|---|
@@ -389,10 +394,11 @@ class RangeKernel:
     | loads of weights | 1 | stage empty: the 4 warps of the warpgroup that takes it | stage full, with its bytes |
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
 
-    Named barriers: the consumer warps meet at `MEETING`, before an entry's limbs are overwritten and after they are
-    made. `CONSUMERS` and `EPILOGUE` are each for one role and the loading warp, which initialises the mbarriers and
-    does not wait. All warps wait for the previous launch if it may write ids or offsets. Consumer warps always wait for
-    it before they load x, epilogue warps before they store.
+    There are three named barriers. Consumer warps meet at `MEETING` before an entry's limbs are overwritten, and after
+    they are made. At `CONSUMERS`, consumer warps wait until the loading warp has initialised the mbarriers; at
+    `EPILOGUE`, epilogue warps do. The loading warp arrives at both and does not wait. All warps wait for the previous
+    launch if it may write ids or offsets. In any case, consumer warps wait for it before they load x, and epilogue
+    warps before they store.
     """
 
     def __init__(self, config: RangeConfig):
@@ -413,5 +419,5 @@ class RangeKernel:
 
 
 def scale_offset(x_offset) -> Any:
-    """Returns the offset of the scales of a k block whose limbs are ``x_offset`` bytes after the first."""
+    """Returns the offset in bytes of a k block's scales. x_offset: the offset in bytes of the k block's limbs."""
     return x_offset // (ROW_LIMB_BYTES // ROW_SCALE_BYTES)

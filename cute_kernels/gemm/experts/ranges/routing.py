@@ -1,5 +1,5 @@
-"""How warps find the rows of x that an expert multiplies: among assignments sorted by expert, or among unsorted
-ones."""
+"""Policies by which warps find an expert's rows of x: one for assignments that are sorted by expert, one for unsorted
+assignments."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def range_sizes(config: RangeConfig, given, places) -> Any:
 
 
 class Routing(ABC):
-    """How warps find the rows of x that an expert multiplies. A ``number`` is the index of an entry. If K is cut into
-    parts, it is the index of an entry's part."""
+    """The base of policies by which warps find an expert's rows of x. A ``number`` is the index of an entry, or of an
+    entry's part if K is cut into parts."""
 
     def __init__(self, config: RangeConfig):
         self.config = config
@@ -53,16 +53,16 @@ class Routing(ABC):
 
     @abstractmethod
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
-        """Returns which row of x is an entry's ``lane``-th row. Lanes beyond the entry's last row get the last one.
+        """Returns the index in x of an entry's ``lane``-th row. Lanes beyond the entry's last row get its last row.
         known: as `find` returns it."""
 
     def part_bits(self, shape) -> Any:
-        """Returns log2 of the number of parts into which K is cut. A ``number`` counts all parts of one entry, then
-        those of the next."""
+        """Returns log2 of the number of parts into which K is cut. The parts of an entry have consecutive
+        ``number``s."""
         return 0
 
     def part(self, shape, number) -> Any:
-        """Returns which part of K a ``number`` stands for."""
+        """Returns the index of the part of K that a ``number`` stands for."""
         bits = self.part_bits(shape)
         return number - ((number >> bits) << bits)
 
@@ -75,7 +75,7 @@ class Routing(ABC):
         return number >> self.part_bits(shape)
 
     def first_k_block(self, shape, number) -> Any:
-        """Returns the first k block of the part of K with a ``number``."""
+        """Returns the first k block of the part of K that a ``number`` stands for."""
         return self.part(shape, number) * shape.k_blocks
 
     def tile_k_blocks(self, shape) -> Any:
@@ -83,12 +83,14 @@ class Routing(ABC):
         return shape.k_blocks << self.part_bits(shape)
 
     def result_place(self, shape, number, place) -> Any:
-        """Returns the row of the output for the results of a place, in the part of K with a ``number``."""
+        """Returns the row of the output in which the results of a place are stored, for the part of K with a
+        ``number``."""
         return self.part(shape, number) * shape.places + place
 
 
 class SortedRouting(Routing):
-    """Assignments sorted by expert: the offsets of experts, and the row of x at each place. See `Routing`."""
+    """The `Routing` of assignments that are sorted by expert. Its data are the offsets of experts, and the row of x at
+    each place."""
 
     def sizes(self, given) -> RangeSizes:
         return RangeSizes(*range_sizes(self.config, given, given.places))
@@ -99,7 +101,7 @@ class SortedRouting(Routing):
     def load(self, operands, shape, lane) -> Any:
         """Loads (the places of the lane's experts, the row of x at the lane's place).
 
-        With few places, the rows of x are loaded before the offsets say whether they are needed.
+        With few places, these rows are loaded at once: the lane does not wait until the offsets say which are needed.
         """
         places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
         return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
@@ -111,8 +113,8 @@ class SortedRouting(Routing):
 
     @cute.jit
     def entry_row(self, operands, shape, entry: Entry, known, lane):
-        """Returns which row of x is an entry's ``lane``-th row. Lanes beyond the entry's last row get the last one.
-        known: the row of x of the lane's place."""
+        """Returns the index in x of an entry's ``lane``-th row. Lanes beyond the entry's last row get its last row.
+        known: the row of x at the lane's place."""
         place = entry.place(cutlass.min(lane, entry.rows - 1))
         row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
         if shape.places > WARP_THREADS:
@@ -121,7 +123,7 @@ class SortedRouting(Routing):
 
     @cute.jit
     def row_at(self, operands, place):
-        """Loads the number of the row of x at a place. Without a list of rows it is the place's own number."""
+        """Loads the index of the row of x at a place. Without a list of rows, it is the place itself."""
         row = place
         if operands.rows != 0:
             row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
@@ -129,8 +131,8 @@ class SortedRouting(Routing):
 
 
 class AssignedRouting(Routing):
-    """Unsorted assignments, which warps find by :mod:`.assignments`: see `Routing`. A layer of few assignments needs no
-    launch that sorts them."""
+    """The `Routing` of unsorted assignments, which warps find by :mod:`.assignments`. So no launch sorts the few
+    assignments of a layer."""
 
     def sizes(self, given) -> AssignedSizes:
         own = {"id_words": given.id_words, "row_factor": given.row_factor, "part_bits": given.part_bits}

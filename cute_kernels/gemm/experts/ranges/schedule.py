@@ -48,10 +48,10 @@ class RangeLayout:
         config: the compiled variant.
         num_tiles: number of tiles of 64 output features for each expert.
         k_blocks: k blocks of the padded K, or of one part of it.
-        num_ctas: as many as there are SMs; those without a block end at once.
+        num_ctas: number of CTAs: that of the SMs. CTAs without a block end at once.
         x_slots: number of entries, 1 or 2, for whose limbs a CTA has room at a time.
-        parts: how many parts K is cut into. Their results are stored apart and added up later. More than one part is
-            only for unsorted assignments.
+        parts: number of parts into which K is cut. Each part's results are stored, and `COMBINE` adds them up. Only
+            products of unsorted assignments have more than one part.
     """
 
     config: ranges.RangeConfig
@@ -78,20 +78,19 @@ class RangeLayout:
 
 
 def has_few_rows(problem: GroupedProblem) -> bool:
-    """Returns whether an expert usually has few rows, at most `ROWS`, and a layout by work ranges exists."""
+    """Returns whether an expert usually has at most `ROWS` rows, and a layout by work ranges exists."""
     return usual_rows(problem) <= ranges.ROWS and any(layouts(problem))
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
-    """Returns the layout that is the fastest by the model, for a problem with `has_few_rows`."""
+    """Returns the layout that is the fastest by the model, for a problem that `has_few_rows` accepts."""
     return _fastest(problem, layouts(problem))
 
 
 def make_parts(problem: GroupedProblem) -> RangeLayout | None:
-    """Returns the layout that is the fastest by the model in as few parts of K as possible, at least two.
-
-    It is for products whose limbs, over all of K, do not fit into shared memory. None if experts usually have more rows
-    than `ROWS`, or no number of parts will do.
+    """Returns a layout that cuts K into as few parts as possible, at least two. Of such layouts it is the fastest by
+    the model. It is for products whose limbs over all of K do not fit into shared memory. Returns None if experts
+    usually have more rows than `ROWS`, or if no number of parts is possible.
     """
     if usual_rows(problem) > ranges.ROWS:
         return None
@@ -104,8 +103,8 @@ def _fastest(problem: GroupedProblem, found: Iterable[RangeLayout]) -> RangeLayo
 
 
 def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
-    """Returns the layout for ``count`` unsorted assignments, which no launch sorts. None if there are too many of them,
-    or if the kernel cannot find entries of so many rows."""
+    """Returns the layout for ``count`` unsorted assignments. Returns None if there are too many assignments, or if the
+    kernel cannot find entries with so many rows."""
     if count > ranges.MOST_ASSIGNMENTS:
         return None
     lanes = next(number for number in ranges.LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
@@ -114,14 +113,15 @@ def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
 
 
 def row_factor(assignments: int) -> int:
-    """Returns `AssignedSizes.row_factor`, if ``assignments`` neighbouring assignments share a row of x."""
+    """Returns `AssignedSizes.row_factor` for products in which ``assignments`` neighbouring assignments share a row of
+    x."""
     return -(-(1 << ranges.ROW_BITS) // assignments)
 
 
 def estimate_us(problem: GroupedProblem, layout: RangeLayout) -> float:
     """Returns the microseconds that the model expects, launch included.
 
-    CTAs differ by at most one block. SMs load weights faster if not all of them load.
+    The numbers of blocks of two CTAs differ by at most one. An SM loads weights faster if not all SMs load.
     """
     rows = ranges.entry_rows(problem.format)
     entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, rows)
@@ -141,15 +141,15 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 
 
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
-    """Returns the largest product of a dividend and a divisor that `.work.quotient` gets in a launch with this
+    """Returns the largest product of dividend and divisor among the divisions by `.work.quotient` in a launch with this
     layout."""
     blocks = problem.max_entries(ranges.entry_rows(problem.format)) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 
 
 def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> RangeLayout | None:
-    """Returns the layout with room for the limbs of two entries, or of one if two shorten the pipeline; None if no
-    pipeline fits."""
+    """Returns the layout of a shape, or None if no pipeline fits. It has room for the limbs of two entries, or of one
+    entry if two would shorten the pipeline."""
     k_blocks, rest = divmod(problem.k_pad, parts * ranges.BLOCK_K)
     half_last = parts == 1 and rest == ranges.BLOCK_K // 2
     k_blocks += half_last
@@ -166,7 +166,8 @@ def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> R
 def config_of(
     problem: GroupedProblem, shape: RangeShape, room_k_blocks: int, half_last: bool = False
 ) -> ranges.RangeConfig | None:
-    """Returns a configuration with room for limbs of ``room_k_blocks`` k blocks; None if that leaves no pipeline."""
+    """Returns a configuration with room for limbs of ``room_k_blocks`` k blocks. Returns None if no pipeline fits
+    beside them."""
     rounds = next((count for count in ranges.ROUNDS if problem.num_experts <= count * ranges.ROUND_EXPERTS), None)
     if rounds is None:
         return None

@@ -1,5 +1,5 @@
-"""A launch by work ranges as the device sees it: its sizes and addresses, and the blocks of a CTA. :mod:`.schedule` is
-the host's part."""
+"""The sizes and addresses of a launch by work ranges on the device, and the blocks of a CTA. :mod:`.schedule` makes the
+layout on the host."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from cute_kernels.gemm.experts.ranges.config import ROW_BITS
 
 
 def reciprocal(divisor):
-    """Returns the number by which `quotient` replaces a division by ``divisor``: 2**31 / divisor, rounded up."""
+    """Returns 2**31 / divisor, rounded up. `quotient` multiplies by this number instead of dividing by ``divisor``."""
     return Uint32(((Int64(1) << 31) + divisor - 1) // divisor)
 
 
 def quotient(count, of):
-    """Divides in two instructions. ``count`` is at least 0, and its product with the divisor at most `MOST_DIVIDED`.
-    ``of``: as `reciprocal` returns it.
-
-    Each CTA divides before it requests its first weights: 64 bits would take seven instructions, a division itself
-    thirty.
+    """Divides ``count`` by a divisor in two instructions. ``of``: the divisor's `reciprocal`. ``count`` is at least 0,
+    and its product with the divisor at most `MOST_DIVIDED`. Each CTA divides before it requests its first weights. With
+    64 bits it would take seven instructions, by an ordinary division thirty.
     """
     return Int32(numbers.multiply_high_u32(Uint32(2 * count), of))
 
@@ -77,8 +75,8 @@ class RangeOperands:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """A CTA's blocks of output features: ``count`` blocks from number ``first`` on. The blocks of all entries are
-    numbered one after the other."""
+    """A CTA's blocks of output features: ``count`` blocks from number ``first`` on. The blocks of all entries have
+    consecutive numbers, entry by entry."""
 
     shape: RangeSizes
     first: Int32

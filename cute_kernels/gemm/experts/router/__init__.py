@@ -1,8 +1,8 @@
 """The router of a mixture of experts: from hidden states to each token's experts and their weights.
 
-Read on in `routing` (what a model's router computes, as data), `reference` (the same in fp32 PyTorch), `call` and
-`ops`. `plan` chooses a call's kernel, `kernel` has one launch from hidden states or from logits, and `selection` says
-how a warp chooses a token's experts.
+`routing` describes a model's router as data. `reference` computes it in fp32 PyTorch. `call` and `ops` have the call
+and its operator, and `plan` chooses a call's kernel. `kernel` has a kernel that starts from hidden states and one that
+starts from logits. In both, a warp chooses a token's experts by `selection`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses each token's experts by hidden weight^T + bias; products, sums and scores are in fp32.
 
-    Nothing waits for the device, and `cute_kernels.fused_moe` takes both results as they are. Works under
+    The host never waits for the device. `cute_kernels.fused_moe` takes both results without a change. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::route``. It has no gradient. Up to 64 tokens of
     bf16 or fp16 are one launch on Hopper, and a token's bits do not depend on the others. With more tokens, last bits
     may depend on their number.

@@ -1,4 +1,4 @@
-"""The arguments that kernels of routers are launched with; they are listed nowhere else.
+"""The arguments that kernels of routers are launched with. No other list of them exists.
 
 experts, top_k, renormalize, groups, kept_groups, scale
                      as `Routing` has them; scoring: the number of the name in `SCORINGS`

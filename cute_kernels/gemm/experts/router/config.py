@@ -22,16 +22,17 @@ LOGITS, IDS = "logits", "ids"
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The configuration of a kernel before the products. It chooses experts from hidden states of up to `MAX_TOKENS`
-    tokens, chooses experts from logits of any number of tokens, or sorts assignments by expert from ids.
+    """The configuration of one of three kernels that run before the products. Two choose experts: one from hidden
+    states of up to `MAX_TOKENS` tokens, one from logits of any number of tokens. The third sorts assignments by expert,
+    from ids.
 
     Attributes:
-        dtype: that of hidden states. For a kernel from logits: that of a bias or correction that is not fp32. For one
-            from ids: "int32" or "int64".
-        weight: dtype of the router's weight, "own" (``dtype``) or "fp32"; `LOGITS` or `IDS`: what the kernel starts
-            from.
-        lane_experts: how many of a token's scores each lane has; there may be 32 times as many experts.
-        tile_tokens: for how many tokens a thread adds up products at the same time.
+        dtype: dtype of hidden states. For a kernel from logits, dtype of a bias or correction that is not fp32. For a
+            kernel from ids, "int32" or "int64".
+        weight: for a kernel from hidden states, the dtype of the router's weight: "own" (``dtype``) or "fp32". `LOGITS`
+            or `IDS` for the two other kernels.
+        lane_experts: number of a token's scores that a lane has. There may be 32 times as many experts.
+        tile_tokens: number of tokens for which a thread adds up products at the same time.
     """
 
     dtype: str = "bf16"
@@ -78,7 +79,7 @@ class RouterConfig:
 
 
 def lane_experts_of(experts: int) -> int:
-    """Returns the least of `LANE_EXPERTS` that suffices for ``experts`` experts, at most MAX_EXPERTS."""
+    """Returns the least of `LANE_EXPERTS` that is enough for ``experts`` experts. There are at most MAX_EXPERTS."""
     return next(count for count in LANE_EXPERTS if experts <= count * WARP_THREADS)
 
 

@@ -1,9 +1,10 @@
-"""Kernels of a router: from hidden states to experts in one launch, or from logits where tokens are many.
+"""Kernels of a router. One computes experts from hidden states; the other one, for many tokens, computes them from
+logits.
 
-`RouterKernel`: each CTA has 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same time. Warps share an
-expert's K. Sums over lanes, then over warps, are always taken in the same order, whatever the number of tokens. Logits
-go through a workspace to the CTAs that choose; each logit announces itself there (:mod:`cute_kernels.device.exchange`).
-A CTA chooses for one token in each of its warps, so up to eight tokens are the first CTA's.
+In `RouterKernel`, each CTA computes the logits of 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same
+time. Warps divide K among them. Sums over lanes, then over warps, have one order, whatever the number of tokens. Every
+CTA publishes its logits in a workspace (:mod:`cute_kernels.device.exchange`). A warp then chooses the experts of one
+token, once the token's logits have arrived. The first CTA's warps choose for up to eight tokens.
 
 | who | reads | then |
 |---|---|---|
@@ -52,7 +53,7 @@ class RouterKernel:
         self.selection = Selection(config.lane_experts, config.dtype)
 
     def launch(self, given, stream):
-        """Launches over the experts; ``given`` has the arguments `ROUTER` of :mod:`.arguments`."""
+        """Launches CTAs for all experts. ``given`` has the arguments `ROUTER` of :mod:`.arguments`."""
         tokens, k = extents(given.hidden)
         names = ("weight", "workspace", "expert_shift")
         ctas = (given.experts + (Int32(1) << given.expert_shift) - 1) >> given.expert_shift
@@ -84,7 +85,7 @@ class RouterKernel:
 
     @cute.jit
     def ask(self, choice, thread):
-        """Prefetches the bias and the correction, a line of at least 128 bytes for each thread."""
+        """Prefetches the bias and the correction. Each thread prefetches a line of at least 128 bytes."""
         index = thread * WARP_THREADS
         if index < choice.experts:
             if choice.bias != 0:
@@ -94,7 +95,8 @@ class RouterKernel:
 
     @cute.jit
     def multiply(self, operands, choice, partial, block, warp, lane):
-        """Stores a warp's part of its expert's product with each token in shared memory, fp32 [warp][token]."""
+        """Computes a warp's part of its expert's product with each token, and stores it in shared memory, fp32
+        [warp][token]."""
         config = self.config
         slot = warp & ((Int32(1) << operands.expert_shift) - 1)
         expert = cutlass.min((block << operands.expert_shift) + slot, choice.experts - 1)
@@ -130,8 +132,8 @@ class RouterKernel:
 
     @cute.jit
     def add(self, operands, sums, words, begin, piece):
-        """Adds the products of a piece of the weight with each token of a tile. After the last token, that token is
-        repeated, and its sums are ignored."""
+        """Adds the products of a piece of the weight with each token of a tile to ``sums``. A tile beyond the last
+        token repeats the last token; those sums are ignored."""
         pieces = []
         for t in cutlass.range_constexpr(self.config.tile_tokens):
             token = cutlass.min(begin + t, operands.tokens - 1)
@@ -145,7 +147,7 @@ class RouterKernel:
                 sums[t] = ptx.fma(x, w, sums[t])
 
     def unpack(self, words) -> list[Any]:
-        """Unpacks words, each two values of the configuration's dtype, to fp32."""
+        """Converts words, which hold two values of the configuration's dtype each, to fp32."""
         halves = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)
         if self.config.dtype == "fp16":
             halves = (ptx.half2_low_to_float, ptx.half2_high_to_float)
@@ -153,7 +155,8 @@ class RouterKernel:
 
     @cute.jit
     def publish_logits(self, operands, choice, partial, block, thread):
-        """Publishes the logits of a CTA's experts; each thread publishes one token's logit of one expert at a time."""
+        """Publishes the logits of a CTA's experts. A thread publishes one logit, of one token and one expert, at a
+        time."""
         shift = operands.expert_shift
         mask = (Int32(1) << shift) - 1
         for pair in cutlass.range(thread, operands.tokens << shift, WARPS * WARP_THREADS, unroll=1):
@@ -195,7 +198,7 @@ class SelectKernel:
         self.selection = Selection(config.lane_experts, config.dtype)
 
     def launch(self, given, stream):
-        """Launches over the tokens; ``given`` has the arguments `SELECT` of :mod:`.arguments`."""
+        """Launches CTAs for all tokens. ``given`` has the arguments `SELECT` of :mod:`.arguments`."""
         tokens, experts = extents(given.logits)
         self.kernel(ptx.address(given.logits), tokens, Choice.of(given, experts)).launch(
             grid=(cute.ceil_div(tokens, WARPS), 1, 1),

@@ -28,7 +28,7 @@ def route(call: RouteCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that a parameter holds; other tensors as they are."""
+    """Returns the data of a parameter, or a tensor that is no parameter unchanged."""
     return tensor.data if type(tensor) is torch.nn.Parameter else tensor
 
 

@@ -1,4 +1,4 @@
-"""The plans of calls of routers: their kernels, and the launches of each."""
+"""Makes the plans of calls of routers: a plan has a call's kernels and launches."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_served(call: RouteCall) -> bool:
-    """Returns whether a kernel of this package can choose the call's experts; otherwise torch chooses them."""
+    """Returns whether a kernel of this package can choose the call's experts. If not, torch chooses them."""
     routing, added = call.routing, (call.bias, call.correction)
     if call.hidden.dtype == torch.float32 or not is_supported(call.hidden.get_device()):
         return False
@@ -88,16 +88,16 @@ def is_served(call: RouteCall) -> bool:
 
 
 def takes_product(call: RouteCall) -> bool:
-    """Returns whether a kernel can multiply the hidden states by the router's weight; otherwise torch computes that
-    product."""
+    """Returns whether a kernel of this package can multiply hidden states by the router's weight. If not, torch
+    computes the product."""
     hidden, weight = call.hidden, call.weight
     is_known = weight.dtype in (hidden.dtype, torch.float32)
     return is_known and not hidden.shape[1] % VECTOR and not weight.data_ptr() % ALIGNMENT
 
 
 def expert_shift_of(experts: int, num_sms: int) -> int:
-    """Returns log2 of the number of a CTA's experts. It is the least number with which CTAs are no more than SMs, but
-    at most one expert for each warp."""
+    """Returns log2 of the number of experts that a CTA has. It is the least number for which there are no more CTAs
+    than SMs. A CTA has at most one expert for each warp."""
     most = router.WARPS.bit_length() - 1
     return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 
@@ -113,7 +113,8 @@ def config_of(call: RouteCall, multiplies: bool) -> RouterConfig:
 
 
 def _bound(call: RouteCall, multiplies: bool, index: int) -> Callable[..., Any]:
-    """Returns the kernel of a call, bound to all that stays the same from call to call. It takes tensors by name."""
+    """Returns the kernel of a call, bound to all arguments that do not change from call to call. It takes tensors by
+    name."""
     config, (tokens, _), experts = config_of(call, multiplies), call.hidden.shape, len(call.weight)
     routing = call.routing
     fixed: dict[str, object] = {

@@ -18,7 +18,8 @@ def route_reference(
     correction: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes (ids, weights) as `cute_kernels.gemm.experts.route` does, on any device; nothing waits for it."""
+    """Computes (ids, weights) as `cute_kernels.gemm.experts.route` does, on any device. It does not wait for the
+    device."""
     logits = functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
     ids, weights = select_reference(logits, routing, correction)
     return ids if padding is None else ids.masked_fill(padding[:, None], -1), weights
@@ -49,7 +50,7 @@ def scores_of(logits: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Returns the scores, with -inf for experts of groups that a token does not keep."""
+    """Returns ``ranked`` with -inf for experts of groups that a token does not keep."""
     grouped = ranked.view(len(ranked), routing.groups, ranked.shape[1] // routing.groups)
     best = grouped.sort(dim=-1, descending=True).values[..., :2].sum(dim=-1)
     left = torch.ones_like(best, dtype=torch.bool).scatter_(1, _first(best, routing.kept_groups), False)
@@ -57,6 +58,6 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns int64 [T, count]: the indices of each row's greatest values. NaN is above all, and of equal values the
-    lower index is first."""
+    """Returns the indices of each row's greatest values, int64 [T, count]. NaN is greater than all numbers. Of equal
+    values, the one with the lower index comes first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

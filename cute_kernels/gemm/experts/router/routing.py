@@ -18,9 +18,9 @@ LEAST_SUM = 1e-20  # added to the sum that weights are divided by, as DeepSeek's
 class Routing:
     """How a token's logits become experts and weights.
 
-    A token ranks experts by their scores, plus the correction where there is one. With softmax and neither correction
-    nor groups it ranks them by their logits. The order is the same, and remains exact if scores round to the same
-    number.
+    A token ranks experts by their scores, plus the correction if there is one. With softmax, without correction and
+    groups, it ranks experts by their logits. That is the same order, and exact even where different logits give equal
+    scores.
 
     | model | routing |
     |---|---|
@@ -34,9 +34,10 @@ class Routing:
         scoring: how a logit becomes a score.
         renormalize: whether a token's weights are divided by their sum.
         scale: factor of the weights, applied last.
-        groups: number of groups of neighbouring experts, all of one size; with more than one group, at least two
-            experts each.
-        kept_groups: number of groups that a token may choose from; groups rank by the sum of their two best scores.
+        groups: number of groups of neighbouring experts. All groups have the same size: with more than one group, at
+            least two experts.
+        kept_groups: number of groups from which a token may choose experts. Groups are ranked by the sum of their two
+            best scores.
 
     Raises:
         TypeError, ValueError: an attribute is none of these; the message names it.

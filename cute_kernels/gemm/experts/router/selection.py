@@ -1,8 +1,8 @@
 """How a warp chooses a token's experts: lane l has experts l, l + 32, l + 64 ... in its registers.
 
-Experts are ranked by keys: integers in the same order as the numbers, NaN above all of them. redux.sync, which does not
-take fp32, finds the greatest key of a warp. Of equal keys the lowest index wins. Each round finds one expert, and lane
-j keeps the j-th.
+Experts are ranked by keys. A key is an integer that stands for an fp32 number. Keys have the order of the numbers, and
+NaN has the greatest key. redux.sync finds the greatest key of a warp; it does not take fp32. Of equal keys, the one
+with the lowest index wins. Each round finds one expert, and lane j keeps the j-th expert.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL_LANES = lanes.neighbours(WARP_THREADS)
 
 @dataclass(frozen=True)
 class Choice:
-    """The part of a `Routing` that a launch is given; run-time values, as the arguments of :mod:`.arguments`."""
+    """The fields of a `Routing` that a launch takes, as run-time values; see :mod:`.arguments`."""
 
     bias: Int64
     correction: Int64
@@ -71,7 +71,7 @@ def number_of(key: Int32) -> Float32:
 
 
 class Selection:
-    """The choice of a token's experts, in a kernel whose lanes have ``lane_experts`` of its logits each."""
+    """Chooses a token's experts, in a warp whose lanes each have ``lane_experts`` of the token's logits."""
 
     def __init__(self, lane_experts: int, dtype: str):
         self.count, self.dtype = lane_experts, dtype
@@ -82,8 +82,8 @@ class Selection:
 
     @cute.jit
     def load_number(self, address, index, wide):
-        """Loads an element of a bias or correction. Neither is written by the launch before, so no wait precedes the
-        load."""
+        """Loads an element of a bias or correction. The previous launch does not write them, so the load does not wait
+        for it."""
         value = Float32(0.0)
         if wide != 0:
             value = numbers.from_bits(numbers.load_global_part(address + Int64(index) * 4, 0, 4))
@@ -97,8 +97,8 @@ class Selection:
 
     @cute.jit
     def choose(self, choice, logits, token, lane):
-        """Stores a token's ids and weights. logits: those of the lane's experts, any value for experts that do not
-        exist. Padding's ids are -1."""
+        """Chooses a token's experts, and stores their ids and weights. logits: the logits of the lane's experts, any
+        value for experts that do not exist. A padding token's ids are -1."""
         is_padding = Uint32(0)
         if choice.padding != 0:
             is_padding = numbers.load_global_part(choice.padding + Int64(token), 0, 1)
@@ -128,7 +128,7 @@ class Selection:
 
     @cute.jit
     def score(self, choice, scores, logits, lane):
-        """Fills in the scores of the lane's experts."""
+        """Computes the scores of the lane's experts into ``scores``."""
         if choice.scoring == SCORINGS.index("softmax"):
             top, total = Float32(-Float32.inf), Float32(0.0)
             for i in cutlass.range_constexpr(self.count):
@@ -173,7 +173,7 @@ class Selection:
 
     @cute.jit
     def keep_groups(self, choice, keys, lane):
-        """Sets the keys of experts outside the kept groups to the key of -inf. Lane g has the key of group g."""
+        """Sets the keys of experts outside the kept groups to the key of -inf. Lane g holds the key of group g."""
         own = Int32(NONE)
         within = cute.make_rmem_tensor(self.count, Int32)
         for group in cutlass.range(choice.groups, unroll=1):
@@ -204,8 +204,8 @@ class Selection:
 def root_of_softplus(x: Float32) -> Float32:
     """Returns sqrt(log(1 + exp(x))).
 
-    With u = exp(-|x|), log(1 + u) is 2 atanh(s), where s = u / (2 + u) is at most 1 / 3. Seven terms of its series
-    suffice.
+    With u = exp(-|x|) and s = u / (2 + u), log(1 + u) is 2 atanh(s). As s is at most 1 / 3, seven terms of atanh's
+    series are enough.
     """
     u = ptx.exp2(ptx.absolute(x) * Float32(-ptx.LOG2_E))
     s = u * ptx.reciprocal(u + Float32(2.0))

@@ -20,24 +20,25 @@ SCALED_BITS = 4  # bits of codes that were measured with an instruction that sca
 
 
 class MainloopCost(ABC):
-    """The cost model of a mainloop: clocks of a tile's k block. ``tile_m`` is the number of rows that are computed."""
+    """The cost model of a mainloop: the clocks of a tile's k block. ``tile_m`` is the number of rows that are
+    multiplied."""
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Returns the clocks of the tensor cores if they run concurrently with decoding; 0 if `decode_clocks` contains
-        them."""
+        """Returns the clocks of the tensor cores, which run concurrently with decoding. Returns 0 if `decode_clocks`
+        includes them."""
         return 0.0
 
     @abstractmethod
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
-        """Returns the clocks of a warpgroup's work that `tensor_clocks` does not count."""
+        """Returns the clocks of a warpgroup's work, except those that `tensor_clocks` counts."""
 
     def memory_factor(self, config: WgmmaConfig) -> float:
-        """Returns the factor by which loading weights takes longer than at the memory's rate."""
+        """Returns the time of loading weights, divided by the time at the memory's full rate."""
         return 1.0
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Returns whether tests/facts/moe.json has measured scaled decoding of the weights' format."""
+    """Returns whether tests/facts/moe.json has times of this weight format in which decoding also scales codes."""
     return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 
@@ -69,8 +70,7 @@ class RegisterCost(MainloopCost):
 
 
 class SynchronousCost(MainloopCost):
-    """The cost of `MmaSync`: each warp multiplies for itself, so every warp applies the scales to accumulators
-    again."""
+    """The cost of `MmaSync`. Each warp multiplies for itself, so every warp applies scales to its accumulators."""
 
     step: ClassVar[dict[int, float]] = {4: 20, 8: 25}
     row = 0.43
@@ -81,7 +81,8 @@ class SynchronousCost(MainloopCost):
 
 
 class LimbCost(MainloopCost):
-    """The cost of `Limbs`, tensor cores included. Each row costs its columns of limbs and its scales."""
+    """The cost of `Limbs`, tensor cores included. Each row adds the clocks of its columns of limbs and of its
+    scales."""
 
     step, row = 12, 0.62
     short_pipeline, short_pipeline_factor = 5, 1.05  # with so few stages

@@ -1,10 +1,10 @@
-"""The configuration of tiles for few rows an expert, whose results have the same bits as those of other tiles. Plain
-Python, no GPU.
+"""The configuration of tiles for few rows an expert, in batch-invariant layers. Results have the same bits as with
+tiles for many rows. Plain Python, no GPU.
 
-A batch-invariant layer adds up each result in one chain of k16 steps, however many rows there are. With one token, the
-tiles that many rows need leave half of the SMs without work, and sorting and gathering are two more launches. So a work
-tile here is 64 output features of one *entry*, one or two rows of an expert, among unsorted assignments. That makes
-twice to eight times as many work tiles, and three launches instead of five.
+A batch-invariant layer adds up each result in one chain of k16 steps, for any number of rows. With one token, the tiles
+for many rows leave half of the SMs without work, and two launches sort and gather rows. So a work tile here is 64
+output features of one *entry*: one or two rows of an expert, among unsorted assignments. There are two to eight times
+as many work tiles, and three launches instead of five.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LONG_BLOCK_K, BLOCK_K = (512, 256, 128), (256, 128)  # the first that divides K 
 
 @dataclass(frozen=True)
 class EntryWgmma(RegisterWgmma):
-    """The mainloop of `RegisterWgmma` for two warpgroups that share nothing: each has work tiles and half of the
+    """The mainloop of `RegisterWgmma` for two independent warpgroups. Each has its own work tiles, and half of the
     stages.
 
     Attributes:
-        lane_assignments: number of assignments that each lane reads, in the warps that find entries.
+        lane_assignments: number of assignments that a lane reads, in warps that find entries.
     """
 
     in_flight: int = 2
@@ -54,7 +54,7 @@ class EntryWgmma(RegisterWgmma):
         return f"{super().name}entries{self.lane_assignments}"
 
     def barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Returns the barriers of both rings: each stage belongs to one warpgroup."""
+        """Returns the barriers of both warpgroups' stages. Each stage belongs to one warpgroup."""
         stages = config.num_stages
         return Barriers("full", stages, self.copies), Barriers("empty", stages, WARPGROUP_WARPS)
 
@@ -75,6 +75,6 @@ def entry_rows(config: WgmmaConfig) -> int:
 
 
 def ring_config(config: EntryConfig) -> WgmmaConfig[RegisterWgmma]:
-    """Returns the work of one warpgroup as a configuration of its own."""
+    """Returns one warpgroup's half of the kernel as a configuration."""
     mainloop = RegisterWgmma(config.mainloop.group_steps, config.mainloop.in_flight)
     return replace(config, warpgroups=1, num_stages=config.num_stages // RINGS, mainloop=mainloop)

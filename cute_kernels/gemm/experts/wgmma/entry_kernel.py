@@ -1,16 +1,16 @@
-"""Grouped weight-only GEMM for few rows an expert. Its results have the same bits as those of all tiles of decoded
-weights.
+"""Grouped weight-only GEMM for few rows an expert. Its results have the same bits as with tiles of decoded weights for
+many rows.
 
-The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. The
-distribution of the work differs. A work tile is 64 output features of one entry. Each of a CTA's two warpgroups has its
-own work tiles, stages and producer warps. One decodes while the other waits. If a launch has only one work tile for
-each SM, no warpgroup waits for the other. Entries are found among unsorted assignments
+The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. The work
+is distributed in another way. A work tile is 64 output features of one entry. Each of a CTA's two warpgroups has its
+own work tiles, stages and producer warps. One warpgroup decodes while the other waits. If a launch has only one work
+tile for each SM, neither warpgroup waits for the other. Entries are found among unsorted assignments
 (:mod:`cute_kernels.gemm.experts.ranges.assignments`), so no launch sorts them.
 
-Rows of an entry lie anywhere in x. A B operand consists of groups of eight rows of 128 bytes. Pieces of 16 bytes are
-swizzled by the row's number in its group. The first row of a group is not permuted, so a bulk copy can load it. Each
-row of an entry is therefore the first of its own group. The group's seven other rows become columns of the product that
-are never stored.
+Rows of an entry lie anywhere in x. A B operand consists of groups of eight rows of 128 bytes. The swizzle moves the
+16-byte pieces of a row by the row's number in its group. So the first row of a group stays as it is, and a bulk copy
+can load it. Each row of an entry is therefore the first row of a group. The group's seven other rows become columns of
+the product that are never stored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from layouts.weights.hopper import TILE_N
 
 @dataclass(frozen=True)
 class EntryTileSizes(TileSizes):
-    """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
+    """Sizes of a launch; run-time integers. ``m`` is the number of rows of x. No work tile is cut along K."""
 
     num_experts: Int32
     places: Int32  # assignments
@@ -73,7 +73,8 @@ class EntryTile:
 
 @dataclass(frozen=True)
 class EntryTileScheduler:
-    """The work tiles of one warpgroup: every ``stride``-th. Work tiles of one entry follow one another."""
+    """The work tiles of one warpgroup: every ``stride``-th work tile. The work tiles of one entry have consecutive
+    numbers."""
 
     shape: EntryTileSizes
     finder: AssignmentFinder
@@ -104,7 +105,7 @@ class EntryPlaces:
 
 
 class EntryLoads:
-    """The loads of an entry's rows through the pipeline, from wherever they lie: bulk copies by one producer warp."""
+    """Loads an entry's rows, which may lie anywhere in x, through the pipeline: by bulk copies of one producer warp."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -131,15 +132,15 @@ class EntryLoads:
                 here = pipeline.next(here)
 
     def sources(self, operands, shape, entry, lane) -> list[Any]:
-        """Returns the addresses of as many rows of x as an entry may have. Missing rows have the address of the entry's
-        last row."""
+        """Returns an address for each row of x that an entry may have. For missing rows, it is the address of the
+        entry's last row."""
         own = shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
         rows = [cute.arch.shuffle_sync(own, row) for row in range(self.entry_rows)]
         return [operands.x + product(row, shape.k) * 2 for row in rows]
 
     def copy_row(self, source, memory, here, k_block, row: int) -> None:
-        """Starts loading a k block of a row. Runs in one lane. A loop with one copy for each lane would take four times
-        as long."""
+        """Starts loading a k block of a row, in one lane. Copies by several lanes, one each, would take four times as
+        long."""
         config = self.config
         target = memory.x_address + here.stage * config.x_stage_bytes + row * ATOM_BYTES
         source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))
@@ -150,9 +151,10 @@ class EntryLoads:
 
 
 class EntryResults:
-    """The store of a work tile's results, each row at its assignment: see `TileReduction`.
+    """Stores a work tile's results. Each row goes to the row of the output that its assignment has. It is a
+    `TileReduction`.
 
-    Results are of x's dtype, and whole vectors of 16 bytes.
+    Results have x's dtype. A row of results is whole vectors of 16 bytes.
     """
 
     prepares = False
@@ -169,7 +171,7 @@ class EntryResults:
 
     @cute.jit
     def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
-        """Stages the first column of each row of the work tile, and stores it at the row's assignment: see
+        """Stages the first column of each row of the work tile, and stores it at the row of the assignment: see
         `TileReduction`."""
         corner = corner_of(self.config, self.places, shape, work_tile, 0)
         self.epilogue.add_bias(operands, shape, store, corner, acc, 0)
@@ -187,8 +189,9 @@ class EntryResults:
 
     @cute.jit
     def store_rows(self, operands, columns, store: Store, work_tile, features: int, pitch: int):
-        """Stores the results of an entry's rows from the staging buffer: ``features`` of each row, 8 neighbouring ones
-        a thread. In the buffer a row's results are the first of its `ROW_COLUMNS` columns."""
+        """Copies the results of an entry's rows from the staging buffer to the output: ``features`` results of each
+        row, 8 neighbouring results a thread. In the buffer, a row takes `ROW_COLUMNS` columns, of which the first has
+        its results."""
         vectors = features // PACKED_VECTOR
         row, vector = store.tid // vectors, store.tid % vectors
         column = work_tile.block * features + vector * PACKED_VECTOR
@@ -262,8 +265,8 @@ class EntryKernel:
 
     @cute.jit
     def begin(self, memory, warp, lane):
-        """Initialises each ring's barriers in the warp that loads its weights; that warp waits for no other. With few
-        tokens a warpgroup has one work tile, so the launch lasts as long as its first weights take."""
+        """Initialises each ring's barriers. The warp that loads the ring's weights does so, and waits for no other
+        warp. With few tokens, a warpgroup has one work tile, so a later first load makes the launch longer."""
         config = self.config
         if (warp >= config.consumer_warps) & (warp % RINGS == 0):
             if lane == 0:
@@ -275,7 +278,7 @@ class EntryKernel:
 
     @cute.jit
     def take(self, operands, shape, memory, finder, cta, num_ctas, warp, lane):
-        """Runs each warp's role: of each ring's warps, two load and four multiply."""
+        """Runs each warp's role. Of the warps of a ring, two load and four multiply."""
         config = self.config
         if warp >= config.consumer_warps:
             cute.arch.setmaxregister_decrease(config.mainloop.producer_registers)

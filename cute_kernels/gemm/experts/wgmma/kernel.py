@@ -1,8 +1,8 @@
 """Grouped weight-only GEMM for many rows an expert: persistent over the tiles of all experts, by warpgroup MMAs.
 
 The roles are those of `cute_kernels.gemm.wgmma.kernel.TileRoles`. `ExpertPlaces` says where an expert's data lie. Rows
-of x lie in the order of the places, so the rows of a tile are neighbours. A TMA load may begin at any row. Rows that it
-loads beyond the expert's last one become columns of the product that are never stored.
+of x lie in the order of the places, so the rows of a tile are neighbours. A TMA load may begin at any row. Rows beyond
+the expert's last row become columns of the product that are never stored.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class ExpertPlaces:
 
 
 def x_scale_shift(work_tile):
-    """Returns how many scales of x lie between the last multiple of 16 bytes and a work tile's first one."""
+    """Returns how many scales of x a load brings before a work tile's first scale, since it begins at a multiple of 16
+    bytes."""
     return work_tile.token & (X_SCALE_ALIGNMENT - 1)
 
 
 class ExpertTiles:
-    """The tiles of all experts: `cute_kernels.gemm.wgmma.kernel.TileScheduling`.
+    """The `TileScheduling` of the tiles of all experts.
 
-    A CTA does not know its first weights before the table of work tiles is written.
+    A CTA cannot load its first weights before the table of work tiles is written.
     """
 
     is_dense, asks_first, masks_by_lane, table_bytes = False, False, False, TABLE_BYTES
@@ -73,7 +74,7 @@ class ExpertTiles:
         """Initialises barriers and the table of tiles, then lets the next launch begin. Returns the CTA's tile
         scheduler.
 
-        Where x is in limbs, the warp that loads them waits for the launch before; otherwise all warps do.
+        If x is in limbs, only the warp that loads limbs waits for the previous launch. If not, all warps wait.
         """
         config = self.config
         if const_expr(not config.mainloop.scaled_rows):

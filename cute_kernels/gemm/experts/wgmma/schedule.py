@@ -1,8 +1,8 @@
 """Chooses the tile of a grouped product with many rows an expert. Plain Python, no GPU.
 
-Only the device knows how many rows each expert has. So the host compares tile sizes by how many tiles an expert takes
-on average, if rows are distributed at random. Small tiles waste the tensor cores; large ones waste the rows of each
-expert's last tile. `.costs` has the time of a tile.
+Only the device knows how many rows each expert has. So the host compares tile sizes by the average number of an
+expert's tiles, if rows are distributed at random. Small tiles use the tensor cores badly. Large tiles leave rows of
+each expert's last tile empty. `.costs` has the time of a tile.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class GroupedTiles:
         config: the compiled variant.
         num_tiles: number of tiles of 64 output features for each expert.
         k_blocks: k blocks of the padded K.
-        num_ctas: as many as there are SMs; those without a work tile end at once.
+        num_ctas: number of CTAs: that of the SMs. CTAs without a work tile end at once.
     """
 
     config: WgmmaConfig
@@ -129,7 +129,7 @@ def layouts_of(problem: GroupedProblem, configs: Iterable[WgmmaConfig]) -> list[
 
 @lru_cache(maxsize=4096)
 def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
-    """Returns the layout of products in FP8 that is the fastest by the model.
+    """Returns the layout for a product in FP8 that is the fastest by the model.
 
     Raises ValueError if no tile fits, as when K with padding is less than a k block.
     """
@@ -142,10 +142,8 @@ def make_fp8_tiles(problem: GroupedProblem) -> GroupedTiles:
 
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
-    """Returns the configurations that are possible.
-
-    Batch-invariant products have to add up each result in the same k16 steps of decoded weights. That excludes limbs,
-    and accumulators that are scaled group by group.
+    """Returns the possible configurations. Batch-invariant products have to add up each result in the same k16 steps of
+    decoded weights. So their configurations have no limbs, and do not scale accumulators group by group.
     """
     shapes = (one for one in SHAPES if not problem.batch_invariant or isinstance(one.mainloop, RegisterWgmma))
     configs = (tile_config(problem, shape) for shape in shapes)
@@ -153,8 +151,8 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
 
 
 def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None:
-    """Returns a tile's configuration, with as many stages as fit beside the table of tiles; None if fewer than two
-    fit."""
+    """Returns a tile's configuration, with as many stages as fit beside the table of tiles. Returns None if fewer than
+    two stages fit."""
     if problem.k_pad % shape.block_k:
         shape = shape._replace(block_k=64)
     spare = SMEM_RESERVE + TABLE_BYTES
@@ -166,10 +164,9 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
-    """Returns how many tiles of ``tile_m`` rows an expert has. Element i counts tiles in which exactly i + 1 of the
-    ``parts`` parts have rows.
-
-    The numbers are means over experts with normally distributed numbers of rows, close to random routing.
+    """Returns how many tiles of ``tile_m`` rows an expert has on average. Element i counts the tiles in which exactly i
+    + 1 of ``parts`` parts have rows. An expert's number of rows is taken as normally distributed, which is close to
+    random routing.
     """
     mean = problem.places / problem.num_experts
     deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))
@@ -184,8 +181,8 @@ def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]
 
 
 def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
-    """Returns the clocks of a work tile. tile_m: the number of rows that are computed. tiles: an expert's mean number
-    of tiles of rows."""
+    """Returns the clocks of a work tile. tile_m: number of rows that are multiplied. tiles: an expert's mean number of
+    tiles of rows."""
     config = layout.config
     cost = cost_of(config.mainloop)
     # Tiles of an expert that run side by side read a weight from memory once.
@@ -219,8 +216,8 @@ def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
 def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
     """Returns the layout of a batch-invariant product over the unsorted assignments of ``tokens`` tokens.
 
-    Returns None if there are too many assignments, or if experts usually have more rows than an entry. K has to be
-    whole k blocks and N whole vectors, else it returns None too.
+    Returns None if there are too many assignments, or if experts usually have more rows than an entry. Also returns
+    None unless K is whole k blocks and N whole vectors.
     """
     usual = min(usual_rows(problem), tokens)  # a router gives no token an expert twice
     rows = next((count for count in ENTRY_ROWS if usual <= count), None)
@@ -235,7 +232,7 @@ def entry_tiles(problem: GroupedProblem, tokens: int) -> GroupedTiles | None:
 
 
 def entry_config(problem: GroupedProblem, rows: int, block_k: int, lane_assignments: int) -> EntryConfig | None:
-    """Returns a configuration with as many stages as there is room for; None if it cannot be compiled."""
+    """Returns a configuration with as many stages as fit. Returns None if it cannot be compiled."""
     config: EntryConfig = of_format(
         problem,
         tile_m=ROW_COLUMNS * rows,

@@ -1,10 +1,10 @@
-"""The tile scheduler of grouped products: it finds a CTA's tiles of experts on the device, from the routing.
+"""The tile scheduler of grouped products, which finds a CTA's work tiles on the device, from the routing.
 
-An expert's rows are cut into tiles of ``tile_m`` places, the last one shorter. A work tile is such a tile with one of
-the expert's blocks of output features. Work tiles of all experts are numbered, and every CTA takes each ``stride``-th.
-Before the roles begin, some warps write a table to shared memory: how many work tiles there are before each expert, and
-where its places begin. To find a work tile, a warp searches the table in two steps: first with a lane for each 16
-experts, then with a lane for each expert of the 16 found.
+An expert's places are cut into tiles of ``tile_m`` places; the last tile may be shorter. A work tile is one such tile
+and one of the expert's blocks of output features. The work tiles of all experts have consecutive numbers, and a CTA
+takes every ``stride``-th. Before the roles begin, some warps write a table to shared memory. For each expert it has the
+number of work tiles before the expert, and the expert's first place. A warp finds a work tile in two steps. First, each
+lane looks at one of every 16 experts. Then, each lane looks at one of the 16 experts found.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLE_BARRIER = 9
 
 @dataclass(frozen=True)
 class GroupedTileSizes(TileSizes):
-    """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
+    """Sizes of a launch; run-time integers. ``m`` is the number of rows of x. No work tile is cut along K."""
 
     num_experts: Int32
     blocks: Int32  # of output features of an expert
@@ -45,8 +45,8 @@ class GroupedTileSizes(TileSizes):
 class GroupedWorkTile:
     """A tile of an expert's output; run-time integers.
 
-    block: the number of the block of output features; token: the tile's first place; end_token: the place after the
-    expert's last one. Other fields are as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
+    block: the number of the block of output features. token: the tile's first place. end_token: the place after the
+    expert's last place. Other fields are as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
     """
 
     expert: Int32
@@ -62,13 +62,13 @@ class GroupedWorkTile:
 
 @dataclass(frozen=True)
 class GroupedTileScheduler:
-    """The work tiles of one CTA: every ``stride``-th of ``count``; run-time integers.
+    """The work tiles of one CTA: every ``stride``-th of ``count`` work tiles; run-time integers. Within an expert, work
+    tiles are numbered as in a dense product: in bands of `M_TILE_BAND` token tiles, and within a band tokens first.
+    Each round of all CTAs begins with another CTA. If it did not, some CTAs could get the short last tile of every
+    expert: when the number of CTAs is a multiple of an expert's token tiles.
 
-    Within an expert, work tiles are numbered as those of a dense product: in bands of `M_TILE_BAND` token tiles, and
-    within a band tokens first. Which CTA begins changes with each round of all CTAs. Otherwise, if the number of CTAs
-    is a multiple of an expert's token tiles, the same CTAs would get every expert's short last tile.
-
-    table: shared memory, see :func:`fill_table`; lane: number in the warp, all of whose lanes ask together.
+    table: address in shared memory, see :func:`fill_table`. lane: the lane's number. All lanes of a warp call the
+    methods together.
     """
 
     shape: GroupedTileSizes
@@ -108,7 +108,7 @@ class GroupedTileScheduler:
         return Int32(before), Int32(place)
 
     def expert_of(self, index):
-        """Returns the expert of a work tile: the number of experts that end at or before it."""
+        """Returns the expert of a work tile: the number of experts whose work tiles all come before it."""
         run = self.ended(EXPERTS_PER_LANE * (self.lane + 1), index, 0xFFFFFFFF)
         first = run * EXPERTS_PER_LANE
         mask = (1 << EXPERTS_PER_LANE) - 1
@@ -121,8 +121,8 @@ class GroupedTileScheduler:
 
 
 def band_width(left) -> Divisor:
-    """Returns the width of the next band if ``left`` token tiles remain. The width is a number of token tiles, at least
-    one, as a divisor of numbers below 2**28."""
+    """Returns the number of token tiles of the next band if ``left`` token tiles remain: at least 1. The result is a
+    divisor for numbers below 2**28."""
     multiplier = Uint32(-(-(2**31) // M_TILE_BAND))
     for width in range(M_TILE_BAND - 1, 0, -1):
         multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
@@ -137,12 +137,11 @@ def tiles_of(rows, tile_m: int):
 
 @cute.jit
 def fill_table(table, offsets, shape, warp, lane, tile_m: int):
-    """Writes the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place); `TABLE_WARPS` warps, two
-    entries a lane.
-
-    offsets: address of int32 [experts + 1]. Experts that do not exist have no rows. A launch requests its first weights
-    only when the table is complete, so few steps make the table. Each warp counts its own experts' work tiles. Then it
-    adds what the preceding warps have counted, which they leave after the table.
+    """Writes the table [MAX_EXPERTS + 1] of (number of work tiles before an expert, the expert's first place).
+    `TABLE_WARPS` warps write it, two elements a lane. offsets: address of int32 [experts + 1]. Experts that do not
+    exist have no rows. A launch requests its first weights only when the table is complete, so the table is made in few
+    steps. Each warp counts the work tiles of its own experts, and stores the total behind the table. Then it adds the
+    totals of the preceding warps.
     """
     expert = (warp * WARP_THREADS + lane) * 2
     ends = cute.make_rmem_tensor(3, Int32)
