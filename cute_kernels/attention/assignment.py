@@ -8,9 +8,11 @@ own number, so it may load its first tile before it knows any length.
 If lengths differ, the tiles of all rows are numbered row by row, and CTA i takes range i of equal length (stream-K). So
 one request of 100,000 tokens among a thousand short ones is spread over the whole GPU, and all CTAs end together. The
 tiles of a range that belong to one row are a unit. A CTA processes the units of its range from the last row to the
-first. Where several ranges share a row, the CTAs of all these ranges but the first combine the row. For a combining CTA
-the row is the last unit; for the first range's CTA the row is the first unit. So a combining CTA never waits for a
-result that comes after other units.
+first.
+
+If several ranges share a row, the first of these ranges ends in the row, so its CTA processes the row before its other
+rows. The other ranges begin in the row, so their CTAs process the row last. These other CTAs combine the row. So a
+combining CTA never waits for a CTA that has other units to process first.
 
 `tests/attention/cut_rows.py` says in plain Python how rows are cut.
 """
@@ -52,7 +54,7 @@ class Range:
     """A CTA's range of the tiles of all rows, which are numbered together; run-time integers.
 
     size: tiles of a range; 0 where lengths are alike. ahead: how many of the range's tiles lie before the current row.
-    Negative if the range begins inside the row: -ahead tiles of the row lie before the range.
+    If the range begins inside the row, ``ahead`` is negative: -ahead tiles of the row lie before the range.
     """
 
     size: Int32
@@ -100,8 +102,8 @@ class Assigner:
         return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
 
     def fetch_first_length(self, requests, lane: Int32):
-        """Starts loading the first length that a lane reads in `tiles_per_range`. The load also brings the lengths
-        after it into the caches."""
+        """Starts loading the first length that a lane reads in `tiles_per_range`. The load also brings the following
+        lengths into the caches."""
         return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
 
     @cute.jit

@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that no call lacks, by name: q, the caches, seq_lens, and for extend attention cu_seqlens_q."""
+        """The tensors that every call has, by name: q, the caches, seq_lens, and for extend attention cu_seqlens_q."""
         ends = {} if self.cu_seqlens_q is None else {"cu_seqlens_q": self.cu_seqlens_q}
         return dict(zip(self._fields[:4], self[:4], strict=True)) | ends
 
@@ -187,7 +187,7 @@ class AttentionCall:
         )
 
     def in_pages(self) -> AttentionCall:
-        """Returns this call, which has chosen blocks, with the sizes that kernels want. ``max_seq_len`` becomes the
+        """Returns this call, which has chosen blocks, with the sizes that kernels take. ``max_seq_len`` becomes the
         tokens that a block list has room for. Without a block table, ``page_size`` becomes the tokens of a block:
         kernels take the blocks of a contiguous cache as pages."""
         assert self.blocks is not None
@@ -226,8 +226,8 @@ class AttentionCall:
     def _of(
         self, own: slice, k: CacheOperand, v: CacheOperand, lengths: torch.Tensor, **changes: object
     ) -> AttentionCall:
-        """Returns a decode call of one request's queries ``own``, over the keys ``k`` and values ``v``. Its other
-        fields are this call's, but for ``lengths`` and ``changes``."""
+        """Returns a decode call of one request's queries ``own``, over the keys ``k`` and values ``v``. ``lengths``
+        replaces seq_lens, and ``changes`` replace further fields of this call."""
         q = self.q[own].unsqueeze(0)
         return replace(self, cu_seqlens_q=None, q=q, k=k, v=v, seq_lens=lengths, **changes)
 
@@ -242,8 +242,8 @@ class AttentionCall:
         return replace(request_call, causal=False, bias=Bias.of(bias, shape))
 
     def new_tokens(self, own: slice) -> AttentionCall:
-        """Returns a decode call of one request's queries ``own`` over their own tokens alone: rows of ``new``, not of
-        the cache."""
+        """Returns a decode call of one request's queries ``own`` over the tokens of these queries alone. K and V come
+        from ``new``, not from the cache."""
         assert self.new is not None
         count = own.stop - own.start
         form = format_of(checks.Q_DTYPES[self.q.dtype])

@@ -122,8 +122,8 @@ def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
 def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     """Returns the configuration with as many producer warps as its tiles' copies need and its registers allow.
 
-    Warps go to an SM's four partitions round-robin, so warps that fill the partitions evenly cost no registers.
-    ``borrows``: whether four producer warps lend registers to eight consumer warps.
+    An SM's four partitions get warps round-robin. So producer warps cost no registers if they only even out the
+    partitions' numbers of warps. ``borrows``: whether four producer warps lend registers to eight consumer warps.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return changed(config, producer_warps=MAX_PRODUCER_WARPS)
@@ -155,9 +155,9 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _groups(form: KvFormat) -> int:
-    """Returns the number of a row's groups, as far as registers are concerned. Keys in blocks count as at least four
-    groups, because their scales multiply the queries. With four groups, an SM has registers for one CTA if warps have
-    two blocks of queries, and for none if warps have four."""
+    """Returns the number of groups of a row, for estimates of registers. Keys in blocks count as at least four groups,
+    because their scales multiply the queries. With four groups, an SM has registers for one CTA if warps have two
+    blocks of queries, and for none if warps have four."""
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 

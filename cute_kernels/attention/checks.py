@@ -115,8 +115,8 @@ def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
 
 def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
     """Raises ValueError if a call has too many queries or heads for decode attention's kernel. The kernel divides
-    numbers of queries, heads and CTAs by multiplying with reciprocals of `RECIPROCAL_BITS` bits. One bound is enough
-    for all three, since a CTA has at least 8 rows of queries."""
+    numbers of queries, heads and CTAs by multiplying with reciprocals of `RECIPROCAL_BITS` bits. A CTA has at least 8
+    rows of queries, so one bound keeps all three numbers small enough."""
     most, most_heads = 1 << RECIPROCAL_BITS, 1 << 31 - RECIPROCAL_BITS
     if q_len * num_q_heads**2 > most * num_kv_heads or num_kv_heads > most_heads:
         wanted = f"q_len * num_q_heads**2 / num_kv_heads of at most {most}, and at most {most_heads} KV heads"
@@ -260,7 +260,8 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 def check_absent(beside: str, why: str, options: Mapping[str, object]) -> None:
-    """Raises ValueError for options that are given ``beside`` another option, which excludes them."""
+    """Raises ValueError if any of ``options`` has a value. The argument ``beside`` excludes these options; ``why`` ends
+    the message."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}: got a value beside {beside}, want None: {why}")

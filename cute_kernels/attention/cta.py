@@ -31,8 +31,8 @@ class FeatureValues:
     window: keys that a query sees, itself included. soft_cap: in natural units. sinks, alibi_slopes: addresses of fp32
     [num_q_heads]. bias: the bias's address. bias_strides: its elements from one request, query, head and key position
     to the next. shift: address of q_shift, fp32 [batch, q_len, num_q_heads]. out_factor: address of fp32 [num_kv_heads,
-    v_head_dim]. Both are None where nothing is transformed. tensors: addresses of the tensors of registered options, by
-    name.
+    v_head_dim]. shift and out_factor are None where nothing is transformed. tensors: addresses of the tensors of
+    registered options, by name.
     """
 
     window: Int32
@@ -51,8 +51,8 @@ class FeatureValues:
 class Results:
     """The addresses that a CTA writes to: output, log-sum-exps and workspace; run-time values.
 
-    shifts: (address of the queries' shifts, softmax scale). out_factor: address of the factors of the output's columns.
-    Either is None without its feature.
+    shifts: (address of the queries' shifts, softmax scale); None without shifts. out_factor: address of the factors of
+    the output's columns; None without factors.
     """
 
     out: Int64
@@ -168,8 +168,8 @@ class Place:
         return query, (self.first_head + head) * self.shape.group + within
 
     def column(self, config: DecodeConfig, roles: Roles, t, column: int) -> QueryColumn:
-        """Returns the query to which a lane's accumulator column belongs; for columns past the last query, the last
-        query. t: lane % 4."""
+        """Returns the query to which a lane's accumulator column belongs. For columns past the last query it returns
+        the last query. t: lane % 4."""
         row = roles.first_row + column // 2 * BLOCK_QUERIES + 2 * t + column % 2
         query, head = self.query_of(config, roles.head, cutlass.min(row, self.shape.group * self.shape.q_len - 1))
         return QueryColumn(query, head)
@@ -199,7 +199,7 @@ class Work:
         return cutlass.max(self.stop - self.begin + self.stride - 1, 0) // self.stride
 
     def uniform(self) -> Work:
-        """Returns the unit in uniform registers, since its numbers are known to be alike in all lanes."""
+        """Returns the unit in uniform registers. All lanes have the same numbers."""
         numbers = (getattr(self, name) for name in Work.__dataclass_fields__ if name != "place")
         return Work(self.place, *(cute.arch.make_warp_uniform(number) for number in numbers))
 

@@ -125,8 +125,8 @@ class DecodeConfig:
     def filling_warps(self) -> int:
         """Producer warps that copy.
 
-        Each copies a part of every whole tile. Nothing would wait for a warp without such a part: it could fall a round
-        of the ring behind, and mistake one barrier phase for another.
+        Each of them copies a part of every whole tile. If a warp had nothing to copy, no barrier would wait for it. The
+        warp could fall behind by a round of the ring, and mistake one barrier phase for another.
         """
         return min(self.pipeline.producer_warps, most_filling_warps(self))
 

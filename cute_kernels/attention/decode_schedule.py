@@ -88,8 +88,9 @@ def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) ->
 
 def ranges_of(places: int, head_blocks: int) -> int:
     """Returns the number of ranges that the tiles of all requests are cut into; each head block has a CTA for each
-    range. All CTAs together take as few waves as keep `WELL_FILLED` of the GPU busy. If none up to `MOST_WAVES` do,
-    they take the number of waves that keeps most of the GPU busy. places: CTAs that the GPU holds at a time."""
+    range. The CTAs take the least number of waves that keeps the fraction `WELL_FILLED` of the GPU busy. If no number
+    up to `MOST_WAVES` does, they take the number that keeps most of the GPU busy. places: CTAs that the GPU holds at a
+    time."""
     counts = [max(1, waves * places // head_blocks) for waves in range(1, MOST_WAVES + 1)]
     busy = {count: count * head_blocks / (-(-count * head_blocks // places) * places) for count in counts}
     return next((count for count in counts if busy[count] >= WELL_FILLED), max(counts, key=lambda count: busy[count]))
@@ -109,10 +110,10 @@ def most_combiners(problem: AttentionProblem, schedule: DecodeSchedule) -> int:
 def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
     """Returns the expected cost of each (configuration, splits); costs compare only with each other.
 
-    Costs are microseconds where the possible lengths are known. A block table as wide as an engine's longest request
-    says nothing of the actual lengths. The best option for 128k tokens can take 1.3 times as long as the best option
-    for 8k, if requests have 8k. So with a wide table a cost is the weighted mean, over `LIKELY_TOKENS` and the longest
-    length, of the option's time divided by the best option's.
+    Costs are microseconds where the possible lengths are known. If the block table is as wide as an engine's longest
+    request, it says nothing of the actual lengths. The best option for 128k tokens can take 1.3 times as long as the
+    best option for 8k, if requests have 8k. So with a wide table a cost is a weighted mean over `LIKELY_TOKENS` and the
+    longest length. The mean is of the option's time divided by the best option's time.
     """
     by_heads = len({config.mainloop.num_heads for config, _ in options}) > 1
     if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:

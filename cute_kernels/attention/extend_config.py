@@ -102,16 +102,16 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_heads(self) -> int:
-        """KV heads of a work tile. With key rows and tiles of 64 tokens there are two, one for each warpgroup; else
-        there is one."""
+        """KV heads of a work tile. With key rows and tiles of 64 tokens a work tile has two heads, one for each
+        warpgroup. Otherwise it has one."""
         return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
 
     @property
     def paired(self) -> bool:
         """Whether the rows of a work tile's two heads are loaded together, and lie together in shared memory.
 
-        Tensor maps load pairs where a header has 4 bytes. A single row of 8-bit codes touches two lines of the L2
-        cache, a pair only three. Single rows of nibbles of one group are not aligned to 8 bytes.
+        Tensor maps load rows in pairs if headers have 4 bytes. With 8-bit codes, a single row touches two lines of the
+        L2 cache, and a pair only three. With INT4 of one group, single rows are not aligned to 8 bytes.
         """
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
@@ -178,7 +178,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def decodes(self) -> bool:
-        """Whether producers decode rows of K or of V; else both are loaded in 16 bits."""
+        """Whether producers decode rows of K or of V. If not, K and V are both loaded as operands."""
         return self.coded and not self.unpacked
 
     @property
@@ -206,8 +206,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def cache_types(self) -> tuple[str | None, str | None]:
-        """The types of the tensors K and V that the kernel takes: "bf16", "fp16" or "e4m3"; None for rows with
-        codes."""
+        """The types of the tensors K and V that the kernel takes: "bf16", "fp16" or "e4m3"; None for a tensor of coded
+        rows."""
         k, v = (None if own else kind for own, kind in zip(self.decoded, self.operand_types, strict=True))
         return k, v
 
@@ -256,7 +256,7 @@ class ExtendConfig(ReadsCache):
     @property
     def tile_fillers(self) -> tuple[int, int]:
         """How many warps arrive on the full barrier of a tile of K, and of a tile of V. If K has 16 bits and V's rows
-        have scales, all of K's warps arrive, since they publish the powers of 2 of V's tile."""
+        have scales, all of K's warps arrive: each publishes powers of 2 of V's tile."""
         k, v = (self.tile_warps if own else 1 for own in self.decoded)
         return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
 
@@ -273,8 +273,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def scale_runs(self) -> int:
-        """How many parts of a tile have a power of 2 each. A part is what one producer warp decodes, or the whole
-        tile."""
+        """How many parts of a tile have a power of 2 each. A part is the rows that one producer warp decodes, or the
+        whole tile."""
         return self.tile_warps if self.decodes and any(self.tile_scales) else 1
 
     @property
@@ -297,14 +297,14 @@ class ExtendConfig(ReadsCache):
 
     @property
     def launch_registers(self) -> int:
-        """Registers of every thread at launch. Redistribution between warps cannot make more of them: a warp would wait
-        for ever for registers that its CTA does not have."""
+        """Registers of every thread at launch. Later, warps only exchange registers. A warp that wants registers that
+        its CTA does not have waits for ever."""
         return SM_REGISTERS // self.num_threads // 8 * 8
 
     @property
     def value_parts(self) -> int:
-        """How many parts V's columns are cut into, so that accumulators fit a thread's registers. A work tile computes
-        one part."""
+        """How many parts V's columns are cut into, so that accumulators fit a thread's registers. Each work tile
+        computes one part."""
         return max(self.columns // SUM_COLUMNS, 1)
 
     @property

@@ -93,8 +93,8 @@ def key_rows_of(
 
 
 def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
-    """Returns the key-row variants of ``config``, for launches with few queries a request; the variant for the fewest
-    queries comes first. mapped, tile_heads: as for :func:`key_rows_of`."""
+    """Returns the variants of ``config`` with key rows, for launches with few queries a request. The variant for the
+    fewest queries comes first. mapped, tile_heads: as for :func:`key_rows_of`."""
     configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
@@ -103,8 +103,8 @@ def serves_key_rows(
     config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> bool:
     """Returns whether a launch is faster with ``config``, which has key rows, than with tiles of 128 rows. It is faster
-    if a request's queries fit one work tile of a KV head, and there are work tiles enough. All requests are taken to
-    have equally many queries."""
+    if a request's queries fit one work tile of a KV head, and there are enough work tiles. The estimate assumes equally
+    many queries in all requests."""
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
     return rows <= config.tile_rows and KEY_ROWS_TILES * batch * num_kv_heads >= num_sms
 
@@ -113,8 +113,8 @@ def decodes_with_key_rows(
     configs: list[ExtendConfig], batch: int, q_len: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> ExtendConfig | None:
     """Returns the first of ``configs``, all with key rows, that is faster than decode attention's own kernel; None if
-    none is. The kernel's warps decode a row for 32 queries at most. INT4 stays with decode's kernel, which does not
-    round keys."""
+    none is. Decode's kernel decodes a row once for every 32 queries at most. Calls over INT4 stay with decode's kernel,
+    which does not round keys."""
     if q_len * (num_q_heads // num_kv_heads) <= DECODE_ROWS:
         return None
     exact = [config for config in configs if all(_is_exact(form) for form in config.formats)]
@@ -247,7 +247,8 @@ def choose_splits(
 ) -> int:
     """Returns the number of parts that each work tile's keys are cut into, so that the busiest CTA has the least work.
 
-    The host does not know the lengths. It takes all requests to have equally many queries, and max_seq_len keys each.
+    The host does not know the lengths. The estimate assumes that all requests have equally many queries, and
+    max_seq_len keys each.
     """
     if not (total_q and batch):
         return 1
@@ -256,7 +257,7 @@ def choose_splits(
     blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
-        """Returns the time of the busiest CTA. 1 is the time that one block of keys takes."""
+        """Returns the time of the busiest CTA, in times of one block of keys."""
         extra = PARTIAL_COST if splits > 1 else 0.0
         rounds = -(-tiles * splits // num_sms)
         return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)

@@ -1,7 +1,7 @@
 """Plans decode calls that run faster with key rows: calls with several queries a request over caches of codes.
 
-Decode attention's own kernel decodes codes for 8 to 32 rows of queries at a time; :mod:`.mainloops.key_rows` decodes
-them once for up to 72 rows.
+Decode attention's own kernel decodes each row of a cache once for every 8 to 32 rows of queries. The kernel with key
+rows (:mod:`.mainloops.key_rows`) decodes it once for up to 72 rows of queries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cute_kernels.runtime.operator import Plan
 def plan_of(call: AttentionCall) -> Plan | None:
     """Returns the plan of a decode call that runs with key rows; None for other calls.
 
-    Calls with fixed splits are excluded, since they set the order in which decode's own kernel adds.
+    Calls with fixed splits do not run with key rows: they want the order in which decode's own kernel adds.
     """
     dims = {call.head_dim, call.v.head_dim}
     if call.num_splits is not None or not call.k.form.is_coded or dims != {KEY_ROWS_HEAD_DIM}:

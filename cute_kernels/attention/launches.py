@@ -34,9 +34,9 @@ def address_of(tensor: torch.Tensor | None) -> int:
 def even_bounds(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
     """Returns the cu_seqlens of ``batch`` requests with ``q_len`` tokens each, for a launch on the current stream.
 
-    They are made once and stay, since graphs that read them outlive plans. The host waits for the copy to the GPU,
-    since the next launch may be on another stream. While a graph is captured, the host cannot wait, and new tensors lie
-    in the graph's memory. So each call that needs missing bounds then makes its own, with a launch.
+    The tensors are made once and kept for ever, since graphs that read them outlive plans. The host waits for the copy
+    to the GPU, since the next launch may be on another stream. During the capture of a graph the host cannot wait, and
+    new tensors lie in the graph's memory. So a captured call without kept bounds makes its own, with a launch.
     """
     kept = _kept_bounds.get(sizes := (batch, q_len, device))
     if kept is None:
@@ -82,9 +82,9 @@ class DecodeLaunch:
         tensor, lse if asked for).
 
         ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: None,
-        except for a decode step in one launch. Then (k, v, constants, extras): what the step appends. k and v are of
-        the newest tokens, [batch, num_kv_heads, head_dim] each. This is one flat function, without objects on the way,
-        because each decoding step of a model waits for it once a layer.
+        except for a decode step in one launch. Then ``new`` is (k, v, constants, extras): what the step appends. k and
+        v are of the newest tokens, [batch, num_kv_heads, head_dim] each. The function is flat, without objects on the
+        way, because each layer of a decoding step waits for it.
         """
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:
@@ -165,7 +165,7 @@ class ExtendLaunch:
         self, keys: Keys, other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), **own: int
     ) -> None:
         """Launches attention and, with several splits, the combine. other: (out, lse) of another launch to merge with.
-        own: arguments that only unpacked keys have, by name."""
+        own: arguments by name that only a launch over unpacked keys has."""
         q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
@@ -259,9 +259,9 @@ class UnpackedLaunch:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A launch, and which calls it supports. ``supports(queries, max_seq_len)`` returns whether the launch supports a
-    call; None if it supports all calls. max_seq_len: an upper bound of the requests' lengths, or None. ``launch.call``
-    takes :class:`Keys`, and launches on the current stream."""
+    """A launch of attention, and the condition under which it supports a call. ``supports(queries, max_seq_len)``
+    returns whether the launch supports a call; None if it supports all calls. max_seq_len: an upper bound of the
+    requests' lengths, or None. ``launch.call`` takes :class:`Keys`, and launches on the current stream."""
 
     launch: ExtendLaunch | UnpackedLaunch
     supports: Callable[[int, int | None], bool] | None = None

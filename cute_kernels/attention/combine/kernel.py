@@ -1,8 +1,8 @@
 """Combines attention over disjoint sets of keys on the GPU. Each warp adds up one row of the result, in the order of
 parts.
 
-Parts are the splits of an extend launch, or two results of other calls (`merge_states`). The traffic is all parts read
-and one result written. Lane i holds the weight of part i. At a time, a lane adds up four columns over all parts.
+Parts are the splits of an extend launch, or two results of other calls (`merge_states`). The kernel reads all parts
+once and writes one result. Lane i holds the weight of part i. A lane adds up four columns over all parts at a time.
 """
 
 from __future__ import annotations

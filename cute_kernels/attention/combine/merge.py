@@ -382,7 +382,7 @@ class Merger:
 
 
 def _row_of(column: int) -> int:
-    """Returns the query head of an accumulator column, counted from the lane's first, 2 * (lane % 4)."""
+    """Returns the query head of an accumulator column, relative to the lane's first query head, 2 * (lane % 4)."""
     return column // 2 * BLOCK_QUERIES + column % 2
 
 

@@ -129,8 +129,8 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
-        """Issues bulk copies, one for each run of tokens; every lane issues its own. Rows past the end are left out,
-        since their page may not exist."""
+        """Issues bulk copies, one for each run of tokens; every lane issues its own. Rows past the request's end are
+        left out, since their page may not exist."""
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (producer == 0)
         if const_expr(share < config.tile_tokens):
@@ -189,7 +189,7 @@ class TileCopier:
             operand.copy_token(tiles, block, first, place, stage, lane)
 
     def drain(self):
-        """Waits for this thread's copies of words. The thread may not exit before."""
+        """Waits for this thread's copies of words. A thread calls it before it exits."""
         if self.words:
             cute.arch.cp_async_wait_group(0)
 
@@ -197,7 +197,7 @@ class TileCopier:
     def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
         """Writes zeros over a stage's rows of V from token ``first`` on. All consumer threads call it together.
 
-        Rows after a request's end may be anything: probabilities there are 0, but 0 times NaN is NaN.
+        Memory after a request's end may hold anything. The probabilities of its rows are 0, but 0 times NaN is NaN.
         """
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
@@ -255,13 +255,13 @@ class _Operand:
         return self.stage_address(tiles.ring, stage)
 
     def enter(self, source, block):
-        """Returns the source narrowed to one block. Here it returns the source of all blocks, since each copy names its
-        block."""
+        """Returns the source narrowed to one block. In this class it returns ``source`` unchanged, since each copy
+        names its block."""
         return source
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of a run: a part of the tile that has some or all columns of every token, in order."""
+        """Bytes of a run. A run is some or all columns of every token of the tile, in order."""
         raise NotImplementedError
 
     def row_start(self, first: Int32):
@@ -278,8 +278,8 @@ class RowSource:
     token_bytes: Index  # from one token to the next, 32 bits, or known at compile time
 
     def address(self, block, token):
-        """Returns the address of a token's rows. ``block``: None if :meth:`AddressedRows.enter` has narrowed the source
-        to one block."""
+        """Returns the address of a token's rows. ``block``: None if :meth:`AddressedRows.enter` has narrowed the
+        source."""
         address = self.base + Int64(token) * self.token_bytes
         return address if block is None else address + Int64(block) * self.block_bytes
 
@@ -319,8 +319,8 @@ class AddressedRows(RowOperand):
         return RowSource(base, block_bytes, known)
 
     def enter(self, source: RowSource, block) -> RowSource:
-        """Returns the source narrowed to one block. Its tokens need no 64-bit multiplications, which saves 80 cycles a
-        tile."""
+        """Returns the source narrowed to one block. Addresses of the block's tokens need no 64-bit multiplications,
+        which saves 80 cycles a tile."""
         return replace(source, base=ptx.pinned(source.base + Int64(block) * source.block_bytes))
 
 
@@ -374,10 +374,10 @@ class RowMapSource:
 
 
 class RowMapOperand(RowOperand):
-    """The loader of some heads' raw rows by tensor maps. One load takes a page's tokens, where a bulk copy would take
-    one token.
+    """The loader of some heads' raw rows by tensor maps. One load takes a page's tokens; a bulk copy would take one
+    token.
 
-    Loads also write the padding after a token's words in shared memory, with the cache's next words or with zeros.
+    Loads also fill the padding after a token's words in shared memory, with the cache's next words or with zeros.
     """
 
     copy = "map"
@@ -489,7 +489,7 @@ class TensorMapOperand(_Operand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(self.box_tokens), shape)
 
     def _layout(self, *modes: int):
-        """Returns the swizzled layout of tiles [tokens, row] of one head in shared memory. modes: tokens of a tile,
+        """Returns the swizzled layout of tiles [tokens, row] of one head in shared memory. modes: the tokens of a tile,
         then the sizes of further dimensions that repeat the tile."""
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if self.tile.row_bytes == PANEL_BYTES else kinds.K_SW64

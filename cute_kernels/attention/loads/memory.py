@@ -34,14 +34,15 @@ class ExtendMemory:
 
     Attributes:
         tile_pointer, tiles: pointer to, and address of, the tiles of K's stages, then of V's.
-        query_pointer, queries: pointer to, and address of, the warpgroups' queries. code_pointer, codes: pointer to,
-            and address of, the queries in E4M3; without FP8 products equal to query_pointer and queries.
-        scales: [2, stages, 4] words. K's hold a tile's powers of 2, as in :class:`.unpack.UnpackTarget`, or one
+        query_pointer, queries: pointer to, and address of, the warpgroups' queries.
+        code_pointer, codes: pointer to, and address of, the queries in E4M3. Without FP8 products they are equal to
+            query_pointer and queries.
+        scales: [2, stages, 4] words. K's words hold a tile's powers of 2, as in :class:`.unpack.UnpackTarget`, or one
             :func:`.powers.word_of` for each decoding warp.
         query_scales: fp32 [128]: for each row of converted queries, the power of 2 that restores it by multiplication.
         slots: address of the work tiles that the first producer warp has published.
-        pipelines: the pipelines of K's tiles and of V's, which producer warps fill and all consumer warps empty. work:
-            the pipeline of the slots.
+        pipelines: the pipelines of K's tiles and of V's, which producer warps fill and all consumer warps empty.
+        work: the pipeline of the slots.
     """
 
     config: ExtendConfig

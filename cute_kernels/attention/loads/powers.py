@@ -1,9 +1,9 @@
-"""Powers of 2 that rows of a tile share: codes times their rows' scales, divided by the power, fit fp16.
+"""Powers of 2 that rows of a tile share: a code times its row's scale, divided by the power, fits fp16.
 
 A power brings the greatest of the rows' scales below 2**6, and its product with a code below 2**15. Scales from 2**-50
-to 2**40 keep 11 significant bits unless they are much smaller than the greatest: 2**29 times if only the product is
-rounded (:mod:`.unpack`), 2**19 times if the scale is rounded, too (:mod:`.rows`). Smaller scales are rounded to
-multiples of 2**-30 of the greatest. Scales above 2**40 become infinite.
+to 2**40 keep 11 significant bits unless they are much smaller than the greatest scale: 2**29 times if only the product
+is rounded (:mod:`.unpack`), 2**19 times if the scale is rounded, too (:mod:`.rows`). Scales that are smaller still are
+rounded to multiples of 2**-30 of the greatest scale. Scales above 2**40 become infinite.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def power_of_2(exponent: Numeric) -> Float32:
 
 
 def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
-    """Packs two numbers of a part of a tile into a word: K's power of 2 and V's exponent. As fp32 numbers their lower
-    halves are zero, so the word holds the upper halves."""
+    """Packs K's power of 2 and V's exponent, of one part of a tile, into a word. As fp32 numbers their lower halves are
+    zero, so the word holds the upper halves."""
     exponent = numbers.bits(value_exponent.to(Float32))
     return numbers.bits(power_of_2(key_exponent)) | (exponent >> Uint32(16))
 

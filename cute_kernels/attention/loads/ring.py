@@ -32,8 +32,8 @@ class RingFiller:
         return pages
 
     def make_early_pages(self):
-        """Makes registers for the pages of the unit that a CTA expects. Returns None if the configuration loads no
-        pages before the unit is known."""
+        """Makes registers for the pages of the unit that a CTA expects. Returns None if the CTA loads no pages before
+        it knows its unit."""
         config = self.config
         # A window's first tile is not known before the length is; warps that lend registers have none left for pages.
         early = config.page_tokens > 0 and not config.features.window and not config.lends_registers
@@ -49,9 +49,9 @@ class RingFiller:
 
     @cute.jit
     def start(self, tiles, row, part, parts, pages, early, producer, lane):
-        """Initialises the barriers, unless ``writes_rows`` says that the kernel has done so. If the configuration has
-        an early tile and ``early`` holds, starts loading the tile that the CTA expects to be its unit's first. The tile
-        may lie past the request's end.
+        """Initialises the barriers, unless ``writes_rows`` says that the kernel has done so. Starts loading the
+        expected tile, which is the first tile of the unit that the CTA expects. That happens only if the configuration
+        has an early tile and ``early`` holds. The tile may lie past the request's end.
 
         Unless ``pages`` is None, starts loading the pages of the expected unit's first tiles into ``pages``. If the CTA
         gets another unit, tile and pages are not used.
@@ -92,7 +92,8 @@ class RingFiller:
 
     @cute.jit
     def fill(self, cta, work, state: PipelineState, issued: Int32, pages, known, later):
-        """Loads the tiles of one unit as stages become free. ``issued`` of the tiles are in flight already.
+        """Loads the tiles of one unit as stages become free. Loads of the unit's first ``issued`` tiles have been
+        issued already.
 
         state: the consumer warps' pipeline state. known: whether ``pages``, if any, are the pages of this unit's tiles.
         later: whether the CTA had a unit before.
@@ -141,9 +142,10 @@ class RingFiller:
     def acquire(self, pipeline, state: PipelineState, work, token: Int32):
         """Waits until a tile's stage is empty and the tile's tokens are in the cache.
 
-        Some warps may have nothing to copy of a partial tile, so the tile can be filled, read and released without
-        them. A late warp would then mistake the stage's next phase for this phase. So producer warps wait for each
-        other before a partial tile. With copies of words they need not: every producer thread arrives for each tile.
+        Some warps may have nothing to copy of a partial tile. The tile can then be filled, read and released without
+        them. If such a warp is late, it mistakes the stage's next phase for this phase. So producer warps wait for each
+        other before a partial tile. With copies of words they do not wait, since every producer thread arrives for each
+        tile.
         """
         pipeline.producer_acquire(state)
         if const_expr("word" not in self.config.copies):
@@ -159,8 +161,8 @@ class RingFiller:
     def let_next_begin(self) -> None:
         """After an append, lets the next launch begin where an SM has room, once all tiles of this CTA are in flight.
 
-        If the next launch began with this CTA, both would only compete. The append has ended by now. Waiting for the
-        append here makes sure that the next launch finds all earlier launches finished.
+        If the next launch began together with this CTA, the two would only compete. The append has ended by now. This
+        function waits for the append, so that the next launch finds all earlier launches finished.
         """
         if const_expr(self.config.after_append):
             cute.arch.griddepcontrol_wait()
@@ -171,8 +173,8 @@ class RingFiller:
         """Waits until a tile's new tokens are in the cache, before the tile is loaded. Waiting again costs nothing.
 
         In a kernel that writes the newest rows itself, only a tile that may hold the newest token waits. After an
-        append kernel, a tile waits unless it is a unit's first and has no new tokens. Loads before the append's end
-        would delay the append's own loads, and could not be used any earlier.
+        append kernel, a unit's first tile waits only if it has new tokens; all later tiles wait. Earlier loads of later
+        tiles would delay the append's own loads, and would not be used any earlier.
         """
         if const_expr(self.writes_rows):
             if token + self.config.tile_tokens >= work.length:

@@ -10,9 +10,9 @@ rows, then waits until that tile is free. A warp issues no loads while it decode
 together, so decoding would wait for all of them. The pages of a tile are loaded one tile ahead.
 
 Byte codes with one scale for a head or tensor become fp16 numbers without the scale. A scale of a row is divided by a
-power of 2 that a warp's rows share (:mod:`.powers`), and multiplied in, in fp16. K's warps read V's scales, too:
-consumers want V's powers of 2 with K's tile, before the tile's softmax. INT4 rows become half of code * scale + shift
-in fp16, rounded once.
+power of 2 that a warp's rows share (:mod:`.powers`). Codes are multiplied by the quotient in fp16. K's warps read V's
+scales, too: consumers want V's powers of 2 with K's tile, before the tile's softmax. INT4 rows become half of code *
+scale + shift in fp16, rounded once.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Int4Words:
 @dataclass(frozen=True)
 class Held:
     """The registers in which a warp holds its part of a tile. words: a lane's codes, a word for each load. headers:
-    INT4 scale and shift, a word for each load. scales: fp32 scales of rows of bytes, which `CodedRows.scale_place`
-    assigns to lanes."""
+    INT4 scale and shift, a word for each load. scales: fp32 scales of rows of bytes; `CodedRows.scale_place` says which
+    scales a lane has."""
 
     words: RegisterTensor[Uint32]
     headers: RegisterTensor[Uint32]
@@ -99,7 +99,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Places:
-    """The places in the cache of a warp's rows of a tile, in registers: one of each for each run. entries, places: the
+    """The places in the cache of a warp's rows of a tile, in registers. entries, places: for each run of rows, the
     results of :meth:`.pages.Pages.ask` for the run's first row."""
 
     entries: RegisterTensor[Int32]
@@ -107,7 +107,7 @@ class Places:
 
 
 class RowRuns:
-    """A warp's rows of a tile of K or V, as runs. The rows of a run certainly lie together in the cache."""
+    """A warp's rows of a tile of K or V, as runs. The rows of a run always lie together in the cache."""
 
     def __init__(self, config: ExtendConfig | UnpackConfig, warp_rows: int):
         self.tile_tokens, self.warp_rows, self.paged = config.tile_tokens, warp_rows, config.page_tokens > 0
@@ -143,7 +143,8 @@ class RowRuns:
 class CodedRows:
     """The loads of a warp's rows of K or V: which words each lane loads, and their decoding.
 
-    looks_first: whether a warp first tests if all of its rows exist, and then loads them without a test of each.
+    looks_first: whether a warp first tests if all of its rows exist. If they do, it loads them without a test of each
+    row.
     """
 
     def __init__(self, config: ExtendConfig | UnpackConfig, operand: int, *, looks_first: bool = False):
@@ -328,7 +329,7 @@ class TileWriter:
 
     @cute.jit
     def tell(self, word: Uint32, address: Int32, lane: Int32):
-        """Publishes ``word``, K's and V's powers of 2, for the consumers. It belongs to K's tile."""
+        """Publishes ``word``, which has K's and V's powers of 2, for the consumers. They read it with K's tile."""
         if lane == 0:
             ptx.store_shared(address, 0, [word])
 
@@ -336,9 +337,9 @@ class TileWriter:
 class RowProducer:
     """The producer warps of caches in which K, V or both have codes. Half of the warps fill K's tiles, half V's.
 
-    Where K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2
-    with K's tile. So if V's rows have scales and K is not decoded, each of K's warps reads the scales of one V warp's
-    rows.
+    If K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2 with
+    K's tile. So if V's rows have scales and K is not decoded, K's warps read V's scales. Each of them reads the scales
+    of one V warp's rows.
     """
 
     def __init__(self, config: ExtendConfig):
@@ -411,8 +412,8 @@ class RowProducer:
 
     @cute.jit
     def tell_powers(self, filling, block: Int32, warp: Int32, lane: Int32, state: PipelineState):
-        """Waits until the stage of K's tile is free, and publishes with the tile the power of 2 that the warp's rows of
-        V share. All warps but the first then arrive for the tile; the first warp arrives with its copy."""
+        """Publishes the power of 2 that a V warp's rows share, with K's tile. First waits until the stage of K's tile
+        is free. All warps but the first then arrive for the tile; the first warp arrives with its copy."""
         source, work, memory = filling.source, filling.work, filling.memory
         writer = self.writers[VALUES]
         places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)

@@ -1,8 +1,8 @@
 """The producer of 16-bit caches: TMA tiles of 128-byte rows in the 128-byte swizzle, without decoding.
 
-Some tokens of a block may not exist, or no query may see them. The rows of such tokens become zeros, and the block's
-valid rows are copied one by one. The memory of a token that does not exist may hold anything, and NaN times a
-probability of 0 is NaN.
+A block may have tokens that do not exist, or that no query sees. Their rows become zeros, and the block's valid rows
+are copied one by one. The memory of a token that does not exist may hold anything, and NaN times a probability of 0 is
+NaN.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """A block of tokens, and its place in the cache. found, place: the result of `TmaTileProducer.locate`; each lane
-    has the place of one TMA tile of the block."""
+    """A block of tokens, and its place in the cache. found, place: the result of `TmaTileProducer.locate`, which
+    differs from lane to lane. Each lane has the place of one TMA tile of the block."""
 
     block: Int32
     found: Int32
@@ -189,7 +189,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_pieces(self, operand: cutlass.Constexpr, start: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
-        """Starts copying pieces of a tile's rows: of each row at most 32 pieces, from piece ``start`` on."""
+        """Starts copying pieces of a tile's rows: at most 32 pieces of each row, from piece ``start`` on."""
         work, memory, first = filling.work, filling.memory, at.block * self.config.tile_tokens
         rows, row_pieces = filling.source.rows(operand), self.row_pieces[operand]
         row_lanes = min(row_pieces, WARP_THREADS)

@@ -1,17 +1,18 @@
 """Unpacks a cache into rows of 16 bits once, before attention that has many queries for each row.
 
-Producers that decode rows for every 128 rows of queries cannot keep up with their MMAs. This kernel decodes each row
-once for all queries, at the speed of memory. Attention then loads tiles by TMA as it does from a 16-bit cache.
+A producer that decodes rows again for every 128 rows of queries cannot keep up with the MMAs. This kernel decodes each
+row once for all queries, at the speed of memory. Attention then loads tiles by TMA as it does from a 16-bit cache.
 
 For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
 
 A CTA takes a tile of one KV head, of K or of V. All of its UNPACK_WARPS warps run the same code. They wait for each
 other only at barrier 0, and only where tiles have a scale. A warp issues the loads of all of its rows at once, and
-decodes them when they have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile. A tile
-holds the numbers that a decoding producer would have written, except that a row's fp32 scale is multiplied in: the
-product with the code is rounded once, to fp16. To allow any scale, a tile has a power of 2 that its numbers are to be
-multiplied by (:mod:`.powers`). The tile's warps find it from their rows' greatest scale, and attention loads it with
-the tile.
+decodes them when they have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile.
+
+A tile holds the numbers that a decoding producer would have written, with one difference: a row's fp32 scale is
+multiplied in, and the product with the code is rounded once, to fp16. To allow any scale, a tile has a power of 2 that
+its numbers are to be multiplied by (:mod:`.powers`). The tile's warps find it from their rows' greatest scale, and
+attention loads it with the tile.
 
 Code that runs once a tile must be short, since it has to come through the instruction cache.
 
@@ -130,9 +131,10 @@ class UnpackKernel:
 
     @cute.jit
     def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
-        """Unpacks a CTA's tiles: of all tiles of K and V of all requests every ``stride``-th, from ``item`` on. Heads
-        and operands are innermost, so that CTAs that run at the same time read the same tokens. tops: address of shared
-        memory for the warps' greatest scales; two buffers alternate from tile to tile."""
+        """Unpacks a CTA's tiles: every ``stride``-th tile from ``item`` on. Tiles are numbered over requests, blocks,
+        heads, and K and V. Heads and operands are innermost, so that CTAs that run at the same time read the same
+        tokens. tops: address of shared memory for the warps' greatest scales; two buffers alternate from tile to tile.
+        """
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
             for k in cutlass.range(0, cutlass.min(shape.batch - first, WARP_THREADS), 1):
@@ -150,8 +152,8 @@ class UnpackKernel:
 
     @cute.jit
     def tokens(self, shape, lengths, request: Int32):
-        """Returns the range (first, end) of tokens that some query of a request sees. It is (0, 0) if there are none,
-        or no such request."""
+        """Returns the range (first, end) of tokens that some query of a request sees. The range is (0, 0) if the
+        request does not exist, or its queries see no tokens."""
         exists = request < shape.batch
         at = cutlass.select_(exists, request, Int32(0))
         ends = [Int32(ptx.load_global_words(lengths.cu_seqlens_q + Int64(at + i) * 4, 0, 1)[0]) for i in range(2)]
@@ -194,8 +196,8 @@ class UnpackKernel:
             self.store(rows, held, factor, tile + first * self.row_bytes, lane)
 
     def pinned(self, source):
-        """Returns ``source`` with strides that the compiler cannot see through. So it moves no address arithmetic
-        before the loop, where registers are scarce."""
+        """Returns ``source`` with strides that the compiler cannot see through. So the compiler moves no address
+        arithmetic before the loop, where registers are scarce."""
         keys, values = (
             replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
         )

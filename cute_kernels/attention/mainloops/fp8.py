@@ -36,8 +36,8 @@ def pack_e4m3x4(values: Sequence[Float32]) -> Asm[Uint32]:
 
 
 def accumulators_of(word: int) -> tuple[int, int, int, int]:
-    """Returns which four accumulators of a thread become word ``word`` of the next MMA's operand A. They lie in one
-    row: two neighbouring columns of each of two blocks of 8."""
+    """Returns the four accumulators of a thread that become word ``word`` of the next MMA's operand A. They lie in one
+    row: two neighbouring columns of each of two blocks of 8 columns."""
     first = word // 2 * 8 + word % 2 * 2
     return first, first + 1, first + 4, first + 5
 

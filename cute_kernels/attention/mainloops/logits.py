@@ -29,8 +29,8 @@ class Logits:
         self.shifts = self.features.shift and self.features.soft_cap
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
-        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles and t
-        say which queries the lane has."""
+        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles, t: they
+        identify the lane's queries."""
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
@@ -85,7 +85,7 @@ class Logits:
                     s[self.columns * j + column] = Float32(-Float32.inf)
 
     def ask(self, state, tokens):
-        """Starts loading the inputs that score options need for the keys at positions ``tokens``."""
+        """Starts loading inputs of score options: those for the keys at positions ``tokens``."""
         self.terms.ask(state, tokens)
 
     def is_hidden(self, state, position, token):

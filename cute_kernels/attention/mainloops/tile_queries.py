@@ -1,4 +1,4 @@
-"""Loads queries of a warpgroup's 64 rows into shared memory, by the warps that multiply them.
+"""Loads queries of a warpgroup's 64 rows into shared memory. The warps that multiply the queries also load them.
 
 The loads begin once the last scores of the previous work tile are computed, and arrive during that tile's last MMAs.
 For keys that are codes, bf16 queries become fp16. Each row is multiplied by a power of 2 that brings its greatest
@@ -33,8 +33,8 @@ SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
 def query_row(shape, work, row):
-    """Returns what a packed row of a work tile stands for: (its row of out, as [total_q * num_q_heads], its query's
-    number in the request, its head)."""
+    """Returns (row of out, query, head) of a packed row of a work tile. The row of out is numbered in [total_q *
+    num_q_heads], the query in its request."""
     place, member = shape.group.divide_int(row)
     head = work.head * shape.group.value + member
     return (work.q_start + place) * shape.num_q_heads + head, place, head
@@ -81,7 +81,7 @@ class QueryLoader:
         return [first + part * (self.row_lanes // 8 * SLAB_BYTES) for part in range(self.parts)]
 
     def code_place(self, codes, warp, lane, step: Index):
-        """Returns the shared address of the half piece that a lane's piece becomes in E4M3."""
+        """Returns the shared address of the half piece in E4M3 that a lane's 16-bit piece becomes."""
         row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
@@ -124,8 +124,8 @@ class QueryLoader:
 
     @cute.jit
     def convert(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Converts a warp's rows to fp16 or E4M3. Each row is multiplied by a power of 2, and by the scales of K's
-        columns if there are any."""
+        """Converts a warp's rows to fp16 or E4M3. Each row is multiplied by a power of 2 and, where K's columns have
+        scales, by these scales."""
         channels: list[Float32] = []
         if const_expr(self.config.channel_scales[0]):
             channels = self.channel_scales(operands, work, lane)
@@ -156,8 +156,9 @@ class QueryLoader:
             ptx.store_shared(scales + row * 4, 0, [from_operand])
 
     def convert_piece(self, words, channels: list[Float32]) -> tuple[list[Any], Float32]:
-        """Converts a lane's pieces of a row to fp16 or E4M3, times the scales of their columns if there are any.
-        Returns (words of the operand, the power of 2 that restores the operand's numbers by multiplication)."""
+        """Converts a lane's pieces of a row to fp16 or E4M3, and multiplies them by the scales of their columns if
+        there are any. Returns (words of the operand, the power of 2 that restores the operand's numbers by
+        multiplication)."""
         values = [half(word) for word in words for half in self.halves]
         if channels:
             values = [value * scale for value, scale in zip(values, channels, strict=True)]

@@ -1,4 +1,4 @@
-"""Stores a work tile's accumulators: the result, or a split's part of it."""
+"""Stores a work tile's accumulators: the result, or a split's part of the result."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ class ResultWriter:
                     ptx.store_global(address, [sums[j] * own[0], sums[j + 1] * own[1]], offset=j // 4 * 32)
 
     def first_column(self, work):
-        """Returns the first output column of a work tile. If several work tiles have columns of one row, all write the
-        row's log-sum-exp."""
+        """Returns the first output column of a work tile. If several work tiles share a row, each writes the row's
+        log-sum-exp."""
         return work.value_part * self.config.value_dim if self.config.value_parts > 1 else 0
 
     def factors(self, operands, work, j: int, factor, lane) -> list[Any]:
-        """Returns the factors of a thread's accumulators ``j`` and ``j`` + 1: the row's factor, times the scales of
-        their columns if there are any."""
+        """Returns the factors of a thread's accumulators ``j`` and ``j`` + 1. A factor is the row's factor, times the
+        scale of the accumulator's column if there is one."""
         if not self.config.channel_scales[1]:
             return [factor, factor]
         first = Int64(work.head) * operands.v_scale_stride + Int64(lane % 4 * 2 + self.first_column(work))

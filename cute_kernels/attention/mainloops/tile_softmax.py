@@ -84,8 +84,7 @@ class Softmax:
         return [TileScale(key, value_log, reciprocal)]
 
     def run_of(self, index: int) -> int:
-        """Returns the number of the part of a tile, each with its own scale, in which a thread's ``index``-th
-        accumulator lies."""
+        """Returns the part of a tile in which a thread's ``index``-th accumulator lies. Each part has its own scale."""
         return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:
@@ -127,9 +126,9 @@ class Softmax:
                             scores[i] = cutlass.select_(hidden, -Float32.inf, scores[i])
 
     def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
-        """Returns words of a query's mask of a block, shifted for the lane: bit c % 32 of word c // 32 belongs to the
-        lane's accumulator in column c. first: the block's first token, counted from the request's first new token.
-        Older tokens, below 0, are always seen."""
+        """Returns words of a query's mask of a block, shifted for the lane. The accumulator in column c belongs to bit
+        c % 32 of word c // 32. first: the block's first token, counted from the request's first new token. Older
+        tokens, below 0, are always seen."""
         whole, shift = first >> 5, Uint32(first & 31)
         words = []
         for k in range(self.tokens // 32 + 1):
@@ -144,18 +143,18 @@ class Softmax:
 
     def scale_of(self, rows: Rows, scale: TileScale, row: int):
         """Returns the factor that turns the scores of a part of a tile into exponents of 2. A row of zeros, or keys of
-        zeros, have very small scales. The factor is still not 0, since masked scores, -inf, are multiplied by it."""
+        zeros, have very small scales. Masked scores are -inf, so the factor may not be 0."""
         if not self.tile_scales[0]:
             return rows.scales[row]
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor that turns scores into exponents of 2 after :meth:`take`. It is 1 if :meth:`take` has
-        already turned them."""
+        """Returns the factor that turns scores into exponents of 2 after :meth:`take`. The factor is 1 if :meth:`take`
+        has multiplied by it."""
         return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
     def own(self, row: int, run: int) -> list[int]:
-        """Returns the numbers of a thread's accumulators in row ``row``, 0 or 1, and in part ``run`` of a tile."""
+        """Returns the indices of a thread's accumulators in row ``row``, 0 or 1, and in part ``run`` of a tile."""
         return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
     def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
@@ -171,8 +170,8 @@ class Softmax:
 
     def weigh(self, scores, rows: Rows, factors, tile) -> None:
         """Turns scores into probabilities times the scale of V's tile. Adds the probabilities to the totals, unless
-        MMAs do. Stores in ``factors``, fp32 [2] in registers, what earlier accumulators of both rows are to be
-        multiplied by."""
+        MMAs do. Stores in ``factors``, fp32 [2] in registers, the factors by which earlier accumulators of the two rows
+        are to be multiplied."""
         scales = self.scales_in(tile)
         for row in range(2):
             factors[row] = rows.online.follow(row, self.highest(scores, rows, scales, row), self.headroom)

@@ -132,8 +132,8 @@ class Consumer:
 
     @cute.jit
     def attend(self, shape, operands, features, work, memory, group, warp, lane, slot, state: PipelineState):
-        """Processes one work tile, whose queries are being loaded. Returns (next work tile, next state of K's and V's
-        pipelines)."""
+        """Processes one work tile. Its queries are being loaded when the call begins. Returns (next work tile, next
+        state of K's and V's pipelines)."""
         span = self.worker.span(shape, work)
         tile = memory.queries + group * self.config.query_bytes
         query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
@@ -216,8 +216,8 @@ class Consumer:
         self.products.multiply_values(sums, packed, memory, state.stage)
 
     def finish_scores(self, scores, memory, state, lane, pending: int) -> Any:
-        """Waits for scores, releases K's stage and returns the scores. There are two waits: the second keeps LLVM from
-        copying the scores before the first."""
+        """Waits for scores, releases K's stage and returns the scores. The function waits twice: the second wait keeps
+        LLVM from copying the scores before the first."""
         count = self.config.tile_tokens // 2
         wgmma_tiles.wait(pending)
         found = wgmma.wait_for([scores[i] for i in range(count)], pending)
@@ -228,7 +228,8 @@ class Consumer:
         return values
 
     def finish_values(self, sums, memory, state, lane) -> None:
-        """Waits for P V and releases V's stage. There are two waits, for the reason of :meth:`finish_scores`."""
+        """Waits for P V and releases V's stage. The function waits twice, for the reason that :meth:`finish_scores`
+        names."""
         count = self.config.operand_columns[VALUES] // 2
         wgmma_tiles.wait()
         found = wgmma.wait_all([sums[i] for i in range(count)])
@@ -241,7 +242,8 @@ class Consumer:
         """Computes probabilities of a block from its scores, and the factors by which earlier accumulators shrink.
 
         ptxas moves a wait for MMAs to the beginning of its basic block, before instructions that do not need the MMAs.
-        A branch that is always taken, which the compiler cannot know, keeps the softmax before the wait.
+        To keep the softmax before the wait, there is a branch between them. The branch is always taken, but the
+        compiler cannot know this.
         """
         masked = self.worker.is_masked(work, span, block)
         masked = self.softmax.terms.may_hide(rows.state, block * self.config.tile_tokens, masked)

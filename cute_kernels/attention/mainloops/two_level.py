@@ -1,13 +1,13 @@
 """Two-level accumulation: tensor cores add up P V within a block, and fp32 sums in registers add up the blocks.
 
-The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. A block's
-accumulators begin at zero, and are then added to fp32 sums of the same thread. In the same operation the fp32 sums are
-multiplied by the factors by which earlier sums shrink. The products of ones are a block's sums of rounded
-probabilities, so weights add up to 1.
+The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. So each block's
+accumulators begin at zero, and are then added to the thread's fp32 sums. The same operation multiplies the fp32 sums by
+the factors by which earlier sums shrink. MMAs also multiply probabilities with ones. Their results are a block's sums
+of rounded probabilities, so weights add up to 1.
 
-P V of a block is computed before the next block's scores, in the same registers: 132 accumulators a thread. To compute
-it during the next block's softmax, as in :mod:`.tiles`, would take 212. The other warpgroup keeps the tensor cores busy
-meanwhile.
+P V of a block is computed before the next block's scores, in the same registers: 132 accumulators a thread. If P V were
+computed during the next block's softmax, as in :mod:`.tiles`, a thread would need 212. The other warpgroup keeps the
+tensor cores busy meanwhile.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TwoLevelSums:
         self.products.pack(values, packed)
 
     def finish(self, rows, sums, packed, factors, memory, lane, state) -> None:
-        """Adds P V of one block to the sums of all blocks, and its products of ones to the totals. packed: the block's
-        probabilities."""
+        """Adds P V of one block to the sums of all blocks. Adds the block's sums of probabilities to the totals.
+        packed: the block's probabilities."""
         memory.pipelines[VALUES].consumer_wait(state)
         part = wgmma_tiles.make_sums(self.products.rows)
         self.products.multiply_values(part, packed, memory, state.stage)

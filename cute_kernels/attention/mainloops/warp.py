@@ -81,8 +81,8 @@ class WarpMainloop:
 
     @cute.jit
     def recentre(self, state, tile: PipelineState):
-        """Recentres V's accumulators at the last tile of every second round of the ring. That is often enough, and
-        needs no counter."""
+        """Recentres V's accumulators at the last tile of every second round of the ring. That is often enough. The
+        pipeline's state tells the round, so no counter is needed."""
         if (tile.stage == self.config.pipeline.num_stages - 1) & (tile.phase == 1):
             self.value_reader.recentre(state.values)
 
@@ -184,7 +184,7 @@ class WarpMainloop:
 
     @cute.jit
     def update_maximum(self, state, s, scale, headers):
-        """Raises the softmax reference if a probability would exceed 2**RESCALE_SLACK, which is rare after the first
+        """Raises the softmax reference if a probability would exceed 2**RESCALE_SLACK. That is rare after the first
         blocks."""
         columns = self.config.columns
         log_scales = [self.value_reader.log_scale(headers, j) for j in range(4)]
@@ -207,6 +207,6 @@ class WarpMainloop:
 
 
 def _bound(score, score_scale, log_scale):
-    """Returns log2 of the number that stands for a token in the operand of P V, before the reference is subtracted: the
-    scaled score, plus log2 of the scale of the token's row of V if there is one."""
+    """Returns log2 of a token's probability times its scale of V, before the softmax reference is subtracted. It is the
+    scaled score, plus log2 of the scale where V's rows have scales."""
     return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)

@@ -22,7 +22,7 @@ def sync_consumers() -> None:
 
 
 def await_turn(group) -> None:
-    """Waits, in a warpgroup, until the other warpgroup has issued its MMAs."""
+    """Waits until the other warpgroup has issued its MMAs."""
     cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
 
 

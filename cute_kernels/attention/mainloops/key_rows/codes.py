@@ -42,9 +42,9 @@ HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
 def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
-    """Returns three words: both numbers of `MAGIC`, and the prmt selector with which a lane of `PairedNibbleRows` takes
-    halves of two words. `MAGIC` is hidden from the compiler, since an instruction that masks and combines nibbles has
-    room for one constant.
+    """Returns three words: both numbers of `MAGIC`, and a prmt selector. A lane of `PairedNibbleRows` takes halves of
+    two words with this selector. `MAGIC` is hidden from the compiler, since an instruction that masks and combines
+    nibbles has room for one constant.
 
     number: any number of at most 31 bits.
     """
@@ -54,8 +54,8 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
 
 @pure
 def twice(word: Uint32, half: int) -> Asm[Uint32]:
-    """Copies a half of a word, 0 or 1, to both halves. The move costs nothing: instructions that multiply with the
-    result absorb it."""
+    """Copies half 0 or 1 of a word to both halves. The move costs nothing: instructions that multiply with the result
+    absorb it."""
     own = ("low", "high")[half]
     return Asm(f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}")
 
@@ -85,7 +85,7 @@ class ByteRows:
 
     @staticmethod
     def swizzle(row):
-        """Returns the number with which the numbers of a row's chunks are xored."""
+        """Returns the number that the indices of a row's chunks are xored with."""
         return row % 8
 
     # -- keys -----------------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ class ByteRows:
 
     @staticmethod
     def column(warp, lane, mma):
-        """Returns the column of V to which a lane's accumulators of row half 0 belong. Those of row half 1 belong to
-        the next column."""
+        """Returns the column of V of a lane's accumulators in row half 0. The accumulators in row half 1 belong to the
+        next column."""
         return 32 * warp + 16 * mma + 2 * (lane // 4)
 
     @staticmethod
@@ -193,9 +193,9 @@ class ScaledByteRows(ByteRows):
         return row * 0
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Returns three numbers of bytes: the shift of the lane's keys, the shift of its even tokens' values, and how
-        much more its odd tokens' values are shifted. Of every 8 tokens, a lane has the keys of token g and the values
-        of tokens 2 t and 2 t + 1. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
+        """Returns three numbers of bytes: the shift of the lane's keys, the shift of its even tokens' values, and the
+        additional shift of its odd tokens' values. Of every 8 tokens, a lane has the keys of token g and the values of
+        tokens 2 t and 2 t + 1. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
         start = head * rows.head_bytes.to(Int32)
 
         def shift(token):
@@ -205,7 +205,7 @@ class ScaledByteRows(ByteRows):
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
     def scale_place(self, group, row):
-        """Returns where a row's scale lies in a tile, in bytes, without the row's shift. row: counted among the
+        """Returns the byte offset in a tile of a row's scale, without the row's shift. row: counted among the
         warpgroup's rows."""
         return self.group_place(group) + row * self.row_bytes
 
@@ -284,7 +284,7 @@ class NibbleRows:
         return row // 2 % 4
 
     def numbers(self, word, magic, scales, shifts) -> list[Uint32]:
-        """Decodes a word to four pairs of numbers, from nibbles i and i + 4. shifts: halves of the shifts."""
+        """Decodes a word to four pairs of numbers; pair i has nibbles i and i + 4. shifts: halves of the shifts."""
         result = []
         for index in range(4):
             own = word if index < 2 else word >> 8
@@ -348,7 +348,7 @@ class NibbleRows:
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
         """Loads scales, and halves of shifts, of the lane's two tokens of every 8. All lanes with the same t need the
-        same headers. So each of them converts the headers of two tokens and broadcasts them."""
+        same headers. So each of these lanes converts the headers of two tokens and broadcasts them."""
         even, odd = self.load_two_headers(address)
         scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
         return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
@@ -357,7 +357,7 @@ class NibbleRows:
         return ptx.load_shared_vector(address, 0, 2)
 
     def value_word(self, words, index: int, magic):
-        """Returns a lane's word of codes of the ``index``-th 8 tokens."""
+        """Returns a lane's word of codes for the ``index``-th group of 8 tokens."""
         return words[index]
 
     def value_operands(self, words, headers, step: int, magic) -> list[list[Uint32]]:

@@ -2,8 +2,8 @@
 
 Tensor maps copy rows of 128 bytes and, where `ExtendConfig.mapped` says so, rows with their headers. Tokens that no
 query sees become zeros, which no tensor map writes. So cp.async copies the rows of tiles with such tokens, and all rows
-of other configurations. It copies pieces of 16 bytes where rows are multiples of 16 bytes, else words. Rows of a scale
-and bytes are copied from the last multiple of 16 bytes before them on, see `codes.ScaledByteRows`. Copies arrive on a
+of other configurations. It copies pieces of 16 bytes if rows are multiples of 16 bytes, else words. A row of a scale
+and bytes is copied from the multiple of 16 bytes at or before its start, see `codes.ScaledByteRows`. Copies arrive on a
 tile's barrier asynchronously, so a warp issues tiles as long as there are free stages.
 """
 
@@ -110,8 +110,8 @@ class TileRows:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
     def place_of(self, rows: int):
-        """Returns the layout of ``rows`` rows in shared memory. Its elements are words if a map is over tokens, else
-        bytes: a TMA tile has at most 256 elements in each dimension."""
+        """Returns the layout of ``rows`` rows in shared memory. Its elements are bytes, or words if a map is over
+        tokens: a TMA tile has at most 256 elements in each dimension."""
         if self.of_tokens:
             return cute.make_layout((rows, self.rows.row_bytes // 4), stride=(self.rows.row_bytes // 4, 1))
         if self.rows.headed:
@@ -128,8 +128,8 @@ class TileRows:
         return wgmma_tiles.tile(pointer, rows, self.rows.row_bytes, Uint8)
 
     def make_map(self, cache: cute.Tensor, head_major: bool):
-        """Makes a tensor map with coordinates [token of a block, byte, head, block]. Runs on the host. Strides, and
-        where a TMA tile begins, have to be multiples of 16 bytes. If rows begin elsewhere, the map has coordinates
+        """Makes a tensor map with coordinates [token of a block, byte, head, block]. Runs on the host. Strides and the
+        first bytes of TMA tiles have to be multiples of 16 bytes. If rows begin elsewhere, the map has coordinates
         [token of a block, word of the token, block]."""
         modes, rows = [2, 3, 1, 0] if head_major else [1, 3, 2, 0], self.runs.rows
         layout, pointer, length = cute.select(cache.layout, mode=modes), cache.iterator, self.rows.row_bytes

@@ -35,8 +35,8 @@ def store_word_if(condition: Int32, address: Int32, word: Int32) -> Asm[None]:
 
 @effect
 def store_matrix_x2(address: Int32, offset: int, words: Sequence[Uint32]) -> Asm[None]:
-    """Stores two matrices transposed, as `ptx.store_matrix_x4` stores four. The addresses of lanes 16 to 31 are
-    ignored."""
+    """Stores two 8x8 matrices transposed, as `ptx.store_matrix_x4` stores four. Lanes 16 to 31 give no address: theirs
+    are ignored."""
     return Asm(f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};")
 
 

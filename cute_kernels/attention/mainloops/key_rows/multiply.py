@@ -6,11 +6,12 @@ four warps share probabilities and a softmax reference. They write probabilities
 barrier after which probabilities are read also tells whether one of them was too large. Only then do the warps raise
 the reference and write their probabilities again.
 
-A warpgroup issues all of its MMAs in one turn: scores of a block, then P V of the block before. The values become
-operands while the scores are computed. The softmax overlaps with the other warpgroup's turn. A warp that issues MMAs
-with register operands waits for its earlier MMAs, so all other work stands before or after a turn. A block is a chain
-of waits, so codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are loaded at the end of
-the block before, whose softmax hides the test whether they have arrived.
+A warpgroup issues all of its MMAs in one turn: scores of a block, then P V of the block before. It turns values into
+operands while the scores are computed. Its softmax overlaps with the other warpgroup's turn. A warp that issues MMAs
+with register operands waits for its earlier MMAs, so all other work stands before or after a turn.
+
+A block is a chain of waits, so codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are
+loaded at the end of the block before. That block's softmax hides the test whether they have arrived.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Ahead:
         codes: the words that `KeyRowsConsumer.fetch_keys` loads for its keys.
         state: the pipeline state of its tiles.
         missing: whether the next block exists, but had not arrived when tested.
-        source: the stage to load from. In the last block it is the current stage, and the codes are not used.
+        source: the stage that ``codes`` are loaded from. In the last block it is the current stage, and the codes are
+            not used.
         start: the address of the lane's keys in stage ``source``.
     """
 
@@ -163,8 +165,8 @@ class KeyRowsConsumer:
         )
 
     def shifted(self, start: Lane, source, work) -> Lane:
-        """Returns ``start`` with the shifts that a work tile's rows have in shared memory. To add them in each block
-        would lengthen its critical path by 100 clocks."""
+        """Returns ``start`` with the shifts that a work tile's rows have in shared memory. The shifts are added once
+        for a work tile: in each block they would lengthen the critical path by 100 clocks."""
         keys, values = self.keys, self.values
         key, _, _ = keys.shifts(source.keys, work.head, start.lane)
         value, even, more = values.shifts(source.values, work.head, start.lane)
@@ -221,8 +223,8 @@ class KeyRowsConsumer:
         return state
 
     def score_scale(self, operands, work, from_fp16):
-        """Returns the factor that turns dot products into exponents of 2, without a row's scale. The factor is not 0,
-        since masked scores, -inf, are multiplied by it."""
+        """Returns the factor that turns dot products into exponents of 2, without a row's scale. Masked scores are
+        -inf, so the factor may not be 0."""
         scale = operands.softmax_scale * (ptx.LOG2_E * self.config.units[0]) * from_fp16
         if has_head_scale(self.config.formats[0]):
             scale = scale * load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
@@ -411,7 +413,7 @@ class KeyRowsConsumer:
 
     @cute.jit
     def mask(self, shape, features, work, s, place, token: Int32):
-        """Sets the scores of keys that a query does not see to -inf. token: the lane's first token; its second token is
+        """Sets scores to -inf where a query does not see a key. token: the lane's first token; its second token is
         ``token`` + 8."""
         for column in cutlass.range_constexpr(self.columns):
             row = work.first_row + 8 * (column // 2) + 2 * (place.lane % 4) + column % 2
@@ -473,7 +475,7 @@ class KeyRowsConsumer:
         Returns whether some product is too large for fp16.
 
         target: the lane's address. bounds: None, or the result of `bounds_of` once the reference has been raised.
-        Bounds clamp logits, so that no product exceeds 1. A raised reference alone may not suffice, since fp32 rounds
+        Bounds clamp logits, so that no product exceeds 1. A raised reference is not always enough, since fp32 rounds
         logits near 2^30 coarsely.
         """
         largest: Any = None
@@ -506,7 +508,7 @@ class KeyRowsConsumer:
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
     def bounds_of(self, value_scales) -> list[Any]:
-        """Returns log2 of V's scales of the lane's two tokens, the bounds. If the reference is at least logit + bound,
+        """Returns the bounds: log2 of V's scales of the lane's two tokens. If the reference is at least logit + bound,
         P times V's scale is at most 1."""
         if not self.value_scale:
             return [Float32(0.0)] * 2

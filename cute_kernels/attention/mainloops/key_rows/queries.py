@@ -1,5 +1,4 @@
-"""Writes the queries of a work tile as the B operand of MMAs with keys: fp16 numbers, times a power of 2 that all
-share."""
+"""Writes the queries of a work tile as the B operand of MMAs with keys: fp16 numbers, all multiplied by one power of 2."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ def sync_head(heads: int, group) -> None:
 
 
 class QueryWriter:
-    """Writes the queries of a work tile. Warp w of a KV head's 8 writes rows w, w + 8, ...; with two heads, warp w of a
-    head's 4 writes rows w, w + 4, ..."""
+    """Writes the queries of a work tile. If 8 warps share a KV head, warp w writes rows w, w + 8, ... With two heads, 4
+    warps share a head, and warp w writes rows w, w + 4, ..."""
 
     def __init__(self, config: ExtendConfig):
         self.config, self.rows = config, rows_of(config.formats[0])
@@ -75,8 +74,8 @@ class QueryWriter:
         return from_fp16
 
     def size_of(self, value) -> Any:
-        """Returns the absolute value of a number, or 0 for infinity, to choose the power of 2 by. An infinite maximum
-        would turn the numbers of all other rows into zeros."""
+        """Returns the size of a number for the choice of the power of 2: the absolute value, or 0 for infinity. An
+        infinite maximum would turn the numbers of all other rows into zeros."""
         size = ptx.absolute(value)
         return cutlass.select_(size < math.inf, size, Float32(0.0))
 

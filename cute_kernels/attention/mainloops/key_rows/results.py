@@ -1,9 +1,9 @@
-"""Scales the accumulators of two warpgroups, and writes them as the result or a split's part of it.
+"""Scales the accumulators of two warpgroups, and writes them as the result or a split's part of the result.
 
-One thread per row computes what all threads need: the factor of each warpgroup's sums, and where the row goes. A
-warpgroup with a KV head of its own then writes the columns of both its MMAs. If both warpgroups have one head, each
-with half of the keys, each keeps one MMA's columns. It sends the other MMA's columns to the other warpgroup, through
-its buffers of probabilities.
+One thread per row computes the numbers that all threads need: the factor of each warpgroup's sums, and the row's
+destination. A warpgroup with a KV head of its own then writes the columns of both its MMAs. Otherwise both warpgroups
+have one head, and half of the keys each. Then each warpgroup keeps one MMA's columns. It sends the other MMA's columns
+to the other warpgroup, through its buffers of probabilities.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class KeyRowsResults:
             ptx.store_shared(told, WARPGROUP_WARPS * row_bytes + 32 * block, pair)
 
     def hear(self, memory, row, first) -> tuple[list[Any], list[Any]]:
-        """Loads what `tell` has published of a row. Returns (references, totals), one of each for every warpgroup of
-        the row's KV head. first: the head's first warpgroup."""
+        """Loads the references and totals of a row, which `tell` has published. Returns (references, totals), each with
+        one number for every warpgroup of the row's KV head. first: the head's first warpgroup."""
         references, totals = [], []
         for index in range(self.warpgroups):
             group = index if self.heads == 1 else first
@@ -109,8 +109,8 @@ class KeyRowsResults:
         return queries + index * (4 * self.config.tile_rows)
 
     def numbers(self, memory, first):
-        """Returns the address of numbers that say where each row goes, in the output or among the partial results. Rows
-        that do not exist have the number NOWHERE."""
+        """Returns the address of the rows' numbers. A row's number says where it goes, in the output or among the
+        partial results. Rows that do not exist have the number NOWHERE."""
         return self.factors(memory, first, self.warpgroups)
 
     @cute.jit
@@ -164,15 +164,15 @@ class KeyRowsResults:
             ptx.store_shared(self.area(memory, place, place.group), 16 * WARPGROUP_THREADS * block, own)
 
     def receive(self, memory, sums, place, mma: int) -> None:
-        """Adds what the other warpgroup has sent to this warpgroup's accumulators of an MMA."""
+        """Adds the accumulators that the other warpgroup has sent to this warpgroup's accumulators of an MMA."""
         for block in range(self.columns // 2):
             words = ptx.load_shared_vector(self.area(memory, place, 1 - place.group), 16 * WARPGROUP_THREADS * block, 4)
             for index, word in zip(self.block_places(mma, block), words, strict=True):
                 sums.values[index] = sums.values[index] + word.bitcast(Float32)
 
     def area(self, memory, place, group):
-        """Returns the address through which a thread of warpgroup ``group`` sends accumulators to the other warpgroup:
-        in the group's buffers of probabilities, 16 bytes for each thread and block of columns."""
+        """Returns the address through which a thread of warpgroup ``group`` sends accumulators to the other warpgroup.
+        It lies in the group's buffers of probabilities, 16 bytes for each thread and block of columns."""
         thread = place.warp * WARP_THREADS + place.lane
         return memory.probabilities + group * (2 * self.shape.probability_bytes) + 16 * thread
 
