@@ -188,7 +188,7 @@ def _margin_of(
     """Returns the number of SMs for decoding, or None if the kernels run one after the other. Does not check arguments,
     since the calls of both kernels do.
 
-    All requests are taken to have the greatest possible length.
+    The estimate assumes that all requests have the greatest possible length.
     """
     forms = [format_of(name) for name in format_pair(kv_format)]
     if k_cache.dim() != 4 or any(form.is_coded for form in forms):

@@ -1,5 +1,5 @@
 """The operands of a call besides q: caches with scales and tails, a bias, chosen blocks. Kernels and reference take
-them in this form."""
+these objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class GivenScale:
     """Scales that lie beside the cache. The scale of head h and column d is element h * head_stride + d *
     channel_stride.
 
-    tensor: fp32, on the cache's device. head_stride is 0 if all heads share a scale, channel_stride if all columns do.
+    tensor: fp32, on the cache's device. head_stride: 0 if all heads share a scale. channel_stride: 0 if all columns
+    share a scale.
     """
 
     tensor: torch.Tensor
@@ -139,8 +140,8 @@ class ChosenBlocks:
     def check_whole_pages(
         self, caches: Blocks, k: CacheOperand, v: CacheOperand, block_table: torch.Tensor | None
     ) -> None:
-        """Raises ValueError unless a chosen block consists of whole pages. Of contiguous caches, a request's memory has
-        to consist of whole blocks."""
+        """Raises ValueError unless a chosen block consists of whole pages. With contiguous caches, raises it unless a
+        request's memory consists of whole blocks."""
         tokens = self.tokens
         if block_table is not None:
             if tokens % caches.tokens:

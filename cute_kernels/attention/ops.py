@@ -37,10 +37,10 @@ _NOT_IN_KEYS = dict.fromkeys((*ROWS_OF_QUERIES, "max_seq_len"))
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns the key of a call's plan. K's shape follows from V's and q's, and is left out, as are strides of
-    elements: the compiled function compares them. The caches' dtypes count, since kernels take signed bytes as unsigned
-    bytes. The caches' strides count, since the plan has chosen copies for them. With several queries q's strides count,
-    since they decide whether key rows support the call."""
+    """Returns the key of a call's plan. K's shape is left out, since it follows from V's and q's. Strides of elements
+    are left out, since the compiled function compares them. The caches' dtypes count, since kernels take signed bytes
+    as unsigned bytes. The caches' strides count, since the plan has chosen copies for them. With several queries q's
+    strides count, since they decide whether key rows support the call."""
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
         arguments.check_optional_positive("softmax_scale", softmax_scale)
@@ -65,9 +65,9 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
-    """Returns the key of a plan of extend attention. The number of queries and the longest length change from step to
-    step, and are left out. Two facts about the number of queries count: whether it is 0, and whether the call may be
-    refused because of it. A refused call has no plan."""
+    """Returns the key of a plan of extend attention. The key leaves out the number of queries and the longest length,
+    which change from step to step. It has two facts about the number of queries: whether it is 0, and whether the call
+    may be refused because of it. A refused call has no plan."""
     if options["max_seq_len"] is not None:
         arguments.check_optional_count("max_seq_len", options["max_seq_len"])
     of_queries = {name: options[name] for name in ROWS_OF_QUERIES if options[name] is not None}
@@ -104,9 +104,9 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the part of a plan's key that complete options decide. For a tensor the part has everything but the
-    contents, alignment included; for another option the part is the value.
+    contents, alignment included. For any other option the part is the value.
 
-    Options that change no plan are in the key, too, since a call with a known key is not checked again.
+    Options that change no plan are in the key, too: a call with a known key is not checked again.
     """
     return tuple([x if x is None or type(x) in _VALUES else _key_of(x) for x in options.values()])
 
@@ -129,8 +129,8 @@ def _call_of(given: Given) -> AttentionCall:
 
 
 def _checked(given: Given) -> AttentionCall:
-    """Returns the call of the arguments ``given``, after all checks that need not wait for the device. In debug mode it
-    also checks lengths and pages."""
+    """Returns the call of the arguments ``given``, after all checks that need not wait for the device. In debug mode
+    lengths and pages are checked as well."""
     call = _call_of(given._replace(softmax_scale=None))
     check_alignment(call)
     if arguments.DEBUG:
@@ -241,8 +241,8 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """Returns the operator of decode attention or of extend attention. more: schema of the tensors that only this
-    operator has. of_it: schema of the options that only this operator has."""
+    """Returns the operator of decode attention or of extend attention. more: schema of the tensors that no other
+    operator has. of_it: schema of the options that no other operator has."""
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
         f"{', '.join((schemas.OF_NUMBERS, schemas.OF_BOTH, of_it, schemas.OF_SCORES, schemas.OF_BLOCKS))}) "

@@ -104,8 +104,8 @@ class CallOptions(ScoreOptions, BlockOptions, total=False):
 
 
 class AppendedOptions(AttentionOptions, CallNumbers, total=False):
-    """Options that `extend_attention` and `append_and_extend` share: all of the former but new_k, new_v and chosen
-    blocks. :func:`cute_kernels.attention.extend_attention` documents each."""
+    """Options that `extend_attention` and `append_and_extend` share: all options of `extend_attention` but new_k, new_v
+    and chosen blocks. :func:`cute_kernels.attention.extend_attention` documents each."""
 
     transform: CacheTransform | None
     tree_mask: torch.Tensor | None

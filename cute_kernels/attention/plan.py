@@ -87,8 +87,8 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
 
 
 def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
-    """Returns the bitwise or of all numbers of bytes that decide where copies of raw rows begin and end: the cache's
-    address, and strides."""
+    """Returns the bitwise or of the cache's address and strides in bytes. They decide where copies of raw rows begin
+    and end."""
     bits = operand.cache.data_ptr() | operand.block_stride
     # Copies of several tokens are cut where the block ends.
     bits |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
@@ -135,8 +135,8 @@ def decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[...
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """Returns how the kernel gets the arguments of features: (arguments that are constant for a plan, where in a call's
-    options the other arguments are found)."""
+    """Returns how the kernel gets the arguments of features: (arguments that are constant for a plan, the places of all
+    other arguments in a call's options)."""
     config = schedule.config
     features = config.features
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
@@ -213,8 +213,8 @@ def extend_launches(call: AttentionCall, config: ExtendConfig | None = None) -> 
 
 
 def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[ExtendConfig]:
-    """Returns the configurations of a call's launches: over the cache, and over the queries' own tokens if they are
-    outside the cache."""
+    """Returns the configurations of a call's launches: the launch over the cache and, if the queries' own tokens are
+    outside the cache, the launch over these tokens."""
     config = choose(problem_of(call)) if config is None else config
     if call.new is None:
         return [config]
@@ -224,7 +224,7 @@ def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[
 
 
 def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[AlgorithmsOf]) -> tuple[Algorithm, ...]:
-    """Returns the algorithms for calls with configuration ``config``, up to the first that supports all calls. Later
+    """Returns the algorithms for calls with configuration ``config``. The last of them supports all calls. Later
     algorithms would never be chosen, so they are not compiled."""
     algorithms: list[Algorithm] = []
     for algorithms_of in kinds:
@@ -235,8 +235,8 @@ def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[Al
 
 
 def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Returns the algorithm that unpacks the cache and attends to the unpacked rows. Returns an empty list if the cache
-    is never unpacked."""
+    """Returns a list with the algorithm that unpacks the cache and attends to the unpacked rows. The list is empty if
+    the cache is never unpacked."""
     least = _queries_to_unpack_for(call, config)
     if least is None:
         return []
@@ -270,16 +270,16 @@ def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | N
 
 
 def _table_pages(call: AttentionCall) -> int:
-    """Returns how many pages a request has. A contiguous cache has 0 pages or, with chosen blocks, its blocks as
-    pages."""
+    """Returns how many pages a request has. A contiguous cache has 0 pages. With chosen blocks, the blocks of a
+    contiguous cache count as pages."""
     if call.block_table is not None:
         return call.block_table.shape[1]
     return 0 if call.blocks is None else call.k.cache.shape[1] // call.page_size
 
 
 def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Returns the algorithms with keys as rows of MMAs and a request's few queries as columns. There are none with
-    fixed splits: a request's bits would depend on the number of queries in the batch."""
+    """Returns the algorithms with keys as rows of MMAs and a request's few queries as columns. With fixed splits there
+    are none: a request's bits would depend on the number of queries in the batch."""
     if call.num_splits is not None or call.unpack is True or call.fp8_products:
         return []
     if not lies_in_pieces(call):
@@ -337,8 +337,8 @@ def lies_in_maps(call: AttentionCall) -> bool:
 
 
 def _lies_in_maps(operand: CacheOperand) -> bool:
-    """Returns whether a tensor map can describe K or V. Blocks and tokens have to begin at multiples of 16 bytes. Rows
-    do, too, or a token's rows lie one after the other."""
+    """Returns whether a tensor map can describe K or V. Blocks and tokens have to begin at multiples of 16 bytes. Also,
+    either rows begin at such multiples, or a token's rows lie one after the other."""
     row_bytes = operand.form.row_bytes(operand.head_dim)
     places = operand.cache.data_ptr() | operand.block_stride | operand.token_stride
     if row_bytes % ALIGNMENT == 0:
@@ -350,8 +350,9 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
     """Returns whether copies of aligned pieces of 16 bytes, or of words, can load K or V. Rows of a multiple of 16
-    bytes are loaded in pieces, and have to begin with one. Rows of bytes after a scale are loaded with all pieces that
-    they touch; blocks have to begin with a piece. Other rows are loaded in words, and may lie anywhere."""
+    bytes are loaded in pieces, so their addresses have to be multiples of 16. Rows of bytes after a scale are loaded
+    with all pieces that they touch, so blocks have to begin at multiples of 16. All other rows are loaded in words, and
+    may lie anywhere."""
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
         places |= operand.token_stride | operand.head_stride

@@ -82,9 +82,9 @@ class WarpMma:
         return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and k.form.is_coded
 
     def role_query_bytes(self, k: CacheLoad) -> int:
-        """Returns the bytes of shared memory for the queries of one role (the warps with the same queries); 0 if
-        queries stay in registers. A lane has vectors with a word for each block: a vector for each B register, of 8
-        columns, then two for each group's sums."""
+        """Returns the bytes of shared memory for the queries of one role (the warps with the same queries). Returns 0
+        if queries stay in registers. A lane has vectors with one word for each block. There is a vector for each B
+        register (of 8 columns), and two for each group's sums."""
         vectors = k.head_dim // 8 + 2 * k.form.num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
 
@@ -142,7 +142,7 @@ THREE_STAGES = CopyPipeline()
 
 @dataclass(frozen=True)
 class TokenRuns:
-    """Which parts of a cache certainly lie together in memory.
+    """The parts of a cache that always lie together in memory.
 
     Attributes:
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.

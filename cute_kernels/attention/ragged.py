@@ -86,8 +86,8 @@ launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
-    """Returns the checked call. All of K and V count as one request's tokens in a contiguous cache. The call's seq_lens
-    are the ends of the requests in it."""
+    """Returns the checked call. In it, K and V are one contiguous cache with the tokens of all requests. The call's
+    seq_lens say where each request's tokens end in this cache."""
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
         raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch: the definition of the operators, and the implementation on a CPU.
 
-The last `q_len` tokens of each request attend to the first `seq_lens[b]` tokens of its K and V cache. Everything is
+The last `q_len` tokens of each request attend to the first `seq_lens[b]` tokens of its K and V cache. The code is
 written for reading: fetch and dequantise a block of tokens, score, mask, running softmax, accumulate. The loop over
 blocks of tokens only bounds memory. Softmax state carries over between blocks, as in online softmax (Milakov and
 Gimelshein, 2018), so the block size changes the result by rounding alone.
@@ -318,8 +318,8 @@ def rows_at(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor) -
 
 
 def _fetch_blocks(call: AttentionCall, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns what `fetch` is to return, for keys in blocks at neighbouring positions. Tokens of full blocks come from
-    the cache, all others from the tail."""
+    """Returns the result of `fetch` for keys in blocks, at neighbouring positions. Tokens of full blocks come from the
+    cache, all others from the tail."""
     assert call.tail is not None
     form, size = call.k.form, call.k.form.block_tokens
     first = int(keys_at[0]) // size * size

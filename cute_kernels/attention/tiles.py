@@ -14,7 +14,8 @@ BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take wh
 
 
 def map_paddings(token_words: int) -> tuple[int, ...]:
-    """Returns two choices of how many more words a tensor map loads than a token's heads have.
+    """Returns two paddings. A padding is the number of words that a tensor map loads beyond the words of a token's
+    heads.
 
     A tensor map loads whole vectors of four words. So up to three words before the heads' own words are loaded, too;
     none or two if the heads have an even number of words. The second choice has one vector more, which may avoid bank

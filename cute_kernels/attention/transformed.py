@@ -1,10 +1,10 @@
 """Attention over a transformed cache: the PyTorch operations before and after the kernels.
 
-For decode attention q is transformed to q'. The kernel adds what the scores lack since K's center was subtracted.
+The cache has K minus its center, so every score lacks a term. For decode attention q is transformed to q', and the
+kernel adds the missing terms to the scores.
 
 For extend attention the cache and the new tokens have to be in one basis: q is transformed to q', and new K and V to k'
-and v', rounded to 16 bits. The result is transformed back. What the scores lack since K's center was subtracted is
-added to the log-sum-exp.
+and v', rounded to 16 bits. The result is transformed back. The missing terms are added to the log-sum-exp.
 """
 
 from __future__ import annotations

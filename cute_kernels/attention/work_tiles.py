@@ -2,11 +2,11 @@
 
 A work tile's keys may be cut into splits, for different CTAs. :mod:`.combine.kernel` combines the splits' results.
 
-Queries are ragged: how many a request has is known on the device alone. A request b after `cu` queries of others has
-its first work tile in slot ``cu * group / 128 + b``, rounded down. So a CTA finds the request of a slot by a search,
-without a sum over requests. At most one slot of a request stays empty. A ticket counter hands out slots to CTAs. The
-last queries of a request come first, since they see most keys. The CTA that draws the last ticket makes the counter
-EMPTY again.
+Queries are ragged: only the device knows how many queries a request has. If `cu` queries of other requests lie before
+request b, its first work tile is in slot ``cu * group / 128 + b``, rounded down. So a CTA finds the request of a slot
+by a search, without a sum over requests. At most one slot of a request stays empty. A ticket counter hands out slots to
+CTAs. The last queries of a request come first, since they see most keys. The CTA that draws the last ticket makes the
+counter EMPTY again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Work:
         return self.part >> PART_SHIFT & 1
 
     def of_head(self, tile_heads: int, index) -> Work:
-        """Returns the work on one KV head of a work tile, which has ``tile_heads`` KV heads: on the ``index``-th.
+        """Returns the work on KV head number ``index`` of a work tile that has ``tile_heads`` KV heads.
 
         The work tile's `head` counts groups of ``tile_heads`` KV heads; the result's `head` counts KV heads.
         """

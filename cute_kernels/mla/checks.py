@@ -1,7 +1,7 @@
 """Checks of the arguments of MLA decode; errors name the argument, what came and what is wanted.
 
-`dense_problem` and `sparse_problem` check shapes, dtypes, strides and devices, never values, so nothing waits for a
-GPU. `check_dense_values` and `check_sparse_values`, for debug mode and the CPU, do wait.
+`dense_problem` and `sparse_problem` check shapes, dtypes, strides and devices, never values, so they do not wait for a
+GPU. `check_dense_values` and `check_sparse_values` wait for it. They are for debug mode and the CPU.
 """
 
 from __future__ import annotations

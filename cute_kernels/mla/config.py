@@ -74,7 +74,7 @@ class PartialForm:
         value_bytes: bytes of a value: 4 for fp32, 2 for fp16. fp16 values are scaled so that the greatest of half a row
             is between 2**14 and 2**15.
         stats_bytes: bytes of a row's fp32 statistics: its maximum (as an exponent of 2) and its sum of weights. With
-            fp16 values also two powers of 2, by which the combine multiplies the two halves of the row.
+            fp16 values the statistics also have two powers of 2; the combine multiplies each half of the row by one.
     """
 
     value_bytes: int
@@ -143,9 +143,9 @@ class MlaConfig:
 
     @property
     def partials(self) -> str:
-        """The key in `PARTIALS` of the form in which a part of a row is stored. fp16 saves time: to write and read 64
+        """The key in `PARTIALS` of the form in which a part of a row is stored. fp16 saves time: writing and reading 64
         heads in fp32 takes as long as two blocks. A half that has both scaled codes and RoPE columns needs fp32, as one
-        power of 2 does not fit both."""
+        power of 2 does not fit codes and RoPE columns alike."""
         scaled_in_part = 0 < self.layout.code_slabs < VALUE_SLABS
         return "fp32" if scaled_in_part else SCALED_PARTIALS
 
@@ -182,12 +182,12 @@ class MlaConfig:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The slabs of each part of a tile; each part is filled and released by itself."""
+        """The slabs of each part of a tile. Each part is filled and released separately."""
         return self.layout.parts if self.delays_pv else (tuple(range(self.layout.num_slabs)),)
 
     @property
     def tile_parts(self) -> int:
-        """The number of parts of a tile that are filled and released by themselves."""
+        """The number of parts of a tile. Each part is filled and released separately."""
         return 2 if self.delays_pv else 1
 
     def part_number(self, stage: Index, part: int) -> Index:
@@ -212,7 +212,7 @@ class MlaConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether tiles are copies of the cache's bytes, as they are if tokens have 16 bits."""
+        """Whether tiles are copies of the cache's bytes. They are if tokens have 16 bits."""
         return not self.tiles.load.fp8
 
     @property
@@ -232,7 +232,8 @@ class MlaConfig:
 
     @property
     def entry_lead(self) -> int:
-        """How many blocks ahead a producer warp loads entries: as far as it prefetches tokens, but at least two."""
+        """How many blocks ahead of use a producer warp loads entries: as many as it prefetches tokens ahead, but at
+        least two."""
         return max(self.tiles.load.prefetch, 2)
 
     @property
@@ -308,7 +309,8 @@ class CombineConfig:
 
 def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
     """Returns whether crossover (CTAs in pairs) supports a call. Its tokens must be chosen FP8 tokens, whole contexts
-    of 656-byte tokens, or TMA tiles (see `fits_tma_tiles`). A row must have an even number of blocks of 64 heads."""
+    of 656-byte tokens, or tokens that TMA loads (see `fits_tma_tiles`). A row must have an even number of blocks of 64
+    heads."""
     wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
@@ -320,8 +322,8 @@ def fits_tma_tiles(tokens: str, form: str, page_size: int) -> bool:
 
 
 def is_mma_bound(form: str, num_heads: int) -> bool:
-    """Returns whether tensor cores limit a call's speed: its tokens have 16 bits, and a row has more than 64 heads, so
-    that several CTAs read the same tokens."""
+    """Returns whether tensor cores limit a call's speed. They do if its tokens have 16 bits and a row has more than 64
+    heads: several CTAs then read the same tokens."""
     return form not in SCALES and num_heads > BLOCK_HEADS
 
 
@@ -338,8 +340,8 @@ def served_config(
     """Returns the variant that calls use.
 
     head_dim: default the format's only or wider one. crossover: see `fits_crossover`. mma_bound: `is_mma_bound`.
-    tma_tiles: `fits_tma_tiles`. eager: with crossover or TMA tiles, whether work tiles are long and limited by loading
-    tiles, see `.schedule`. cooperative: whether the CTAs of one launch combine the parts of rows.
+    tma_tiles: `fits_tma_tiles`. eager: whether work tiles are long and limited by loading tiles, see `.schedule`;
+    counts with crossover or TMA tiles only. cooperative: whether the CTAs of one launch combine the parts of rows.
     """
     tiles: Tiles
     scales = SCALES[form][0] if form in SCALES else ""

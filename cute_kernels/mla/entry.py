@@ -26,7 +26,7 @@ class DecodeEntry:
     def launch(self, given, stream):
         """Launches the kernel; ``given`` has the arguments of :func:`.arguments.arguments_of`.
 
-        If each query has tokens of its own, a row is a query, and work tiles are (rows x blocks of its heads, parts).
+        If each query has tokens of its own, a row is a query. Work tiles are then (rows x blocks of its heads, parts).
         If a request's queries share tokens, a row is a request with the heads of all its queries. If num_parts is 0,
         CTAs have work ranges of equal size over all rows, see :mod:`.stream_k`. num_ctas is then a multiple of a row's
         blocks of heads.

@@ -1,7 +1,7 @@
 """The formats of MLA caches: what a token's bytes are, and where they lie in a page. A format is one object.
 
-:mod:`layouts.kv.mla` describes and packs the bytes of a token. Here they are read from tensors and written to them. A
-cache is [num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
+:mod:`layouts.kv.mla` describes and packs the bytes of a token. This module reads them from tensors and writes them to
+tensors. A cache is [num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class MlaFormat:
             first += part.shape[2]
 
     def _parts(self, cache: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views uint8 [num_pages, page_size, bytes] of a cache: one of whole tokens, or with split pages one of
-        their data and one of their scales."""
+        """Returns views uint8 [num_pages, page_size, bytes] of a cache. Without split pages there is one view, of whole
+        tokens. With split pages there are two, of the tokens' data and of their scales."""
         cache = cache.view(torch.uint8)
         if not self.split_pages:
             return [cache]

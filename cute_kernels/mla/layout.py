@@ -53,8 +53,8 @@ class TokenLayout:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The slabs of the two parts in which a tile may be loaded and released. The first part is the left half of the
-        value and the columns after the value. The second part is the right half of the value."""
+        """The slabs of the two parts of a tile. Each part may be loaded and released separately. The first part is the
+        left half of the value and the columns after the value. The second part is the right half of the value."""
         behind = range(VALUE_SLABS, self.num_slabs)
         return (*behind, *range(HALF_SLABS)), tuple(range(HALF_SLABS, VALUE_SLABS))
 

@@ -5,13 +5,14 @@ Every code is a number that fp16 holds exactly, so bytes become operands without
 - E4M3: the hardware converts pairs of neighbouring bytes.
 - E5M2 is the upper byte of an fp16: bytes are put in place.
 - INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24. Tensor
-  cores multiply it exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias. For K
-  no addition is needed: every dot product is 128 * sum(Q) too large, so accumulators begin at minus this number. The
-  usual magic number (a byte 0x64 in front, FasterTransformer) costs a register, or a move for each use.
+  cores multiply it exactly (see :mod:`.int4`). For V one packed addition subtracts the 128, so sums have no bias. For K
+  no addition is needed. Every dot product is 128 * sum(Q) too large, so accumulators begin at -128 * sum(Q). The usual
+  magic number (a byte 0x64 in front, FasterTransformer) costs a register, or a move for each use.
 
-A scale in the row stays out of the elements: scores and the MMA's probabilities are multiplied by it, and the softmax
-reference bounds the product (see :mod:`.int4`). A scale beside the cache only changes the score scale and the outputs;
-scales of columns only change the queries and the outputs.
+A row's own scale is not multiplied into the elements. Scores and the MMA's probabilities are multiplied by it, and the
+softmax reference bounds the probabilities' product (see :mod:`.int4`). A scale of a head or tensor beside the cache
+only changes the score scale and the outputs. Scales of columns beside the cache only change the queries and the
+outputs.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class Codes:
         raise NotImplementedError
 
     def columns(self, word) -> list[Any]:
-        """Decodes a word with the codes of two tokens in two columns (columns within tokens). Returns a pair for each
-        column, with both tokens' numbers."""
+        """Decodes a word with the codes of two tokens in two columns; each token's columns are neighbours. Returns a
+        pair for each column, with both tokens' numbers."""
         return self.keys(word)
 
     def align(self, word):
-        """Prepares a word of a transposed load for :meth:`columns`. The word has two tokens' codes in two columns
-        (columns within tokens)."""
+        """Prepares a word of a transposed load for :meth:`columns`. The word has two tokens' codes in two columns; each
+        token's columns are neighbours."""
         return word
 
 
@@ -79,8 +80,8 @@ class Int8Codes(Codes):
 
 
 class E4m3Codes(Codes):
-    """E4M3 codes. Their conversion takes neighbouring bytes, so words for :meth:`columns` have tokens within
-    columns."""
+    """E4M3 codes. The hardware converts neighbouring bytes, so in words for :meth:`columns` the tokens of a column are
+    neighbours."""
 
     key_pairs = ((0, 1), (2, 3))
     selector = 0x5140

@@ -4,10 +4,10 @@ A key is k_tc = scale_c q_tc + shift_c, for tokens t of a block and codes q_tc. 
 
     S_t = sum_c q_tc (scale_c Q_c) + sum_c shift_c Q_c
 
-Scales are multiplied into the queries once a block: one instruction for two fp16 numbers of each B register of the
-codes' MMAs. The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators, alike in all rows,
-are what the codes' MMAs start from. For 32 tokens and 128 columns this takes 16 packed products (8 more for the shifts)
-and 8 MMAs. Rows with four groups would take a conversion, a product and a sum for each group, row and query.
+Scales are multiplied into the queries once a block. For each B register of the codes' MMAs, one instruction multiplies
+two fp16 numbers. The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators are alike in all
+rows, and the codes' MMAs start from them. For 32 tokens and 128 columns this takes 16 packed products (8 more for the
+shifts) and 8 MMAs. Rows with four groups would take a conversion, a product and a sum for each group, row and query.
 
 The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6. Registers of high
 nibbles hold a 16th of their queries (see `.int4`); 16 times a shift is an fp16 number, too.
@@ -66,8 +66,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
         """Loads the lane's scales (kind 0) or shifts (kind 1) of a unit of columns. Returns words r = 0..3, each a pair
         for columns r and r + 4.
 
-        Lane t takes word t of each of four vectors of four words. Where a row's header is one vector, ldmatrix loads
-        each vector as an 8 x 8 matrix of equal rows, without bank conflicts.
+        The unit has four vectors of four words; lane t takes word t of each vector. If a row's header is one vector,
+        ldmatrix loads each vector as an 8 x 8 matrix of equal rows, without bank conflicts.
         """
         address = state.scale_offset + tile_address
         rows = RUN_WORDS // self.tile.header_words  # that a vector lies in
@@ -101,7 +101,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return self._by_token([[_added(parts) for parts in of_tile] for of_tile in dots])
 
     def _shift_dots(self, state: State, tile_address: Int32, block_offset: int) -> list[list[Any]]:
-        """Returns, for each block of queries, the accumulators that the codes' products begin with: shifts times
+        """Returns the accumulators that the codes' products begin with: shifts times queries, for each block of
         queries."""
         dots = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.config.mainloop.blocks_per_warp)]
         for unit in range(self.tile.k_units):
@@ -125,7 +125,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
     # -- the tail -----------------------------------------------------------------------------------------------------
 
     def open_tail(self, state: State, tail, work, head: Int32):
-        """Starts loading a request's slot of the tail, and computes from it where the rows of a KV head lie in the
+        """Starts loading a request's slot of the tail. Computes from the slot where the rows of a KV head lie in the
         tail. Does not wait."""
         slot = ptx.load_global_words(tail.slots + Int64(work.request) * 4, 0, 1)[0].to(Int32)
         state.tail_stride = work.place.shape.num_kv_heads * (2 * self.config.head_dim)
@@ -153,7 +153,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return state.tail + Int64((first_token % TAIL_TOKENS) * state.tail_stride)
 
     def tail_scores(self, state: State, first_token: Int32):
-        """Returns the scores of the block in the tail, as :meth:`scores` returns scores of other blocks. Rows after the
+        """Returns the scores of the block in the tail, in the form of :meth:`scores`. Scores of rows after the
         request's end may be anything."""
         blocks, units = range(self.config.mainloop.blocks_per_warp), range(self.tile.k_units)
         ring = self._ring(state, first_token) + Int64(16 * state.t)
@@ -186,7 +186,7 @@ def _added(parts: list[list[Any]]) -> list[Any]:
 
 
 def _in_order(registers: list[Any]) -> list[Any]:
-    """Returns B registers with pairs of neighbouring columns, from ``registers`` with pairs of columns r and r + 4, r =
+    """Returns B registers with pairs of neighbouring columns. ``registers`` have pairs of columns r and r + 4, r =
     0..3. Odd ``registers`` hold a 16th of their queries."""
     even = [registers[i] for i in (0, 2)]
     odd = [ptx.mul_f16x2(registers[i], Uint32(SIXTEEN)) for i in (1, 3)]

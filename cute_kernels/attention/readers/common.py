@@ -25,8 +25,8 @@ assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are q
 
 
 class State:
-    """The registers that a warp keeps from tile to tile of a unit. A reader's ``make_state`` sets those that it
-    needs."""
+    """The registers that a warp keeps from tile to tile of a unit. A reader's ``make_state`` sets the registers that
+    the reader needs."""
 
     g: Int32
     t: Int32
@@ -84,7 +84,7 @@ class CodeKeyReader:
     Attributes:
         num_groups: groups of columns, each with its own sum of queries.
         units_per_group: units of columns of a group.
-        pairs: for each B register of a unit, which of the lane's codes meet its low and its high half.
+        pairs: for each B register of a unit, the two of the lane's codes that meet its low and its high half.
         factors: for each B register of a unit, the factor of its queries. A factor below 1 makes up for operands of
             codes that are too large by 1 / factor.
         code_unit: 1 / v, where v is the operand that stands for code 1.
@@ -150,8 +150,8 @@ class CodeKeyReader:
         return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
 
     def sums_of_group(self, state: State, group: int) -> list[Any]:
-        """Returns a group's sum of queries, times ``sum_factor``, for each column of the lane; Nones if no sums are
-        needed."""
+        """Returns a group's sum of queries, times ``sum_factor``, for each column of the lane. Returns None for each
+        column if no sums are needed."""
         if self.sum_factor is None:
             return [None] * self.config.columns
         if not self.config.shares_queries:
@@ -160,7 +160,7 @@ class CodeKeyReader:
         return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
 
     def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
-        """Returns which pairs of row halves are scored together. If queries lie in shared memory, both pairs are, so
+        """Returns which pairs of row halves are scored together. If queries lie in shared memory, it is all pairs, so
         that queries are loaded once."""
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
@@ -181,8 +181,8 @@ class CodeKeyReader:
         return registers, sums
 
     def _sums_of_columns(self, state: State, sums) -> list[Any]:
-        """Exchanges sums of queries between lanes. sums: for each group, what the lane has added up for query head g.
-        Returns [c][group]: the sums for the query heads of the lane's columns c = 0 and 1."""
+        """Exchanges sums of queries between lanes. sums: for each group, the lane's own sum for query head g. Returns
+        [c][group]: the sums for the query heads of the lane's columns c = 0 and 1."""
         if self.sum_factor is None:
             return []
         totals = [lane_sum(value, (1, 2)) * self.sum_factor for value in sums]
@@ -226,14 +226,14 @@ class ValueReader:
                 state.accumulators[index] = state.accumulators[index] * factor
 
     def recentre(self, state: State):
-        """Does nothing here: values of both signs need no centring."""
+        """Does nothing: only accumulators of codes of one sign need centring."""
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
-        """Loads the headers of the block's rows for :meth:`log_scale` and ``accumulate``. Returns None: there are no
-        headers here."""
+        """Loads the headers of the block's rows for :meth:`log_scale` and ``accumulate``. Returns None in this class,
+        whose rows have no headers."""
 
     def log_scale(self, headers, j: int):
-        """Returns log2 of the largest scale of row half j, by which the MMA's probabilities are multiplied."""
+        """Returns log2 of the largest scale of row half j; the MMA's probabilities are multiplied by these scales."""
 
 
 def query_vectors(state: State) -> list[list[Any]]:
@@ -266,8 +266,8 @@ def _products(values, factors) -> list[Any]:
 
 
 def _nan_if_infinite(value: Float32) -> Float32:
-    """Returns the value, or NaN if it is infinite. The maximum of queries ignores NaN, so NaN only spoils the scores of
-    its own row."""
+    """Returns the value, or NaN if it is infinite. The maximum of queries ignores NaN. So an infinite query spoils only
+    the scores of its own row."""
     return ptx.fma(value, Float32(0.0), value)
 
 

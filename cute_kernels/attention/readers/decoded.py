@@ -2,8 +2,8 @@
 
 Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of codes: the fewest words
 that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`). The format's class turns the run into packed pairs.
-Scales stay out of the elements, as in :mod:`.bytes`. Readers that keep more of a format's arithmetic out of the loop
-(:mod:`.int4`, :mod:`.bytes`) are faster; this one is their yardstick.
+Scales are not multiplied into the elements, as in :mod:`.bytes`. The readers :mod:`.int4` and :mod:`.bytes` are faster,
+since they keep more of a format's arithmetic out of the loop. This reader is their yardstick.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Codes(Protocol):
     arguments."""
 
     def pairs(self, words: list[Any]) -> list[Any]:
-        """Returns a run's codes, exactly, as packed pairs of fp16 numbers: neighbours in order. words: the run's
+        """Returns the exact numbers of a run's codes as packed pairs of fp16: neighbours in order. words: the run's
         words."""
         ...
 

@@ -37,8 +37,9 @@ class SwizzledLoads:
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:
-        """Returns a lane's ldmatrix addresses, as offsets in bytes from the tile: for each load of a panel or, if
-        queries are shared, for the first load alone. Because of the swizzle they are not equally far apart."""
+        """Returns a lane's ldmatrix addresses, as offsets in bytes from the tile. There is an offset for each load of a
+        panel or, if queries are shared, for the first load alone. Because of the swizzle the offsets are not equally
+        far apart."""
         tile = self.tile
         token, chunk = (tile.v_row if self.transposed else tile.k_row)(lane)
         base = Int32(head * tile.head_bytes) + slice_index * (self.config.slice_tokens * tile.row_bytes)

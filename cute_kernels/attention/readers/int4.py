@@ -1,15 +1,16 @@
 """Turns INT4 rows into MMA operands.
 
-Nibbles become fp16 operands without an arithmetic instruction: a nibble masked out of a word at bit 0 or 4 of a 16-bit
+Nibbles become fp16 operands without an arithmetic instruction. A nibble masked out of a word at bit 0 or 4 of a 16-bit
 half *is* an fp16 subnormal, q * 2**-24 or q * 2**-20. Tensor cores multiply subnormals exactly and at full speed. The
 factor 16 between the two positions goes into Q (exactly) and into the output rows. So 8 elements of K cost one shift
 and four masks. V's pairs run along tokens, which costs two more byte permutes for 16 elements. The usual magic-number
-decode (Kim et al. 2022, "Who says elephants can't run", FasterTransformer) needs an exact subtraction per pair on top.
+decode (Kim et al. 2022, "Who says elephants can't run", FasterTransformer) also needs an exact subtraction for each
+pair.
 
-Scale and shift stay out of the elements: with x = q * scale + shift,
+Scale and shift are not multiplied into the elements. With x = q * scale + shift,
     S = scale_t * (q_t . Q) + shift_t * sum(Q)            per group of columns
     O = sum_t (P_t scale_t) q_t + sum_t P_t shift_t        per group of columns
-so they touch the score and probability fragments only. The MMA takes P * scale as fp16. To bound it by a constant,
+so scale and shift change only scores and probabilities. The MMA takes P * scale as fp16. To bound it by a constant,
 the softmax reference is the maximum of s + log2(scale of V) instead of the maximum of s.
 """
 
@@ -145,8 +146,9 @@ class Int4ValueReader(RowValueReader):
         """Moves the mean of the accumulators of each group of columns to the shift sums.
 
         Codes are positive, so the accumulators grow with every token, while shifts and codes cancel in the output.
-        Tensor cores round sums toward zero: over 100,000 tokens this bias would outgrow the output. The mean is no
-        larger than the largest accumulator, so moving it costs no more than rounding, whatever the rows' scales are.
+        Tensor cores round sums toward zero. Over 100,000 tokens the error of large accumulators would outgrow the
+        output. The mean is no larger than the largest accumulator. So moving it adds no more error than rounding does,
+        whatever the rows' scales are.
         """
         for group in range(self.num_groups):
             units = [unit for unit in range(self.tile.v_units) if self.group_of(unit) == group]
@@ -182,6 +184,6 @@ class Int4ValueReader(RowValueReader):
 
 
 def unit_of(code: int) -> float:
-    """Returns the output that an accumulator of 1 stands for. It depends on whether nibble ``code`` is the lower or the
-    upper of its byte."""
+    """Returns the output that an accumulator of 1 stands for. The output depends on whether nibble ``code`` is the
+    lower or the upper nibble of its byte."""
     return HIGH_NIBBLE_UNIT if code % 2 else LOW_NIBBLE_UNIT

@@ -1,4 +1,4 @@
-"""Loads raw rows with headers. Says which words a lane reads, for codes of any format. See :mod:`layouts.kv.tile`."""
+"""Loads raw rows with headers: says which words a lane reads, for codes of any format. See :mod:`layouts.kv.tile`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowLoads:
         return head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
 
     def _row_g(self, state: State):
-        """Returns the offset in words from the block's first row to row g, whose score the lane holds."""
+        """Returns the offset in words from the block's first row to row g. The lane holds this row's score."""
         strides = self.tile.row_strides()
         return (state.g % 2) * strides[0] + (state.g // 2 % 2) * strides[1] + (state.g // 4) * strides[2]
 
@@ -54,8 +54,8 @@ class RowLoads:
 
 
 class RowKeyReader(RowLoads, CodeKeyReader):
-    """The base of key readers of raw rows. For each group of columns, MMAs multiply codes with queries; then the row's
-    header is applied.
+    """The base of key readers of raw rows. For each group of columns, MMAs multiply codes with queries, and then the
+    row's header is applied.
 
     Subclasses make operands of codes, and scale a group's product.
     """
@@ -73,13 +73,13 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         raise NotImplementedError
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """Returns the accumulators that a group's dot products begin with, for each block of queries; here zeros.
-        query_sums: the group's sums of queries, [column]."""
+        """Returns the accumulators that a group's dot products begin with, for each block of queries; zeros in this
+        class. query_sums: the group's sums of queries, [column]."""
         return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
-        """Returns ``score`` (None at first) plus the contribution of one group of columns. Here that is the dot product
-        times the group's header, an fp32 scale."""
+        """Returns ``score`` (None at first) plus the contribution of one group of columns. In this class the
+        contribution is the dot product times the group's header, an fp32 scale."""
         product = header.bitcast(Float32) * dot
         return product if score is None else score + product
 
@@ -160,11 +160,11 @@ class RowValueReader(RowLoads, ValueReader):
     still be added up."""
 
     def scale(self, header) -> Any:
-        """Returns a header's scale as fp32; here the header itself is the scale."""
+        """Returns a header's scale as fp32. In this class the header itself is the scale."""
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """Adds what a token's header contributes to the outputs besides its scale; here nothing."""
+        """Adds the contribution of a token's header to the outputs, apart from its scale. In this class there is none."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
         """Returns packed pairs (even token, odd token), one for each of the lane's neighbouring output rows. even, odd:
@@ -273,7 +273,7 @@ class RowValueReader(RowLoads, ValueReader):
         return result
 
     def output_terms(self, state: State):
-        """Returns terms that several calls of :meth:`output` share; here there are none."""
+        """Returns terms that several calls of :meth:`output` share; none in this class."""
 
     def output(self, value, unit: int, code: int, column: int, terms):
         """Returns the output that an accumulator's value stands for."""

@@ -1,6 +1,6 @@
 """The launch arguments of the kernel that writes MLA tokens; they are listed nowhere else.
 
-Tensors: latent, k_rope [tokens, latent_dim] and [tokens, 64], any token stride. Addresses, 0 where there is none: the
+Tensors: latent [tokens, latent_dim] and k_rope [tokens, 64], any token stride. Addresses, 0 for a missing tensor: the
 cache, slots int64 [tokens], position_ids int32 or int64 [tokens] (``mode`` says which), phase_steps int64 [32].
 num_slots, page_size, page_stride and token_stride (bytes) are the cache's; page_divisor: `divisor_of` page_size.
 """

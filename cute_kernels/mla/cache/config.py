@@ -51,8 +51,8 @@ class WriteConfig:
 
     @property
     def latent_lanes(self) -> int:
-        """The number of lanes that hold latent columns: 32, or 28 for 448 columns. The last four lanes then repeat the
-        work of the four before them."""
+        """The number of lanes that hold latent columns: 32, or 28 for 448 columns. With 28, the last four lanes of a
+        warp repeat the work of lanes 24 to 27."""
         return self.latent_dim // LANE_COLUMNS
 
     @property

@@ -2,8 +2,8 @@
 
 The CTAs with the same heads of a row divide these heads among themselves. Each CTA publishes its part of all heads,
 with a flag for each reader. Then it loads all parts of its own heads and adds them up in order of parts, so results do
-not depend on which CTA was first. A part has the same layout in shared and global memory. So a warp publishes with one
-bulk copy for each reader and piece, and a reader loads all parts with one bulk copy.
+not depend on which CTA was first. A part has the same layout in shared and global memory. So a warp publishes each
+piece with one bulk copy for each reader, and a reader loads all parts with one bulk copy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """Says where the parts of one row and one block of heads lie in global memory, in run-time values.
+    """The places of the parts of one row and one block of heads in global memory; run-time values.
 
     A reader is a CTA that adds up ``each`` neighbouring heads. For each reader, memory holds the reader's heads of all
     parts, part after part, and a flag for each part.
@@ -89,11 +89,12 @@ class PartPlaces:
 
 @cute.jit
 def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Constexpr):
-    """Publishes half of the columns of a warp's 16 rows for the CTAs that add them up. The half is staged in the
-    queries' shared memory in two pieces, so one piece is copied while the next is written.
+    """Publishes half of the columns of a warp's 16 rows for the CTAs that add them up. The queries' shared memory holds
+    the half in two pieces, so one piece is copied while the next is written.
 
     acc: unnormalised, fp32 [128]. stats: (maximum as an exponent of 2, total) for each of a thread's two rows; () for
-    the right half."""
+    the right half.
+    """
     parts = PartPlaces.of(work_tiles)
     readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
     for own_piece in cutlass.range_constexpr(OWN_PIECES):
@@ -127,8 +128,8 @@ def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Const
 
 
 def row_place(lane):
-    """Returns the offset of the address that a lane gives to stmatrix in :func:`stage_values`, in bytes from the warp's
-    first row."""
+    """Returns the offset in bytes, from the warp's first row, of the address that a lane gives to stmatrix in
+    :func:`stage_values`."""
     return lane % WARP_ROWS * PART_ROW_BYTES + lane // WARP_ROWS * LANE_BYTES
 
 
@@ -180,8 +181,8 @@ class CooperativeCombine:
 
     @cute.jit
     def add_parts(self, parts, left, lane):
-        """Adds up the parts of a head. Returns (fp32 [16] unnormalised columns, maximum, total). Of each piece, a lane
-        has columns 4 * lane to 4 * lane + 3. left: shared address of the first piece of the first part."""
+        """Adds up the parts of a head. Returns (fp32 [16] unnormalised columns, maximum, total). A lane has columns 4 *
+        lane to 4 * lane + 3 of each piece. left: shared address of the first piece of the first part."""
         stride = PIECES * parts.piece_bytes
         own = cutlass.min(lane, parts.count - 1) * stride
         known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]

@@ -1,4 +1,4 @@
-"""The epilogue of a work tile: it stores results, or publishes accumulators for the CTA that resumes the row."""
+"""The epilogue of a work tile. It stores results, or publishes accumulators for the CTA that continues the row."""
 
 from __future__ import annotations
 

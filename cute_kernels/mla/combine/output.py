@@ -89,7 +89,7 @@ class Writer:
     @cute.jit
     def store(self, work, results, acc, factors, warp, lane, half: cutlass.Constexpr):
         """Stores results from registers alone, since shared memory already holds the next work tile. Four lanes of a
-        row exchange words until each has 16 neighbouring bytes, and write 64 bytes together."""
+        row exchange words until each lane has 16 neighbouring bytes. Together they write 64 bytes."""
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
             place = self.place(results, work.query_row(head), lane, half)
@@ -104,7 +104,8 @@ class Writer:
 
     def pieces(self, acc, factor, below: int, lane, pack) -> list[list[Any]]:
         """Multiplies a lane's accumulators of one row by ``factor`` and packs them. Returns them in pieces of 8
-        neighbouring columns. A lane has every fourth piece of its warpgroup's half."""
+        neighbouring columns. A lane has every fourth piece of its warpgroup's half. below: 0 or 1, which of a lane's
+        two rows."""
         pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
         words = [pack(acc[i] * factor, acc[i + 1] * factor) for i in pairs]
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
@@ -123,8 +124,8 @@ class Writer:
 
     @cute.jit
     def write_scaled(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Writes a part's unnormalised values in fp16, in the order of :meth:`store`. Also writes the powers of 2 by
-        which the combine multiplies them."""
+        """Writes a part's unnormalised values in fp16, in the order of :meth:`store`. Also writes the powers of 2 that
+        the combine multiplies them by."""
         scales = [scale_of(acc, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
             # Else the compiler begins with all columns at once, which there are no registers for.
@@ -148,8 +149,8 @@ def piece_offset(lane, half: int):
 
 
 def scale_of(acc, below: int) -> tuple[Float32, Float32]:
-    """Returns the result of :func:`scale_of_some` for the warpgroup's half of a row. below: 0 or 1, which of a lane's
-    two rows."""
+    """Returns the result of :func:`scale_of_some` for the warpgroup's half of a row. below: 0 or 1, the number of the
+    row among a lane's two rows."""
     return scale_of_some([acc[i] for i in range(HALF // 2) if row_of(i) == below])
 
 

@@ -1,8 +1,8 @@
-"""The second launch, which adds up the parts of cut rows: a thread has four columns of some parts of a head.
+"""The second launch, which adds up the parts of cut rows. A thread has four columns of some parts of a head.
 
-This launch begins before the launch that writes the parts has ended (programmatic dependent launch), and waits for its
-end. Where few rows are cut into many parts, all SMs should load, and all parts at once. A CTA is then so large that an
-SM holds only one. Small CTAs, which start early, would crowd on the few SMs that are idle.
+This launch begins before the launch that writes the parts has ended (programmatic dependent launch), and waits for that
+launch's end. If few rows are cut into many parts, all SMs should load, and all parts at once. So a CTA is then so large
+that an SM holds only one. Small CTAs, which start early, would crowd on the few SMs that are idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LANE_PARTS = MAX_PARTS // WARP_THREADS  # whose statistics a lane has
 
 
 class CombineKernel:
-    """The kernel that adds up parts, in their order, so that results do not depend on which part was done first."""
+    """The kernel that adds up parts in their order. So results do not depend on which part was done first."""
 
     def __init__(self, config: CombineConfig):
         self.config = config
@@ -99,8 +99,9 @@ class CombineKernel:
         return acc, maximum, total
 
     def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
-        """Loads the statistics of a lane's two parts, ``lane`` and 32 + ``lane``. Returns (maximum, total, factor of
-        the values in the thread's half of the columns) for each. A missing part has maximum LOWEST, so weight 0."""
+        """Loads the statistics of a lane's two parts, ``lane`` and 32 + ``lane``. Returns (maximum, total, factor) for
+        each part. The factor is of the values in the thread's half of the columns. A missing part has maximum LOWEST,
+        so weight 0."""
         found = []
         for i in range(LANE_PARTS):
             part = cute.arch.lane_idx() + i * WARP_THREADS
@@ -176,8 +177,8 @@ def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:
-    """Returns (a factor for each of a lane's parts, the row's maximum, the row's total). A factor multiplies the part's
-    values before they are added up. known: from `CombineKernel.load_stats`."""
+    """Returns (a factor for each of a lane's parts, the row's maximum, the row's total). The combine multiplies a
+    part's values by the part's factor before it adds them up. known: from `CombineKernel.load_stats`."""
     maximum = known[0][0]
     for other, _, _ in known[1:]:
         maximum = ptx.fmax(maximum, other)

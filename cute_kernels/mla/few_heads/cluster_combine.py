@@ -2,7 +2,7 @@
 
 Every CTA of the cluster computes a part of the row's tokens, and adds up 512 / cluster columns of the row's output.
 Each CTA publishes its heads' maxima and totals to the cluster, and multiplies its accumulators by their weight in the
-row. It stores the products in the shared memory of the CTA that adds up their columns. Sums are formed in the order of
+row. It stores the products in the shared memory of the CTA that adds up their columns. That CTA adds in the order of
 the parts, so results do not depend on which part ends first.
 """
 
@@ -65,10 +65,10 @@ class ClusterCombine:
     # -- accumulators --------------------------------------------------------------------------------------------------
 
     def destination(self, memory, warp, lane, part) -> Any:
-        """Returns where a lane writes its partial sums: a cluster address in the CTA that adds up the warp's columns.
+        """Returns the address for a lane's partial sums: a cluster address in the CTA that adds up the warp's columns.
 
-        With g = lane // 4 and t = lane % 4, it is the place of columns 2g and 2g + 1 of the warp's first chunk, for
-        head 2t. part: the part of this CTA, which has rows of its own there.
+        With g = lane // 4 and t = lane % 4, it is the address of columns 2g and 2g + 1 of the warp's first chunk, for
+        head 2t. part: the part of this CTA, which has rows of its own in the other CTA's memory.
         """
         owner = warp * self.config.cluster // VALUE_WARPS
         column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
@@ -81,8 +81,7 @@ class ClusterCombine:
 
     @cute.jit
     def write(self, work, results, memory, rank, warp, lane):
-        """Adds up a CTA's columns and writes them; each warp has one head at a time. Runs after
-        :func:`cluster_sync`."""
+        """Adds up a CTA's columns and writes them; each warp has one head at a time. Runs after :func:`cluster_sync`."""
         for block in cutlass.range_constexpr(self.config.head_blocks):
             head = 8 * block + warp
             if work.first_head + head < work.shape.num_heads:

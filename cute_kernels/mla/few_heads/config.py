@@ -52,9 +52,9 @@ class FewHeadsConfig:
     """One variant of MLA decode for few heads.
 
     tokens: as in `MlaConfig`. heads: heads of a CTA, the columns of its MMAs: 8, 16 or 32. Rows with more heads take
-    more CTAs. stages: blocks of tokens that shared memory holds. cluster: the number of parts of every row; a cluster
-    of as many CTAs adds them up. 1: no cluster. ahead: an entry (index or page number) is loaded this many blocks
-    before its tokens.
+    more CTAs. stages: blocks of tokens that shared memory holds. cluster: the number of parts of every row, which is
+    also the number of CTAs of the cluster that adds them up. 1: no cluster. ahead: how many blocks before its tokens an
+    entry (index or page number) is loaded.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -122,7 +122,7 @@ class FewHeadsConfig:
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of shared memory through which score warps exchange one number for each head and one for each tile."""
+        """Bytes of shared memory for the score warps' exchange: one number for each head and one for each tile."""
         return SCORE_WARPS * (self.head_bytes + 4 * NUM_TILES)
 
     @property

@@ -1,8 +1,8 @@
 """MLA decode for up to 32 heads a CTA: shared memory holds raw FP8 tokens, which are decoded into operands of mma.sync.
 
 4 producer warps fill the pipeline stages (:mod:`.few_heads.producer`). 4 score warps compute scores and weights
-(:mod:`.few_heads.score_loop`). 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`). All go
-on at their own pace, from stage to stage and from one buffer of weights to the other.
+(:mod:`.few_heads.score_loop`). 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`). All
+warps go on at their own pace, from stage to stage and from one buffer of weights to the other.
 
     mbarrier   one for each         arrivals                                                  who waits
     full       pipeline stage       33 of each producer warp: its lanes' copies, and flags    score and value warps

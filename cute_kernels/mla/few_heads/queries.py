@@ -1,13 +1,13 @@
 """Queries as operands: fp16 for the latent columns, bf16 for the RoPE columns. Each head is scaled by a power of 2.
 
 E4M3 codes become fp16 numbers, so queries for latent columns have to be fp16. A head's largest query is scaled into
-[2**14, 2**15). Then fp16 keeps every bit of queries that are at least 2**-28 of the largest; smaller ones are rounded
-to a multiple of 2**-24. The RoPE columns are bf16 in the cache. Their queries are scaled by the same power, which is
-exact, so that all products of a head can be added up.
+[2**14, 2**15). Then fp16 keeps every bit of queries that are at least 2**-28 of the largest; smaller queries are
+rounded to a multiple of 2**-24. The RoPE columns are bf16 in the cache. Their queries are scaled by the same power, so
+that all products of a head can be added up. This scaling is exact.
 
 An operand (B of m16n8k16) is two words for 16 columns. A lane's words may stand for any columns, if keys have the same
-order. For codes they are columns 4t to 4t + 3, which are one word of codes. For RoPE they are the usual 2t, 2t + 1, 2t
-+ 8, 2t + 9.
+order. For codes a lane has columns 4t to 4t + 3, which are one word of codes. For RoPE a lane has the usual 2t, 2t + 1,
+2t + 8, 2t + 9.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Queries:
         return to_fp16, from_fp16
 
     def store_rope(self, words, factors, memory, block: int, warp, lane) -> None:
-        """Stores a head's queries for the RoPE columns, by the lanes that have them."""
+        """Stores a head's queries for the RoPE columns. The lanes that hold these queries store them."""
         step = LATENT_STEPS + lane // 2
         for t in range(4):
             word = numbers.multiply_bf16x2(words[4 * LATENT_VECTORS + t], factors)
@@ -111,8 +111,8 @@ class Queries:
 
 
 def scaling(largest: Float32):
-    """Returns (2**k, 2**-k). 2**k scales ``largest``, a head's largest query, into [2**14, 2**15). Below 2**-30, k is
-    that of 2**-30."""
+    """Returns (2**k, 2**-k). 2**k scales ``largest``, a head's largest query, into [2**14, 2**15). If ``largest`` is
+    below 2**-30, k is as for 2**-30."""
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, Int32(MIN_EXPONENT))
     to_fp16 = Uint32((127 + EXPONENT - exponent) << 23).bitcast(Float32)
     from_fp16 = Uint32((127 - EXPONENT + exponent) << 23).bitcast(Float32)

@@ -2,14 +2,14 @@
 values.
 
 S^T = K Q^T: 16 tokens are the rows of an MMA, 8 heads its columns. So lane (g, t) has tokens g and g + 8 and heads 2t
-and 2t + 1 of every block of 8 heads. The hardware converts codes to fp16 exactly. Each tile's products are added up by
-themselves, then multiplied by the token's scale of that tile in fp32.
+and 2t + 1 of every block of 8 heads. The hardware converts codes to fp16 exactly. Each tile's products are added up
+separately, then multiplied by the token's scale of that tile in fp32.
 
 Every tile has weights of its own, which contain the tokens' scales: weight * scale / limit * 2**7. A tile's limit is a
 power of 2 not below any scale so far. Weights up to 2**8 become at most 2**15, within fp16. A weight of 1 loses bits if
-its token's scale is less than 2**-21 of the tile's largest. Limits, like the running maximum, are raised only when they
-have to be (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026). For each block, the four warps vote
-whether to raise them.
+its token's scale is less than 2**-21 of the tile's largest. Limits and running maxima are raised only when they have to
+be (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026). For each block, the four warps vote whether to
+raise them.
 """
 
 from __future__ import annotations
@@ -359,8 +359,8 @@ class ScoreLoop:
 
 
 def fragment(low, high) -> list[Any]:
-    """Returns an A operand of 16 tokens and 16 columns. low: a word of four codes of token g. high: the same of token g
-    + 8."""
+    """Returns an A operand of 16 tokens and 16 columns. low: a word of four codes of token g. high: a word of four
+    codes of token g + 8."""
     lows, highs = ([ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)] for word in (low, high))
     return [lows[0], highs[0], lows[1], highs[1]]
 

@@ -81,7 +81,7 @@ def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
 
 
 def matrix_lane(lane: Int32) -> Any:
-    """Returns the offset of a lane's address for ldmatrix, which loads 32 bytes of each of 16 tokens. The matrices are
-    tokens 0 to 7 and 8 to 15 of the first 16 bytes, then of the other 16. Rows are an odd number of 16 bytes apart, so
-    there are no bank conflicts."""
+    """Returns the offset of a lane's address for ldmatrix, which loads 32 bytes of each of 16 tokens. The first two
+    matrices are the first 16 bytes of tokens 0 to 7 and of tokens 8 to 15. The last two are the last 16 bytes of the
+    same tokens. Rows are an odd number of 16 bytes apart, so there are no bank conflicts."""
     return lane % 16 * ROW_BYTES + lane // 16 * 16

@@ -95,7 +95,7 @@ class ValueLoop:
         return [word.bitcast(Float32) for block in blocks for word in ptx.load_shared_vector(address, 32 * block, 2)]
 
     def rescale(self, acc, place, tile, lane) -> None:
-        """Multiplies the accumulators by the factors by which they shrink."""
+        """Multiplies the accumulators by the tile's factors, which are stored at address ``place``."""
         factors = self.load_factors(place, tile, lane)
         for block in range(self.config.head_blocks):
             for chunk in range(CHUNKS):

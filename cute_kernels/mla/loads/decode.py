@@ -1,10 +1,10 @@
 """Decodes FP8 tokens of a cache into rows of a bf16 tile: the loads, the arithmetic and the stores of a lane.
 
 A warp loads 8 tokens at a time; lane l has token l % 8. Its i-th load takes 16 bytes from byte 64 i + 16 (l / 8) of the
-token's 512 or 448 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle atom at 8 different
-pieces: there are no bank conflicts. Every address is one of three per lane plus a constant. Loads for the next 8 tokens
-go into the registers that have just been decoded. So all loads of a warp are always in flight, even while it waits for
-a free tile.
+token's 512 or 448 codes. A phase of a 16-byte store has 8 lanes, which write 8 different pieces in the 8 rows of a
+swizzle atom. So there are no bank conflicts. Every address is one of three addresses of a lane plus a constant. Loads
+for the next 8 tokens go into the registers that have just been decoded. So all loads of a warp are always in flight,
+even while it waits for a free tile.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class TokenDecoder:
         self.tiles.send(tile)
 
     def load_last(self, words, scales, token, place) -> None:
-        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. These loads must
-        stay behind the fence, which would wait for them. So they are not marked constant: the compiler may move
-        constant loads."""
+        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. The fence would
+        wait for these loads, so they must stay behind it. The compiler may move constant loads, so these loads are not
+        marked constant."""
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
             self.load_piece(words, token, place, i, constant=False)
@@ -106,7 +106,7 @@ class TokenDecoder:
         return range(first, min(first + self.config.tiles.load.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
-        """Decodes and stores a chunk, and starts loading the same pieces of ``token``, if it is not None."""
+        """Decodes and stores a chunk. Unless ``token`` is None, starts loading its pieces for the same registers."""
         codes = self.layout.code_slabs
         for i in self.pieces_from(first):
             if i < codes:
@@ -131,7 +131,7 @@ class TokenDecoder:
 
     @cute.jit
     def raise_large(self, factors: Factors, tile, place, slabs: cutlass.Constexpr):
-        """Multiplies values that a lane has stored in ``slabs`` by 2**120 if their scale was too large to contain that
+        """Multiplies values that a lane has stored in ``slabs`` by 2**120 if their scale was too large to contain this
         factor. Such scales are very rare. tile: an address."""
         if const_expr(self.dequantizer.any_scale):
             if cute.arch.vote_any_sync(reduce(or_, factors.large) != 0):

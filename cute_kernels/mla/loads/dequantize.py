@@ -2,10 +2,10 @@
 
 A code's sign goes to bit 15 of a bf16, its exponent and mantissa to bits 10 to 4. This bf16 is the code's value times
 2**-120. It is a subnormal where the code is an E4M3 subnormal, so a product with 2**120 is exact for all codes. Scales
-contain the factor 2**120, unless they are too large for it. Products with such a scale are multiplied by 2**120 in a
-step of their own, which warps without such a scale skip. prmt extends a byte by eight copies of its sign; shifted by 4,
-all bits are in place. (Bit placement with an exponent correction: Marlin's FP8 kernels, Frantar et al. and Neural Magic
-2024.) The NaN codes 0x7f and 0xff read as +-480.
+contain the factor 2**120, unless they are too large to contain it. Products with a scale that is too large are
+multiplied by 2**120 in a separate step. Warps without such a scale skip this step. prmt extends a byte by eight copies
+of its sign; a shift by 4 then puts all bits in place. (Bit placement with an exponent correction: Marlin's FP8 kernels,
+Frantar et al. and Neural Magic 2024.) The NaN codes 0x7f and 0xff read as +-480.
 """
 
 from __future__ import annotations

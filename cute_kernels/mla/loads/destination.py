@@ -38,7 +38,7 @@ class OwnTiles:
         write_flags(memory, stage, group, valid, lane)
 
     def tile(self, memory, link, stage, group: int):
-        """Returns the address, in a tile's first slab, to which lanes add their offsets for the warp's ``group``."""
+        """Returns the address of the warp's ``group`` in a tile's first slab. Lanes add their offsets to it."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
     def here(self, tile):
@@ -88,9 +88,9 @@ class CrossoverTiles:
     """The destination of a CTA that decodes half of every block's tokens. It writes rows to its own tile and copies
     them to the other CTA, which decodes the other half.
 
-    Crossover is from FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here the 8 rows of a
-    slab that a warp has written, 1 KB, are one bulk copy. The rows of all slabs are sent after one fence, since a fence
-    waits for loads in flight.
+    Crossover is from FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here one bulk copy
+    sends the 8 rows of a slab that a warp has written, 1 KB. The rows of all slabs are sent after one fence, since a
+    fence waits for loads in flight.
 
     drains: whether producers wait in the end until both CTAs have released all tiles. A cooperative combine does other
     work first and then waits by itself.
@@ -156,8 +156,8 @@ class CrossoverTiles:
 
 
 def drain(config: MlaConfig, memory, stage, phase) -> None:
-    """Waits until both CTAs of a pair have released all tiles. Then the other CTA has received all that this CTA sent
-    or loaded for it, and arrives at no barrier here any more. So this CTA may exit."""
+    """Waits until both CTAs of a pair have released all tiles. By then the other CTA has received everything that this
+    CTA sent or loaded for it, and arrives at no barrier of this CTA any more. So this CTA may exit."""
     for _ in range(NUM_STAGES):
         for part in range(config.tile_parts):
             cute.arch.mbarrier_wait(memory.empty + config.part_number(stage, part), phase)

@@ -1,8 +1,8 @@
 """The entries of blocks to come, which a producer warp keeps in shared memory; it prefetches their tokens into L2.
 
-The compiler uses one counter to wait for all loads that a loop carries in registers. To use an entry from a register
-would mean waiting for the tokens that were requested just now, 1000 clocks. So entries are copied to shared memory,
-past the registers. Each warp has the entries of its own rows, which its lanes write and read.
+The compiler uses one counter to wait for all loads that a loop carries in registers. So a warp that used an entry from
+a register would also wait 1000 clocks for the tokens that it has just requested. Therefore entries are copied to shared
+memory without passing through registers. Each warp has the entries of its own rows, which its lanes write and read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Entries:
     """A producer warp's entries in a circular buffer of ``ring`` blocks.
 
     A block's entries are loaded ``lead + 1`` blocks ahead, and first read a block later. Its tokens are prefetched into
-    L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The first two blocks are prefetched at the start,
-    the next ones only after the first tile: at the beginning of a launch all SMs load at once, queries too.
+    L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The tokens of the first two blocks are prefetched
+    at the start, those of the next blocks only after the first tile. The reason: at the beginning of a launch all SMs
+    load at once, queries too.
     """
 
     locator: SparseLocator | PagedLocator

@@ -73,13 +73,13 @@ class Fp8Load:
 
 
 class SplitFp8Load:
-    """The load of tiles in two parts, for :mod:`.mainloops.delayed_pv`. Each part is written, sent and announced by
-    itself. The first part is the left half of the value with the columns after the value.
+    """The load of tiles in two parts, for :mod:`.mainloops.delayed_pv`. Each part is written, sent and announced
+    separately. The first part is the left half of the value with the columns after the value.
 
     Each part ends with a fence, for the copies to the other CTA. A fence waits for all loads in flight. The first use
-    of a loaded register waits for all of them, too, as the compiler counts a loop's loads on one scoreboard. Therefore
-    a lane loads its whole next token right after the first fence. Then the second part, which has registers of its own,
-    is decoded and sent before anything waits for these loads.
+    of a loaded register also waits for all loads, as the compiler counts a loop's loads on one scoreboard. Therefore a
+    lane loads its whole next token right after the first fence. The second part has registers of its own. It is decoded
+    and sent before anything waits for the next token.
     """
 
     def __init__(self, config: MlaConfig):
@@ -123,8 +123,8 @@ class SplitFp8Load:
 
     @cached_property
     def pieces(self) -> tuple[list[int], ...]:
-        """For each part, the numbers of a lane's 16-byte pieces in it. Pieces are numbered by codes first, then RoPE
-        columns."""
+        """For each part, the numbers of a lane's 16-byte pieces. Pieces of codes are numbered first, then pieces of
+        RoPE columns."""
         codes = self.decoder.layout.code_slabs
         return tuple(
             [i for i in range(self.decoder.num_loads) if min(i, codes) in slabs] for slabs in self.config.parts

@@ -59,7 +59,7 @@ def leads(warp, lane) -> Int32:
 
 
 class CopyLoad:
-    """The load of 16-bit tokens by asynchronous copies, which no producer waits for."""
+    """The load of 16-bit tokens by asynchronous copies. No producer waits for the copies."""
 
     def __init__(self, config: MlaConfig):
         self.config = config

@@ -1,4 +1,5 @@
-"""The locators: they find the tokens of a block, named by indices or in order in the pages of a request.
+"""The locators: they find the tokens of a block. Indices name the tokens, or the tokens lie in order in the pages of a
+request.
 
 An entry is an index or a page number, which says where a token lies. It is loaded well before its token.
 """
@@ -24,7 +25,7 @@ BEHIND_BYTES = 8  # of a token, after the data of all tokens of a split page
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache; run-time values, strides in bytes. With split pages, token_stride is that of tokens' data."""
+    """A paged cache; run-time values, strides in bytes. With split pages, token_stride is the stride of tokens' data."""
 
     base: Int64
     page_stride: Int64
@@ -93,7 +94,8 @@ def load_int(address) -> Int32:
 
 
 class Locator:
-    """The base of both locators. A block's mark is a number. With a mark and an entry a locator finds a token."""
+    """The base of both locators. Each block has a number, its mark. A locator finds a token by its block's mark and its
+    entry."""
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
         """Returns (address of the entry of a block's ``position``-th token, 1 if the entry counts, else 0)."""
@@ -117,7 +119,7 @@ class Locator:
 
 
 class SparseLocator(Locator):
-    """The locator of tokens named by indices. A block's mark: 1 if its tokens are those of the extra cache, else 0."""
+    """The locator of tokens named by indices. A block's mark is 1 if its tokens are in the extra cache, else 0."""
 
     @cute.jit
     def lengths(self, source, request):
@@ -142,7 +144,7 @@ class SparseLocator(Locator):
         return base + (Int64(work.row) * topk + place) * 4, exists
 
     def mark(self, work, block):
-        """Returns a block's mark: 1 if its tokens are those of the extra cache, else 0."""
+        """Returns a block's mark: 1 if its tokens are in the extra cache, else 0."""
         return cutlass.select_(block >= work.main_blocks, Int32(1), Int32(0))
 
     def marked(self, mark):
@@ -154,7 +156,7 @@ class SparseLocator(Locator):
         return self.token(source, entry, block >= work.main_blocks, position)
 
     def token(self, source, entry, in_extra, position) -> Token:
-        """Returns the token of an entry. in_extra: whether its block is one of the extra cache."""
+        """Returns the token of an entry. in_extra: whether the entry's block is in the extra cache."""
 
         def of(name: str, part: str | None = None):
             path = f"{part}.{name}" if part else name
@@ -196,8 +198,8 @@ class PagedLocator(Locator):
         return self.token(source, entry, block, position)
 
     def token(self, source, entry, block, position) -> Token:
-        """Returns the token of an entry of a block. If its page does not exist the token is not valid: zeros are
-        loaded, and scored."""
+        """Returns the token of an entry of a block. If its page does not exist, the token is not valid: it is loaded as
+        zeros, and scored."""
         place = Uint32(block * BLOCK_TOKENS + position)
         _, offset = source.pages.page_size.divide(place)
         valid = (entry >= 0) & (entry < source.num_pages)

@@ -1,9 +1,9 @@
 """Loads tiles of 16-bit tokens by TMA, where every 64 tokens are contiguous in a page.
 
-One thread issues the loads. A tile is loaded and released in two parts, each with its own barriers: the left half of
-the value with the columns after it, and the right half, which :mod:`.mainloops.delayed_pv` reads a block later. Two
-CTAs of a cluster, with different heads of a row, need the same tokens: each loads half of them for both (TMA
-multicast).
+One thread issues the loads. A tile is loaded and released in two parts, each with its own barriers. The first part is
+the left half of the value with the columns after the value. The second part is the right half of the value, which
+:mod:`.mainloops.delayed_pv` reads a block later. Two CTAs of a cluster, with different heads of a row, need the same
+tokens: each loads half of the tokens for both (TMA multicast).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class TmaTileLoad:
 
     @cute.jit
     def ask(self, source, memory, stage, page, block, part: cutlass.Constexpr):
-        """Starts loading the CTA's share of a part of a tile."""
+        """Starts loading this CTA's share of one part of a tile."""
         slabs = self.parts[part]
         barrier = memory.full + (self.config.tile_parts * stage + part)
         with cute.arch.elect_one():
@@ -145,8 +145,8 @@ class TmaTileLoad:
 
     @cute.jit
     def copy_rows(self, source, memory, stage, page, block, tokens, lane, part: cutlass.Constexpr):
-        """Writes a part of a tile that has fewer than 64 tokens, and makes it visible to MMAs. Each CTA writes the
-        whole part. Missing tokens become zeros, whatever the cache holds there."""
+        """Writes a part of a tile that has fewer than 64 tokens, and makes the part visible to MMAs. Each CTA writes
+        the whole part. Missing tokens become zeros, whatever the cache holds in their places."""
         place = LanePlaces.of(0, lane)
         tile = memory.tiles + stage * self.config.tile_bytes
         for group in cutlass.range(BLOCK_TOKENS // GROUP_TOKENS, unroll=1):

@@ -2,9 +2,9 @@
 parts.
 
 The tensor cores would be idle between a block's scores and its first weights. Here the second warpgroup meanwhile
-multiplies the right half of the block before. It has that block's weights in registers, as A operands, so shared memory
-is free for the next weights. The first warpgroup queues the next scores after its own half. So the left part of a tile
-is released a block before the right part.
+multiplies the right half of the block before. It has the weights of the block before in registers, as A operands, so
+shared memory is free for the next weights. The first warpgroup queues the next scores after its own half. So the left
+part of a tile is released a block before the right part.
 
     tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
     first          waits    | softmax b            | waits        | softmax b + 1
@@ -96,7 +96,7 @@ class DelayedPV:
 
     @cute.jit
     def value_block(self, acc, operands, memory, warp, lane, stage, phase):
-        """Adds the right half of P V of a block in the second warpgroup, when the first one lets it start."""
+        """Adds the right half of a block's P V in the second warpgroup, once the first warpgroup lets it start."""
         packed, places = operands
         for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
             self.weights.await_part(part)
@@ -153,8 +153,8 @@ class DelayedPV:
             self.score_slab(scores, held, memory, stage, slab)
 
     def score_rest(self, scores, held, memory, stage, phase) -> None:
-        """Issues the MMAs of a block's scores after those of `begin_scores`. The last few are a commit group of their
-        own."""
+        """Issues the MMAs of a block's scores after those of `begin_scores`. The last few MMAs are a commit group of
+        their own."""
         left, right = self.config.layout.parts
         wgmma_tiles.begin()
         for slab in left[HEAD_SLABS:]:
@@ -190,7 +190,7 @@ class DelayedPV:
                 wgmma_tiles.multiply(scores, a, keys, BLOCK_TOKENS, zero=first, steps=part)
 
     def held_steps(self, slab: int) -> range:
-        """Returns which of a slab's steps (16 columns each) have their queries in registers: the steps whose MMAs come
+        """Returns the steps of a slab (16 columns each) whose queries are in registers. The MMAs of these steps come
         first."""
         left = self.config.layout.parts[LEFT]
         count = self.config.held_steps
