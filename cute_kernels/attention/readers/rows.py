@@ -164,7 +164,7 @@ class RowValueReader(RowLoads, ValueReader):
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """Adds the contribution of a token's header to the outputs, apart from its scale. In this class there is none."""
+        """Adds the contribution of a token's header to the outputs, apart from its scale; none in this class."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
         """Returns packed pairs (even token, odd token), one for each of the lane's neighbouring output rows. even, odd:

@@ -81,7 +81,7 @@ class ClusterCombine:
 
     @cute.jit
     def write(self, work, results, memory, rank, warp, lane):
-        """Adds up a CTA's columns and writes them; each warp has one head at a time. Runs after :func:`cluster_sync`."""
+        """Adds up a CTA's columns and writes them, one head per warp at a time. Runs after :func:`cluster_sync`."""
         for block in cutlass.range_constexpr(self.config.head_blocks):
             head = 8 * block + warp
             if work.first_head + head < work.shape.num_heads:

@@ -25,7 +25,7 @@ BEHIND_BYTES = 8  # of a token, after the data of all tokens of a split page
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache; run-time values, strides in bytes. With split pages, token_stride is the stride of tokens' data."""
+    """A paged cache; run-time values, strides in bytes. With split pages, token_stride is of tokens' data."""
 
     base: Int64
     page_stride: Int64

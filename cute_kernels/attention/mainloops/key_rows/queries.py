@@ -1,4 +1,4 @@
-"""Writes the queries of a work tile as the B operand of MMAs with keys: fp16 numbers, all multiplied by one power of 2."""
+"""Writes the queries of a work tile as the B operand of MMAs with keys: fp16 numbers, all times one power of 2."""
 
 from __future__ import annotations
 
