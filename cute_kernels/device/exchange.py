@@ -56,7 +56,7 @@ def reset(address, words: int = VECTOR_WORDS, offset: int = 0) -> None:
 
 
 def is_missing(words: Sequence[Any], missing=0) -> Any:
-    """Returns 1 if any of the words is `EMPTY_WORD`, else ``missing``."""
+    """Returns 1 if any of the words is `EMPTY_WORD`; otherwise returns ``missing`` unchanged."""
     missing = Int32(missing)
     for word in words:
         missing = cutlass.select_(word == Uint32(EMPTY_WORD), Int32(1), missing)

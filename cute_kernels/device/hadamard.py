@@ -1,9 +1,9 @@
 """`Hadamard`, the Hadamard transform of a row that a team of lanes shares.
 
 A transform of width w acts on blocks of w neighbouring columns, in natural (Sylvester) order: entry (i, j) of its
-matrix is (-1)**popcount(i & j) / sqrt(w). It is its own inverse. Each bit of a column's number is one butterfly step. A
-step between columns of one lane stays in registers. A step between lanes takes one xor shuffle and one multiply-add per
-column.
+matrix is (-1)**popcount(i & j) / sqrt(w). The transform is its own inverse. Each bit of a column's number is one
+butterfly step. A step between columns of one lane stays in registers. A step between lanes takes one xor shuffle and
+one multiply-add per column.
 """
 
 from __future__ import annotations

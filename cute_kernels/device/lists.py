@@ -19,14 +19,16 @@ from cute_kernels.device.division import Divisor
 
 @dataclass(frozen=True)
 class Lists:
-    """The lists of chosen blocks; run-time values. A number out of range is clamped to the request's pages.
+    """The lists of chosen blocks; run-time values. Block numbers out of range are clamped to the request's pages.
 
     Attributes:
         blocks, counts: addresses of int32 entries [batch, num_kv_heads, max_blocks] and [batch, num_kv_heads].
-        strides, count_strides: elements from one request, KV head (and block) to the next.
-        max_blocks: entries of a list. max_pages: pages that a request may have.
-        block_tokens: tokens of a block. block_pages: pages of a block, as a divisor. In a contiguous cache each block
-            of a request counts as a page.
+        strides: elements of ``blocks`` from one request, KV head and block to the next.
+        count_strides: elements of ``counts`` from one request and KV head to the next.
+        max_blocks: entries of a list.
+        max_pages: pages that a request may have.
+        block_tokens: tokens of a block.
+        block_pages: pages of a block, as a divisor. In a contiguous cache each block of a request counts as a page.
     """
 
     blocks: Int64
@@ -67,7 +69,7 @@ class Lists:
         return Int32(ptx.load_global_words(self.blocks + Int64(place) * self.strides[2] * 4, 0, 1)[0])
 
     def page(self, index):
-        """Returns the number, among the request's pages, of the list's page ``index``. Waits for an entry of the list.
+        """Returns the number, within the request, of page ``index`` of the list. Waits for an entry of the list.
 
         A number out of range is clamped.
         """

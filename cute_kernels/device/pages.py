@@ -61,6 +61,6 @@ class Pages:
     def existing(self, entry):
         """Clamps an entry to the pages of the cache. So a wrong table yields wrong numbers, but no illegal access.
 
-        It is not part of :meth:`ask`, so that no thread waits for an entry before its use.
+        :meth:`ask` does not clamp, so that no thread waits for an entry before its use.
         """
         return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)

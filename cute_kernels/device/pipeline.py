@@ -31,7 +31,8 @@ from cute_kernels.device.types import Index
 
 @dataclass(frozen=True)
 class PipelineState:
-    """A role's position; run-time integers. stage: the next stage that it uses; phase: the parity that it waits for."""
+    """A role's position; run-time integers. stage: the stage that the role uses next. phase: the parity that the role
+    waits for."""
 
     stage: Index
     phase: Index

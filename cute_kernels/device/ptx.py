@@ -211,7 +211,7 @@ def bulk_copy_to_shared(destination: Int32, source: Int64, num_bytes: Int32, bar
 
 @effect
 def async_copy_word(destination: Int32, source: Int64) -> Asm[None]:
-    """Copies 4 bytes by cp.async, global -> shared: the narrowest copy, for rows that are aligned to no more."""
+    """Copies 4 bytes by cp.async, global -> shared. Wider copies would need rows with more alignment."""
     return Asm("cp.async.ca.shared.global [$0], [$1], 4;")
 
 

@@ -39,7 +39,7 @@ class Divisor:
         return quotient_of(self._scaled(value), self.step, self.reciprocal)
 
     def tame(self, value: Float32) -> Float32:
-        """Returns the number that, divided by `tame_step`, is the quotient of ``value``. A plain division suffices."""
+        """Returns the dividend that gives the quotient of ``value`` in a plain division by `tame_step`."""
         value = self._scaled(value)
         value = cutlass.select_(self.finite, value, numbers.multiply(value, Float32(0.0)))
         return self.or_zero(value)

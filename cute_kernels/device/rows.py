@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def unit(self) -> int:
-        """Bytes of one access: the largest width, up to 16, to which every run is aligned if rows are."""
+        """Bytes of one access: the greatest width, up to 16, that every run is aligned to, provided that rows are."""
         return math.gcd(VECTOR_BYTES, self.num_bytes, self.start, self.row_bytes, self.run_bytes)
 
     @property

@@ -46,8 +46,8 @@ def advanced(low: Uint32, num_bytes: int) -> Uint32:
 
 
 def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=None) -> list:
-    """Emits ``asm`` with all ``values`` as operands, and returns them unchanged, so that the compiler moves no access
-    to them across the instruction."""
+    """Emits ``asm`` with all ``values`` as operands, and returns them unchanged. So the compiler moves no access to the
+    values across the instruction."""
     # A one-element struct is no struct to inline assembly, so nothing less than two registers is taken.
     assert len(values) > 1
     struct = llvm.inline_asm(

@@ -51,8 +51,8 @@ class Keys:
 
 @dataclass(frozen=True)
 class Requests:
-    """Addresses of two int32 arrays: lengths [batch], new tokens included, and bounds of the new tokens [batch + 1]. An
-    address of 0 for bounds means that each request has one new token."""
+    """Addresses of two int32 arrays. seq_lens: [batch], new tokens included. cu_seqlens: [batch + 1], the bounds of the
+    new tokens; address 0 if each request has one new token."""
 
     seq_lens: Int64
     cu_seqlens: Int64
@@ -77,8 +77,7 @@ class ColumnPair:
         return [pack_nibbles(list(pair)) for pair in zip(low, high, strict=True)], [low_header, high_header]
 
     def place(self, column):
-        """Returns (row of the block, byte of the row) of a column's scale. The column's shift lies 16 rows further
-        on."""
+        """Returns (row of the block, byte of the row) of a column's scale. The column's shift lies 16 rows later."""
         unit, place = column // UNIT_COLUMNS, column % RUN_COLUMNS
         run = column % UNIT_COLUMNS // RUN_COLUMNS
         word = (unit * 4 + place % 4) * 4 + run

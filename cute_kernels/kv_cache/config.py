@@ -56,7 +56,7 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 def other_rotation(width: int, head_dim: int) -> str | None:
     """Returns None if lanes can rotate rows of ``head_dim`` columns in Hadamard blocks of ``width`` columns. Otherwise
-    returns a text for a message, which says the possible rotations. Each lane must own a power of two of columns."""
+    returns a text that lists the possible rotations, for a message. Each lane must own a power of two of columns."""
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and (head_dim & (head_dim - 1) or head_dim > 256):
@@ -66,13 +66,15 @@ def other_rotation(width: int, head_dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class RowTransform:
-    """Which steps a cache transform has on rows, known at compile time.
+    """The steps of a cache transform on rows, known at compile time.
 
     Attributes:
-        center: whether K has a center. factor: whether K and q have factors.
+        center: whether K has a center.
+        factor: whether K and q have factors.
         v_factor: whether V has factors.
         shift: whether the kernel writes q . center.
-        k_rotation: columns of the Hadamard blocks of K and q. v_rotation: columns of those of V. 1 for no rotation.
+        k_rotation: columns of the Hadamard blocks of K and q; 1 for no rotation.
+        v_rotation: columns of the Hadamard blocks of V; 1 for no rotation.
     """
 
     center: bool = False
@@ -348,13 +350,14 @@ def _choose(condition, chosen, other):
 
 
 def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
-    """Returns how many heads of its token a team takes: (q heads, KV heads). They are the fewest for which one wave of
+    """Returns (q heads, KV heads): how many heads of its token a team takes. They are the fewest with which one wave of
     CTAs suffices.
 
     A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads. It takes ``ratio`` times fewer KV heads (at least 1), since
     rows of K and V are more work.
 
-    So few tokens are spread over the whole GPU. With many tokens, more heads share the work of making a token's angles.
+    If tokens are few, each team takes few heads, so that the work is spread over the whole GPU. If tokens are many,
+    more heads share the work of making a token's angles.
 
     Args:
         blocks: how many CTAs the tokens take, for one group of heads.

@@ -169,8 +169,9 @@ def can_rotate(head_dim: int) -> bool:
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two sums over queries i, for each key t, in fp32: p_it^2 |v_t - o_i|^2 q_ie^2 [heads, tokens, head_dim],
-    and p_it^2 [heads, tokens]. q: [heads, group, tokens, head_dim]. k, v: [heads, tokens, head_dim]."""
+    """Returns two sums over queries i, in fp32, for each key t. The first is of p_it^2 |v_t - o_i|^2 q_ie^2, [heads,
+    tokens, head_dim]. The second is of p_it^2, [heads, tokens]. q: [heads, group, tokens, head_dim]. k, v: [heads,
+    tokens, head_dim]."""
     tokens = k.shape[1]
     weighted, weights = torch.zeros_like(k), k.new_zeros(k.shape[:2])
     places = torch.arange(tokens, device=k.device)

@@ -119,10 +119,10 @@ class Shares:
     """How the heads of a token are distributed among CTAs.
 
     Attributes:
-        q_rows, kv_rows: how many q heads, or KV heads, a team takes: a chunk.
-        kv_chunks: how many chunks K's heads make, and V's. K's chunks are numbered first, then V's, then q's.
-        by_kind: whether the grid has tokens along x and chunks along y, so that CTAs are in order of chunks; else in
-            order of tokens.
+        q_rows, kv_rows: how many q heads, or KV heads, a team takes. The heads that a team takes are a chunk.
+        kv_chunks: how many chunks K's heads make; V's heads make as many. Chunks are numbered in the order K, V, q.
+        by_kind: whether CTAs are in order of chunks (the grid has tokens along x and chunks along y). If not, they are
+            in order of tokens.
         few: whether the launch has so few CTAs that attention, if it follows, may start at once.
     """
 

@@ -41,8 +41,8 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns the key of a call's plan. Its only shapes are v's and that of K's cache. The compiled function checks the
-    rest: k has v's tokens and heads, V's cache has K's pages, and rows fit their head_dim."""
+    """Returns the key of a call's plan. It has two shapes only: v's, and that of K's cache. The compiled function
+    checks all other shapes: k has v's tokens and heads, V's cache has K's pages, and rows fit their head_dim."""
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
      transform), extras = given  # fmt: skip
     return (

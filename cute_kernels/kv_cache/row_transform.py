@@ -1,10 +1,10 @@
 """`RowTransformer`, which applies a cache transform to a team's rows after RoPE. k has a centre, factors and a
-rotation; v has factors and a rotation; q gets what keeps its scores equal.
+rotation; v has factors and a rotation; q gets the steps that keep its scores equal.
 
-:mod:`cute_kernels.formats.kv.transforms` defines the steps; here they work in registers, between RoPE and quantisation.
-Constants are fp32 [num_kv_heads, head_dim], some KiB that every CTA reads, so most CTAs find them in the L2 cache. The
-constants of a team's first row are loaded with the row. The constants of a later row are loaded as soon as the row
-before has used its own constants.
+:mod:`cute_kernels.formats.kv.transforms` defines the steps. This module applies them in registers, between RoPE and
+quantisation. Constants are fp32 [num_kv_heads, head_dim], some KiB that every CTA reads, so most CTAs find them in the
+L2 cache. The constants of a team's first row are loaded with the row. When a row has used its constants, the loads of
+the next row's constants start.
 """
 
 from __future__ import annotations

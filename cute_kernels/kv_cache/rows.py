@@ -202,8 +202,7 @@ class NibbleRow(CodedRow):
         return FP16_MAX
 
     def measure(self, values) -> list[Float32]:
-        """Returns the smallest and the largest value of each of the lane's sets. Both are NaN if a value of the set
-        is."""
+        """Returns the smallest and the largest value of each of the lane's sets. Both are NaN if the set has a NaN."""
         found = []
         for own in (self.of_set(values, s) for s in range(self.sets)):
             found += [in_pairs(numbers.min_or_nan, own), in_pairs(numbers.max_or_nan, own)]
@@ -273,7 +272,7 @@ class ScaledRow(CodedRow):
         raise NotImplementedError
 
     def measure(self, values) -> list[Float32]:
-        """Returns the largest magnitude of each of the lane's sets. It is NaN if a value of the set is."""
+        """Returns the largest magnitude of each of the lane's sets. It is NaN if the set has a NaN."""
         sets = [[ptx.absolute(value) for value in self.of_set(values, s)] for s in range(self.sets)]
         return [in_pairs(numbers.max_or_nan, sizes) for sizes in sets]
 
@@ -296,15 +295,15 @@ class ScaledRow(CodedRow):
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:
-        """Returns the divisors of the lane's sets. Headers hold these divisors, even if `tame` replaces them for the
-        division."""
+        """Returns the divisors of the lane's sets. Headers always hold these divisors, even where `tame` replaces a
+        divisor for the division."""
         if self.has_header:
             return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Returns whether some value is NaN, or its quotient could be inexact or saturate in `quotient_of`. This is
-        rare."""
+        """Returns whether some value is NaN, or some quotient could be inexact or saturate in `quotient_of`. Such
+        values are rare."""
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
         if not self.has_header:
             plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(self.code_max)))

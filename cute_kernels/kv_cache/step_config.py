@@ -96,7 +96,8 @@ def serving_config(
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
     """Returns the configuration of one launch that appends and attends, or None if it cannot be compiled.
 
-    The launch writes the same rows as `append_kv`, bit for bit: as many lanes add up a row's squares for its norm.
+    The launch writes the same rows as `append_kv`, bit for bit. For that, a row's squares are added up for its norm by
+    as many lanes as in `append_kv`.
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:

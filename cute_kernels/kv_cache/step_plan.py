@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
     @property
     def sees_shift(self) -> bool:
-        """Whether the result depends on the shift by which the transform's center lowers the scores."""
+        """Whether the result depends on the shift of scores that the transform's center causes."""
         options = self.options
         seen = self.return_lse or (options is not None and not (options["softcap"] is options["sinks"] is None))
         return seen and self.transform is not None and self.transform.k_center is not None
@@ -105,7 +105,7 @@ class OneLaunchPlan:
 
 
 def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
-    """Returns attention's options, with the factors added by which attention undoes V's transform in its output."""
+    """Returns attention's options, plus the factors that attention needs to undo V's transform in its output."""
     assert transform is not None
     return {**(options or NO_OPTIONS), "out_factor": transform.out_factor}
 

@@ -190,8 +190,8 @@ class NewRows:
         return cta.roles.head if self.attention.mainloop.num_heads > 1 else 0
 
     def first_row(self, cta):
-        """Returns the number of the first query of its KV head that a warp rotates. The warps of a head take the head's
-        queries in turn."""
+        """Returns the number, within its KV head, of the first query that a warp rotates. The warps of a head take the
+        head's queries in turn."""
         turn = cta.warp // self.attention.mainloop.num_heads if self.attention.mainloop.num_heads > 1 else cta.warp
         return turn * self.teams
 
@@ -257,8 +257,8 @@ class NewRows:
         return max(1, min(wanted, self.attention.num_warps // 2))
 
     def writes(self, cta, elements) -> Any:
-        """Returns whether the warp writes rows of K or, if ``elements`` are V's, rows of V. The last warps write, since
-        they have no queries to rotate if there are few."""
+        """Returns whether the warp writes rows of K or, if ``elements`` are V's, rows of V. The last warps of the CTA
+        write: if queries are few, these warps have no queries to rotate."""
         last, of_k = self.attention.num_warps - 1, int(elements is self.k_elements)
         if self.writers == 1:
             return cta.warp == max(last - of_k, 0)

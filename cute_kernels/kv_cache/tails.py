@@ -19,8 +19,8 @@ APPEND_OPTIONS = ("qkv_bias", "rope", "position_ids", "q_norm", "k_norm", "norm_
 class KeyTails:
     """One ring of 64 keys for each sequence (`layouts.kv.channel_blocks`), in numbered slots.
 
-    Once newer keys have replaced a full block in the ring, the block exists only in the cache, in 4 bits. So a sequence
-    can be cut back to the start of any block, or to any token of a block that the ring still has.
+    When newer keys have replaced a full block in the ring, only the cache has the block, in 4 bits. So a sequence can
+    be cut back to the start of any block, or to any token of a block that the ring still has.
 
     Args:
         form: the format of the keys.

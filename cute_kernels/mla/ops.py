@@ -70,8 +70,8 @@ def _dense_checked(call: DenseCall) -> tuple[DenseProblem, torch.Tensor | None]:
 
 
 def _dense_plan(checked: tuple[DenseProblem, torch.Tensor | None]) -> Plan[[DenseCall], Results] | None:
-    """Returns the plan for calls that agree with the checked call in shapes, strides, dtypes, device and options; None
-    if they launch nothing."""
+    """Returns the plan for all calls with the checked call's shapes, strides, dtypes, device and options. Returns None
+    if such calls launch nothing."""
     from cute_kernels.mla.plan import dense_plan  # the kernels' side
 
     problem, _ = checked

@@ -1,8 +1,8 @@
 """The policies of the kernel for 64 heads, as values. There are no GPU types here.
 
 A load fills tiles. :class:`WholeTiles`, :class:`SplitTiles` and :class:`CooperativeTiles` say which loads, mainloops
-and ways to combine go together; other combinations cannot be written down. A load also says how many registers each
-kind of warpgroup has, and how many arrivals mark a tile as full.
+and combines go together; other combinations cannot be written down. A load also says how many registers each kind of
+warpgroup has, and how many arrivals mark a tile as full.
 """
 
 from __future__ import annotations
@@ -165,9 +165,12 @@ Load = Decode | Crossover | SplitCrossover | Copies | TmaTiles
 
 @dataclass(frozen=True)
 class WholeTiles:
-    """The policy of tiles that are loaded and released as one. mainloop: "plain": all weights of a tile, then P V;
-    "stepped": 16 tokens at a time, which takes four producer warps. Partial results are combined by stream-K or a
-    second launch, chosen at run time."""
+    """The policy of tiles that are loaded and released whole. Partial results are combined by stream-K or a second
+    launch, chosen at run time.
+
+    mainloop: "plain" computes all weights of a tile, then P V. "stepped" computes the weights of 16 tokens at a time,
+    and takes four producer warps.
+    """
 
     load: Decode | Crossover | Copies
     mainloop: str = MAINLOOPS[0]
@@ -185,8 +188,8 @@ class WholeTiles:
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """The policy of tiles in two parts, for the mainloop "delayed_pv", which adds the right half of the values a block
-    later. Partial results are combined as in `WholeTiles`."""
+    """The policy of tiles in two parts. The mainloop "delayed_pv" adds the right half of the values a block later.
+    Partial results are combined as in `WholeTiles`."""
 
     load: SplitCrossover | TmaTiles
     mainloop: ClassVar[str] = "delayed_pv"
@@ -203,8 +206,8 @@ class SplitTiles:
 
 @dataclass(frozen=True)
 class CooperativeTiles:
-    """The policy of a cooperative combine: all CTAs of a launch are resident. Each CTA has one part of a row, and the
-    CTAs combine the parts. They load whole tiles by crossover, for the mainloop "stepped"."""
+    """The policy of a cooperative combine. All CTAs of a launch are resident, each has one part of a row, and the CTAs
+    combine the parts. They load whole tiles by crossover, for the mainloop "stepped"."""
 
     load: Crossover
     kind: str = field(default="cooperative", init=False)

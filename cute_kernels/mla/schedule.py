@@ -103,7 +103,7 @@ class Workload:
         return -(-self.num_heads // heads)
 
     def cta_blocks(self, num_parts: int) -> int:
-        """Returns how many blocks a CTA has if rows are cut into ``num_parts``, or under stream-K."""
+        """Returns how many blocks a CTA has. num_parts: the number of parts of a row, or STREAM_K."""
         if num_parts == STREAM_K:
             return self.num_rows * self.num_blocks // self.teams
         return -(-self.num_blocks // num_parts)
@@ -115,8 +115,8 @@ class Workload:
 
     @property
     def has_stream_k(self) -> bool:
-        """Whether stream-K supports these rows. There must be a row for every team, else a team would wait for the team
-        before it. There must be few requests, as every warp adds up their lengths."""
+        """Whether stream-K supports these rows. There must be at least as many rows as teams, else a team would wait
+        for the team before it. Requests have to be few, since every warp adds up their lengths."""
         return 0 < self.teams <= self.num_rows <= MAX_STREAM_K_REQUESTS
 
 
@@ -154,8 +154,8 @@ def possible_parts(shape: Workload, rate: Rate) -> list[int]:
 
 
 def choose_parts(shape: Workload, rate: Rate = WIDE) -> int:
-    """Returns the number of parts, or STREAM_K, that costs least; of equally cheap numbers the smallest. For clusters
-    it is the cluster's size."""
+    """Returns the cheapest number of parts, or STREAM_K; the smallest number if several cost the same. For clusters it
+    is the cluster's size."""
     return min(possible_parts(shape, rate), key=lambda n: (cost_us(shape, n, rate), n))
 
 

@@ -96,8 +96,8 @@ class StreamK:
         return found * self.request_rows + row, offset - row * each, left
 
     def pieces(self, total, longest):
-        """Returns (units of a piece, number of pieces); pieces are never cut. A piece is a row if all rows are equally
-        long and cuts would cost more than they gain; else it is a unit."""
+        """Returns (units of a piece, number of pieces). Work ranges never cut a piece. A piece is a row if all rows are
+        equally long and cuts would cost more than they gain. Otherwise a piece is a unit."""
         rows = self.requests * self.request_rows
         turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))
         evenly, _ = self.teams.divide(Uint32(total))
@@ -120,7 +120,7 @@ class PartialExchange:
     """The memory where partial results are published and loaded: addresses, and numbers of CTAs.
 
     Every warp exchanges by itself: a lane's registers go to the same lane of the same warp of another CTA, 16 bytes at
-    a time. A flag is `EMPTY_WORD` between launches: the warp that waited for it resets it.
+    a time. A flag is `EMPTY_WORD` between launches. The warp that has waited for a flag resets it.
     """
 
     words: Int64  # fp32 [CTAs, STATE_WORDS]
@@ -130,8 +130,8 @@ class PartialExchange:
 
     @cute.jit
     def publish(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Publishes a thread's accumulators for the CTA that resumes. stats: the thread's maxima and totals, which are
-        published, too; () if it has none."""
+        """Publishes a thread's accumulators for the CTA that resumes the row. stats: the thread's maxima and totals,
+        which are published as well; () without them."""
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.own * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             place = self.words + Int64(number) * STATE_BYTES + lane * LANE_BYTES

@@ -145,8 +145,8 @@ def _first(shape, source, locator, counts, cta, team, lane):
 
 @dataclass(frozen=True)
 class Cursor:
-    """A producer's position in the blocks of a CTA: it goes through all work tiles, block after block. It is the same
-    in all lanes of a warp."""
+    """A producer's position in the blocks of a CTA. The position goes through all work tiles, block after block. All
+    lanes of a warp have the same cursor."""
 
     work_tiles: WorkTiles
     loader: QueryLoader

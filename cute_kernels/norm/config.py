@@ -54,8 +54,8 @@ class NormConfig:
 
     @property
     def asks_early(self) -> bool:
-        """Whether weights are loaded before the wait for the previous kernel: if registers can hold weights and a
-        row."""
+        """Whether weights are loaded before the wait for the previous kernel. They are if registers can hold both
+        weights and a row."""
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
     @property

@@ -52,8 +52,8 @@ class NextQueries:
 
     @cute.jit
     def ask(self, wanted, work, work_tiles, memory, warp):
-        """Starts loading the queries of the next work tile, if ``wanted`` and if there is one. First it waits until all
-        warps of the warpgroup have read this work tile's queries."""
+        """Starts loading the queries of the next work tile, if ``wanted`` and if there is a next work tile. First waits
+        until all warps of the warpgroup have read this work tile's queries."""
         if wanted:
             cute.arch.barrier(barrier_id=QUERIES_READ, number_of_threads=SCORE_THREADS)
             if (warp == 0) & (work.left > 0):

@@ -65,8 +65,8 @@ def mask_end(scores, work, block, warp, lane):
 def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
     """Raises the running maxima. Returns the factors by which earlier accumulators shrink.
 
-    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 the
-    maxima may fall behind; 0 for exact maxima.
+    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: the number of powers of 2 by
+    which the maxima may fall behind; 0 for exact maxima.
     """
     factors = []
     for row in range(2):
@@ -79,8 +79,8 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
 
 
 def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
-    """Computes the weights 2**((score - maximum) * scale), and packs pairs of them by ``pack`` for the next MMA.
-    Rescales the totals by ``factors`` and adds the weights."""
+    """Computes the weights 2**((score - maximum) * scale), and packs pairs of weights by ``pack`` for the next MMA.
+    Multiplies the totals by ``factors``, then adds the weights to them."""
     for row in range(2):
         shift = -maxima[row] * scale
         total = totals[row] * factors[row]

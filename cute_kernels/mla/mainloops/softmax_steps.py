@@ -69,7 +69,7 @@ def exponentiate(weights, scores, maxima, scale, step: int) -> None:
 
 
 def add_totals(rows, factors) -> None:
-    """Rescales the totals and adds a block's weights, which have replaced the scores."""
+    """Multiplies the totals by ``factors``, then adds a block's weights, which have replaced the scores."""
     for row in range(2):
         total = in_pairs(operator.add, scores_of(rows.scores, row))
         rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)

@@ -30,8 +30,8 @@ class RowValues:
             self.store(values, memory, warp, lane)
 
     def store(self, values, memory, warp, lane) -> None:
-        """Stores the numbers as :meth:`publish` does, but from all four lanes of a row: a branch might delay MMAs in
-        flight."""
+        """Stores the numbers as :meth:`publish` does, but from all four lanes of a row. A branch that chose one lane
+        might delay MMAs in flight."""
         place = self.place(memory, warp, lane)
         ptx.store_shared(place, 0, [values[0]])
         ptx.store_shared(place, 32, [values[1]])
@@ -87,8 +87,8 @@ class WholeWeights:
         self.hand_over()
 
     def await_end(self) -> None:
-        """Waits, in the second warpgroup, until it may end a work tile. Without the wait it would begin the next work
-        tile and announce too early that weights are free."""
+        """Waits in the second warpgroup until it may end a work tile. Without this wait, the second warpgroup would
+        begin the next work tile and announce too early that weights are free."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 
 
@@ -143,8 +143,8 @@ class SteppedWeights:
             softmax.mask_end(scores, work, block, warp, lane)
 
     def common_flags(self, memory, stage):
-        """Returns the bitwise "and" of the flags of all groups of 8 tokens of a block; 0 if the configuration's tokens
-        are not chosen."""
+        """Returns the bitwise "and" of the flags of all groups of 8 tokens of a block. Returns 0 unless indices choose
+        the tokens."""
         if self.config.tokens == "sparse":
             return in_pairs(operator.and_, load_flags(memory, stage))
         return Uint32(0)
@@ -152,12 +152,12 @@ class SteppedWeights:
     # -- what the first warpgroup tells the second --------------------------------------------------------------------
 
     def place(self, memory, warp, lane):
-        """Returns where a lane's first piece of weights goes in the K-major tile [64 heads, 64 tokens]."""
+        """Returns the address of a lane's first piece of weights in the K-major tile [64 heads, 64 tokens]."""
         return memory.weight_pointer.toint() + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
 
     def publish_step(self, packed, place, step: int) -> None:
-        """Stores a thread's weights of 16 tokens. place: from :meth:`place`. Under the swizzle, each step's address is
-        an xor of it."""
+        """Stores a thread's weights of 16 tokens. place: from :meth:`place`. Under the swizzle, the address of each
+        step is ``place`` xor a constant."""
         words = [packed[4 * step + i] for i in range(4)]
         ptx.store_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, words, transpose=False)
 

@@ -61,7 +61,7 @@ def twice(word: Uint32, half: int) -> Asm[Uint32]:
 
 
 def of_lanes(word, index: int):
-    """Returns the word of lane (index, t) in all lanes (g, t)."""
+    """Broadcasts words within a warp: every lane (g, t) gets the word of lane (index, t)."""
     return cute.arch.shuffle_sync(word, 4 * index, mask_and_clamp=3 << 8 | 31)
 
 
