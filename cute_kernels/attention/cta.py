@@ -212,8 +212,8 @@ class Work:
         return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
 
     def output_row(self, query_row):
-        """Returns the row of out, as [batch * q_len * num_q_heads, v_head_dim], of the request's query row
-        ``query_row``."""
+        """Returns the index of a query row of the request among the rows of out, [batch * q_len * num_q_heads,
+        v_head_dim]."""
         return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
 
     def partial_row(self, query_row, part):

@@ -37,10 +37,11 @@ class ExtendSizes:
     Attributes:
         total_q: queries of all requests.
         batch, num_q_heads, max_seq_len: sizes of the tensors.
-        group: query heads of a KV head. kv_heads: how many work tiles cover all KV heads and all parts of V's columns.
-        splits: parts that each work tile's keys are cut into.
-        num_slots: slots, each for the work tiles of the same queries. num_tiles: work tiles of all slots, KV heads and
-            splits.
+        group: number of query heads of a KV head.
+        kv_heads: number of work tiles that cover all KV heads and all parts of V's columns.
+        splits: number of parts that each work tile's keys are cut into.
+        num_slots: number of slots. The work tiles of a slot have the same queries.
+        num_tiles: number of work tiles of all slots, KV heads and splits.
         window: keys that a query sees, itself included.
     """
 

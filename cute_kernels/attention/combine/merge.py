@@ -128,7 +128,7 @@ class Merger:
 
     @property
     def direct_log2(self) -> int:
-        """log2 of the least number of combiners with which a CTA has a thread for every vector of its share."""
+        """log2 of the least number of combiners with which each CTA has a thread for every vector that it combines."""
         return (-(-self.num_vectors // self.config.num_threads) - 1).bit_length()
 
     @property

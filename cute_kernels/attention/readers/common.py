@@ -206,7 +206,7 @@ class ValueReader:
         return accumulators
 
     def place(self, mma: int, half: int, column: int) -> int:
-        """Returns the number of the lane's accumulator for row g + 8 * half of an MMA's output."""
+        """Returns the index of a lane's accumulator of row g + 8 * half and of a column, in the output of an MMA."""
         return column // 2 * self.num_accumulators + 4 * mma + 2 * half + column % 2
 
     def multiply_add(self, state: State, mma: int, a, operands, dtype: str):

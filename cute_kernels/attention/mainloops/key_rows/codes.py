@@ -429,9 +429,9 @@ class HeadedNibbleRows(NibbleRows):
 
 
 class PairedNibbleRows(HeadedNibbleRows):
-    """Rows of INT4 with one group, of two neighbouring heads, one head for each warpgroup. A token's two rows of 68
-    bytes lie one after the other. In the cache a row begins at any multiple of 4 bytes, a token at a multiple of 16.
-    That is too little alignment for ldmatrix, so lanes load words. In shared memory tokens lie 36 words apart."""
+    """Rows of INT4 with one group, for a CTA with two neighbouring heads: each warpgroup has one of them. The two rows
+    of a token have 68 bytes each and lie one after the other. A row begins at a multiple of 4 bytes, too few for
+    ldmatrix, so lanes load words. In shared memory, tokens are 36 words apart."""
 
     row_bytes = PAIRED_NIBBLE_ROW_BYTES
     shifted = True
