@@ -24,9 +24,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
 def describe_layers(model: nn.Module) -> dict[str, Any]:
     """Returns the "quantization_config" of a model, for its `QuantizedLinear` layers and its mixtures of experts.
 
-    "linear" and "experts" are lists of forms, each with the names of its layers. A form of an integer format has bits
-    and group_size, a form of another format has format. All forms have dtype, tensors (the optional tensors that exist)
-    and batch_invariant. If a layer's activations are rounded, its form also has activations.
+    "linear" and "experts" are lists of forms, each with the names of its layers. A form of an integer format has the
+    keys "bits" and "group_size"; a form of another format has "format". All forms have "dtype", "tensors" (the optional
+    tensors that exist) and "batch_invariant". If a layer's activations are rounded, its form also has "activations".
     """
     linear: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}

@@ -308,9 +308,9 @@ class PackedWeight(Packed):
         return replace(self, shape=(n // world_size, k), **own, check_values=False)
 
     def shard_k(self, rank: int, world_size: int) -> PackedWeight:
-        """Returns a copy of a rank's inputs (row-parallel). It equals a weight that is packed from these columns alone.
-        The sum of all ranks' products is the layer's product; bias and residual are added on one rank only. With
-        `perm`, the rank's packed positions must take inputs of the rank's own share, which act-order weights rarely do.
+        """Returns a rank's share of the columns, copied (row-parallel). It equals a weight that is packed from these
+        columns alone. The sum of all ranks' products is the layer's product; bias and residual are added on one rank
+        only. With `perm`, the rank's slice of perm may name the rank's own inputs alone; act-order weights rarely do.
 
         Raises:
             ValueError: a rank's part of K is no multiple of 64 and of the group size; rank is not below world_size;

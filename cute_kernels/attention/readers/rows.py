@@ -258,8 +258,8 @@ class RowValueReader(RowLoads, ValueReader):
             self.multiply_add(state, unit * self.unit_mmas + mma, a, operands, "f16")
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (column of queries, first column of V, fp32 values of consecutive
-        columns of V)."""
+        """Returns the warp's sums P V: a list of (the query, as its column of accumulators; the first column of V; fp32
+        values of consecutive columns of V)."""
         terms = self.output_terms(state)
         result = []
         for unit in range(self.tile.v_units):

@@ -235,8 +235,8 @@ class ResidentRows:
         return row, (step - (pair << bits)) * STEP_K_BLOCKS + group // STEP_ROWS
 
     def half(self, lane, number: int):
-        """Returns the half of a group, 0 or 1, in which a lane's ``number``-th block lies. Lanes of neighbouring groups
-        begin with different halves."""
+        """Returns the half of 128 inputs, 0 or 1, in which a lane's ``number``-th block lies. Neighbouring groups of
+        four lanes begin with different halves."""
         return (lane // GROUP_LANES + number) & 1
 
     def load(self, start, tile_m, row, lane) -> list[Any]:

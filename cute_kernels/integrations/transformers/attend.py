@@ -66,8 +66,8 @@ def attention(
         scaling: of the scores; default head_dim ** -0.5.
         dropout: probability.
         is_causal: see ``module``.
-        options: ``softcap``, ``s_aux`` (sinks), ``position_bias`` are honoured. A ``sliding_window`` is in the mask
-            already; without a mask it may not hide anything.
+        options: ``softcap``, ``s_aux`` (sinks), ``position_bias`` are honoured. A mask includes the
+            ``sliding_window``. Without a mask, keys given as tensors must not be more than the window.
 
     Returns:
         The output [batch, q_len, num_q_heads, head_dim], and the attention weights of an eager function, else None.

@@ -400,7 +400,7 @@ class _LayerCall:
     ) -> attention_ranks.Partial:
         """Computes FlashAttention into ``output``. Returns (output, log-sum-exps [tokens, heads]).
 
-        keys: the piece or context that has the tokens of key and value. Tokens of one request follow those of another.
+        keys: the piece or context whose ``starts`` bound each request in key and value, one request after another.
         """
         impl = self.impl
         _, lse = fa_utils.flash_attn_varlen_func(

@@ -171,7 +171,7 @@ class SteppedWeights:
         self.hand_over(0)
 
     def await_part(self, part: int) -> None:
-        """Waits, in the second warpgroup, for `hand_over` of a part. `hand_over_end` counts as part 0."""
+        """Waits, in the second warpgroup, until a part is handed over. `hand_over_end` also ends a wait for part 0."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
         if self.fenced:
             cute.arch.fence_proxy("async.shared", space="cta")

@@ -151,8 +151,7 @@ class EntryLoads:
 
 
 class EntryResults:
-    """Stores a work tile's results. Each row goes to the row of the output that its assignment has. It is a
-    `TileReduction`.
+    """A `TileReduction` that stores a work tile's results, each row at its assignment's row of the output.
 
     Results have x's dtype. A row of results is whole vectors of 16 bytes.
     """
