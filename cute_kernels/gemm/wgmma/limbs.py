@@ -36,7 +36,7 @@ from cute_kernels.formats.weights.decoder import ByteDecoder
 from cute_kernels.gemm.device_operands import scale_number
 from cute_kernels.gemm.stream.config import StreamConfig
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, limb_groups, row_columns
+from cute_kernels.gemm.wgmma.mainloops import LIMB_GROUP, limb_groups, row_columns, stored_group
 from cute_kernels.gemm.wgmma.reading import MainloopParts, Shift, StageReader, nothing
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
@@ -317,7 +317,7 @@ class LimbReader:
         first = tile * self.config.k_block_tiles
 
         def scale(number: int) -> Any:
-            group = number // 2 * self.config.k_block_groups // limb_groups(self.config)
+            group = stored_group(self.config, number // 2)
             word = self.load_scale_word(memory, stage, place, tile, group, number % 2)
             return scale_number(self.config, self.stages.decoder, word)
 

@@ -259,6 +259,12 @@ def limb_groups(config: WgmmaConfig[Any] | StreamConfig[Any]) -> int:
     return LIMB_GROUP // MMA_GROUP if config.format.bytes_in_e4m3 else config.k_block_groups
 
 
+def stored_group(config: WgmmaConfig[Any] | StreamConfig[Any], part: int) -> int:
+    """Returns the group of a k block whose scales the ``part``-th of `limb_groups` has. If an MMA takes two groups, it
+    is the first of them."""
+    return part * config.k_block_groups // limb_groups(config)
+
+
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
     """Returns why a configuration's weights cannot be multiplied by limbs, or None.
 

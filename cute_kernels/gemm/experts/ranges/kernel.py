@@ -37,7 +37,7 @@ from cute_kernels.gemm.stream.kernel import FRAGMENT_BYTES, StreamLane, stage_ac
 from cute_kernels.gemm.stream.memory import allocate, init_barriers
 from cute_kernels.gemm.wgmma.limbs import Part, limb_products
 from cute_kernels.gemm.wgmma.loads import product
-from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES, limb_groups, row_columns
+from cute_kernels.gemm.wgmma.mainloops import ROW_LIMB_BYTES, ROW_SCALE_BYTES, limb_groups, row_columns, stored_group
 from cute_kernels.gemm.wgmma.resident_rows import PIECE_BITS, RowsRoom, Source, limbs_of, rows_in
 from layouts.weights.hopper import TILE_BYTES
 
@@ -325,7 +325,7 @@ class RangeRoles:
             row = row + place.t // 2 * of_group
         if not config.k_block_groups:  # a scale for all of K
             return words, [Float32(1.0)] * (2 * limb_groups(config))
-        groups = (number * config.k_block_groups // limb_groups(config) for number in range(limb_groups(config)))
+        groups = (stored_group(config, part) for part in range(limb_groups(config)))
         offsets = [group * of_group + 8 * size * half for group in groups for half in range(2)]
         return words, [self.load_scale(row, offset + each) for each in offsets]
 
