@@ -31,19 +31,16 @@ def candidates(problem: LinearProblem) -> Iterator[Schedule]:
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem) -> Schedule:
-    """Returns the schedule that is expected to be the fastest.
-
-    Raises ValueError: K is too long for the shared memory of all SMs together.
-    """
-    fitted = [schedule for schedule in candidates(problem) if is_fitted(problem, schedule)]
-    if not fitted:
-        raise ValueError(f"k: got {problem.k}, want {problem.m} rows of activations that fit on {problem.num_sms} SMs")
-    return min(fitted, key=lambda schedule: expected_us(problem, schedule))
+    """Returns the schedule that is expected to be the fastest, of those for which the model of time is fitted if there
+    are any."""
+    found = list(candidates(problem))
+    fitted = [schedule for schedule in found if is_fitted(problem, schedule)]
+    return min(fitted or found, key=lambda schedule: expected_us(problem, schedule))
 
 
 def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
     """Whether the time model is fitted to measurements of schedules like this one. Up to `FEW_ROWS` rows, no other
-    schedules are chosen. For tiles of so few rows, `Reduction.is_fitted` decides."""
+    schedules are chosen where there is one that is. For tiles of so few rows, `Reduction.is_fitted` decides."""
     if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
         return True
     return schedule.config.reduction.is_fitted(schedule.config)

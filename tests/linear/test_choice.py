@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from cute_kernels.formats.weights import integers
+from cute_kernels.gemm.choice import chosen
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import Product, problem_of, product_of
 from cute_kernels.gemm.stream.config import StreamConfig
+from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
 from cute_kernels.runtime import device
 from tests.launchers import RecordingCache, recording
@@ -48,3 +51,9 @@ def test_another_gpu_is_named(gpu, capability, have: str):
     gpu(capability)
     with pytest.raises(device.UnsupportedGPUError, match=rf"compute capability {have}; supported: sm_90a"):
         planned(1)
+
+
+@pytest.mark.parametrize(("m", "k", "num_sms"), [(3, 1 << 20, 26), (8, 3 << 17, 16), (8, 1 << 23, 132)])
+def test_few_rows_that_the_sms_together_have_no_room_for_are_multiplied_in_tiles(m: int, k: int, num_sms: int):
+    schedule = chosen(LinearProblem(m, 16384, k, k, integers(8, 256), "fp16", num_sms))
+    assert isinstance(schedule, TileSchedule) and schedule.config.can_implement() is None
