@@ -24,7 +24,7 @@ SEAMS = (linear.SEAM, float_linear.SEAM, moe.SEAM, moe.GPT_OSS_SEAM, attention.S
 
 
 def register() -> None:
-    """Hooks every seam in the SGLang of this process.
+    """Hooks every seam in the SGLang of this process. Another call hooks nothing again.
 
     With an unsupported SGLang, or with CUTE_KERNELS_SGLANG=0, it only logs one line. It does not initialise CUDA: each
     layer checks the GPU that holds its weights.
@@ -56,8 +56,9 @@ def why_not_wanted() -> str | None:
     return f"{SWITCH}=0" if text in ("", "0") else f"{SWITCH}: got {text!r}, want 0 or 1"
 
 
+@functools.cache
 def _hook(seam: Seam, interface: versions.Interface) -> None:
-    """Registers all hooks of a seam, or none."""
+    """Registers all hooks of a seam, or none. Another call registers nothing: SGLang would run a hook within itself."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = seam.hooks(interface)

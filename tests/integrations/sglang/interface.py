@@ -138,6 +138,20 @@ def every_hook_took_effect_and_stands_around_sglangs_own_method() -> None:
 
 
 @check
+def registering_again_hooks_nothing_again() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def hooked() -> tuple[dict[str, int], object]:
+        return {target: len(hooks) for target, hooks in HookRegistry._hooks.items()}, HookRegistry.apply_hooks
+
+    before = hooked()
+    register()
+    assert hooked() == before
+    HookRegistry.apply_hooks()
+    assert {seam.what for seam in plugin.SEAMS} == seams.IN_PLACE
+
+
+@check
 def layers_of_every_checkpoint_give_what_it_says() -> None:
     for form in layers.CHECKPOINTS:
         made = layers.make(form)
