@@ -48,7 +48,7 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
             experts = module.get_submodule("experts")
             if _is_skipped(name, skip):
                 skipped.add(experts)
-            elif refusal(module) is None and _hooks_reason(module, experts) is None:
+            elif refusal(module) is None and hooks_reason(module, experts) is None:
                 places[module] = [name]
                 served.add(experts)
             continue
@@ -57,7 +57,7 @@ def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
         if is_experts(module):  # of a block that is not served as a whole
             if module in skipped or _is_skipped(name, skip):
                 left[module] = _left(name, module, "skip names it", False)
-            elif (reason := refusal(module) or _hooks_reason(module)) is not None:
+            elif (reason := refusal(module) or hooks_reason(module)) is not None:
                 left[module] = _left(name, module, reason, True)
             else:
                 places[module] = [name]
@@ -90,10 +90,13 @@ def is_dense(module: nn.Module) -> bool:
     return kind is nn.Linear or is_conv1d(module) or is_falcon
 
 
-def take_hooks(layer: nn.Module, swapped: nn.Module) -> None:
-    """Gives a layer the forward hooks of the module that it replaces. The hooks' handles still remove the hooks."""
-    for name in FORWARD_HOOKS:
-        setattr(layer, name, getattr(swapped, name))
+def swap(model: nn.Module, name: str, swapped: nn.Module, layer: nn.Module) -> None:
+    """Puts a layer into a model in place of the module ``swapped``, which has the qualified name ``name``. The layer
+    takes the module's forward hooks. The hooks' handles still remove them."""
+    for hooks in FORWARD_HOOKS:
+        setattr(layer, hooks, getattr(swapped, hooks))
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, layer)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -108,7 +111,7 @@ def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequ
         return "skip names it", False
     if module in routers:
         return "the router of a mixture of experts, which stays in 16 bits", False
-    reason = _tensors_reason(module) or _hooks_reason(module)
+    reason = _tensors_reason(module) or hooks_reason(module)
     return None if reason is None else (reason, True)
 
 
@@ -126,7 +129,7 @@ def _tensors_reason(module: nn.Module) -> str | None:
     return None
 
 
-def _hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | None:
+def hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | None:
     """Returns why a module's hooks cannot be kept, or None. inner: a part of the module that is dropped with its
     hooks."""
     if "forward" in vars(module):

@@ -18,7 +18,7 @@ from cute_kernels.gemm.module import ModelProgress, QuantizedLinear
 from cute_kernels.gemm.operands.fp8_config import check_activations
 from cute_kernels.gemm.quantize import DTYPES, chosen_format
 from cute_kernels.model_config import record_layers
-from cute_kernels.model_layers import check_skip, compiled_from, is_dense, survey, take_hooks, weight_bytes
+from cute_kernels.model_layers import check_skip, compiled_from, is_dense, survey, swap, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.names import Activations, ModelActivations
 from cute_kernels.runtime.device import device_of
@@ -104,10 +104,8 @@ def quantize_model(
         layer.batch_invariant = batch_invariant
         if isinstance(layer, QuantizedLinear) and layer.bias is not None:
             layer.bias = layer.bias.clone()  # BERT's output layer shares its own: only one of them would be saved
-        take_hooks(layer, module)
         for name in names:
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, layer)
+            swap(model, name, module, layer)
         done.append(reported(names[0], module, layer, weight_bytes(getattr(module, "experts", module))))
         del module
         if progress is not None:

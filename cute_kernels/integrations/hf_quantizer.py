@@ -39,7 +39,7 @@ from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, fitted, num_groups, padded_shape
 from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, meta_tensor, untie_quantised
-from cute_kernels.model_layers import is_dense
+from cute_kernels.model_layers import is_dense, swap
 from cute_kernels.models import quantize_model
 from cute_kernels.saved_names import keep_names
 from layouts.weights import hopper
@@ -197,8 +197,7 @@ def _swap(
             made[module] = make(module).train(module.training)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, made[module])
+    swap(model, name, module, made[module])
 
 
 def _format_of(form: dict[str, Any]) -> WeightFormat:

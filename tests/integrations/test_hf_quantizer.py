@@ -103,6 +103,24 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path, make, sharded):
         assert torch.equal(load(again)(IDS).logits, model(IDS).logits)
 
 
+class Doubling(LlamaForCausalLM):
+    """A model whose code has a hook on one of its layers."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        layer = self.get_submodule("model.layers.0.mlp.down_proj")
+        layer.register_forward_hook(lambda module, args, kwargs, out: out * 2, with_kwargs=True)
+
+
+def test_hooks_of_a_models_own_code_come_back_with_it(tmp_path):
+    model: Any = Doubling(llama().config).bfloat16()
+    quantize_model(model, group_size=64)
+    model.save_pretrained(tmp_path)
+    x, loaded = torch.randn(3, 192).to(BF16), Doubling.from_pretrained(tmp_path)
+    layers: list[Any] = [each.get_submodule("model.layers.0.mlp.down_proj") for each in (model, loaded)]
+    assert all(isinstance(layer, QuantizedLinear) for layer in layers) and torch.equal(layers[0](x), layers[1](x))
+
+
 def test_layers_of_several_forms_come_back(tmp_path):
     model = dense(llama, tmp_path)
     quantize_model(model, bits=8, group_size=64, skip=("lm_head", "*.mlp.*"), batch_invariant=True)

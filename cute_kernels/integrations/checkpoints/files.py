@@ -25,7 +25,7 @@ from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_h
 from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, find_layers, is_stacked, join, said_of
 from cute_kernels.integrations.checkpoints.placement import place_layers
 from cute_kernels.model_config import keep_vocabulary
-from cute_kernels.model_layers import compiled_from, survey, weight_bytes
+from cute_kernels.model_layers import compiled_from, survey, swap, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.models import reported
 from cute_kernels.names import ModelActivations
@@ -85,7 +85,8 @@ def load_quantized_linears(
 
     The model's layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer that
     the model uses several times is swapped everywhere, under any of its names in the checkpoint. Experts that a
-    checkpoint stores one by one are stacked; all experts of a layer must be quantised in one format.
+    checkpoint stores one by one are stacked; all experts of a layer must be quantised in one format. Forward hooks of
+    layers are kept. A layer whose other hooks or own forward would be lost is unpacked; such experts are refused.
 
     Args:
         model: a module with an nn.Linear of each name and shape that `load_safetensors` yields. A transformers model
@@ -210,8 +211,7 @@ class Filling:
         for place, module in self._modules.items():
             layer = self._made.get(module)
             if layer is not None:
-                parent, _, own = place.rpartition(".")
-                setattr(model.get_submodule(parent), own, layer)
+                swap(model, place, module, layer)
         for dense, tensors in self._unpacked.items():
             for name, tensor in tensors.items():
                 if tensor is not None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from cute_kernels.gemm.experts.blocks import is_moe_block, refusal
 from cute_kernels.gemm.experts.stored import WANTED, is_experts, known_experts, stored_as
-from cute_kernels.model_layers import is_dense, routers_of
+from cute_kernels.model_layers import hooks_reason, is_dense, routers_of
 from cute_kernels.weight_readers import layers_read_by_code
 
 GATE, UP, DOWN = "gate", "up", "down"
@@ -34,7 +34,8 @@ class Place:
         module: the qualified name of the nn.Linear that the layer replaces, or of the experts that it belongs to.
         role: `GATE`, `UP` or `DOWN` for an expert, "gate_up" or "down" for stacked experts, None for a Linear.
         expert: the index of the expert, or None.
-        packed: whether the layer stays packed. A router's weight, or a weight that model code reads, is unpacked.
+        packed: whether the layer stays packed. Weights of routers and weights that model code reads are unpacked. So
+            are those of layers whose forward or hooks a quantised layer cannot take over.
     """
 
     module: str
@@ -67,7 +68,8 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
         if place.role is None:
             if module is None or not (isinstance(module, nn.Linear) or is_dense(module) or module in routers):
                 raise ValueError(f"{name}: got {type(module).__name__} in the model, want an nn.Linear")
-            place = replace(place, packed=is_dense(module) and module not in routers and module not in readers)
+            read = module in routers or module in readers
+            place = replace(place, packed=is_dense(module) and not read and hooks_reason(module) is None)
         places[name] = place
     for name in stacked:
         block, _, role = name.removesuffix("_proj").rpartition(".")
@@ -164,7 +166,7 @@ def _check_experts(modules: Mapping[str, nn.Module], places: Mapping[str, Place]
         swapped = experts if is_experts(experts) else block
         if known is None or swapped is None or not (swapped is experts or is_moe_block(swapped)):
             raise ValueError(f"{first}: got experts for {name}, a {kind} of the model, want {WANTED}")
-        if (reason := refusal(swapped)) is not None:
+        if (reason := refusal(swapped) or hooks_reason(swapped, None if swapped is experts else experts)) is not None:
             raise ValueError(f"{first}: got experts for {name}, a {kind} that is not served: {reason}")
         wanted: list[tuple[Any, Any]] = [(None, "gate_up"), (None, "down")]
         if any(expert is not None for expert, _ in found):

@@ -214,6 +214,41 @@ def test_a_layer_that_stands_in_several_places_is_swapped_in_all_of_them(tmp_pat
     assert isinstance(again, QuantizedLinear) and again is target.get_submodule(NAMES[0])
 
 
+def with_forward(linear: nn.Linear) -> None:
+    own = linear.forward
+    vars(linear)["forward"] = lambda x: own(x) + 1
+
+
+def with_backward_hook(linear: nn.Linear) -> None:
+    linear.register_full_backward_hook(lambda *_: None)
+
+
+def test_forward_hooks_of_swapped_layers_go_on_and_can_be_removed(tmp_path):
+    layers = golden_layers()
+    target = model().to_empty(device="cpu").bfloat16()
+    hooked = target.get_submodule(NAMES[0])
+    handle = hooked.register_forward_hook(lambda module, args, kwargs, out: out + 1, with_kwargs=True)
+    load_quantized_linears(target, write(tmp_path, prefixed({n: goldens.awq(one) for n, one in layers.items()})))
+    x = torch.randn(3, 128).bfloat16()
+    layer: Any = target.get_submodule(NAMES[0])
+    with_hook = layer(x)
+    handle.remove()
+    assert isinstance(layer, QuantizedLinear) and torch.equal(with_hook, layer(x) + 1)
+
+
+@pytest.mark.parametrize("change", [with_forward, with_backward_hook])
+def test_a_layer_that_a_quantised_one_cannot_replace_is_unpacked_and_named(tmp_path, change):
+    layers = golden_layers()
+    target = model().to_empty(device="cpu").bfloat16()
+    kept: Any = target.get_submodule(NAMES[0])
+    change(kept)
+    load_quantized_linears(target, write(tmp_path, prefixed({n: goldens.awq(one) for n, one in layers.items()})))
+    assert target.get_submodule(NAMES[0]) is kept and torch.equal(kept.weight, layers[NAMES[0]].dense.bfloat16())
+    report: Any = target.quantization_report
+    (reason,) = [each.reason for each in report.left if each.name == NAMES[0]]
+    assert reason.startswith("unpacked to 16 bits: it")
+
+
 def test_a_bias_that_the_checkpoint_lacks_is_named(tmp_path):
     target = model()
     target.get_submodule(NAMES[1]).register_parameter("bias", nn.Parameter(torch.empty(72, device="meta")))

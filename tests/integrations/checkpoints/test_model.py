@@ -153,6 +153,29 @@ def test_experts_of_a_checkpoint_go_into_a_model_that_is_there(tmp_path):
     assert sum(isinstance(module, QuantizedRoutedExperts) for module in model.modules()) == 2
 
 
+def test_experts_keep_forward_hooks_and_are_refused_with_hooks_that_would_be_lost(tmp_path):
+    _, dense = write(tmp_path / "packed", blocks.mixtral_model(), "awq")
+    for change, lost in ((with_backward_hook, True), (with_forward_hook, False)):
+        model = reference(tmp_path / f"dense{lost}", dense)
+        (name, *_) = [name for name, module in model.named_modules() if name.endswith(".experts")]
+        change(model.get_submodule(name))
+        if lost:
+            with pytest.raises(ValueError, match="that is not served: it has backward_hooks"):
+                load_quantized_linears(model, tmp_path / "packed")
+            continue
+        load_quantized_linears(model, tmp_path / "packed")
+        experts = model.get_submodule(name)
+        assert isinstance(experts, QuantizedRoutedExperts) and len(experts._forward_hooks) == 1
+
+
+def with_backward_hook(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda *_: None)
+
+
+def with_forward_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, out: out)
+
+
 def test_layers_that_the_model_says_it_has_no_use_for_are_left(tmp_path):
     """DeepSeek-V3's checkpoints have a layer more, which predicts a token further on."""
     tensors, dense = write(tmp_path / "packed", blocks.deepseek_model(), "awq")
