@@ -494,6 +494,8 @@ def test_the_output_layer_has_a_format_of_its_own(name, weights):
         ("llama", {"weights": "int4"}, ValueError, "weights: got 'int4', want one such as 'w4g128'"),
         ("llama", {"weights": "mxpf4"}, ValueError, "weights: got 'mxpf4', .*did you mean mxfp4"),
         ("llama", {"weights": 4}, TypeError, "weights: got int, want a str such as 'w4g128' or 'mxfp4'"),
+        ("llama", {"weights": "w4g64", "skip": ("lm_haed",)}, ValueError, "skip: got 'lm_haed', which names no layer"),
+        ("llama", {"weights": "w4g64", "skip": "lm_head"}, TypeError, "skip: got 'lm_head', want a sequence of names"),
     ],
 )
 def test_what_cannot_be_accelerated_is_refused_and_left_alone(name, options, error, message):

@@ -53,7 +53,7 @@ from cute_kernels.integrations.transformers.latents import (
 )
 from cute_kernels.integrations.transformers.masks import make_mask
 from cute_kernels.integrations.transformers.norms import replace_norms, restore_norms
-from cute_kernels.model_layers import compiled_from, is_dense
+from cute_kernels.model_layers import check_skip, compiled_from, is_dense
 from cute_kernels.models import quantize_model
 from cute_kernels.names import ModelActivations
 
@@ -150,10 +150,11 @@ def accelerate(
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the model cannot decode by the kernels; the message says why,
-            and nothing has been changed.
+            and nothing has been changed. A weight that cannot be quantised is found later, as in `quantize_model`.
     """
     model = compiled_from(model)
     config = _checked_config(model)
+    check_skip(model, skip)
     if kv_format is None and kv_transform is not None:
         raise ValueError("kv_transform: got one with kv_format None, want None: transformers' caches know of none")
     if kv_format is not None:
