@@ -13,8 +13,9 @@ import torch
 from cute_kernels.integrations.checkpoints.headers import Entry, read_json
 
 # ModelOpt and compressed-tensors put them on the attention; the latter's first releases on the projections' outputs.
+# Layers of encoders, and those that predict further tokens, have numbers of their own and no part of the model's cache.
 _KEY = re.compile(
-    r"(?:^|\.)layers\.(\d+)\.(?:[a-z_]+\.)*?(?:attn|attention|self_attn)\."
+    r"^(?!.*(?:vision|visual|audio|encoder|mtp))(?:.*\.)?layers\.(\d+)\.(?:[a-z_]+\.)*?(?:attn|attention|self_attn)\."
     r"(?:(?P<which>[kv])_scale|(?P<projection>[kv])_proj\.(?:[kv]_scale|output_scale)|(?P<both>kv_scale))$"
 )
 _FORMATS = {("float", 8): "e4m3", ("int", 8): "int8"}

@@ -357,6 +357,15 @@ def test_scales_of_the_cache_are_read_by_layer(tmp_path, names):
     assert {s.stored_as for s in read_kv_scales(tmp_path / "packed").values()} == {"e4m3"}
 
 
+@pytest.mark.parametrize("other", ["model.vision_tower.encoder", "model.visual", "mtp"])
+def test_scales_of_other_layers_of_the_same_numbers_are_not_the_caches(tmp_path, other):
+    of_cache = kv(("k_scale", "v_scale"))
+    more = {key.replace("model.", f"{other}.", 1): 8 * scale for key, scale in of_cache.items()}
+    save_file(of_cache | more, tmp_path / "model.safetensors")
+    found = read_kv_scales(tmp_path)
+    assert {layer: (s.k.item(), s.v.item()) for layer, s in found.items()} == {0: (0.5, 1.0), 1: (1.0, 2.0)}
+
+
 def test_a_checkpoint_without_scales_has_none(tmp_path):
     write(tmp_path / "packed", llama(), "awq")
     assert read_kv_scales(tmp_path / "packed") == {} == load_model(tmp_path / "packed").kv_scales
