@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import Wanted, check_apart, check_wanted, row_stride
+from cute_kernels.arguments import Wanted, check_apart, check_kind, check_wanted, row_stride
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm import call as linear_call
 from cute_kernels.gemm import ops
@@ -36,7 +36,7 @@ from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.gpu import GPU, per_gpu
 from cute_kernels.runtime.memory import blank
 from cute_kernels.runtime.operator import Plan, is_direct, launcher
-from cute_kernels.runtime.plans import ALIGNMENT, identity, key_function
+from cute_kernels.runtime.plans import ALIGNMENT, TENSOR, key_function
 
 PIECE = 8  # results of 16 bytes
 FLOATS_K_WARPGROUPS = 3  # warpgroups along K from which on fp32 results are staged
@@ -106,8 +106,7 @@ def check_giving(call: GivingCall) -> GivingCall:
     if n % NORM_VECTOR or n > MAX_COLUMNS:
         raise ValueError(f"weight: got {n} rows, want a multiple of {NORM_VECTOR} up to {MAX_COLUMNS}: they are normed")
     following = call.following
-    if following is not None and not isinstance(following, PackedWeight | WeightTensors):
-        raise TypeError(f"following: got {type(following).__name__}, want a PackedWeight or None")
+    check_kind("following", following, PackedWeight | WeightTensors | None, "a PackedWeight or None")
     if following is not None and following.shape[1] != n:
         raise ValueError(f"following: got a weight {list(following.shape)}, want one of {n} inputs")
     return call
@@ -232,20 +231,9 @@ def _parts_wanted(rows: NormedRows) -> Iterator[Wanted]:
         yield Wanted(f"x.deferred.{name}", part, (dtype,), sizes, *where)
 
 
-def _taking_key(call: LinearCall) -> tuple[Any, ...]:
-    rows, out, parts = call.x, call.out, call.x.deferred
-    return (
-        identity(rows.rows),
-        identity(parts.scaled),
-        identity(parts.squares),
-        rows.norm_eps,
-        call.weight.form,
-        None if call.bias is None else identity(call.bias),
-        None if call.residual is None else identity(call.residual),
-        None if out is None else (identity(out), out.data_ptr() == parts.scaled.data_ptr()),
-        call.activation,
-        call.out_dtype,
-    )
+_READ = (TENSOR.replace("{0}", "{0}." + part) for part in ("rows", "deferred.scaled", "deferred.squares"))
+_OUT = f"{TENSOR}, {{0}}.data_ptr() == x.deferred.scaled.data_ptr()"
+_taking_key = key_function(LinearCall, x=", ".join((*_READ, "{0}.norm_eps")), out=_OUT)
 
 
 def stores_floats(product: Product) -> bool:

@@ -17,7 +17,7 @@ from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.runtime.operator import Operator, Plan, is_direct, launcher, route
-from cute_kernels.runtime.plans import identity
+from cute_kernels.runtime.plans import SCALE, TENSORS, identity, key_function
 
 Results = tuple[torch.Tensor, torch.Tensor]
 SparseResults = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -51,13 +51,6 @@ class DenseCall(NamedTuple):
 def _dense_through_operator(call: DenseCall) -> Results:
     result, lse = _dense_operator(*call[:-1])
     return _copied(result, call.out), lse
-
-
-def _dense_key(call: DenseCall) -> tuple[Any, ...]:
-    q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, _ = call
-    if softmax_scale is not None:
-        check_optional_positive("softmax_scale", softmax_scale)
-    return kv_format, causal, identity(q), identity(cache), identity(block_table), identity(seq_lens)
 
 
 def _dense_checked(call: DenseCall) -> tuple[DenseProblem, torch.Tensor | None]:
@@ -98,6 +91,7 @@ def _dense_here(call: DenseCall) -> Results:
     return _copied(result.to(call.q.dtype), call.out), lse
 
 
+_dense_key = key_function(DenseCall, softmax_scale=SCALE, out="")
 launch_dense = launcher(_dense_key, _dense_checked, _dense_plan, empty=lambda checked: _nothing(*checked))
 
 
@@ -157,12 +151,6 @@ class CheckedSparse(NamedTuple):
     out: torch.Tensor | None
 
 
-def _sparse_key(call: SparseCall) -> tuple[Any, ...]:
-    check_optional_positive("softmax_scale", call.softmax_scale)
-    given = [None if x is None else identity(x) for x in call.extras]
-    return call.kv_format, identity(call.q), identity(call.cache), identity(call.indices), *given
-
-
 def _sparse_checked(call: SparseCall) -> CheckedSparse:
     problem = call.problem()
     checks.check_alignment(problem, q=call.q, cache=call.cache, extra_cache=call.extras.extra_cache)
@@ -202,6 +190,7 @@ def _sparse_nothing(checked: CheckedSparse) -> SparseResults:
     return result, lse, torch.full_like(lse, -torch.inf) if with_max else lse.new_empty(0)
 
 
+_sparse_key = key_function(SparseCall, softmax_scale=SCALE, extras=TENSORS, with_max="", out="")
 launch_sparse = launcher(_sparse_key, _sparse_checked, _sparse_plan, empty=_sparse_nothing)
 
 
@@ -233,7 +222,7 @@ def _index_of(problem: DenseProblem | SparseProblem) -> int:
 
 def _wanted_out(problem: DenseProblem | SparseProblem) -> tuple[Any, ...]:
     """Returns the `identity` of an ``out`` on a GPU that passes the checks."""
-    return problem.out_shape, True, problem.q_dtype, _index_of(problem), 0
+    return problem.out_shape, problem.q_dtype, _index_of(problem), True, 0
 
 
 def _check_out(problem: DenseProblem | SparseProblem, out: torch.Tensor | None, **read: torch.Tensor | None) -> None:
