@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import UnionType
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +138,12 @@ def check_tensors(**tensors: object) -> None:
             raise TypeError(f"{name}: got a {kind}, want an ordinary (strided) one")
 
 
+def check_kind(name: str, value: object, kind: type | UnionType | tuple[type, ...], wanted: str) -> None:
+    """Raises TypeError unless ``value`` is an instance of ``kind``. wanted: the words for ``kind`` in the message."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: got {type(value).__name__}, want {wanted}")
+
+
 def check_given_tensors(optional: Mapping[str, object]) -> None:
     """Checks the tensors among optional arguments, as :func:`check_tensors` does."""
     check_tensors(**{name: value for name, value in optional.items() if isinstance(value, torch.Tensor)})
@@ -264,7 +271,8 @@ def needs_dispatch(**tensors: object) -> bool:
 
 
 def check_together(**tensors: Any) -> None:
-    """Raises ValueError unless all tensors are on the first one's device."""
+    """Raises TypeError unless all arguments are tensors, ValueError unless all are on the first one's device."""
+    check_tensors(**tensors)
     (speaker, first), *others = tensors.items()
     for name, tensor in others:
         check_place(name, tensor, first.device, speaker)

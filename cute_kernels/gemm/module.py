@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_kind, check_tensors
 from cute_kernels.formats.weights import IntegerFormat, WeightFormat
 from cute_kernels.gemm import fp8, ops
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.gradient import dense_weight, differentiable
 from cute_kernels.gemm.operands.fp8 import check_scale
 from cute_kernels.gemm.operands.fp8_config import check_activations
-from cute_kernels.gemm.packed import OfFormat
+from cute_kernels.gemm.packed import OfFormat, Packed
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import quantize_weight, with_shifts
 from cute_kernels.gemm.weight import TENSOR_NAMES, PackedWeight, WeightTensors, fitted, has_values
@@ -182,12 +182,11 @@ class QuantizedLinear(OfWeight, OfProducts):
         self, weight: PackedWeight, bias: torch.Tensor | None = None, shifts: torch.Tensor | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(weight, PackedWeight):
-            raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+        check_kind("weight", weight, PackedWeight, "a PackedWeight")
         self.shape = weight.shape
         for name in (*TENSOR_NAMES, *EXTRA_NAMES):
             self.register_buffer(name, None)
-        self._set(weight, self._checked_bias(bias, weight))
+        self._set(weight, checked_bias(bias, weight, weight.out_features))
         self.fold(shifts)
 
     @classmethod
@@ -286,19 +285,6 @@ class QuantizedLinear(OfWeight, OfProducts):
             setattr(self, name, getattr(weight, name))
         self.bias, self.weight_format = bias, weight.format
 
-    def _checked_bias(self, bias: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
-        if bias is None:
-            return None
-        check_tensors(bias=bias)
-        if tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point():
-            raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating [{self.out_features}]")
-        if bias.is_meta and weight.device.type != "meta":
-            raise ValueError(f"bias: got a tensor without data (meta), want one on a CPU or on {weight.device}")
-        kept = bias.to(weight.device, weight.dtype).contiguous()
-        if kept.dtype != bias.dtype and has_values(kept) and (kept.isinf() & bias.to(kept.device).isfinite()).any():
-            raise ValueError(f"bias: got values beyond {kept.dtype}, that of the weight's scales, want smaller ones")
-        return kept
-
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def _loaded(self, own: dict[str, torch.Tensor]) -> tuple[WeightFormat, dict[str, torch.Tensor | None]]:
@@ -308,7 +294,7 @@ class QuantizedLinear(OfWeight, OfProducts):
         bias = self.bias if "bias" not in own else own["bias"]
         if "shifts" in own:
             weight = with_shifts(weight, checked_shifts(own["shifts"], weight))
-        extra = {"bias": self._checked_bias(bias, weight), "activation_scale": own.get("activation_scale")}
+        extra = {"bias": checked_bias(bias, weight, self.out_features), "activation_scale": own.get("activation_scale")}
         if extra["activation_scale"] is not None:
             check_scale(extra["activation_scale"], weight.device)
         check_activations(self.activations, None, weight.format, weight.shape[1])
@@ -318,6 +304,22 @@ class QuantizedLinear(OfWeight, OfProducts):
 def describe(form: WeightFormat) -> str:
     """Returns a weight's format as modules print it."""
     return ", ".join(f"{name}={value}" for name, value in form.options.items())
+
+
+def checked_bias(bias: torch.Tensor | None, weight: Packed, *sizes: int) -> torch.Tensor | None:
+    """Returns a bias of ``sizes`` on the weight's device, in the dtype of the activations. Raises TypeError or
+    ValueError for a bias that does not fit."""
+    if bias is None:
+        return None
+    check_tensors(bias=bias)
+    if tuple(bias.shape) != sizes or not bias.is_floating_point():
+        raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating {list(sizes)}")
+    if bias.is_meta and weight.device.type != "meta":
+        raise ValueError(f"bias: got a tensor without data (meta), want one on a CPU or on {weight.device}")
+    kept = bias.to(weight.device, weight.dtype).contiguous()
+    if kept.dtype != bias.dtype and has_values(kept) and (kept.isinf() & bias.to(kept.device).isfinite()).any():
+        raise ValueError(f"bias: got values beyond {kept.dtype}, that of the weight's scales, want smaller ones")
+    return kept
 
 
 def checked_shifts(shifts: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

@@ -106,6 +106,8 @@ def test_biases_and_activations_are_refused_by_name():
         QuantizedRoutedExperts(gate_up, down, biases, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"^bias: got torch.bfloat16 \[4, 96\], want a floating \[4, 160\]"):
         QuantizedRoutedExperts(gate_up, down, (biases[1], biases[1]), ClampedSwiglu())
+    with pytest.raises(ValueError, match=r"^bias: got a tensor without data \(meta\), want one on a CPU"):
+        QuantizedRoutedExperts(gate_up, down, (biases[0].to("meta"), biases[1]), ClampedSwiglu())
     with pytest.raises(ValueError, match="^bias: got values that are not finite"):
         QuantizedRoutedExperts(gate_up, down, (biases[0] * torch.inf, biases[1]), ClampedSwiglu())
 

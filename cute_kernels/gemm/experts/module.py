@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_kind
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.activations import ActivationFunction, Swiglu, experts_activation
 from cute_kernels.gemm.experts import blocks, ops
 from cute_kernels.gemm.experts.call import MoeCall, check_experts, check_pair
 from cute_kernels.gemm.experts.stored import WANTED, Known, is_experts, known_experts
 from cute_kernels.gemm.gradient import differentiable
-from cute_kernels.gemm.module import OfProducts, OfWeight, describe
+from cute_kernels.gemm.module import OfProducts, OfWeight, checked_bias, describe
 from cute_kernels.gemm.packed_experts import PackedExperts, quantize_experts
 from cute_kernels.gemm.weight import has_values
 
@@ -142,8 +142,7 @@ class OfBlock(OfExperts):
         shared: dict[str, nn.Module] | None = None,
         activation: str | ActivationFunction = "swiglu",
     ) -> None:
-        if not isinstance(gate, nn.Module):
-            raise TypeError(f"gate: got {type(gate).__name__}, want an nn.Module")
+        check_kind("gate", gate, nn.Module, "an nn.Module")
         super().__init__(gate_up, down, activation=activation)
         self.add_module(self.router_name, gate)
         self._shared: str | None = None
@@ -323,16 +322,10 @@ def layer_for(
 def _checked_bias(bias: torch.Tensor | None, weight: PackedExperts) -> torch.Tensor | None:
     """Returns the biases on the weights' device, in the dtype of the activations. Raises TypeError or ValueError if
     they do not fit."""
-    if bias is None:
-        return None
-    check_tensors(bias=bias)
-    wanted = [len(weight), weight.out_features]
-    if list(bias.shape) != wanted or not bias.is_floating_point():
-        raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating {wanted}")
-    kept = bias.detach().to(weight.device, weight.dtype).contiguous()
-    if has_values(kept) and not bool(kept.isfinite().all()):
+    kept = checked_bias(bias, weight, len(weight), weight.out_features)
+    if kept is not None and has_values(kept) and not bool(kept.isfinite().all()):
         raise ValueError(f"bias: got values that are not finite in {weight.dtype}, want finite ones")
-    return kept
+    return None if kept is None else kept.detach()
 
 
 def _checked_shared(shared: object) -> dict[str, nn.Module]:
