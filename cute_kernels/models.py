@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_kernels.arguments import check_flag
+from cute_kernels.arguments import check_flag, check_kind
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm.experts.blocks import is_moe_block
 from cute_kernels.gemm.experts.module import OfExperts, quantized_experts
@@ -72,8 +72,7 @@ def quantize_model(
         TypeError, ValueError: an argument is wrong, or a layer's weight has values that are not finite; the message
             names it. Layers before that one have been swapped.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
+    check_kind("model", model, nn.Module, "an nn.Module")
     given, model = model, compiled_from(model)
     if is_dense(model):
         raise TypeError("model: got an nn.Linear itself, want a module around it, or QuantizedLinear.from_linear")

@@ -280,9 +280,7 @@ def make_call(
     checks.check_layout(given["cache_layout"])
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
     tensors |= {name: given[name] for name in TENSORS if given[name] is not None}
-    arguments.check_tensors(**tensors)
-    for name, tensor in tensors.items():
-        arguments.check_place(name, tensor, q.device)
+    arguments.check_together(**tensors)
     checks.check_query(q, forms)
     batch, q_len, num_q_heads, head_dim = q.shape
     head_major = given["cache_layout"] == "HND"

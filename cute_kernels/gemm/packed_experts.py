@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_flag, check_tensors
+from cute_kernels.arguments import check_contiguous, check_flag, check_kind, check_tensors
 from cute_kernels.formats.weights import WeightFormat
 from cute_kernels.gemm import weight as packed_weight
 from cute_kernels.gemm.packed import Packed, kept
@@ -148,8 +148,7 @@ def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
         TypeError, ValueError: there are none, they differ in format, or one has perm or input_scale; the message says
             which.
     """
-    if not isinstance(weights, Sequence):
-        raise TypeError(f"weights: got {type(weights).__name__}, want a sequence of PackedWeight")
+    check_kind("weights", weights, Sequence, "a sequence of PackedWeight")
     if not weights:
         raise ValueError("weights: got none, want at least one expert")
     for i, weight in enumerate(weights):
@@ -202,8 +201,7 @@ def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
         TypeError, ValueError: the two are no PackedExperts, or differ in number or in what `interleave_weights` names.
     """
     for name, weight in (("gate", gate), ("up", up)):
-        if not isinstance(weight, PackedExperts):
-            raise TypeError(f"{name}: got {type(weight).__name__}, want PackedExperts")
+        check_kind(name, weight, PackedExperts, "PackedExperts")
     if len(gate) != len(up):
         raise ValueError(f"up: got {len(up)} experts, want {len(gate)}, as many as gate has")
     zeros = gate.zeros is not None or up.zeros is not None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from cute_kernels.arguments import check_flag, check_numbers, check_permutation
+from cute_kernels.arguments import check_flag, check_kind, check_numbers, check_permutation
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat, integers, shifted, weight_format
 from cute_kernels.formats.weights.base import spelling, with_row_scales
 from cute_kernels.formats.weights.integers import SCALE_DTYPES, check_scales
@@ -120,8 +120,7 @@ def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> Weigh
     Raises:
         TypeError, ValueError: there is no such format, or it does not take such activations.
     """
-    if not isinstance(wanted, (WeightFormat, str)):
-        raise TypeError(f"format: got {type(wanted).__name__}, want a WeightFormat, its name or its key")
+    check_kind("format", wanted, (WeightFormat, str), "a WeightFormat, its name or its key")
     found = weight_format(wanted) if isinstance(wanted, str) else wanted
     if dtype is not None and DTYPES.get(dtype) not in found.dtypes:
         raise TypeError(
@@ -287,8 +286,7 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
         ValueError: the two differ in shape, format (zero points aside), dtype, device, perm or input_scale.
     """
     for name, weight in (("gate", gate), ("up", up)):
-        if not isinstance(weight, PackedWeight):
-            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
+        check_kind(name, weight, PackedWeight, "a PackedWeight")
     for name, theirs, ours in differences(up, gate):
         raise ValueError(f"up: got {name} {theirs}, want {ours}, that of gate")
     for name in ("perm", "input_scale"):

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from cute_kernels.arguments import check_count, check_permutation, check_tensors, shape_of
+from cute_kernels.arguments import check_count, check_kind, check_permutation, check_tensors, shape_of
 from cute_kernels.formats.weights import GROUP_SIZES, WeightFormat
 from cute_kernels.gemm.packed_experts import PackedExperts, stack_experts
 from cute_kernels.gemm.quantize import CodesOf, pack
@@ -55,8 +55,7 @@ def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
     """
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    check_kind("weight", weight, PackedWeight, "a PackedWeight")
     n = weight.shape[0]
     check_tensors(order=order)
     if order.dtype not in (torch.int32, torch.int64) or shape_of(order) != [n]:
@@ -134,8 +133,7 @@ def _has_groups(form: WeightFormat, size: int) -> bool:
 
 def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int, int]:
     """Returns the weight's shape. Raises TypeError or ValueError unless 0 <= start < stop <= its size along ``dim``."""
-    if not isinstance(weight, PackedWeight):
-        raise TypeError(f"weight: got {type(weight).__name__}, want PackedWeight or PackedExperts")
+    check_kind("weight", weight, PackedWeight, "PackedWeight or PackedExperts")
     check_count("start", start, 0, weight.shape[dim] - 1)
     check_count("stop", stop, start + 1, weight.shape[dim])
     return weight.shape

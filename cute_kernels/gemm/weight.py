@@ -375,8 +375,7 @@ def checked_state(
     Raises:
         TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
     """
-    if not isinstance(tensors, dict):
-        raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
+    arguments.check_kind("tensors", tensors, dict, "the dict of state_dict")
     arguments.check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
     for name in ("format", "codes", "scales"):
         if name not in tensors:

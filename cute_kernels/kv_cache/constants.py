@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import torch
 
-from cute_kernels.arguments import check_all_positive, check_dtype, check_floating
+from cute_kernels.arguments import check_all_positive, check_dtype, check_floating, check_kind
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transform
 from cute_kernels.runtime.device import device_of
 
@@ -61,8 +61,7 @@ class CacheConstants:
             for name, scale in zip(("k_scale", "v_scale"), pair, strict=True):
                 if scale is not None:
                     _check_scale(f"scales[{layer}]: {name}", scale)
-        if not isinstance(self.about, Mapping):
-            raise TypeError(f"about: got {type(self.about).__name__}, want a dict of texts")
+        check_kind("about", self.about, Mapping, "a dict of texts")
         for key, value in self.about.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise TypeError(f"about: got {key!r}: {value!r}, want text")
@@ -132,8 +131,7 @@ def constants_of(constants: CacheConstants | str | Path) -> CacheConstants:
     """Returns the given constants, or reads constants from the given path. Raises TypeError for anything else."""
     if isinstance(constants, (str, Path)):
         return CacheConstants.load(constants)
-    if not isinstance(constants, CacheConstants):
-        raise TypeError(f"constants: got {type(constants).__name__}, want CacheConstants, or a file's path")
+    check_kind("constants", constants, CacheConstants, "CacheConstants, or a file's path")
     return constants
 
 

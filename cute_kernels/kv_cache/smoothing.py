@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from cute_kernels.arguments import check_floating, check_shape
+from cute_kernels.arguments import check_floating, check_kind, check_shape
 
 _LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a dead channel gets a finite factor
 
@@ -199,7 +199,6 @@ def _log(top: torch.Tensor) -> torch.Tensor:
 
 
 def _check_rotary_dim(rope: RotaryPairs, head_dim: int) -> None:
-    if not isinstance(rope, RotaryPairs):
-        raise TypeError(f"rope: got {type(rope).__name__}, want a Rope")
+    check_kind("rope", rope, RotaryPairs, "a Rope")
     if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= head_dim:
         raise ValueError(f"rope: got rotary_dim {rope.rotary_dim}, want an even number up to head_dim {head_dim}")

@@ -10,16 +10,16 @@ import torch
 
 from cute_kernels.arguments import (
     TOKENS_OF_TABLE,
+    Wanted,
     check_aligned,
     check_contiguous,
     check_dtype,
     check_flag,
     check_pages,
-    check_place,
     check_shape,
-    check_tensors,
     check_together,
     check_vector,
+    check_wanted,
     checked_lengths,
     shape_of,
 )
@@ -45,7 +45,6 @@ def dense_problem(
     """Returns the problem of a call of `cute_kernels.mla.mla_decode`; raises TypeError or ValueError."""
     form = form_of(kv_format)
     tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
-    check_tensors(**tensors)
     check_together(**tensors)
     check_flag("causal", causal)
     batch, q_len, _, head_dim = sizes = _check_query(q, form)
@@ -87,7 +86,6 @@ def sparse_problem(
     topk_length, sinks, extra_cache, extra_indices, extra_topk_length = SparseExtras(**optional)
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     tensors = {"q": q, "cache": cache, "indices": indices, **given}
-    check_tensors(**tensors)
     check_together(**tensors)
     batch, q_len, num_heads, head_dim = sizes = _check_query(q, form)
     shape = cache_shape("cache", cache, form, head_dim)
@@ -172,12 +170,8 @@ def cache_shape(name: str, cache: torch.Tensor, form: MlaFormat, head_dim: int) 
 
 def check_out(out: object, problem: DenseProblem | SparseProblem) -> None:
     """Raises TypeError or ValueError unless ``out`` can take the result."""
-    check_tensors(out=out)
-    assert isinstance(out, torch.Tensor)
-    check_dtype("out", out, problem.q_dtype, why=", that of q")
-    check_shape("out", out, *problem.out_shape, why=f": q's, with {V_DIM} columns")
-    check_place("out", out, problem.device)
-    check_contiguous("out", out)
+    why = ", that of q", f": q's, with {V_DIM} columns"
+    check_wanted([Wanted("out", out, (problem.q_dtype,), problem.out_shape, problem.device, "q", *why, True)])
 
 
 def check_alignment(problem: DenseProblem | SparseProblem, **tensors: torch.Tensor | None) -> None:

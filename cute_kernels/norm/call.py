@@ -13,7 +13,6 @@ from cute_kernels.arguments import (
     check_number,
     check_permutation,
     check_shape,
-    check_tensors,
     check_together,
     row_stride,
     shape_of,
@@ -49,7 +48,7 @@ class NormCall(NamedTuple):
 
 def check_call(call: NormCall) -> None:
     """Raises TypeError or ValueError unless the norm can be computed; the message names the argument."""
-    check_tensors(**call.tensors)
+    check_together(**call.tensors)
     x = call.x
     check_dtype("x", x, *DTYPES)
     n = x.shape[-1] if x.dim() else 0
@@ -57,7 +56,6 @@ def check_call(call: NormCall) -> None:
         raise ValueError(f"x: got shape {shape_of(x)}, want [..., n] with n a multiple of {VECTOR} up to {MAX_COLUMNS}")
     if x.numel() // n > MAX_ROWS:
         raise ValueError(f"x: got {x.numel() // n} rows, want at most {MAX_ROWS}")
-    check_together(**call.tensors)
     check_number("eps", call.eps, least=0)
     check_number("weight_offset", call.weight_offset)
     _check_weight("weight", call.weight, n, (x.dtype, torch.float32))

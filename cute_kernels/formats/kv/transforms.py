@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_count, check_dtype, check_floating, shape_of
+from cute_kernels.arguments import check_contiguous, check_count, check_dtype, check_floating, check_kind, shape_of
 
 # Factors beyond would leave fp16's range, which q' may have, or lose all of a channel's bits.
 LEAST_FACTOR, GREATEST_FACTOR = 2.0**-14, 2.0**14
@@ -273,8 +273,7 @@ def key_of(transform: CacheTransform | None) -> str:
 
 def check_transform(name: str, transform: object) -> None:
     """Raises TypeError unless an argument is a transform or None."""
-    if transform is not None and not isinstance(transform, CacheTransform):
-        raise TypeError(f"{name}: got {type(transform).__name__}, want a CacheTransform or None")
+    check_kind(name, transform, CacheTransform | None, "a CacheTransform or None")
 
 
 def check_transforms(name: str, transforms: object, num_layers: int) -> tuple[CacheTransform | None, ...]:

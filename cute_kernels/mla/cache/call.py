@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_apart, check_dtype, check_tensors, check_together, check_vector, shape_of
+from cute_kernels.arguments import check_apart, check_dtype, check_kind, check_together, check_vector, shape_of
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla.checks import cache_shape, form_of
 from cute_kernels.mla.formats import MlaFormat, format_of
@@ -57,7 +57,6 @@ def check_append(call: AppendMlaCall) -> CacheShape:
     form, tensors = form_of(call.kv_format), call.tensors
     if call.position_ids is not None:
         tensors["position_ids"] = call.position_ids
-    check_tensors(**tensors)
     check_together(**tensors)
     _check_rows("latent", call.latent, tuple(head_dim - ROPE_DIM for head_dim in form.head_dims), form)
     _check_rows("k_rope", call.k_rope, (ROPE_DIM,), form)
@@ -89,8 +88,7 @@ def _check_rope(call: AppendMlaCall) -> None:
         if positions is not None:
             raise ValueError("position_ids: got a tensor without rope, want None")
         return
-    if not isinstance(rope, Rope):
-        raise TypeError(f"rope: got {type(rope).__name__}, want a Rope")
+    check_kind("rope", rope, Rope, "a Rope")
     if rope.rotary_dim != ROPE_DIM:
         raise ValueError(f"rope: got rotary_dim {rope.rotary_dim}, want {ROPE_DIM}, the columns of k_rope")
     if positions is None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_contiguous, check_dtype, check_shape, check_tensors, check_together, shape_of
+from cute_kernels.arguments import check_contiguous, check_dtype, check_kind, check_shape, check_together, shape_of
 from cute_kernels.gemm.experts.router.routing import Routing
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -32,9 +32,8 @@ class RouteCall(NamedTuple):
 
 def check_route(call: RouteCall) -> RouteCall:
     """Raises TypeError or ValueError, which name the argument, unless experts can be chosen."""
-    check_tensors(**call.tensors)
-    if not isinstance(call.routing, Routing):
-        raise TypeError(f"routing: got {type(call.routing).__name__}, want a Routing")
+    check_together(**call.tensors)
+    check_kind("routing", call.routing, Routing, "a Routing")
     for name, tensor in call.tensors.items():
         check_dtype(name, tensor, *((torch.bool,) if name == "padding" else DTYPES))
     hidden, weight = call.hidden, call.weight
@@ -45,7 +44,6 @@ def check_route(call: RouteCall) -> RouteCall:
     for name in ("bias", "correction"):
         if (tensor := getattr(call, name)) is not None:
             check_shape(name, tensor, experts, why=", one of each expert")
-    check_together(**call.tensors)
     check_contiguous("weight", weight)
     if call.padding is not None:
         check_shape("padding", call.padding, len(hidden), why=", one of each token")
