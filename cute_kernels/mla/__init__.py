@@ -7,7 +7,7 @@ is), `ops`. Then read the kernels: `layout` (the bytes of a token), `config`, `s
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 
@@ -16,7 +16,30 @@ from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.names import MlaFormatName
 from cute_kernels.runtime.operator import new_call
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["mla_decode", "sparse_mla_decode"]
+
+
+class DenseOptions(TypedDict, total=False):
+    """The options of `mla_decode` beside ``return_lse``."""
+
+    softmax_scale: float | None
+    causal: bool
+    out: torch.Tensor | None
+
+
+class SparseOptions(TypedDict, total=False):
+    """The options of `sparse_mla_decode` beside ``return_lse``."""
+
+    softmax_scale: float | None
+    topk_length: torch.Tensor | None
+    sinks: torch.Tensor | None
+    extra_cache: torch.Tensor | None
+    extra_indices: torch.Tensor | None
+    extra_topk_length: torch.Tensor | None
+    out: torch.Tensor | None
 
 
 @overload
@@ -27,10 +50,8 @@ def mla_decode(
     *,
     kv_format: MlaFormatName,
     block_table: torch.Tensor,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
     return_lse: Literal[False] = ...,
-    out: torch.Tensor | None = ...,
+    **options: Unpack[DenseOptions],
 ) -> torch.Tensor: ...
 
 
@@ -42,10 +63,8 @@ def mla_decode(
     *,
     kv_format: MlaFormatName,
     block_table: torch.Tensor,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
     return_lse: Literal[True],
-    out: torch.Tensor | None = ...,
+    **options: Unpack[DenseOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -57,10 +76,8 @@ def mla_decode(
     *,
     kv_format: MlaFormatName,
     block_table: torch.Tensor,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
     return_lse: bool,
-    out: torch.Tensor | None = ...,
+    **options: Unpack[DenseOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -126,14 +143,8 @@ def sparse_mla_decode(
     indices: torch.Tensor,
     *,
     kv_format: MlaFormatName,
-    softmax_scale: float | None = ...,
-    topk_length: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    extra_cache: torch.Tensor | None = ...,
-    extra_indices: torch.Tensor | None = ...,
-    extra_topk_length: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    out: torch.Tensor | None = ...,
+    **options: Unpack[SparseOptions],
 ) -> torch.Tensor: ...
 
 
@@ -144,14 +155,8 @@ def sparse_mla_decode(
     indices: torch.Tensor,
     *,
     kv_format: MlaFormatName,
-    softmax_scale: float | None = ...,
-    topk_length: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    extra_cache: torch.Tensor | None = ...,
-    extra_indices: torch.Tensor | None = ...,
-    extra_topk_length: torch.Tensor | None = ...,
     return_lse: Literal[True],
-    out: torch.Tensor | None = ...,
+    **options: Unpack[SparseOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -162,14 +167,8 @@ def sparse_mla_decode(
     indices: torch.Tensor,
     *,
     kv_format: MlaFormatName,
-    softmax_scale: float | None = ...,
-    topk_length: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    extra_cache: torch.Tensor | None = ...,
-    extra_indices: torch.Tensor | None = ...,
-    extra_topk_length: torch.Tensor | None = ...,
     return_lse: bool,
-    out: torch.Tensor | None = ...,
+    **options: Unpack[SparseOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
