@@ -14,7 +14,7 @@ from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.options import NO_EXTEND_OPTIONS, NO_OPTIONS
 from cute_kernels.attention.plan import (
     check_alignment,
-    decode_launch_of,
+    decode_plan_of,
     decode_sender,
     extend_launches,
     problem_of,
@@ -51,8 +51,7 @@ def _plan_of(call: AttentionCall, config: DecodeConfig | ExtendConfig, num_split
         schedule = schedule_of(problem, config, make_schedule(problem).num_splits)
     else:
         schedule = DecodeSchedule(config, num_splits, head_blocks(problem, config))
-    decode = decode_launch_of(call, problem, schedule, decode_sender(call, schedule))
-    return Plan(call.q.device.index, decode.launch, (decode,))
+    return decode_plan_of(call, problem, schedule, decode_sender(call, schedule))
 
 
 def bind_config(

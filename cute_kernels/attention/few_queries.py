@@ -41,7 +41,7 @@ def plan_of(call: AttentionCall) -> Plan | None:
     launches, sizes = extend_launches(checked, config), (call.batch, call.q_len, call.q.device)
 
     def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches attention with the arguments and results of `DecodeLaunch.launch`."""
+        """Launches attention with the arguments and results of the other plans of decode attention."""
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))

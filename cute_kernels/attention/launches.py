@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.attention.call import Given
-from cute_kernels.attention.decode_config import KEEP_PARTIALS, WRITE_LSE
-from cute_kernels.attention.decode_schedule import DecodeSchedule
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import COUNTER_WORDS, TILE_SCALE_BYTES, UnpackConfig
 from cute_kernels.attention.extend_schedule import choose_splits, count_tiles, room_of
-from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.runtime.gpu import GPU, forgotten
-from cute_kernels.runtime.memory import Blank, blank
+from cute_kernels.runtime.memory import blank
 
 _kept_bounds: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 forgotten(_kept_bounds.clear)
@@ -46,70 +43,6 @@ def even_bounds(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
         if not captures:
             kept = _kept_bounds[sizes] = kept.to(device)
     return kept
-
-
-@dataclass(frozen=True)
-class DecodeLaunch:
-    """A launch of decode attention: all that does not change between calls of the same shapes, dtypes, device and
-    options.
-
-    Attributes:
-        send: the compiled kernel, bound to its constant arguments; it takes other arguments
-            (:mod:`cute_kernels.attention.arguments`) by name, and finds further arguments in ``options`` and ``new``.
-            In native code it compares the shape, strides, dtype, alignment and device of every tensor with its compiled
-            signature. It launches on torch's current stream of the tensors' device.
-        new_out, new_lse: shapes and dtypes of results that the caller gives no tensor for.
-        k_view, v_view: dtypes as which the kernel takes the caches; None for the caches' own dtypes.
-        num_words: words of the workspace; 0 if there is nothing to combine.
-        mode: the bits of a launch's mode that do not depend on the call.
-    """
-
-    send: Callable[..., Any]
-    schedule: DecodeSchedule
-    device_index: int
-    softmax_scale: float
-    new_out: Blank
-    new_lse: Blank
-    k_view: torch.dtype | None = None
-    v_view: torch.dtype | None = None
-    num_words: int = 0
-    mode: int = 0
-
-    def launch(
-        self, given: Given, partials: torch.Tensor | None = None, new: tuple[Any, ...] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream of the plan's device, which is the current device. Returns (out or a new
-        tensor, lse if asked for).
-
-        ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: None,
-        except for a decode step in one launch. Then ``new`` is (k, v, constants, extras): what the step appends. k and
-        v are of the newest tokens, [batch, num_kv_heads, head_dim] each. The function is flat, without objects on the
-        way, because each layer of a decoding step waits for it.
-        """
-        q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
-        if out is None:
-            out = GPU.empty(*self.new_out)
-        lse, lse_address, mode = None, 0, self.mode
-        if return_lse:
-            lse = GPU.empty(*self.new_lse)
-            lse_address, mode = lse.data_ptr(), mode | WRITE_LSE
-        workspace = 0
-        if partials is not None:
-            workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
-        elif self.num_words:
-            index = self.device_index
-            workspace = GPU.workspace(index, GPU.stream(index), self.num_words)
-        if self.k_view is not None:
-            k_cache = k_cache.view(self.k_view)
-        if self.v_view is not None:
-            v_cache = v_cache.view(self.v_view)
-        if softmax_scale is None:
-            softmax_scale = self.softmax_scale
-        self.send(
-            q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address, workspace=workspace,
-            softmax_scale=softmax_scale, mode=mode, options=options or NO_OPTIONS, new=new,
-        )  # fmt: skip
-        return out, lse
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}

@@ -192,7 +192,7 @@ def launch_splits(
         split_sum = torch.zeros_like(split_out[..., 0])
         return q.new_zeros(call.out_shape), split_out, torch.full_like(split_sum, float("-inf")), split_sum
     plan = make_plan(call)
-    partial_words = plan.products[0].schedule.config.partial_words
+    partial_words = plan.products[0].partial_words
     workspace = torch.full((batch, num_splits, heads, partial_words), EMPTY, dtype=torch.int32, device=q.device)
     out, _ = on_device_of(plan, given, partials=workspace)
     empty = workspace[..., head_dim] == EMPTY  # splits without tokens

@@ -17,11 +17,11 @@ from cute_kernels.attention.arguments import (
     decode_arguments,
     extend_arguments,
 )
-from cute_kernels.attention.call import AttentionCall
+from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.combine.config import CombineConfig
 from cute_kernels.attention.compile import AttentionSpec
-from cute_kernels.attention.decode_config import CTAS_SHIFT
+from cute_kernels.attention.decode_config import CTAS_SHIFT, KEEP_PARTIALS, WRITE_LSE
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule, most_combiners
 from cute_kernels.attention.extend_config import ExtendConfig
 from cute_kernels.attention.extend_policies import UNPACK_CTAS_PER_SM
@@ -36,8 +36,9 @@ from cute_kernels.attention.extend_schedule import (
     queries_to_unpack_for,
     serves_key_rows,
 )
-from cute_kernels.attention.launches import Algorithm, DecodeLaunch, ExtendLaunch, ExtendLaunches, UnpackedLaunch
+from cute_kernels.attention.launches import Algorithm, ExtendLaunch, ExtendLaunches, UnpackedLaunch
 from cute_kernels.attention.operands import CacheOperand, GivenScale
+from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.attention.policies import PAGE_TOKENS
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.formats.scores import tensors_in
@@ -56,7 +57,9 @@ MAX_TOKEN_STRIDE = 2**23  # bytes: those of a tile of extend attention fit 32 bi
 
 def make_plan(call: AttentionCall) -> Plan:
     """Returns the plan of a checked call."""
-    launches = extend_launches(call) if call.extends else decode_launch(call)
+    if not call.extends:
+        return decode_plan(call)
+    launches = extend_launches(call)
     return Plan(call.q.device.index, launches.launch, (launches,))
 
 
@@ -98,32 +101,66 @@ def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
 # -- decode attention --------------------------------------------------------------------------------------------------
 
 
-def decode_launch(call: AttentionCall, *, after_append: bool = False) -> DecodeLaunch:
-    """Returns the launch of a checked call of decode attention. after_append: whether the launch directly follows an
+def decode_plan(call: AttentionCall, *, after_append: bool = False) -> Plan:
+    """Returns the plan of a checked call of decode attention. after_append: whether the launch directly follows an
     append of the newest tokens, and may start before the append has ended.
     """
     problem = problem_of(call, after_append=after_append)
     schedule = make_schedule(problem, call.num_splits)
-    return decode_launch_of(call, problem, schedule, decode_sender(call, schedule))
+    return decode_plan_of(call, problem, schedule, decode_sender(call, schedule))
 
 
-def decode_launch_of(
+def decode_plan_of(
     call: AttentionCall, problem: AttentionProblem, schedule: DecodeSchedule, send: Callable[..., Any]
-) -> DecodeLaunch:
-    """Returns the launch of a checked call with a given schedule. send: the compiled kernel, bound to its constant
-    arguments."""
-    return DecodeLaunch(
-        send=send,
-        schedule=schedule,
-        device_index=call.q.device.index,
-        softmax_scale=call.softmax_scale,
-        new_out=blank(call.out_shape, call.q.dtype),
-        new_lse=blank(call.out_shape[:3], torch.float32),
-        k_view=byte_view(call.k.cache),
-        v_view=byte_view(call.v.cache),
-        num_words=workspace_words(schedule, problem),
-        mode=(most_combiners(problem, schedule).bit_length() - 1) << CTAS_SHIFT,
-    )
+) -> Plan:
+    """Returns the plan of a checked call with a given schedule.
+
+    Args:
+        send: the compiled kernel, bound to its constant arguments. It takes other arguments
+            (:mod:`cute_kernels.attention.arguments`) by name, and finds further arguments in ``options`` and ``new``.
+            In native code it compares the shape, strides, dtype, alignment and device of every tensor with its compiled
+            signature. It launches on torch's current stream of the tensors' device.
+    """
+    index, own_scale, num_words = call.q.device.index, call.softmax_scale, workspace_words(schedule, problem)
+    new_out, new_lse = blank(call.out_shape, call.q.dtype), blank(call.out_shape[:3], torch.float32)
+    k_view, v_view = byte_view(call.k.cache), byte_view(call.v.cache)
+    plan_mode = (most_combiners(problem, schedule).bit_length() - 1) << CTAS_SHIFT
+
+    def launch(
+        given: Given, partials: torch.Tensor | None = None, new: tuple[Any, ...] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches on the current stream of the plan's device, which is the current device. Returns (out or a new
+        tensor, lse if asked for).
+
+        ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: None,
+        except for a decode step in one launch. Then ``new`` is (k, v, constants, extras): what the step appends. k and
+        v are of the newest tokens, [batch, num_kv_heads, head_dim] each. The function is flat, without objects on the
+        way, because each layer of a decoding step waits for it.
+        """
+        q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
+        if out is None:
+            out = GPU.empty(*new_out)
+        lse, lse_address, mode = None, 0, plan_mode
+        if return_lse:
+            lse = GPU.empty(*new_lse)
+            lse_address, mode = lse.data_ptr(), mode | WRITE_LSE
+        workspace = 0
+        if partials is not None:
+            workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
+        elif num_words:
+            workspace = GPU.workspace(index, GPU.stream(index), num_words)
+        if k_view is not None:
+            k_cache = k_cache.view(k_view)
+        if v_view is not None:
+            v_cache = v_cache.view(v_view)
+        send(
+            q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, out=out, lse=lse_address, workspace=workspace,
+            softmax_scale=own_scale if softmax_scale is None else softmax_scale, mode=mode,
+            options=options or NO_OPTIONS, new=new,
+        )  # fmt: skip
+        return out, lse
+
+    return Plan(index, launch, (schedule.config,))
 
 
 def decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[..., Any]:

@@ -12,12 +12,12 @@ from cute_kernels.arguments import needs_dispatch
 from cute_kernels.formats.kv import WAITING
 from cute_kernels.formats.kv.transforms import TRANSFORM_SCHEMA, parts_of, transform_of
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall, check_append
-from cute_kernels.kv_cache.plan import AppendPlan, Given, check_alignment, config_of, make_plan
+from cute_kernels.kv_cache.plan import Given, check_alignment, config_of, make_plan
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.operator import Operator, as_kernels, launcher
+from cute_kernels.runtime.operator import Operator, Plan, as_kernels, launcher
 from cute_kernels.runtime.plans import identity
 
 __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
@@ -78,7 +78,7 @@ def _checked(given: Given) -> AppendCall:
     return checked
 
 
-def _plan_of(call: AppendCall) -> AppendPlan | None:
+def _plan_of(call: AppendCall) -> Plan[[Given], torch.Tensor | None] | None:
     return make_plan(call) if call.has_places else None
 
 

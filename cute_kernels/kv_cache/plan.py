@@ -1,9 +1,8 @@
-"""`AppendPlan`, the part of an append that is kept from call to call: compiled function, angles, launch numbers."""
+"""The plan of an append, the part of it that is kept from call to call: compiled function, angles, launch numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.launch_arguments import Place
-from cute_kernels.runtime.memory import Blank, blank, byte_view
+from cute_kernels.runtime.memory import blank, byte_view
+from cute_kernels.runtime.operator import Plan
 from cute_kernels.runtime.plans import ALIGNMENT
 
 Given = tuple[tuple[Any, ...], "tuple[Any, ...] | None"]
@@ -40,58 +40,6 @@ EXTRAS = (
     *("cu_seqlens", "slots", "position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale"),
     "q_shift",
 )
-
-
-@dataclass(frozen=True)
-class AppendPlan:
-    """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
-
-    Attributes:
-        send: the compiled kernel, bound to its constant arguments; it takes the other arguments
-            (:mod:`cute_kernels.kv_cache.arguments`) by name. In native code it compares the shape, strides, dtype,
-            alignment and device of every tensor with its compiled signature. It launches on torch's current stream of
-            the tensors' device.
-        phase_steps: the turns per position of RoPE's angles. The tensor is kept alive because ``send`` holds its
-            address.
-        new_q_out: arguments of `GPU.empty` that allocate the rotated q if the caller gives no tensor; None without q.
-        k_view, v_view: dtypes as which the kernel takes the caches; None for the caches' own dtypes.
-        head_major: whether the caches are "HND".
-        seq_lens, block_table: placeholders for calls without lengths or block table.
-    """
-
-    send: Callable[..., Any]
-    device_index: int
-    phase_steps: torch.Tensor | None
-    new_q_out: Blank | None
-    k_view: torch.dtype | None
-    v_view: torch.dtype | None
-    head_major: bool
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-
-    def launch(self, given: Given) -> torch.Tensor | None:
-        """Launches on the current stream of the plan's device, which must be the current device. Returns the rotated q,
-        in q_out or a new tensor; None without q.
-
-        given: the arguments of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function without intermediate
-            objects, because a decoding step waits for it in every layer.
-        """
-        (k, v, k_cache, v_cache, _, _, _, _, _, q, q_out, seq_lens, block_table, transform), extras = given
-        if q_out is None and self.new_q_out is not None:
-            q_out = GPU.empty(*self.new_q_out)
-        if self.k_view is not None:
-            k_cache = k_cache.view(self.k_view)
-        if self.v_view is not None:
-            v_cache = v_cache.view(self.v_view)
-        if self.head_major:
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        self.send(
-            q=k if q is None else q, k=k, v=v, q_out=k if q_out is None else q_out, k_cache=k_cache, v_cache=v_cache,
-            seq_lens=self.seq_lens if seq_lens is None else seq_lens,
-            block_table=self.block_table if block_table is None else block_table,
-            extras=extras, constants=None if transform is None else transform.addresses,
-        )  # fmt: skip
-        return q_out
 
 
 def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
@@ -122,8 +70,12 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     return config.for_decode() if decode else config
 
 
-def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
-    """Makes the plan of a checked call that has tokens. leads: as for `config_of`."""
+def make_plan(call: AppendCall, *, leads: bool = False) -> Plan[[Given], torch.Tensor | None]:
+    """Makes the plan of a checked call that has tokens. leads: as for `config_of`.
+
+    The plan's launch returns the rotated q, in q_out or a new tensor; None without q. It is one flat function without
+    intermediate objects, because a decoding step waits for it in every layer.
+    """
     device, rope = call.k.device, call.rope
     steps = None if rope is None else rope.phase_steps(device)
     positions = call.position_ids
@@ -133,27 +85,40 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> AppendPlan:
         HAS_TABLE: call.block_table is not None,
         WIDE_POSITIONS: positions is not None and positions.dtype == torch.int64,
     }
-    nothing = torch.zeros((1, 1), dtype=torch.int32, device=device)
     config = config_of(call, leads=leads)
-    return AppendPlan(
-        send=_sender(
-            call,
-            config,
-            norm_eps=call.norm_eps,
-            phase_steps=0 if steps is None else steps.data_ptr(),
-            rope_factor=1.0 if rope is None else rope.attention_factor,
-            wave=config.ctas_per_sm * GPU.num_sms(device),
-            mode=sum(flag for flag, is_set in flags.items() if is_set),
-        ),
-        device_index=device.index,
-        phase_steps=steps,
-        new_q_out=None if call.q is None else blank(call.q.shape, call.q.dtype),
-        k_view=byte_view(call.k_cache),
-        v_view=byte_view(call.v_cache),
-        head_major=call.cache_layout == "HND",
-        seq_lens=nothing[0],
-        block_table=nothing,
+    send = _sender(
+        call,
+        config,
+        norm_eps=call.norm_eps,
+        phase_steps=0 if steps is None else steps.data_ptr(),
+        rope_factor=1.0 if rope is None else rope.attention_factor,
+        wave=config.ctas_per_sm * GPU.num_sms(device),
+        mode=sum(flag for flag, is_set in flags.items() if is_set),
     )
+    new_q_out = None if call.q is None else blank(call.q.shape, call.q.dtype)
+    k_view, v_view, head_major = byte_view(call.k_cache), byte_view(call.v_cache), call.cache_layout == "HND"
+    no_table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    no_lengths = no_table[0]
+
+    def launch(given: Given) -> torch.Tensor | None:
+        (k, v, k_cache, v_cache, _, _, _, _, _, q, q_out, seq_lens, block_table, transform), extras = given
+        if q_out is None and new_q_out is not None:
+            q_out = GPU.empty(*new_q_out)
+        if k_view is not None:
+            k_cache = k_cache.view(k_view)
+        if v_view is not None:
+            v_cache = v_cache.view(v_view)
+        if head_major:
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        send(
+            q=k if q is None else q, k=k, v=v, q_out=k if q_out is None else q_out, k_cache=k_cache, v_cache=v_cache,
+            seq_lens=no_lengths if seq_lens is None else seq_lens,
+            block_table=no_table if block_table is None else block_table,
+            extras=extras, constants=None if transform is None else transform.addresses,
+        )  # fmt: skip
+        return q_out
+
+    return Plan(device.index, launch, (config,), (steps,))
 
 
 def _sender(call: AppendCall, config: AppendConfig, **fixed: int | float) -> Callable[..., Any]:

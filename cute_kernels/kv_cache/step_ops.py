@@ -9,7 +9,7 @@ wait was written before both launches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, head_dim_of_row
 from cute_kernels.attention.device_values import check_device_values
-from cute_kernels.attention.launches import DecodeLaunch, even_bounds
+from cute_kernels.attention.launches import even_bounds
 from cute_kernels.attention.options import NO_OPTIONS, OF_BIAS, OF_BOTH, OF_NUMBERS
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.transformed import restore
@@ -48,11 +48,11 @@ from cute_kernels.kv_cache import step_plan
 from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
-from cute_kernels.kv_cache.step_plan import Extras, Step
+from cute_kernels.kv_cache.step_plan import Extras, Results, Step
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.memory import Blank, blank
-from cute_kernels.runtime.operator import Operator, as_kernels, launcher, new_call
+from cute_kernels.runtime.memory import blank
+from cute_kernels.runtime.operator import Operator, Plan, as_kernels, launcher, new_call
 from cute_kernels.runtime.plans import ALIGNMENT, identity
 
 EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
@@ -60,60 +60,6 @@ NO_EXTRAS: Extras = (None,) * len(EXTRA_NAMES)
 NO_STEP_OPTIONS = ("q_shift", "k_tail", "tail_slots")
 """Options of append or attention that a step does not take. It makes q_shift itself, and does not support caches with a
 tail."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Everything about the two launches that does not change between calls of the same shapes, dtypes and options.
-
-    Attributes:
-        append, attention: the plans of the two kernels.
-        q_shape: the shape of attention's queries.
-        token_shapes: the shapes of the append's q, k and v.
-        has_extras: whether the append gets arguments that most appends lack (`AppendCall.extras`).
-        q_shift: arguments of `GPU.empty` that allocate the queries' shifts; None if these are not needed.
-        restores: whether attention undoes V's transform in its output.
-    """
-
-    append: append_plan.AppendPlan
-    attention: DecodeLaunch
-    q_shape: torch.Size
-    token_shapes: tuple[torch.Size, torch.Size, torch.Size]
-    has_extras: bool
-    q_shift: Blank | None
-    restores: bool
-
-    def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches both kernels on the current stream, one directly after the other. Returns (out or a new tensor, lse
-        or None)."""
-        (q, k, v, k_cache, v_cache, seq_lens, _, _, norm_eps, extras,
-         softmax_scale, _, return_lse, out, options, transform) = step  # fmt: skip
-        of_q, of_k, of_v = self.token_shapes
-        table = None if options is None else options["block_table"]
-        more = None
-        if self.has_extras:
-            scales = (None, None) if options is None else (options["k_scale"], options["v_scale"])
-            q_shift = None if self.q_shift is None else GPU.empty(*self.q_shift)
-            bounds = None if self.q_shape[1] == 1 else even_bounds(self.q_shape[0], self.q_shape[1], q.device)
-            more = (bounds, None, *(extras or NO_EXTRAS), *scales, q_shift)
-            if q_shift is not None:
-                options = (options or NO_OPTIONS) | {"q_shift": q_shift}
-        if self.restores:
-            options = step_plan.restoring(options, transform)
-        new = (k.view(of_k), v.view(of_v), k_cache, v_cache)
-        call = (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform)
-        rotated = self.append.launch((call, more))
-        assert rotated is not None
-        q = rotated.view(self.q_shape)
-        values = q, k_cache, v_cache, seq_lens, "", softmax_scale, None, return_lse, out, options, None
-        result, lse = self.attention.launch(new_call(Given, values))
-        if transform is not None and transform.changes_values and not self.restores:
-            result = restore(transform, result, out)
-        return result, lse
-
-    @property
-    def device_index(self) -> int:
-        return self.append.device_index
 
 
 def _key(step: Step) -> tuple[Any, ...]:
@@ -149,21 +95,47 @@ def _key(step: Step) -> tuple[Any, ...]:
     )
 
 
-def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan | step_plan.OneLaunchPlan:
-    """Makes the plan of a checked step that has tokens."""
+def make_plan(append: AppendCall, attention: AttentionCall) -> Plan[[Step], Results]:
+    """Makes the plan of a checked step that has tokens. In two launches both kernels run on the current stream, one
+    directly after the other."""
     assert append.q is not None
     alone = step_plan.make_plan(append, attention)
     if alone is not None:
         return alone
-    return StepPlan(
-        append=append_plan.make_plan(append, leads=True),
-        attention=attention_plan.decode_launch(attention, after_append=True),
-        q_shape=attention.q.shape,
-        token_shapes=(append.q.shape, append.k.shape, append.v.shape),
-        has_extras=any(extra is not None for extra in append.extras),
-        q_shift=None if append.q_shift is None else blank(attention.q.shape[:3], torch.float32),
-        restores=attention.features.restores,
-    )
+    first = append_plan.make_plan(append, leads=True)
+    second = attention_plan.decode_plan(attention, after_append=True)
+    launch_append, launch_attention = first.launch, second.launch
+    q_shape, of_q, of_k, of_v = attention.q.shape, append.q.shape, append.k.shape, append.v.shape
+    has_extras = any(extra is not None for extra in append.extras)
+    new_shift = None if append.q_shift is None else blank(q_shape[:3], torch.float32)
+    restores = attention.features.restores
+
+    def launch(step: Step) -> Results:
+        (q, k, v, k_cache, v_cache, seq_lens, _, _, norm_eps, extras,
+         softmax_scale, _, return_lse, out, options, transform) = step  # fmt: skip
+        table = None if options is None else options["block_table"]
+        more = None
+        if has_extras:
+            scales = (None, None) if options is None else (options["k_scale"], options["v_scale"])
+            q_shift = None if new_shift is None else GPU.empty(*new_shift)
+            bounds = None if q_shape[1] == 1 else even_bounds(q_shape[0], q_shape[1], q.device)
+            more = (bounds, None, *(extras or NO_EXTRAS), *scales, q_shift)
+            if q_shift is not None:
+                options = (options or NO_OPTIONS) | {"q_shift": q_shift}
+        if restores:
+            options = step_plan.restoring(options, transform)
+        new = (k.view(of_k), v.view(of_v), k_cache, v_cache)
+        call = (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table, transform)
+        rotated = launch_append((call, more))
+        assert rotated is not None
+        q = rotated.view(q_shape)
+        values = q, k_cache, v_cache, seq_lens, "", softmax_scale, None, return_lse, out, options, None
+        result, lse = launch_attention(new_call(Given, values))
+        if transform is not None and transform.changes_values and not restores:
+            result = restore(transform, result, out)
+        return result, lse
+
+    return Plan(first.device_index, launch, first.products + second.products, first.holds)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -180,7 +152,7 @@ def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
     return append, attention
 
 
-def _plan_of(calls: tuple[AppendCall, AttentionCall]) -> StepPlan | step_plan.OneLaunchPlan | None:
+def _plan_of(calls: tuple[AppendCall, AttentionCall]) -> Plan[[Step], Results] | None:
     append, attention = calls
     has_tokens = attention.k.cache.numel() and attention.max_seq_len and attention.batch
     return make_plan(append, attention) if has_tokens else None

@@ -1,9 +1,9 @@
-"""The arguments of a step, and `OneLaunchPlan`, the part of a step in one launch that is kept from call to call."""
+"""The arguments of a step, and the plan of a step in one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ import torch
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import AttentionCall, Given
 from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
-from cute_kernels.attention.launches import DecodeLaunch
 from cute_kernels.attention.options import NO_OPTIONS
 from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.transformed import restore
@@ -27,11 +26,14 @@ from cute_kernels.kv_cache.step_config import StepConfig, serving_config
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.launch_arguments import Place
-from cute_kernels.runtime.operator import new_call
+from cute_kernels.runtime.operator import Plan, new_call
 from cute_kernels.runtime.plans import ALIGNMENT
 
 Extras = tuple[torch.Tensor | None, ...]
 """The arguments of an append that most steps lack, in the order of `.step_ops.EXTRA_NAMES`."""
+
+Results = tuple[torch.Tensor, "torch.Tensor | None"]
+"""(out or a new tensor, lse or None)."""
 
 
 class Step(NamedTuple):
@@ -70,40 +72,6 @@ class Step(NamedTuple):
         return dict(zip(self._fields[:6], self[:6], strict=True))
 
 
-@dataclass(frozen=True)
-class OneLaunchPlan:
-    """Everything about the launch that does not change between calls of the same shapes, dtypes and options.
-
-    Attributes:
-        attention: the plan of the kernel, which appends as well.
-        phase_steps: the turns per position of RoPE's angles. The tensor is kept alive because the launch holds its
-            address.
-        restores: whether the kernel undoes V's transform in its output.
-    """
-
-    attention: DecodeLaunch
-    phase_steps: torch.Tensor | None
-    restores: bool
-
-    def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches on the current stream. Returns (out or a new tensor, lse or None)."""
-        transform, options = step.transform, step.options
-        constants = () if transform is None else transform.addresses
-        if self.restores:
-            options = restoring(options, transform)
-        (q, k, v, k_cache, v_cache, seq_lens, _, _, _, extras, softmax_scale, _, return_lse, out, _, _) = step
-        values = q, k_cache, v_cache, seq_lens, "", softmax_scale, None, return_lse, out, options, None
-        new = k[:, 0], v[:, 0], constants, extras
-        result, lse = self.attention.launch(new_call(Given, values), new=new)
-        if transform is not None and transform.changes_values and not self.restores:
-            result = restore(transform, result, step.out)
-        return result, lse
-
-    @property
-    def device_index(self) -> int:
-        return self.attention.device_index
-
-
 def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
     """Returns attention's options, plus the factors that attention needs to undo V's transform in its output."""
     assert transform is not None
@@ -129,7 +97,7 @@ def chosen(append: AppendCall, attention: AttentionCall) -> tuple[StepConfig, At
     return None if config is None else (config, problem, schedule)
 
 
-def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | None:
+def make_plan(append: AppendCall, attention: AttentionCall) -> Plan[[Step], Results] | None:
     """Makes the plan of a checked step that has tokens; returns None if the step needs two launches."""
     found = chosen(append, attention)
     if found is None:
@@ -150,5 +118,19 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> OneLaunchPlan | N
         options |= {"position_ids": ("new", 3, 0)}
         fixed |= {"position_bytes": append.position_ids.element_size()}
     send = step_arguments(config).bound(function, fixed, options, new, ignored=("options",))
-    plan = attention_plan.decode_launch_of(attention, problem, schedule, send)
-    return OneLaunchPlan(plan, steps, attention.features.restores)
+    plan, restores = attention_plan.decode_plan_of(attention, problem, schedule, send), attention.features.restores
+    launch_attention = plan.launch
+
+    def launch(step: Step) -> Results:
+        transform, options = step.transform, step.options
+        constants = () if transform is None else transform.addresses
+        if restores:
+            options = restoring(options, transform)
+        (q, k, v, k_cache, v_cache, seq_lens, _, _, _, extras, softmax_scale, _, return_lse, out, _, _) = step
+        values = q, k_cache, v_cache, seq_lens, "", softmax_scale, None, return_lse, out, options, None
+        result, lse = launch_attention(new_call(Given, values), new=(k[:, 0], v[:, 0], constants, extras))
+        if transform is not None and transform.changes_values and not restores:
+            result = restore(transform, result, out)
+        return result, lse
+
+    return Plan(plan.device_index, launch, (config,), (steps,))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +17,8 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.gpu import GPU
 from cute_kernels.runtime.launch_arguments import by_name
-from cute_kernels.runtime.memory import Blank, blank
-from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.memory import blank
+from cute_kernels.runtime.operator import Operator, Plan, launcher, route
 from cute_kernels.runtime.plans import key_function
 
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -53,35 +51,6 @@ def _on_cpu(call: NormCall) -> Results:
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NormPlan:
-    """The part of a launch that is kept for calls of the same shapes, strides, dtypes, device and options.
-
-    Attributes:
-        send: the compiled kernel, which takes its tensors by name; None if there is no row.
-        new: arguments of `GPU.empty` that allocate a result if the caller gives no tensor.
-        flat: [rows, n], the shape in which the kernel takes its output.
-    """
-
-    send: Callable[..., Any] | None
-    device_index: int
-    new: Blank
-    flat: tuple[int, int]
-
-    def launch(self, call: NormCall) -> Results:
-        """Launches on the current stream of the plan's device, which must be the current device."""
-        residual, total = call.residual, call.residual_out
-        y = GPU.empty(*self.new) if call.out is None else call.out
-        if residual is not None and total is None:
-            total = GPU.empty(*self.new)
-        if self.send is not None:
-            self.send(
-                out=y.view(self.flat), x=call.x, residual=residual, total=total, weight=call.weight, bias=call.bias,
-                order=call.order, factors=call.input_scale,
-            )  # fmt: skip
-        return y, total
 
 
 def _checked(call: NormCall) -> NormCall:
@@ -121,7 +90,7 @@ def config_of(call: NormCall) -> NormConfig:
     )
 
 
-def _make_plan(call: NormCall) -> NormPlan:
+def _make_plan(call: NormCall) -> Plan[[NormCall], Results]:
     for name, tensor in call.tensors.items():
         check_aligned(name, tensor, VECTOR_BYTES)
     x, n, index = call.x, call.x.shape[-1], call.x.get_device()
@@ -136,12 +105,22 @@ def _make_plan(call: NormCall) -> NormPlan:
     declared, function = norm_arguments(config), load(NormSpec(config), arch_of(index)) if x.numel() else None
     inputs = ("order", "factors")
     tensors = by_name("x", "residual", "total", "weight", "bias", *(inputs if config.inputs else ()))
-    return NormPlan(
-        send=None if function is None else declared.bound(function, fixed, tensors, ignored=inputs),
-        device_index=index,
-        new=blank(tuple(shape_of(x)), x.dtype),
-        flat=(x.numel() // n, n),
-    )
+    send = None if function is None else declared.bound(function, fixed, tensors, ignored=inputs)
+    new, flat = blank(tuple(shape_of(x)), x.dtype), (x.numel() // n, n)
+
+    def launch(call: NormCall) -> Results:
+        residual, total = call.residual, call.residual_out
+        y = GPU.empty(*new) if call.out is None else call.out
+        if residual is not None and total is None:
+            total = GPU.empty(*new)
+        if send is not None:
+            send(
+                out=y.view(flat), x=call.x, residual=residual, total=total, weight=call.weight, bias=call.bias,
+                order=call.order, factors=call.input_scale,
+            )  # fmt: skip
+        return y, total
+
+    return Plan(index, launch, (config,))
 
 
 launch = launcher(key_function(NormCall), _checked, _make_plan, always=_may_meet)

@@ -59,12 +59,14 @@ class Plan(Generic[P, ResultT]):
 
     Attributes:
         device_index, launch: as in `PlanLike`.
-        products: the products that the plan launches, for tools that ask which kernels a call uses.
+        products: the products or configurations that the plan launches, for tools that ask which kernels a call uses.
+        holds: tensors that are kept alive because ``launch`` holds their addresses.
     """
 
     device_index: int
     launch: Callable[P, ResultT]
     products: tuple[Any, ...] = ()
+    holds: tuple[torch.Tensor | None, ...] = ()
 
 
 class Launcher(Protocol[CallT_contra, ResultT_co]):

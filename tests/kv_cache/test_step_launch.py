@@ -267,7 +267,8 @@ def test_what_the_kernel_restores_is_not_restored_once_more(head_dim, restores, 
     append_and_decode(**given)
     assert len(launches) == (1 if q_len == 1 else 2)
     (plan,) = step_ops.launch.plans.values()
-    assert plan.restores == restores
+    config = plan.products[-1]
+    assert getattr(config, "attention", config).features.restores == restores
     with calls_of(step_ops.restore) as done:
         append_and_decode(**given)
     assert len(done) == (not restores)

@@ -8,12 +8,12 @@ import torch
 
 from cute_kernels import arguments
 from cute_kernels.arguments import (
+    Wanted,
     check_aligned,
     check_contiguous,
     check_dtype,
-    check_place,
-    check_shape,
     check_tensors,
+    check_wanted,
     shape_of,
 )
 from cute_kernels.kv_cache.rope import rope_of
@@ -25,13 +25,13 @@ from cute_kernels.mla.cache.call import (
     check_append,
     check_append_values,
 )
-from cute_kernels.mla.cache.plan import AppendMlaPlan, bulk_config, function_of, make_plan, place_arguments
+from cute_kernels.mla.cache.plan import bulk_config, function_of, make_plan, place_arguments
 from cute_kernels.mla.cache.reference import append_mla_reference
 from cute_kernels.mla.checks import form_of
 from cute_kernels.mla.formats import MlaFormat, format_of
 from cute_kernels.mla.problem import CacheShape
 from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.operator import Operator, Plan, launcher, route
 from cute_kernels.runtime.plans import key_function
 from layouts.kv.mla import ROPE_DIM
 
@@ -61,7 +61,7 @@ def _append_checked(call: AppendMlaCall) -> tuple[AppendMlaCall, CacheShape]:
     return call, shape
 
 
-def _append_plan(checked: tuple[AppendMlaCall, CacheShape]) -> AppendMlaPlan | None:
+def _append_plan(checked: tuple[AppendMlaCall, CacheShape]) -> Plan[[AppendMlaCall], None] | None:
     call, shape = checked
     return make_plan(call, shape) if call.num_tokens and shape.num_slots else None
 
@@ -96,11 +96,8 @@ def _check_numbers(x: torch.Tensor, kv_format: str) -> MlaFormat:
 
 
 def _check_out(out: torch.Tensor, x: torch.Tensor, form: MlaFormat) -> torch.Tensor:
-    check_tensors(out=out)
-    check_dtype("out", out, *form.cache_dtypes)
-    check_shape("out", out, *x.shape[:-1], form.row_elements(x.shape[-1]))
-    check_place("out", out, x.device, "x")
-    check_contiguous("out", out)
+    sizes = *x.shape[:-1], form.row_elements(x.shape[-1])
+    check_wanted([Wanted("out", out, form.cache_dtypes, sizes, x.device, contiguous=True)])
     arguments.check_apart("out", out, {"x": x})
     return out
 

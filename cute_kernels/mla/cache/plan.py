@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,31 +18,7 @@ from cute_kernels.mla.formats import format_of
 from cute_kernels.mla.problem import CacheShape
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-
-
-@dataclass(frozen=True)
-class AppendMlaPlan:
-    """The plan for appends that agree in shapes, strides, dtypes, device and options.
-
-    Attributes:
-        send: the compiled kernel, which takes tensors and addresses by name.
-        phase_steps: RoPE's steps of angles, int64 [32], kept alive for the kernel; None without RoPE.
-    """
-
-    send: Callable[..., Any]
-    device_index: int
-    phase_steps: torch.Tensor | None
-
-    def launch(self, call: AppendMlaCall) -> None:
-        """Launches on the current stream of the plan's device, which must be the current device."""
-        positions = call.position_ids
-        self.send(
-            latent=call.latent,
-            k_rope=call.k_rope,
-            cache=call.cache.data_ptr(),
-            slots=call.slot_mapping.data_ptr(),
-            position_ids=0 if positions is None else positions.data_ptr(),
-        )
+from cute_kernels.runtime.operator import Plan
 
 
 def config_of(call: AppendMlaCall) -> WriteConfig:
@@ -52,7 +27,7 @@ def config_of(call: AppendMlaCall) -> WriteConfig:
     return WriteConfig(call.kv_format, call.head_dim, DTYPES[call.latent.dtype], style)
 
 
-def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
+def make_plan(call: AppendMlaCall, shape: CacheShape) -> Plan[[AppendMlaCall], None]:
     """Makes the plan of a checked call that has tokens."""
     config, device = config_of(call), call.latent.device
     check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)
@@ -63,7 +38,19 @@ def make_plan(call: AppendMlaCall, shape: CacheShape) -> AppendMlaPlan:
         "rope_factor": 1.0 if call.rope is None else call.rope.attention_factor,
         "mode": WIDE_POSITIONS if positions is not None and positions.dtype == torch.int64 else 0,
     }
-    return AppendMlaPlan(WRITE.bound(function_of(config, index), fixed), index, steps)
+    send = WRITE.bound(function_of(config, index), fixed)
+
+    def launch(call: AppendMlaCall) -> None:
+        positions = call.position_ids
+        send(
+            latent=call.latent,
+            k_rope=call.k_rope,
+            cache=call.cache.data_ptr(),
+            slots=call.slot_mapping.data_ptr(),
+            position_ids=0 if positions is None else positions.data_ptr(),
+        )
+
+    return Plan(index, launch, (config,), (steps,))
 
 
 def place_arguments(shape: CacheShape) -> dict[str, int | float]:
