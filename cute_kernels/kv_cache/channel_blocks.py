@@ -24,8 +24,7 @@ from cute_kernels.kv_cache.compile import FillSpec
 from cute_kernels.kv_cache.config import WrittenRows
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.gpu import GPU
-from cute_kernels.runtime.operator import Operator, route
+from cute_kernels.runtime.operator import Operator, Plan, on_device_of, route
 from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
 
 
@@ -101,20 +100,15 @@ def launch(*given: Any) -> None:
         return
     if arguments.DEBUG:
         _check_slots(fill)
-    index = fill.k_new.get_device()
-    if index == GPU.current():
-        _fill(fill, index)
-    else:
-        with GPU.guard(index):
-            _fill(fill, index)
+    on_device_of(Plan(fill.k_new.get_device(), _fill), fill)
 
 
-def _fill(fill: Fill, index: int) -> None:
-    """Launches the second kernel on the current device, whose number is ``index``."""
+def _fill(fill: Fill) -> None:
+    """Launches the second kernel on the current device, which has the tensors."""
     tokens, _, head_dim = fill.k_new.shape
     if any(stride % 4 for stride in fill.k_cache.stride()[:3]) or fill.k_cache.data_ptr() % 4:
         raise ValueError(f"k_cache: got strides {fill.k_cache.stride()}, want rows on multiples of 4 bytes")
-    send = FILL.bound(load(FillSpec(WrittenRows(fill.k_format, head_dim)), arch_of(index)), {})
+    send = FILL.bound(load(FillSpec(WrittenRows(fill.k_format, head_dim)), arch_of(fill.k_new.get_device())), {})
     cache, table = fill.k_cache, fill.block_table
     most = tokens if fill.cu_seqlens is not None else 1  # new tokens of a request
     send(

@@ -40,25 +40,14 @@ waits for."""
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-class PlanLike(Protocol[P, ResultT_co]):
-    """A plan: the part of a launch that stays the same between calls with equal keys."""
-
-    @property
-    def device_index(self) -> int:
-        """The index of the device that the plan was made for."""
-        ...
-
-    def launch(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:
-        """Launches a call on the current stream of the plan's device, which must be the current device."""
-        ...
-
-
 @dataclass(frozen=True)
 class Plan(Generic[P, ResultT]):
-    """A plan made of a function, which is a closure over compiled kernels, sizes and the form of results.
+    """A plan: the part of a launch that stays the same between calls with equal keys.
 
     Attributes:
-        device_index, launch: as in `PlanLike`.
+        device_index: the index of the device that the plan was made for.
+        launch: launches a call on the current stream of the plan's device, which must be the current device. It is a
+            closure over compiled kernels, sizes and the form of results.
         products: the products or configurations that the plan launches, for tools that ask which kernels a call uses.
         holds: tensors that are kept alive because ``launch`` holds their addresses.
     """
@@ -89,7 +78,7 @@ REFUSALS = (AttributeError, IndexError, TypeError, ValueError, RuntimeError)
 def launcher(
     key: Callable[[CallT], Hashable],
     check: Callable[[CallT], CheckedT],
-    make: Callable[[CheckedT], PlanLike[[CallT], ResultT] | None],
+    make: Callable[[CheckedT], Plan[[CallT], ResultT] | None],
     empty: Callable[[CheckedT], ResultT] | None = None,
     always: Callable[[CallT], bool] | None = None,
 ) -> Launcher[CallT, ResultT]:
@@ -109,7 +98,7 @@ def launcher(
         empty: makes the result of a checked call that needs no kernel.
         always: returns whether a call is checked even if there is a plan for it.
     """
-    plans: dict[Hashable, PlanLike[[CallT], ResultT]] = {}
+    plans: dict[Hashable, Plan[[CallT], ResultT]] = {}
     forgotten(plans.clear)
 
     def launch(call: CallT) -> ResultT:
@@ -129,7 +118,7 @@ def launcher(
             check(call)
             raise
 
-    def check_and_launch(call: CallT, found: Hashable, plan: PlanLike[[CallT], ResultT] | None) -> ResultT:
+    def check_and_launch(call: CallT, found: Hashable, plan: Plan[[CallT], ResultT] | None) -> ResultT:
         checked = check(call)
         if plan is None:
             plan = make(checked)
@@ -144,7 +133,7 @@ def launcher(
     return made
 
 
-def on_device_of(plan: PlanLike[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+def on_device_of(plan: Plan[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
     """Launches a plan while its device is the current one. For calls without a launcher."""
     if plan.device_index == GPU.current():
         return plan.launch(*args, **kwargs)

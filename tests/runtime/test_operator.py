@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,22 +10,20 @@ import torch
 
 from cute_kernels import arguments, decode_attention
 from cute_kernels.runtime.gpu import Gpu, standing_in
-from cute_kernels.runtime.operator import Operator, launcher, route
+from cute_kernels.runtime.operator import Operator, Plan, launcher, route
 from cute_kernels.runtime.plans import COPIED, key_function
 
 
-@dataclass(frozen=True)
-class Doubling:
-    """A plan: doubles what it is given, if that is not beyond its limit."""
+def doubling(device_index: int, limit: int) -> Plan[[tuple[int, Any]], tuple[int, int]]:
+    """A plan that doubles what it is given, if that is not beyond its limit."""
 
-    device_index: int
-    limit: int
-
-    def launch(self, call: tuple[int, Any]) -> tuple[int, int]:
+    def launch(call: tuple[int, Any]) -> tuple[int, int]:
         x, _ = call
-        if x > self.limit:
+        if x > limit:
             raise ValueError("the function refuses it in its own words")
-        return 2 * x, self.device_index
+        return 2 * x, device_index
+
+    return Plan(device_index, launch)
 
 
 class Family:
@@ -54,9 +51,9 @@ class Family:
         self.checked.append(x)
         return x
 
-    def make(self, x: int) -> Doubling | None:
+    def make(self, x: int) -> Plan[[tuple[int, Any]], tuple[int, int]] | None:
         self.made.append(x)
-        return Doubling(self.device_index, limit=100) if x else None
+        return doubling(self.device_index, limit=100) if x else None
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +94,7 @@ def test_a_refused_launch_is_explained_by_the_checks():
     family.launcher(64)
     with pytest.raises(ValueError, match="x: got 120, want at most 100"):
         family.launcher(120)
-    family.launches.plans[7, ""] = Doubling(0, limit=70)
+    family.launches.plans[7, ""] = doubling(0, limit=70)
     with pytest.raises(ValueError, match="in its own words"):  # the checks find nothing
         family.launcher(80)
 
@@ -140,14 +137,10 @@ def test_what_a_key_cannot_hold_is_checked_in_every_call():
 def test_a_launch_has_its_plans_device_as_the_current_one(current_device):
     seen = []
 
-    @dataclass(frozen=True)
-    class Looks:
-        device_index: int
+    def looks(index: int) -> None:
+        seen.append(current_device[0])
 
-        def launch(self, index: int) -> None:
-            seen.append(current_device[0])
-
-    look = launcher(lambda index: index, lambda index: index, lambda index: Looks(index))
+    look = launcher(lambda index: index, lambda index: index, lambda index: Plan(index, looks))
     look(0)
     look(3)
     assert seen == [0, 3] and current_device[0] == 0
