@@ -73,8 +73,7 @@ class CuteKernelsConfig(QuantizationConfigMixin):
             return
         unknown = sorted(fields.keys() - {*_OPTIONS})
         if unknown:
-            found = f"{unknown[0]}: got an option of that name, want {', '.join(_OPTIONS)}"
-            raise ValueError(f"{found}; quantize_model takes other formats")
+            raise ValueError(f"{unknown[0]}: got an option of that name, want {', '.join(_OPTIONS)}")
         self.options = {"bits": 4, "group_size": 128, "zero_point": False} | fields
         check_options(self.options["bits"], self.options["group_size"], self.options["zero_point"], None)
 

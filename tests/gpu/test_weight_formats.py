@@ -34,7 +34,7 @@ from cute_kernels.gemm.quantize import DTYPES
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.mainloops import MmaSync
+from cute_kernels.gemm.wgmma.mainloops import MmaSync, ScaledSums
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import products_needed_by
 from tests.weight_formats import codebook
@@ -109,12 +109,12 @@ def specs() -> list[KernelSpec]:
 
 
 def seen(weight: PackedWeight, problem: LinearProblem) -> torch.Tensor:
-    """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, where scales are groups' own."""
+    """W in fp64 as the tensor cores see it: rounded in tiles of warpgroups, unless scales multiply sums."""
     config = chosen(problem).config
     exact = weight.dequantize(torch.float64)
     rounds = isinstance(weight.format, ShiftedFormat)
     if isinstance(config, WgmmaConfig):
-        rounds = not config.limbs and (rounds or not isinstance(config.mainloop, MmaSync))
+        rounds = not config.limbs and (rounds or not isinstance(config.mainloop, (MmaSync, ScaledSums)))
     rounds = rounds and weight.group_size is not None
     return exact.to(weight.dtype).double() if rounds else exact
 

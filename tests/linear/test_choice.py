@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import FP8, FP8_BLOCK, FP8_POWER_BLOCK, NVFP4, WeightFormat, integers
 from cute_kernels.gemm.choice import chosen
-from cute_kernels.gemm.problem import LinearProblem
+from cute_kernels.gemm.experts.wgmma.schedule import make_tiles
+from cute_kernels.gemm.problem import GroupedProblem, LinearProblem
 from cute_kernels.gemm.product import Product, problem_of, product_of
 from cute_kernels.gemm.stream.config import StreamConfig
+from cute_kernels.gemm.wgmma.config import WgmmaConfig
 from cute_kernels.gemm.wgmma.launch import TileSchedule
-from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs, ScaledSums
 from cute_kernels.runtime import device
 from tests.launchers import RecordingCache, recording
 
@@ -57,3 +59,34 @@ def test_another_gpu_is_named(gpu, capability, have: str):
 def test_few_rows_that_the_sms_together_have_no_room_for_are_multiplied_in_tiles(m: int, k: int, num_sms: int):
     schedule = chosen(LinearProblem(m, 16384, k, k, integers(8, 256), "fp16", num_sms))
     assert isinstance(schedule, TileSchedule) and schedule.config.can_implement() is None
+
+
+def mainloop_of(problem: LinearProblem) -> Any:
+    return getattr(chosen(problem).config, "mainloop", None)
+
+
+@pytest.mark.parametrize("m", [9, 16, 32, 64, 128])
+def test_fp32_scales_of_groups_multiply_sums_where_a_thread_has_registers_for_them(m: int):
+    problem = LinearProblem(m, 8192, 8192, 8192, FP8_BLOCK, "bf16")
+    assert isinstance(mainloop_of(problem), ScaledSums)
+    if m <= 64:  # of an expert, on average
+        experts = GroupedProblem(8 * m, 8, 4096, 4096, 4096, FP8_BLOCK, "bf16")
+        assert isinstance(make_tiles(experts).config.mainloop, ScaledSums)
+
+
+@pytest.mark.parametrize("form", [FP8, FP8_POWER_BLOCK, NVFP4, integers(8, 128), integers(4, 128, True)])
+def test_no_other_scales_multiply_sums(form: WeightFormat):
+    for m in (16, 64, 128):
+        assert not isinstance(mainloop_of(LinearProblem(m, 8192, 8192, 8192, form, "bf16")), ScaledSums)
+    scaling = WgmmaConfig(form, "bf16", tile_m=64, block_k=128, mainloop=ScaledSums())
+    assert form.key in str(scaling.can_implement())
+
+
+def test_batch_invariant_products_round_weights_in_all_tiles():
+    """Tiles of 256 rows have no registers for sums of their own, so smaller tiles may not have them either."""
+    for m in (1, 16, 64, 1024):
+        problem = LinearProblem(m, 8192, 8192, 8192, FP8_BLOCK, "bf16", batch_invariant=True)
+        assert type(mainloop_of(problem)) is RegisterWgmma
+        experts = GroupedProblem(8 * m, 8, 4096, 4096, 4096, FP8_BLOCK, "bf16", batch_invariant=True)
+        assert type(make_tiles(experts).config.mainloop) is RegisterWgmma
+    assert "accumulators" in str(WgmmaConfig(FP8_BLOCK, "bf16", mainloop=ScaledSums()).can_implement())

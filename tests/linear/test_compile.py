@@ -12,7 +12,7 @@ from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.stream.config import StreamConfig, StreamStore
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma, ResidentLimbs, ScaledSums
 from cute_kernels.gemm.wgmma.results import (
     Dsmem,
     RowCuts,
@@ -105,6 +105,7 @@ EVEN = WgmmaConfig(
     reduction=WorkspaceSplitK(),
 )
 WGMMA_CONFIGS += [EVEN, replace(EVEN, format=integers(4), tile_m=64, num_stages=7)]
+WGMMA_CONFIGS.append(replace(EVEN, format=FP8_BLOCK, mainloop=ScaledSums(in_flight=2)))
 BETWEEN = {shape[0] for shape in BETWEEN_SHAPES}
 WGMMA_CONFIGS += [  # tiles for numbers of rows in between, in formats of more and of less decoding
     config

@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.pipeline import PipelineState
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import FP8_BLOCK, integers
 from cute_kernels.gemm.weight import PackedWeight
 from cute_kernels.gemm.wgmma import epilogue, kernel
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, MmaSync, RegisterWgmma, ScaledSums
 from cute_kernels.gemm.wgmma.reading import make_decoder
 from layouts import banks
 from simulator import stand_in
@@ -68,6 +68,11 @@ SYNCHRONOUS = [
     WgmmaConfig(integers(4, 0), "fp16", tile_m=16, block_k=128, num_stages=2, mainloop=MmaSync()),
     WgmmaConfig(integers(8, 128, True), "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=MmaSync()),
     WgmmaConfig(integers(8, 0, True), "fp16", tile_m=16, block_k=64, num_stages=2, mainloop=MmaSync()),
+]
+SUMS = [
+    WgmmaConfig(FP8_BLOCK, "bf16", tile_m=16, n_tiles=2, block_k=128, num_stages=2, mainloop=ScaledSums()),
+    WgmmaConfig(FP8_BLOCK, "bf16", tile_m=128, block_k=128, num_stages=2, mainloop=ScaledSums(in_flight=2)),
+    WgmmaConfig(FP8_BLOCK, "fp16", tile_m=48, row_parts=3, warpgroups=3, num_stages=2, mainloop=ScaledSums()),
 ]
 
 
@@ -186,12 +191,12 @@ class Machine:
 def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
     """The first k block of W [rows, unit_k] in fp64, as the tensor cores see it, or exact where scales come last."""
     exact = weight.dequantize(torch.float64)
-    scales = not isinstance(config.mainloop, MmaSync) or make_decoder(config).scales_weights
+    scales = not isinstance(config.mainloop, (MmaSync, ScaledSums)) or make_decoder(config).scales_weights
     rounds = config.group_size and scales
     return (exact.to(weight.dtype).double() if rounds else exact)[:, : config.block_k]
 
 
-@pytest.mark.parametrize("config", CONFIGS + SYNCHRONOUS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS + SYNCHRONOUS + SUMS, ids=lambda config: config.name)
 def test_a_k_block_is_multiplied(config: WgmmaConfig, run_on):
     weight = make_weight(config)
     generator = torch.Generator().manual_seed(1)
@@ -201,7 +206,7 @@ def test_a_k_block_is_multiplied(config: WgmmaConfig, run_on):
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("config", CONFIGS[-7:], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS[-7:] + SUMS, ids=lambda config: config.name)
 def test_k_blocks_add_up(config: WgmmaConfig, run_on):
     weight = make_weight(config)
     x = torch.randn(config.tile_m, config.block_k, generator=torch.Generator().manual_seed(3)).to(weight.dtype)

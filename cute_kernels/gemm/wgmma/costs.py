@@ -14,7 +14,15 @@ from typing import ClassVar
 from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, ResidentConfig, WgmmaConfig
 from cute_kernels.gemm.wgmma.launch import MainloopCost, TileRates, TileSchedule
-from cute_kernels.gemm.wgmma.mainloops import TMA_TILE_K, Mainloop, MmaSync, RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.mainloops import (
+    FLOAT_BYTES,
+    TMA_TILE_K,
+    Mainloop,
+    MmaSync,
+    RegisterWgmma,
+    ResidentLimbs,
+    ScaledSums,
+)
 from cute_kernels.gemm.wgmma.results import WGMMA_N_STEP
 
 CLOCKS_PER_US = 1650.0
@@ -22,6 +30,10 @@ MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
 SM_BYTES_PER_CLOCK = 26  # the most bytes that an SM receives in a clock
 START_CLOCKS = 7300  # from the launch to the first MMAs
 SHORT_ROWS = range(65, 257)  # rows of products that end before the GPU lowers its clock; fewer are often in one tile
+# Rates where fp32 scales multiply codes, and where they multiply sums (`ScaledSums`). They are fitted to 72 and 142
+# times of FP8 in groups of 128 (bench/results/scaled_sums_study.json).
+FLOAT_RATES = TileRates(decode=27.5, row=0.36, mma=14)
+SUM_RATES = TileRates(decode=36, row=0.28, mma=22)
 MULTICAST_GAIN = 0.02  # share of a k block's time, in a launch between others; 0.05 in launches of the same kind
 MULTICAST_CLOCKS = 3000  # for a cluster that multicasts to meet before its first copy and after its last
 
@@ -63,6 +75,8 @@ class DecodedCost(MainloopCost):
     dsmem_row: float = 9
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        if config.scales_codes and config.format.scale_bytes == FLOAT_BYTES:
+            return FLOAT_RATES
         if config.scales_codes:
             plain = config.format.bits == 4 and not config.format.has_zeros
             is_short = plain and problem.m in SHORT_ROWS and not problem.batch_invariant
@@ -119,6 +133,23 @@ class DecodedCost(MainloopCost):
         return self.apart_zero if config.reduction.dsmem and in_flight > 1 else self.scaled_zero
 
 
+class SumsCost(DecodedCost):
+    """The cost of `ScaledSums`."""
+
+    # Of two warpgroups with two tiles each: nobody decodes while both wait for their sums.
+    waiting = 1.15
+
+    def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
+        return SUM_RATES
+
+    def decode_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        return SUM_RATES.decode
+
+    def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
+        waits = config.warpgroups == config.n_tiles == 2 and config.k_warpgroups == 1
+        return self.waiting if waits else super().overlap(problem, config)
+
+
 class ResidentCost(MainloopCost):
     """The cost of the mainloop whose CTAs make limbs of x themselves: `ResidentLimbs`."""
 
@@ -160,7 +191,7 @@ class ResidentCost(MainloopCost):
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: DecodedCost(), MmaSync: DecodedCost(), ResidentLimbs: ResidentCost(),
+    RegisterWgmma: DecodedCost(), ScaledSums: SumsCost(), MmaSync: DecodedCost(), ResidentLimbs: ResidentCost(),
 }  # fmt: skip
 
 

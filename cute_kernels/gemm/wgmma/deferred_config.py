@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cute_kernels.device.cuda import BARRIER_BYTES
 from cute_kernels.gemm.arguments import GIVES_NORM, TAKES_NORM, CompiledAs
-from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs
+from cute_kernels.gemm.wgmma.mainloops import WARPGROUP_THREADS, RegisterWgmma, ResidentLimbs, ScaledSums
 from cute_kernels.gemm.wgmma.results import Dsmem, RowExchange, StagedStore, WholeK, WorkspaceSplitK
 from cute_kernels.runtime.spec import one_of
 from layouts.weights.hopper import TILE_N
@@ -53,7 +53,7 @@ class DeferredNorm(StagedStore):
     """
 
     reductions: ClassVar[dict[type, tuple[type, ...]]] = {
-        RegisterWgmma: (WholeK, WorkspaceSplitK, RowExchange, Dsmem),
+        **dict.fromkeys((RegisterWgmma, ScaledSums), (WholeK, WorkspaceSplitK, RowExchange, Dsmem)),
         ResidentLimbs: (Dsmem,),
     }
     """The reductions that a norm can be deferred with, by type of mainloop."""

@@ -44,6 +44,7 @@ ROW_LIMB_BYTES = 2 * LIMB_GROUP  # both limbs of so many inputs of a row,
 ROW_SCALE_BYTES = 4  # and their scale
 LIMB_TILE_M = 64  # rows of x whose two limbs are the columns of one MMA
 X_SCALE_ALIGNMENT = 4  # fp32 scales in 16 bytes, where copies begin: a tile's first scale is any of them
+FLOAT_BYTES = 4
 SYNCHRONOUS_TILE_M = 32  # rows of x of the widest synchronous tile
 # K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
 # reduction of up to PREFETCHED_TILE_M rows: by the bits of a code and the tiles of a block.
@@ -220,6 +221,31 @@ class RegisterWgmma(Mainloop):
             # The previous k block's stage is released within this one, once no group of that k block is in flight.
             return f"{self.in_flight} groups of {self.group_steps} steps are not less than block_k {config.block_k}"
         return None
+
+
+@dataclass(frozen=True)
+class ScaledSums(RegisterWgmma):
+    """The mainloop of `RegisterWgmma` that scales the sums of a k block instead of its weights. Its code is in
+    `.scaled_sums`.
+
+    It is for fp32 scales of whole k blocks. To multiply two weights by one takes two multiplications and a conversion,
+    as many instructions as decoding them takes. The sums of a k block take ``tile_m / 2`` multiplications of a thread,
+    and registers of their own, so tiles have up to 128 rows.
+    """
+
+    made_by: ClassVar[str] = f"{_ROOM}.scaled_sums:ScaledSumsMainloop"
+    scales_codes: ClassVar[bool] = False
+    most_acc_m: ClassVar[int] = 128
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}sums"
+
+    def problem(self, config: WgmmaConfig) -> str | None:
+        form = config.format
+        if form.scale_bytes != FLOAT_BYTES or form.sums_inputs or form.row_scales or config.k_block_groups != 1:
+            return f"sums want one fp32 scale for all of a k block, not {form.key} with k blocks of {config.block_k}"
+        return super().problem(config)
 
 
 @dataclass(frozen=True)

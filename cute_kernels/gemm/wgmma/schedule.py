@@ -21,7 +21,7 @@ from cute_kernels.gemm.wgmma.costs import CLOCKS_PER_US, MULTICAST_CLOCKS, SHORT
 from cute_kernels.gemm.wgmma.launch import TileSchedule
 from cute_kernels.gemm.wgmma.mainloops import RegisterWgmma
 from cute_kernels.gemm.wgmma.resident_schedule import resident_configs
-from cute_kernels.gemm.wgmma.stages import MAX_STAGES, of_format, with_stages
+from cute_kernels.gemm.wgmma.stages import MAX_STAGES, of_format, scaling_sums, with_stages
 
 MAX_SPLITS = 16
 SHORT_CHUNK = 32  # rows of x stored at a time where the smaller staging buffer makes room for one more stage that pays
@@ -186,7 +186,7 @@ Candidates = Callable[[LinearProblem], Iterable[WgmmaConfig]]
 
 def candidate_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns the configurations worth considering."""
-    return [config for configs in CANDIDATES for config in configs(problem)]
+    return [scaling_sums(config) for configs in CANDIDATES for config in configs(problem)]
 
 
 def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:

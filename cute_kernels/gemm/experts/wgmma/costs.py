@@ -11,8 +11,9 @@ from typing import ClassVar
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_schedule import SLOTS_SHARE, issue_slots
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
+from cute_kernels.gemm.wgmma.costs import FLOAT_RATES, SUM_RATES
 from cute_kernels.gemm.wgmma.launch import K_BLOCK_CLOCKS
-from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma
+from cute_kernels.gemm.wgmma.mainloops import FLOAT_BYTES, Limbs, Mainloop, MmaSync, RegisterWgmma, ScaledSums
 
 WORK_TILE_CLOCKS = 2200  # to store the results of two warpgroups where decoding or memory is the bound
 TENSOR_WORK_TILE_CLOCKS = 1500  # the same where the tensor cores are the bound
@@ -66,7 +67,23 @@ class RegisterCost(MainloopCost):
         clocks, row = self.decode[config.format.bits], self.row
         if scaled_as_decoded(config):
             clocks, row = self.scaled, self.scaled_row
+        elif config.scales_codes and config.format.scale_bytes == FLOAT_BYTES:
+            clocks, row = FLOAT_RATES.decode, FLOAT_RATES.row
         return K_BLOCK_CLOCKS + steps_of(config) * (clocks * config.format.decode_cost + row * tile_m)
+
+
+class SumsCost(RegisterCost):
+    """The cost of `ScaledSums`, with the clocks of dense products."""
+
+    mma = SUM_RATES.mma
+    wide: ClassVar[dict[int, float]] = {128: 1.1}
+
+    def memory_factor(self, config: WgmmaConfig) -> float:
+        """Returns more than 1 for few stages, so that of several tiles that wait for memory the smallest is chosen."""
+        return 1 + 0.1 / config.num_stages
+
+    def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
+        return K_BLOCK_CLOCKS + steps_of(config) * (SUM_RATES.decode + SUM_RATES.row * tile_m)
 
 
 class SynchronousCost(MainloopCost):
@@ -102,7 +119,8 @@ class Fp8Cost(MainloopCost):
 
 
 COSTS: dict[type[Mainloop], MainloopCost] = {
-    RegisterWgmma: RegisterCost(), MmaSync: SynchronousCost(), Limbs: LimbCost(), Fp8Wgmma: Fp8Cost(),
+    RegisterWgmma: RegisterCost(), ScaledSums: SumsCost(), MmaSync: SynchronousCost(), Limbs: LimbCost(),
+    Fp8Wgmma: Fp8Cost(),
 }  # fmt: skip
 
 

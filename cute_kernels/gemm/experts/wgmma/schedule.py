@@ -32,7 +32,7 @@ from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 from cute_kernels.gemm.wgmma.costs import MEMORY_BYTES_PER_CLOCK
 from cute_kernels.gemm.wgmma.mainloops import MOST_LOOPS, Limbs, Mainloop, MmaSync, RegisterWgmma
-from cute_kernels.gemm.wgmma.stages import of_format, with_stages
+from cute_kernels.gemm.wgmma.stages import of_format, scaling_sums, with_stages
 from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # bytes of an expert in the table: work tiles before it, its first place
@@ -157,6 +157,7 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
         shape = shape._replace(block_k=64)
     spare = SMEM_RESERVE + TABLE_BYTES
     config = with_stages(of_format(problem, **shape._asdict()), spare=spare)
+    config = config if problem.batch_invariant else scaling_sums(config)
     if shape.row_parts > MOST_LOOPS and shape.n_tiles > 1 and not scaled_as_decoded(config):
         return None  # not measured
     fits = config.smem_bytes + spare <= config.limits.shared_bytes
