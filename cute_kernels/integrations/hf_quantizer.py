@@ -73,7 +73,8 @@ class CuteKernelsConfig(QuantizationConfigMixin):
             return
         unknown = sorted(fields.keys() - {*_OPTIONS})
         if unknown:
-            raise ValueError(f"{unknown[0]}: got an option of that name, want {', '.join(_OPTIONS)}")
+            found = f"{unknown[0]}: got an option of that name, want {', '.join(_OPTIONS)}"
+            raise ValueError(f"{found}; quantize_model takes other formats")
         self.options = {"bits": 4, "group_size": 128, "zero_point": False} | fields
         check_options(self.options["bits"], self.options["group_size"], self.options["zero_point"], None)
 

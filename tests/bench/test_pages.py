@@ -87,6 +87,21 @@ def test_the_readme_has_gains_by_the_medians_of_runs_and_the_weights_of_its_mode
     assert "GGUF of 4 bits (Q4_1)" in text and "GGUF Q4_1" in pages.load("model_accuracy")["model"]["name"]
 
 
+def test_the_page_of_experts_has_what_batch_invariance_costs():
+    text = (ROOT / "docs/moe.md").read_text()
+    cost: dict[str, list[str]] = {}
+    for row in pages.load("moe_options")["options"]:
+        us = {option: row["options"][option]["us"] for option in ("plain", "batch invariant")}
+        cost.setdefault(row["name"].split(", ")[1].split()[0], []).append(f"{us['batch invariant'] / us['plain']:.2f}")
+    assert cost and all(f"| {tokens} | {' | '.join(times)} |\n" in text for tokens, times in cost.items()), cost
+    rows = pages.load("moe")["moe"]
+    ratios = [(row["shape"]["tokens"], row["batch_invariant_us"] / row["eager_us"]) for row in rows]
+    few = [ratio for tokens, ratio in ratios if 16 <= tokens <= 128]
+    many = [ratio for tokens, ratio in ratios if tokens > 128]
+    assert f"16 to 128 tokens take {min(few):.2f} to {max(few):.2f} times as long" in text
+    assert f"more tokens at most {max(many):.2f} times" in text
+
+
 def test_figures_that_were_not_measured_beside_ours_are_labelled():
     table = pages.decode()
     for row in ("FBGEMM, CUDA [1]", "FBGEMM, CUDA [2]"):

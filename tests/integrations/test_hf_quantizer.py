@@ -308,6 +308,8 @@ def test_options_are_checked():
         hf_quantizer.CuteKernelsConfig(bits=3)
     with pytest.raises(ValueError, match="^bit: got an option of that name"):
         hf_quantizer.CuteKernelsConfig(bit=4)
+    with pytest.raises(ValueError, match="^format: got .* quantize_model takes other formats$"):
+        hf_quantizer.CuteKernelsConfig(format="nvfp4")
     with pytest.raises(ValueError, match="^quant_method: got 'gptq'"):
         hf_quantizer.CuteKernelsConfig("gptq")
 

@@ -172,7 +172,8 @@ class ScoreOptionTests:
             "unknown": given | {"nobodys": tensor},
             "missing": [],
         }
-        with pytest.raises((TypeError, ValueError), match="nobodys" if wrong == "unknown" else "score_options|" + name):
+        said = {"unknown": "nobodys", "dtype": f"^{name}: got dtype torch.int16, want torch.float32"}
+        with pytest.raises((TypeError, ValueError), match=said.get(wrong, "score_options|" + name)):
             call.run(score_options=others[wrong] or [tensor])
 
     @needs_compiler

@@ -86,7 +86,8 @@ def check_given(given: Mapping[str, torch.Tensor], q: torch.Tensor, sizes: Mappi
     wanted = [tensor.name for option in _registered.values() for tensor in option.tensors]
     for name in given:
         if name not in wanted:
-            raise ValueError(f"score_options: got {name!r}, want {' or '.join(map(repr, wanted)) or 'none'}")
+            known = " or ".join(map(repr, wanted)) or "none: no option is registered"
+            raise ValueError(f"score_options: got {name!r}, want {known}")
     options = [option for option in _registered.values() if any(tensor.name in given for tensor in option.tensors)]
     for option in options:
         for tensor in option.tensors:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from cute_kernels.arguments import check_aligned, check_contiguous, check_place, check_tensors, shape_of
+from cute_kernels.arguments import check_aligned, check_contiguous, check_dtype, check_place, check_shape, check_tensors
 from cute_kernels.formats.scores.features import Features
 
 TERMS = "cute_kernels.formats.scores.terms"
@@ -46,12 +46,9 @@ class OptionTensor:
         """Raises TypeError or ValueError unless ``tensor`` fits a call of ``sizes``; the message says what came."""
         check_tensors(**{self.name: tensor})
         check_place(self.name, tensor, q.device)
-        wanted = self.shape_of(sizes)
-        if tuple(tensor.shape) != wanted:
-            names = ", ".join(map(str, self.shape))
-            raise ValueError(f"{self.name}: got shape {shape_of(tensor)}, want {wanted}, [{names}]")
-        if tensor.dtype != self.dtype:
-            raise TypeError(f"{self.name}: got {tensor.dtype}, want {self.dtype}")
+        names = ", ".join(map(str, self.shape))
+        check_shape(self.name, tensor, *self.shape_of(sizes), why=f", [{names}]" if names else "")
+        check_dtype(self.name, tensor, self.dtype)
         check_contiguous(self.name, tensor)
         check_aligned(self.name, tensor, ALIGNMENT)
 

@@ -64,7 +64,7 @@ def check_activations(activations: object, scale: object, form: WeightFormat, k:
         raise ValueError(f"activations: got {activations!r}, want None (16 bits) or {FP8!r}")
     problem = fp8_problem(form) or ("no zero points" if form.has_zeros else None)
     if problem is not None:
-        wanted = f"None (16-bit products), or {problem}"
+        wanted = f"None (16-bit products), or weights with {problem}"
         raise ValueError(f"activations: got {FP8!r} for weights in {spelling(form)}, want {wanted}")
     whole_k(padded_shape((0, k), form.group_size)[1])
     return True

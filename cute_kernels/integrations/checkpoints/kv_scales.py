@@ -46,7 +46,8 @@ def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]
     v, or a scale that is not positive."""
     keys: dict[int, dict[str, str]] = {}
     for key in sorted(entries):
-        if found := _KEY.search(key):
+        found = _KEY.search(key)
+        if found:
             for which in found["which"] or found["projection"] or "kv":
                 keys.setdefault(int(found[1]), {})[which] = key
     if not keys:
