@@ -26,10 +26,13 @@ from cute_kernels.attention.decode_schedule import DecodeSchedule, make_schedule
 from cute_kernels.attention.extend_schedule import choose_fp8, choose_unpacked
 from cute_kernels.attention.plan import combine_spec, configs_of, key_rows_for, problem_of
 from cute_kernels.attention.problem import AttentionProblem
+from cute_kernels.formats.weights import FP8_BLOCK, MXFP4, NVFP4, WeightFormat
+from cute_kernels.gemm import PackedWeight, quantize_weight
 from cute_kernels.gemm.choice import chosen
 from cute_kernels.gemm.deferred_choice import config_beside_a_norm
 from cute_kernels.gemm.experts import fused_moe, fused_moe_reference
 from cute_kernels.gemm.layer.config import config_for
+from cute_kernels.gemm.problem import LinearProblem
 from cute_kernels.gemm.product import make_product
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.wgmma.deferred_config import GIVES, TAKES, DeferredKind
@@ -209,18 +212,26 @@ class LinearCase:
     n: int
     k: int
     m: int
-    form: Format = W4
+    form: Format | WeightFormat = W4
     batch_invariant: bool = False
 
     def specs(self) -> list[KernelSpec]:
-        problem = self.form.problem(self.m, self.n, self.k)
+        if isinstance(self.form, Format):
+            problem = self.form.problem(self.m, self.n, self.k)
+        else:
+            problem = LinearProblem(self.m, self.n, self.k, self.k, self.form, "bf16")
         return [GemmSpec(chosen(dataclasses.replace(problem, batch_invariant=self.batch_invariant)).config)]
 
+    def weight(self, device: str) -> PackedWeight:
+        if isinstance(self.form, Format):
+            return pack(make_weights(self.n, self.k, self.form, device))
+        w = torch.randn((self.n, self.k), device=device)
+        return quantize_weight(w, format=self.form, dtype=torch.bfloat16)
+
     def run(self, device: str = "cuda") -> str:
-        weights = make_weights(self.n, self.k, self.form, device)
-        packed = pack(weights)
+        packed = self.weight(device)
         x = torch.randn((self.m, self.k), device=device).to(packed.dtype)
-        wanted = x.float() @ weights.dense.float().T
+        wanted = x.float() @ packed.dequantize(torch.float32).T
         for _ in range(CALLS):
             out = torch.full_like(wanted, torch.nan, dtype=packed.dtype)
             quantized_linear(x, packed, out=out, batch_invariant=self.batch_invariant)
@@ -463,6 +474,11 @@ LAYERS = {
     "linear-w8-zeros": LinearCase(2048, 2048, 40, Format(8, 64, True, "fp16")),
     "linear-many-rows": LinearCase(8192, 4096, 512),
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
+    "linear-mxfp4": LinearCase(4096, 4096, 8, MXFP4),
+    "linear-nvfp4": LinearCase(4096, 4096, 4, NVFP4),
+    "linear-fp8-limbs": LinearCase(4096, 4096, 8, FP8_BLOCK),
+    "linear-fp8-sums-turns": LinearCase(4096, 4096, 16, FP8_BLOCK),
+    "linear-fp8-sums": LinearCase(2048, 2048, 96, FP8_BLOCK),
     "linear-ranges": RangesCase(8504, 1152, 200),
     "linear-ranges-few-rows": RangesCase(17000, 1152, 100),
 }

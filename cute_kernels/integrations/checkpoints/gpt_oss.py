@@ -96,10 +96,9 @@ def with_common_names(entries: Headers) -> Headers:
     for key, entry in entries.items():
         if original:
             found.update(_from_original(key, entry, entries))
-        elif match := _HUGGING_FACE.fullmatch(key):
-            found[f"{match[1]}.{match[2]}" if f"{match[1]}_blocks" in entries else key] = entry
         else:
-            found[key] = entry
+            match = _HUGGING_FACE.fullmatch(key)
+            found[f"{match[1]}.{match[2]}" if match and f"{match[1]}_blocks" in entries else key] = entry
     return found
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ITEM_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+_SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # what the safetensors package accepts
 
@@ -46,10 +48,11 @@ def read_headers(path: Path) -> Headers:
     """Reads the tensors of a file, or of a directory, by name.
 
     A directory's files are those that its index names. Without an index they are model.safetensors, or else all files.
-    If two files have a tensor, the index says from which of them it is read.
+    If names of files count shards (model-00001-of-00002), all shards have to be there. If two files have a tensor, the
+    index says from which of them it is read.
 
     Raises:
-        FileNotFoundError: there is no such file, or no safetensors file in the directory.
+        FileNotFoundError: there is no such file, no safetensors file in the directory, or a shard is missing.
         ValueError: a file is no safetensors file or is truncated, a tensor is in two files and the index names neither,
             or no file has a tensor of the index. The message names file and tensor.
     """
@@ -61,6 +64,9 @@ def read_headers(path: Path) -> Headers:
         how = "is not" if there and there[0].endswith(".gguf") else "runs code when it is"
         beside = f" but with {there[0]}, which {how} read" if there else ""
         raise FileNotFoundError(f"path: got the directory {path} without *.safetensors{beside}, want at least one")
+    for shard in filter(None, (_SHARD.fullmatch(file.name) for file in files if path.is_dir() and not promised)):
+        if (found := len([*path.glob(f"{shard[1]}-*-of-{shard[2]}.safetensors")])) < int(shard[2]):
+            raise FileNotFoundError(f"path: got {found} of {int(shard[2])} files of {shard[1]}, want all of them")
     entries = Headers()
     for file in files:
         for name, entry in _read_header(file, entries.metadata).items():
@@ -135,11 +141,8 @@ def _describes_a_tensor(entry: object) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     said: list[Any] = [entry.get("shape"), entry.get("data_offsets")]
-    for numbers in said:
-        if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
-            return False
     shape, place = said
-    if len(place) != 2 or place[0] > place[1]:
-        return False
+    known = all(isinstance(one, list) and all(type(number) is int and number >= 0 for number in one) for one in said)
+    in_order = known and len(place) == 2 and place[0] <= place[1]
     size = _ITEM_BYTES.get(entry["dtype"])  # None for one that is nothing to the importers
-    return size is None or place[1] - place[0] == size * math.prod(shape)
+    return in_order and (size is None or place[1] - place[0] == size * math.prod(shape))

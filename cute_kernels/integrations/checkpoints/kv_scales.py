@@ -46,8 +46,7 @@ def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]
     v, or a scale that is not positive."""
     keys: dict[int, dict[str, str]] = {}
     for key in sorted(entries):
-        found = _KEY.search(key)
-        if found:
+        if found := _KEY.search(key):
             for which in found["which"] or found["projection"] or "kv":
                 keys.setdefault(int(found[1]), {})[which] = key
     if not keys:

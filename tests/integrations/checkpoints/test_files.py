@@ -157,6 +157,17 @@ def test_shards_are_read_through_their_index(tmp_path):
         load_safetensors(tmp_path)
 
 
+def test_shards_without_an_index_have_to_be_complete(tmp_path):
+    files = [tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for file, (name, layer) in zip(files, golden_layers().items(), strict=True):
+        save_file(prefixed({name: goldens.awq(layer)}), file)
+    assert [name for name, _ in load_safetensors(tmp_path)] == sorted(NAMES)
+    files[1].unlink()
+    with pytest.raises(FileNotFoundError, match="^path: got 1 of 2 files of model, want all of them"):
+        load_safetensors(tmp_path)
+    assert [name for name, _ in load_safetensors(files[0])] == [NAMES[0]]  # a part, by its name
+
+
 def test_a_layer_is_read_when_it_is_asked_for(tmp_path, monkeypatch):
     path = write(tmp_path, prefixed({name: goldens.awq(layer) for name, layer in golden_layers().items()}))
     read: list[str] = []
