@@ -19,7 +19,7 @@ cute_kernels = cute_kernels.integrations.vllm:register
 [sglang.srt.plugins]
 cute_kernels = cute_kernels.integrations.sglang:register
 """
-WEIGHTS = ("bf16", "fp8", "w4", "w8", "mxfp4")
+WEIGHTS = ("bf16", "fp8", "fp8_block", "w4", "w8", "mxfp4", "nvfp4")
 GRAMMAR = "MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][/PAGE][-tpGPUS][@B,B or @mixed]"
 SEVERAL_GPUS = {
     # No addresses are looked up, and nothing is sent by NVLink's multicast, which not every machine lends.
@@ -44,9 +44,11 @@ class Case:
 
     Attributes:
         model: one of MODELS. weights: one of WEIGHTS. Integers have a scale for each group of 128; FP8 has one for each
-            channel, and its activations one for each token; gpt-oss has experts in MXFP4.
+            channel, and its activations one for each token; FP8 in blocks is DeepSeek's; NVFP4 has activations in 16
+            bits; gpt-oss has experts in MXFP4.
         kv: what --kv-cache-dtype is given.
-        plugin: "off", "on", or a list of seams as CUTE_KERNELS_VLLM takes it.
+        plugin: "off", "on", or a list of seams as CUTE_KERNELS_VLLM takes it. With float_linear among them, activations
+            stay in 16 bits.
         kv_format: of this package, instead of what ``kv`` says; empty for none.
         batches: requests at a time. context: tokens of a prompt.
         beside: whether other engines have memory on the same GPU: the cache has room for the largest batch alone.
@@ -121,6 +123,7 @@ def environment_of(case: Case, folder: Path, tree: Path = ROOT) -> dict[str, str
         "PYTHONPATH": os.pathsep.join(path),
         "CUTE_KERNELS_VLLM": {"off": "0", "on": "1"}.get(case.plugin, case.plugin),
         "CUTE_KERNELS_VLLM_KV_FORMAT": case.kv_format,
+        **({"CUTE_KERNELS_VLLM_ACTIVATIONS": "16bit"} if "float_linear" in case.plugin.split(",") else {}),
         "CUTE_KERNELS_SGLANG": "0" if case.plugin == "off" else "1",
         **({"VLLM_CACHE_ROOT": str(folder / "cache")} if case.beside else {}),  # no two write the same graphs
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -152,6 +155,12 @@ def model_folder(case: Case, folder: Path) -> Path:
         config["quantization_config"] = _compressed(
             "float-quantized", weights=weights, input_activations={**fp8, "strategy": "token", "dynamic": True}
         )
+    elif case.weights == "fp8_block":
+        block = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+        config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", **block}
+    elif case.weights == "nvfp4":
+        fp4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+        config["quantization_config"] = _compressed("nvfp4-pack-quantized", weights=fp4)
     elif case.weights != "bf16":
         weights = {"num_bits": int(case.weights[1:]), "type": "int", "symmetric": True, "strategy": "group"}
         config["quantization_config"] = _compressed("pack-quantized", weights={**weights, "group_size": 128})

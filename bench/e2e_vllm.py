@@ -294,10 +294,30 @@ def row_of(case: Case, batch: int, measured: Measured) -> dict[str, Any]:
     }
 
 
+SCALES = {"weight_scale": 1.0, "weight_scale_inv": 2.0**-12, "weight_global_scale": 2.0**12}
+"""Values of scales, by the names of tensors: vLLM's dummy ones may be negative, as no checkpoint's are."""
+
+
+def keep_scales_positive() -> None:
+    """Makes scales of vLLM's dummy weights those of `SCALES`. Needs vLLM 0.30 or later."""
+    from vllm.model_executor.model_loader import dummy_loader
+
+    usual = dummy_loader.initialize_single_dummy_weight
+
+    def initialize(tensor: Any, *arguments: Any, name: str = "", **options: Any) -> None:
+        usual(tensor, *arguments, name=name, **options)
+        if name in SCALES:
+            tensor.fill_(SCALES[name])
+
+    dummy_loader.initialize_single_dummy_weight = initialize
+
+
 def measure(case: Case, folder: Path, turn: Turn) -> list[dict[str, Any]]:
     """Starts the engine and measures each batch, when it is its turn."""
     import vllm
 
+    if case.weights in ("nvfp4", "fp8_block"):
+        keep_scales_positive()
     beside = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache_bytes(case)}
     memory: dict[str, Any] = beside if case.beside else {"gpu_memory_utilization": 0.9}
     memory |= {"block_size": case.block_size} if case.block_size else {}

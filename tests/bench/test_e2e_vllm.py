@@ -309,6 +309,24 @@ def test_an_fp8_model_rounds_its_activations_token_by_token(tmp_path: Path):
     assert scheme["input_activations"]["strategy"] == "token" and scheme["input_activations"]["dynamic"]
 
 
+def test_fp4_has_16_bit_activations_and_fp8_in_blocks_is_asked_to(tmp_path: Path):
+    for weights in ("nvfp4", "fp8_block"):
+        case = e2e_cases.case_of(f"llama3-8b:{weights}:fp8:linear+float_linear@1")
+        config = json.loads((e2e_cases.model_folder(case, tmp_path) / "config.json").read_text())["quantization_config"]
+        if weights == "nvfp4":
+            group = config["config_groups"]["group_0"]
+            assert (config["format"], group["weights"]["group_size"]) == ("nvfp4-pack-quantized", 16)
+            assert "input_activations" not in group
+        else:
+            assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
+        (tmp_path / weights).mkdir()
+        environment = e2e_cases.environment_of(case, tmp_path / weights)
+        assert environment["CUTE_KERNELS_VLLM_ACTIVATIONS"] == "16bit"
+    (tmp_path / "on").mkdir()
+    usual = e2e_cases.environment_of(e2e_cases.case_of("llama3-8b:nvfp4:fp8:on@1"), tmp_path / "on")
+    assert "CUTE_KERNELS_VLLM_ACTIVATIONS" not in usual
+
+
 def test_gpt_oss_has_its_published_rotation_windows_and_mxfp4_experts(tmp_path: Path):
     folder = e2e_cases.model_folder(e2e_cases.case_of("gpt-oss-20b:mxfp4:fp8:on"), tmp_path)
     config = AutoConfig.from_pretrained(folder)
