@@ -86,9 +86,9 @@ def quantized_linear(
         norm: [K] in x's dtype or fp32: rows of x are normed first, as by `rms_norm` with this weight and ``norm_eps``.
             The norm is a launch before the product.
         activations: None, or "fp8": rows of x are rounded to E4M3 by `quantize_activations`; the weight is not rounded.
-            Each row has a scale, or one for each 128 inputs where the weight has 8-bit codes in groups. Weights are
-            FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200, FP8 products
-            are faster with many rows, and slower with few (docs/design/fp8_gemm.md).
+            Each row has a scale. If the weight has 8-bit codes in groups, each 128 inputs of a row have a scale.
+            Weights are FP8, MXFP8, MXFP4 or 4-bit integers, without zero points and not in groups of 16. On an H200,
+            FP8 products are faster with many rows, and slower with few (docs/design/fp8_gemm.md).
         activation_scale: with "fp8", the scale of all of x: fp32 of one element. None: x has scales of its own.
 
     Other Parameters:
@@ -129,7 +129,7 @@ def quantized_linear_norm(
     """Computes x W^T + bias + residual, and the RMSNorm of these rows for the products that read them.
 
     `quantized_linear` takes the result as its x; there may be several such products. No launch lies between the
-    products where both kernels support it: bf16, up to 64 or 128 rows of most layers, N a multiple of 256, a norm in
+    products if both kernels support it: bf16, up to 64 or 128 rows of most layers, N a multiple of 256, a norm in
     x's dtype. The first then also stores its rows times the norm's weight, and sums of their squares; the second
     multiplies its accumulators by (mean square + eps)^-0.5. Otherwise `rms_norm` is launched before each product that
     reads the rows. Both variants round a normed row once, but at different steps: their results differ in the last

@@ -53,7 +53,7 @@ class Activate:
         return Boolean(not self.own.gated)
 
     def of_pair(self, gate: Float32, up: Float32) -> Float32:
-        """Computes a result of a gated activation from a gate and an up."""
+        """Computes a gated activation's result from one gate value and one up value."""
         (gated,) = self.gated
         return gated.device(MATH, gate, up)
 
@@ -73,7 +73,8 @@ class Activate:
     @cute.jit
     def neighbours(self, shape, results: RegisterTensor, count: int):
         """Applies the activation, in place, to ``count`` results of neighbouring rows of the weight. A gated activation
-        leaves its results in the first half."""
+        leaves its results in the first half of ``results``.
+        """
         if const_expr(len(self.gated) > 0):
             if self.is_gated(shape):
                 for i in cutlass.range_constexpr(count // 2):

@@ -4,28 +4,35 @@ The arguments of FP8 products, and of the kernel that makes their rows of x, are
 `cute_kernels.gemm.operands.fp8_config`. Those of a layer's products in one launch are in
 `cute_kernels.gemm.layer.arguments`.
 
-Dense products (`STREAM`, `TILES` and the lists that begin with `TILES`) take x [m, k]. k and the row stride, in
-elements, are multiples of 8, and rows begin on 16 bytes. Addresses: codes uint8 [num_tiles, k_blocks * tiles of a k
-block, 2048], scales of the format's dtype and zeros uint8 [num_tiles, groups, 64]; bias [n] and residual as out, of x's
-dtype, or 0; out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32, every word EMPTY before and
-after.
+Dense products (`STREAM`, `TILES` and the lists that begin with `TILES`) have these arguments:
 
-    k_blocks              padded K / the k block of the configuration
-    activation, out_kind  numbers of :mod:`.activations` and :mod:`.out_kinds`
-    num_slices, num_groups, max_parts
-                          of a stream: slices of K; groups of CTAs; parts of a block, at most. All CTAs must fit on the
-                          GPU together. workspace [blocks, max_parts, m * block_rows]
-    whole                 tiles that are not cut; tiles of CTAs that multicast activations together count as one
-    splits                parts of each tile that is cut: parts of K, none of them empty, or of rows of x. 1 unless the
-                          configuration cuts tiles. A sequential reduction cuts every tile, and one CTA computes all
-                          parts of a tile. workspace [tiles that are cut, splits - 1, block_rows * tile_m]
-    num_ctas              how many CTAs are launched
+    x                     [m, k]; k and the row stride in elements are multiples of 8; rows begin on 16 bytes
+    codes                 address of uint8 [num_tiles, k_blocks * tiles of a k block, 2048]
+    scales, zeros         addresses: scales of the format's dtype, and uint8 zero points, both [num_tiles, groups, 64]
+    bias                  address of [n] in x's dtype, or 0
+    residual              address of a matrix in x's dtype, of out's shape, or 0
+    out                   address of [m, n], or of [m, n / 2] for swiglu, of the dtype ``out_kind``
+    workspace             address of fp32 words; every word is EMPTY before and after the launch
+    k_blocks              padded K / the configuration's block_k
+    activation, out_kind  integers that stand for an activation and an output dtype: :mod:`.activations`, `.out_kinds`
+    num_slices            of `STREAM`: number of slices of K
+    num_groups            of `STREAM`: number of groups of CTAs; all CTAs must fit on the GPU together
+    max_parts             of `STREAM`: largest number of parts of a block; workspace [blocks, max_parts, m * block_rows]
+    whole                 number of tiles that are not cut; with multicast, the tiles of a cluster's CTAs count as one
+    splits                number of parts of each tile that is cut, along K (no part is empty) or along rows of x. 1 if
+                          the configuration cuts no tiles. A sequential reduction cuts every tile, and one CTA computes
+                          all parts of a tile. workspace [tiles that are cut, splits - 1, block_rows * tile_m]
+    num_ctas              number of CTAs that are launched
 
-`INPUT_ROWS` has the arguments of the kernel that prepares rows. out: [m, k], k a multiple of 8. Addresses are on 16
-bytes. x: rows of k elements, ``stride`` elements apart, a multiple of 8. order: int32 [k]; input i of out is input
-order[i] of x. factors: [k] of x's dtype, in x's order. order and factors are read only if the configuration uses them.
-parts: CTAs of each row. end: address of an int32, the number of rows of out that are written; 0: all. rows: int32 [m];
-row i of out is made of row rows[i] of x, or of row i if ``rows`` is 0.
+`INPUT_ROWS` has the arguments of the kernel that prepares rows; addresses are multiples of 16 bytes:
+
+    x                     rows of k elements, ``stride`` elements apart, a multiple of 8
+    out                   [m, k], k a multiple of 8
+    order                 int32 [k]: input i of out is input order[i] of x; read only if the configuration permutes
+    factors               [k] in x's dtype, in x's order; read only if the configuration scales
+    parts                 number of CTAs of each row
+    end                   address of an int32, the number of rows of out that are written; 0: all rows are written
+    rows                  int32 [m]: row i of out is made of row rows[i] of x; 0: of row i
 """
 
 from __future__ import annotations
@@ -53,7 +60,8 @@ class CompiledAs:
         made_by: "module:class" of the kernel, which is imported only to compile it.
         arguments: the launch arguments; the first is a row-major matrix of any size.
         dtype: dtype of the matrix; default: the configuration's.
-        divisibility: of the matrix's rows, in elements. assumed_align: of its start, in bytes.
+        divisibility: a number of elements that divides the length of every row of the matrix.
+        assumed_align: the alignment of the matrix's first byte, in bytes.
     """
 
     made_by: str

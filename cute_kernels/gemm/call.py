@@ -85,8 +85,9 @@ def _wanted(call: LinearCall) -> Iterator[Wanted]:
 
 
 def rows_wanted(x: object, weight: Packed | WeightTensors, leading: str) -> Wanted:
-    """Returns the requirement for x: [leading, K] in the weight's dtype, on its device. leading: the name of the sizes
-    before K in messages."""
+    """Returns the requirement for x: [leading, K] in the weight's dtype, on its device. leading: how messages name the
+    sizes before K.
+    """
     dtype = weight.dtype
     if dtype not in SCALE_DTYPES:  # of a module whose dtype was changed
         raise TypeError(f"scales: got dtype {dtype}, want torch.bfloat16 or torch.float16")

@@ -47,7 +47,7 @@ def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
 
 
 def expected_us(problem: LinearProblem, schedule: Schedule) -> float:
-    """Returns the expected microseconds of a schedule. Those of all schedules of a problem can be compared."""
+    """Returns the expected microseconds of a schedule. They are comparable among all schedules of a problem."""
     if isinstance(schedule, StreamSchedule):
         return stream.estimate_us(problem, schedule) + stream.launch_us(problem)
     return (invariant if problem.batch_invariant else tiles).expected_us(problem, schedule)

@@ -15,9 +15,11 @@ from cute_kernels.runtime.spec import KernelSpec
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Returns the specs that bundles hold and CI compiles; other kernels compile on demand. Kernels that prepare rows
-    of x ship in bf16, those that permute inputs for rows of up to 32768 inputs. In fp16, one such kernel ships: for
-    rows with gaps."""
+    """Returns the specs that bundles hold and CI compiles; other kernels compile on demand.
+
+    Some of the kernels prepare rows of x. In bf16, they also ship with a permutation, for up to 32768 inputs. In fp16,
+    only the kernel that closes gaps between rows ships.
+    """
     rooms = (few_rows, many_rows, invariant)
     products = dict.fromkeys(config for room in rooms for config in room.shipped_configs())
     norms = deferred_choice.shipped_configs()

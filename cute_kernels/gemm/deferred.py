@@ -1,9 +1,9 @@
-"""Computes products before and after an RMSNorm that takes no launch. `quantized_linear_norm` returns `NormedRows`, and
-`quantized_linear` takes them as x.
+"""Products before and after an RMSNorm that needs no launch of its own. `quantized_linear_norm` returns `NormedRows`,
+and `quantized_linear` takes them as x.
 
-The norm takes no launch if both products have kernels with the stores of :mod:`.wgmma.deferred_norm`. The first product
+The norm needs no launch if both products have kernels with the stores of :mod:`.wgmma.deferred_norm`. The first product
 then also writes its rows times the norm's weight, and sums of squares. The second product applies the rest of the norm
-to its accumulators. If a kernel is missing, the two calls launch a product, `rms_norm` and a product.
+to its accumulators. If a kernel is missing, there are three launches: a product, `rms_norm` and a product.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class GivingCall(NamedTuple):
 
 
 def give_apart(call: GivingCall) -> NormedRows:
-    """Computes a checked call's rows by an ordinary product. The product that reads the rows launches the norm
-    first."""
+    """Computes a checked call's rows without deferring the norm. The product that reads the rows launches `rms_norm`
+    first.
+    """
     rows = ops.linear(LinearCall(call.x, call.weight, call.bias, call.residual))
     return NormedRows(rows, call.norm, call.eps, call.offset)
 
@@ -176,15 +177,16 @@ def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
 
 
 def no_launch_between(m: int, gives: Side, takes: Side, dtype: torch.dtype, device: int) -> bool:
-    """Whether the norm between two products takes no launch on a GPU. gives, takes: their weights [n, k]. The second
-    weight has no perm and no input_scale."""
+    """Whether the norm between two products on a GPU needs no launch of its own. gives, takes: the weights [n, k] of
+    the first and the second product. The second weight has no perm and no input_scale.
+    """
     if not m or takes.k != gives.n or deferred_product_of(m, takes, dtype, device, TAKES) is None:
         return False
     return deferred_product_of(m, gives, dtype, device, GIVES) is not None
 
 
 def _takes(m: int, form: WeightForm, dtype: torch.dtype, index: int) -> bool:
-    """Whether the product after a norm, of ``m`` rows, has a kernel that applies the rest of a deferred norm."""
+    """Whether the second product, of ``m`` rows, has a kernel that applies the rest of a deferred norm."""
     side = Side(*form.shape, form.format)
     return form.comes_as_it_is and deferred_product_of(m, side, dtype, index, TAKES) is not None
 
@@ -221,7 +223,9 @@ def check_taking(call: LinearCall) -> LinearCall:
 
 
 def _parts_wanted(rows: NormedRows) -> Iterator[Wanted]:
-    """Yields the dtypes and shapes in which the first product stores the parts of a deferred norm."""
+    """Yields the required dtypes and shapes of the tensors in which the first product stores its part of a deferred
+    norm.
+    """
     if rows.deferred is None:
         return
     given, k = rows.rows, rows.rows.shape[-1]

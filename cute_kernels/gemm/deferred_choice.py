@@ -23,9 +23,11 @@ SHIPPED_LAYERS: dict[DeferredKind, tuple[tuple[int, int], ...]] = {
 
 
 def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> WgmmaConfig | None:
-    """Returns a schedule's configuration for a product before or after a deferred norm. Returns None if there is no
-    such kernel. Before the norm, a CTA has shared memory for the results of one work tile. After the norm, it has
-    memory for the factors of one tile of rows. There is no kernel for schedules that need more.
+    """Returns a schedule's configuration for a product before or after a deferred norm, or None if there is no such
+    kernel.
+
+    Before the norm, a CTA has shared memory for the results of one work tile. After the norm, it has memory for the
+    factors of one tile of rows. Schedules that need more memory have no kernel.
     """
     if not isinstance(schedule, TileSchedule):
         return None
@@ -41,10 +43,11 @@ def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> Wgm
 def beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> StreamSchedule | TileSchedule:
-    """Returns the schedule of a product before or after a deferred norm. ``schedule``: the product's schedule without a
-    norm. The result is ``schedule`` if it has a kernel for the norm. Otherwise it may be another schedule that has one:
-    the fastest, if it is slower by less than the time of a norm's launch. If there is none, the result is ``schedule``.
-    Other schedules are considered only for problems with measured times (`is_short`).
+    """Returns the schedule for a product before or after a deferred norm. schedule: the best schedule without a norm.
+
+    If ``schedule`` has a kernel for the norm, it is returned. Otherwise the fastest schedule with such a kernel is
+    returned, if it costs less extra time than a launch of the norm. If it costs more, ``schedule`` is returned. Other
+    schedules are considered only for problems with measured times (`is_short`).
     """
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule
@@ -59,8 +62,9 @@ def beside_a_norm(
 def config_beside_a_norm(
     problem: LinearProblem, schedule: StreamSchedule | TileSchedule, kind: DeferredKind
 ) -> WgmmaConfig | None:
-    """Returns the configuration, for the norm, of the schedule that `beside_a_norm` chooses. Returns None if that
-    schedule has no kernel for the norm."""
+    """Returns the configuration, with the norm, of the schedule that `beside_a_norm` chooses. Returns None if that
+    schedule has no kernel for the norm.
+    """
     return deferred(beside_a_norm(problem, schedule, kind), kind)
 
 

@@ -27,7 +27,7 @@ from cute_kernels.runtime.operator import Operator
 
 
 def _left(rows: torch.Tensor, norm: torch.Tensor, gives: Side, takes: Side) -> bool:
-    """Whether the norm of ``rows`` is deferred to the second product."""
+    """Whether the norm of ``rows`` is deferred to the product that follows."""
     index, on_gpu = rows.get_device(), rows.is_cuda or GPU.takes_cpu
     return on_gpu and norm.dtype == rows.dtype and no_launch_between(len(rows), gives, takes, rows.dtype, index)
 

@@ -18,7 +18,7 @@ from layouts.weights.hopper import TILE_N
 
 @dataclass(frozen=True)
 class Operands:
-    """Addresses of a launch. bias, residual, zeros and workspace are 0 where the launch has none."""
+    """Addresses of a launch. bias, residual, zeros and workspace are 0 if the launch has none."""
 
     x: Int64  # [m, k] of the configuration's dtype
     codes: Int64
@@ -40,8 +40,7 @@ def operands_of(kind: Any, given, **others) -> Any:
 
 
 def scale_number(config, decoder: CodeDecoder, word):
-    """Returns the fp32 number of a stored scale in the configuration's format. word: the scale's bits,
-    zero-extended."""
+    """Returns a stored scale of the configuration's format as an fp32 number. word: the scale's bits, zero-extended."""
     if config.format.scale_bytes == 4:
         return word.bitcast(Float32)
     if config.format.power_scales:  # 2**-127 is subnormal: the bit below those of the exponent
@@ -51,11 +50,11 @@ def scale_number(config, decoder: CodeDecoder, word):
 
 
 def load_channel(config, decoder: CodeDecoder, operands: Operands, tile, row, tile_bytes) -> list[Any]:
-    """Loads the scales and offsets that a tile's rows ``row`` and ``row`` + 8 have for all of K. Returns a list with
-    one pair (two scales, two offsets). The list is empty if scales are in groups and have no second level. Offsets are
-    None for second-level scales.
+    """Loads the scales and offsets that hold for all of K, of a tile's rows ``row`` and ``row`` + 8. Returns a list
+    with one pair (two scales, two offsets).
 
-    tile_bytes: bytes of a tile's stored scales.
+    If scales are in groups, the pair has the second-level scales, and None for the offsets. Without a second level, the
+    list is empty. tile_bytes: bytes of a tile's stored scales.
     """
     form, size, channel = config.format, config.format.scale_bytes, []
     if not config.group_size:
@@ -87,8 +86,11 @@ def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
 
 @cute.jit
 def row_of(end, rows, place):
-    """Returns (number of rows of out to write, row of x from which row ``place`` of out is made). end, rows: addresses
-    as in `INPUT_ROWS`. If ``end`` is 0, all rows are written, and the first number is ``place`` + 1."""
+    """Returns (number of rows of out to write, index of the row of x from which row ``place`` of out is made).
+
+    end, rows: addresses as in `INPUT_ROWS`. If ``end`` is 0, every row is written: the first result is then ``place`` +
+    1.
+    """
     count, row = place + 1, place
     if end != 0:
         count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])

@@ -22,7 +22,7 @@ VECTOR = 4  # neighbouring output features of a token that a thread takes
 
 @dataclass(frozen=True)
 class Target:
-    """Where a vector of results is stored; run-time integers."""
+    """The position of neighbouring results in the weight, the output and the biases; run-time integers."""
 
     row: Int32  # of W
     place: Int64  # of the first in the output, elements
@@ -50,8 +50,9 @@ class Results:
 
     @cute.jit
     def load_extras(self, operands, shape, target, extras):
-        """Loads the biases of four neighbouring results into extras[:4] and their residual into extras[4:]; zeros where
-        there is none."""
+        """Loads what is added to four neighbouring results: biases into extras[:4], residuals into extras[4:]. Loads
+        zeros if there is no bias or residual.
+        """
         extras.fill(0.0)
         if operands.bias != 0:
             for i in cutlass.range_constexpr(VECTOR):

@@ -1,4 +1,5 @@
-"""Computes products in FP8, if a caller asks for them: activations in E4M3 times weights whose codes are E4M3 numbers.
+"""Computes products in FP8: activations in E4M3 times weights whose codes are E4M3 numbers. Callers ask for them by an
+argument.
 
 There are three ways. With few rows, x is rounded to E4M3, stored in bf16, and multiplied by a 16-bit product. Such a
 product takes as long as loading its weights, so FP8 MMAs would gain nothing. With more rows, torch's own product
@@ -66,9 +67,10 @@ def has_room(codes: torch.Tensor) -> bool:
 
 
 def kept_row_codes(weight: PackedWeight | WeightTensors, may_copy: Callable[[], bool]) -> torch.Tensor | None:
-    """Returns `row_codes` of a weight. The first call for the weight makes the row codes and keeps them, or keeps None
-    if ``may_copy`` returned False. A call that a CUDA graph captures keeps nothing, since its copy is only made when
-    the graph runs."""
+    """Returns `row_codes` of a weight. The first call for a weight calls ``may_copy``; if it returns True, the row
+    codes are made and kept, else None is kept. A call that a CUDA graph captures keeps nothing, since its copy is only
+    made when the graph runs.
+    """
     found = _kept_rows.get(weight.codes, may_copy)
     if found is may_copy:
         plain = PackedWeight(*weight[:5], check_values=False) if isinstance(weight, WeightTensors) else weight
@@ -95,9 +97,9 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
 def has_few_rows(call: LinearCall) -> bool:
     """Whether a 16-bit product of rounded x is expected to be the fastest, and is exact enough.
 
-    It is not exact enough in two cases. fp16 may not hold the numbers that codes stand for. With a given scale and a
-    weight in groups, bf16 rounds both scales. Batch-invariant products never use it, since the choice depends on the
-    number of rows.
+    It is not exact enough in two cases: fp16 cannot hold all numbers that codes stand for, or a given scale and a
+    weight's group scale are both rounded to bf16. Batch-invariant products never use it, since the choice depends on
+    the number of rows.
     """
     form = call.weight.format
     most = FEW_BLOCK_ROWS if form.bits == 8 and form.group_size else FEW_ROWS
@@ -136,7 +138,7 @@ def _own_plan(call: LinearCall, index: int, *, in_16_bits: bool) -> Plan[[Linear
 
 
 def by_torch(call: LinearCall) -> bool:
-    """Whether torch's product computes a checked call."""
+    """Whether torch's product (`torch._scaled_mm`) computes a checked call."""
     plain = call.residual is call.activation is None and not call.batch_invariant
     bf16 = call.x.dtype == call.result_dtype == torch.bfloat16
     return takes_row_codes(call.weight) and plain and bf16

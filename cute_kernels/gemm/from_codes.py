@@ -40,20 +40,20 @@ def pack_weight(
     | "mxfp8" | E4M3 [N, K] | E8M0 [N, K / 32] or [N / 32, K / 32] | none |
 
     Args:
-        format: a weight format, its name or its key; one without zero points.
+        format: a weight format without zero points, or its name or key.
         codes: bytes, as uint8, int8 or torch's dtype of the format. Two 4-bit codes share a byte; the even input has
             the lower four bits.
-        scales: [N, G] of groups, or [ceil(N / group_size), G] of square blocks, with G = ceil(K / group_size). Without
-            groups: one number, [N] or [N, 1]. One-byte scales come as uint8 or in torch's dtype, and keep their bytes.
-            fp32 scales may come in bf16 or fp16. A block's scale is stored once for each of its rows.
-        second: scales of the second level, which multiply: one for the tensor, or [N] or [N, 1].
+        scales: [N, G] for groups, or [ceil(N / group_size), G] for square blocks, with G = ceil(K / group_size).
+            Without groups: one element, [N] or [N, 1]. One-byte scales come as uint8 or in torch's dtype, and keep
+            their bytes. fp32 scales may come in bf16 or fp16. A block's scale is stored once for each of its rows.
+        second: scales of the second level, by which ``scales`` are multiplied: one element, [N] or [N, 1].
         second_divides: whether the weight is divided by ``second``, as compressed-tensors has it. Its reciprocal is
             rounded to fp32 once.
-        dtype: of the activations to come, bf16 or fp16; default bf16 where the format takes both.
+        dtype: dtype of the activations of later products, bf16 or fp16; default bf16 if the format takes both.
         device: where the result is put, default that of the codes.
 
     Returns:
-        A weight [N, K]. A group with a code that is NaN has a scale that is NaN: its feature is NaN for every x.
+        A weight [N, K]. If a group has a NaN code, the group's scale is NaN: that output feature is NaN for every x.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
@@ -96,8 +96,8 @@ def pack_experts(
     """Packs all experts of a layer, each as `pack_weight` packs one weight.
 
     Args:
-        codes, scales: as in `pack_weight`, with a dimension E in front. second: one number for all experts, or [E,
-            ...]: each expert's own, as in `pack_weight`.
+        codes, scales: as in `pack_weight`, with a dimension E in front.
+        second: one element for all experts, or [E, ...]: for each expert, as in `pack_weight`.
         format, second_divides, dtype, device: as in `pack_weight`.
 
     Raises:
@@ -151,8 +151,7 @@ def _stored_scales(
 
 
 def _with_nan_codes(form: WeightFormat, codes_of, stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Returns scales that are NaN for each group with a NaN code, and unchanged for all other groups. It unpacks a
-    block of rows at a time."""
+    """Returns ``stored`` scales, with NaN for each group that has a NaN code. It unpacks a block of rows at a time."""
     if not form.nan_codes:
         return stored
     n, k = shape

@@ -1,5 +1,6 @@
-"""Gradients of the inputs of quantised layers. Training needs them for adapters on such layers, and for the layers
-before them."""
+"""Gradients of quantised layers with respect to their inputs. Training needs them for adapters on such layers, and for
+the layers before them.
+"""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ ModelProgress = Callable[[str, int, int], None]
 
 
 class OfWeight(OfFormat, nn.Module):
-    """The base of modules that hold a packed weight. The state dict has the weight's tensors and "format", and the
-    module's own entries."""
+    """The base of modules that hold a packed weight. The state dict has the weight's tensors, "format", and entries of
+    the subclass.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -137,7 +138,7 @@ class OfProducts(nn.Module):
 
     @property
     def products(self) -> str:
-        """The number format of the layer's products, as reports name it."""
+        """The number format in which the layer multiplies, as reports name it."""
         return "16-bit products" if self._activations is None else "FP8 products"
 
 
@@ -204,7 +205,8 @@ class QuantizedLinear(OfWeight, OfProducts):
         """Makes the layer of ``linear`` and quantises its weight. Other arguments and errors are those of
         `quantize_weight`.
 
-        ``linear`` is an nn.Linear or a transformers.pytorch_utils.Conv1D, GPT-2's Linear with a transposed weight.
+        ``linear`` is an nn.Linear, or a transformers.pytorch_utils.Conv1D: a linear layer of GPT-2, whose weight is
+        transposed.
         """
         if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear")

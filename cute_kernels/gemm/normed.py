@@ -18,8 +18,12 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 @dataclass(frozen=True)
 class RowNorm:
-    """The arguments of an RMSNorm of x's rows before a product. weight: [k]. eps, offset: as in
-    `cute_kernels.rms_norm`."""
+    """The arguments of an RMSNorm of x's rows before a product.
+
+    Attributes:
+        weight: [k].
+        eps, offset: as in `cute_kernels.rms_norm`.
+    """
 
     weight: torch.Tensor
     eps: float
@@ -28,8 +32,8 @@ class RowNorm:
     def of(
         self, x: torch.Tensor, order: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Computes the norm of x's rows by a separate launch. If the kernel does not support the rows' strides or
-        alignment, they are copied first.
+        """Computes the norm of x's rows by a separate launch. If the norm's kernel does not support x's strides or
+        alignment, x is copied first.
 
         order, input_scale: as in `cute_kernels.rms_norm`.
         """
@@ -56,8 +60,12 @@ def _is_normable(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DeferredParts:
-    """The data from which the next product completes a norm. scaled: bf16 [M, n], rows times the norm's weight.
-    squares: fp32 [M, n / 64]: sums of squares, each over 64 columns of a row."""
+    """The data from which the next product completes a norm.
+
+    Attributes:
+        scaled: bf16 [M, n], rows times the norm's weight.
+        squares: fp32 [M, n / 64]: sums of squares, each over 64 columns of a row.
+    """
 
     scaled: torch.Tensor
     squares: torch.Tensor
@@ -72,10 +80,10 @@ class NormedRows:
         rows: bf16 or fp16 [..., n], a model's residual stream before the norm. Any strides; n is a multiple of 8, at
             most 16384. Do not write to it before the products that read the norm are computed.
         norm: [n], the norm's weight, in the dtype of rows or fp32.
-        norm_eps: added to the mean square.
-        norm_offset: added to the weight.
-        deferred: the `DeferredParts` that the product of these rows has stored, or None if the norm takes a launch. It
-            is no argument: `dataclasses.replace` of rows or norm drops it.
+        norm_eps: a number that is added to the mean square.
+        norm_offset: a number that is added to the norm's weight.
+        deferred: the `DeferredParts` that the product before stored together with the rows. None if the norm takes a
+            launch. It is not an argument of the constructor, so `dataclasses.replace` drops it.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it, what came and what is wanted.
@@ -97,7 +105,7 @@ class NormedRows:
 
 
 def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: object) -> None:
-    """Raises TypeError or ValueError unless `rms_norm` takes rows with this weight and these numbers."""
+    """Raises TypeError or ValueError unless `rms_norm` takes these rows, norm, eps and offset."""
     check_tensors(rows=rows)
     check_dtype("rows", rows, *DTYPES)
     n = rows.shape[-1] if rows.dim() else 0
@@ -111,8 +119,9 @@ def check_rows(rows: torch.Tensor, norm: torch.Tensor, eps: object, offset: obje
 def left_to_next(
     rows: torch.Tensor, norm: torch.Tensor, eps: float, offset: float, parts: DeferredParts | None
 ) -> NormedRows:
-    """Makes the `NormedRows` of a checked call. parts: the `DeferredParts` of their norm, or None. Fields are not
-    checked again, since every layer of a step calls this."""
+    """Makes the `NormedRows` of a checked call. parts: the `DeferredParts` of the norm, or None. Fields are not checked
+    again, since every layer of a step calls this.
+    """
     made = object.__new__(NormedRows)
     values = {"rows": rows, "norm": norm, "norm_eps": eps, "norm_offset": offset, "deferred": parts}
     made.__dict__.update(values)

@@ -68,7 +68,7 @@ def _on_meta(x, codes, scales, zeros, bias, residual, format, n, k, activation, 
 
 
 def _operator_of(name: str, activations: str | None, last: str) -> Operator:
-    """Returns the operator of products with some ``activations``. last: schema of the last arguments."""
+    """Returns the operator of products with these ``activations``. last: schema of the operator's last arguments."""
     return Operator(
         f"{name}(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, str format, "
         f"int n, int k, str? activation, ScalarType out_dtype, {last}) -> Tensor",

@@ -68,8 +68,8 @@ class Packed(OfFormat):
     `check_values`.
 
     Attributes:
-        codes, scales: of the weights.
-        format: of a code and its scale.
+        codes, scales: the packed tensors.
+        format: the weight format of codes and scales.
         shape: (N, K) without padding.
         tensor_names: fields that are tensors or None.
     """

@@ -19,8 +19,12 @@ _TENSORS = ("codes", "scales", "zeros")
 
 
 class ExpertsForm(NamedTuple):
-    """The static properties of `PackedExperts`: everything but the contents of tensors. device_index: -1 on a CPU.
-    activations: the format to which a call rounds x, "fp8" or None."""
+    """The static properties of `PackedExperts`: everything but the contents of tensors.
+
+    Attributes:
+        device_index: index of the GPU, -1 on a CPU.
+        activations: the format to which a call rounds x, "fp8" or None.
+    """
 
     num_experts: int
     n: int

@@ -38,8 +38,9 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
     copies_residual = residual is not None and not residual.is_contiguous()
 
     def launch(call: LinearCall) -> torch.Tensor:
-        """Launches the product. It makes few nested calls, since its time counts in each layer of each decoding
-        step."""
+        """Launches the product. It makes few nested calls, since its time is spent in each layer of each decoding
+        step.
+        """
         x, weight, bias, residual, _, _, _, out, _, _, _, _, _ = call
         if prepare is not None:
             x = prepare(call)

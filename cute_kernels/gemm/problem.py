@@ -1,5 +1,6 @@
-"""`LinearProblem` and `GroupedProblem`, which have all facts that decide how a product is computed. Plain Python, no
-GPU."""
+"""`LinearProblem` and `GroupedProblem`, which have all properties that decide how a product is computed. Plain Python,
+no GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ class LinearProblem:
     """Everything that decides how a product is computed.
 
     Attributes:
-        m: rows of x, at least 1.
-        n, k: of the weight, without padding.
-        k_pad: K as packed.
-        format, dtype: as in :class:`StreamConfig`. num_sms: SMs of the GPU.
+        m: number of rows of x, at least 1.
+        n, k: output features and inputs of the weight, without padding.
+        k_pad: k with the padding of the packed weight.
+        format, dtype: as in :class:`StreamConfig`.
+        num_sms: number of SMs of the GPU.
         batch_invariant: whether a row's result must not depend on the number of rows.
         activation: the activation that a kernel is compiled for; None for a standard one, or none.
     """
@@ -62,7 +64,8 @@ class GroupedProblem:
     activation: ActivationFunction | None = None
 
     def max_entries(self, capacity: int) -> int:
-        """Returns the number of tiles, of up to ``capacity`` rows each, for the worst distribution of rows among
-        experts."""
+        """Returns how many tiles, of up to ``capacity`` rows each, the worst distribution of rows among experts
+        needs.
+        """
         active = min(self.num_experts, self.places)
         return (self.places + active * (capacity - 1)) // capacity

@@ -40,7 +40,7 @@ class Product:
 
     Attributes:
         schedule: the schedule that it was made from.
-        device_index: of the GPU.
+        device_index: index of the GPU.
         bind: makes the function that launches the product.
     """
 
@@ -49,10 +49,11 @@ class Product:
     bind: Bind
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """Returns a function that launches the product, for all calls with this ``n``, activation, ``out_dtype`` and
-        ``added``. The function launches on the current stream of the current device. It takes x [m, k], on 16 bytes,
-        with k a multiple of 8. It takes other tensors, or None, by name. activation: a name or an object; one that is
-        not standard must be the problem's own.
+        """Returns a function that launches the product on the current stream of the current device. It serves all calls
+        with this ``n``, activation, ``out_dtype`` and ``added``.
+
+        The function takes x [m, k], on 16 bytes, with k a multiple of 8. It takes other tensors, or None, by name.
+        activation: a name or an object. An activation that is not standard must be the problem's own.
         """
         return self.bind({"n": n, "activation": number_of(activation), "out_kind": OUT_KINDS[out_dtype], **added})
 
@@ -68,10 +69,12 @@ def of_kernel(
     """Returns the `Bind` of a product of one launch.
 
     Args:
-        function: the compiled kernel. declared: its launch arguments. sizes: the numbers that the schedule decides.
+        function: the compiled kernel.
+        declared: the kernel's launch arguments.
+        sizes: values of the launch arguments that the schedule decides.
         tensors: names of the tensors that a launch may give. ``rows``, and tensors that the kernel does not declare,
             are ignored.
-        num_words: fp32 words of workspace; 0: the kernel needs none.
+        num_words: number of fp32 words of workspace; 0: none.
     """
     places = by_name(*(name for name in tensors if name in declared.names))
     ignored = tuple(name for name in (*tensors, "rows") if name not in declared.names)

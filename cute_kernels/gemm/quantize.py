@@ -59,8 +59,10 @@ def quantize_weight(
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
         bits: 4 or 8.
         group_size: 16, 32, 64, 128, 256, or None or -1 for one scale per row. The last group may be shorter.
-        zero_point: whether groups get a uint8 zero point; pays for groups whose values lie to one side of 0.
-        dtype: of the scales and of the activations to come, bf16 or fp16; default w's, bf16 if it is neither.
+        zero_point: whether each group gets a uint8 zero point. It is more exact for groups whose values lie to one side
+            of 0.
+        dtype: dtype of the scales, and of the activations of later products: bf16 or fp16. Default: w's dtype if it is
+            one of the two, else bf16.
         device: where the result is put, default w's.
         format: a weight format, its name ("mxfp4", "nvfp4", "fp8", "fp8_block", "mxfp8") or its key. It replaces bits,
             group_size and zero_point, which must then not be given.
@@ -114,8 +116,8 @@ def chosen_format(
 
 
 def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> WeightFormat:
-    """Returns the format that ``wanted`` is or names, by name or by key. dtype: dtype of activations that the format
-    must support, or None.
+    """Returns the weight format ``wanted``, which is given as a format, a name or a key. dtype: dtype of activations
+    that the format must support, or None.
 
     Raises:
         TypeError, ValueError: there is no such format, or it does not take such activations.
@@ -130,8 +132,9 @@ def format_named(wanted: WeightFormat | str, dtype: torch.dtype | None) -> Weigh
 
 
 def default_dtype(chosen: WeightFormat, dtype: torch.dtype) -> torch.dtype:
-    """Returns the default dtype of activations for a weight of ``dtype``. It is ``dtype`` if the format supports such
-    activations. If not, it is the first dtype that the format supports."""
+    """Returns the dtype of activations for a weight that is made from a tensor of ``dtype``: ``dtype`` itself if the
+    format supports it, else the first dtype that the format supports.
+    """
     if DTYPES.get(dtype) in chosen.dtypes:
         return dtype
     return next(found for found, name in DTYPES.items() if name in chosen.dtypes)
@@ -149,7 +152,8 @@ def _choose_scales(
     w: torch.Tensor, chosen: WeightFormat, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns scales [N, groups] for activations of ``dtype``, and uint8 zero points of the same shape or None. It
-    reads a block of rows at a time."""
+    processes a block of rows at a time.
+    """
     n, k = w.shape
     found = []
     for first, last in row_blocks(-(-n // TILE_N), k, w.device):
@@ -162,8 +166,9 @@ def _choose_scales(
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns w [rows, K] as fp32 [rows, groups, length]. A short last group is filled up with zeros. They do not
-    change its scale, since every group's range contains 0."""
+    """Returns w [rows, K] as fp32 [rows, groups, length]. A short last group is padded with zeros. These do not change
+    the group's scale, since every group's range contains 0.
+    """
     w = w.float()
     missing = -w.shape[1] % length
     return (pad(w, (0, missing)) if missing else w).unflatten(1, (-1, length))
@@ -185,10 +190,11 @@ def pack_codes(
     """Packs given codes of integers into a weight; importers of checkpoints call it.
 
     Args:
-        codes_of: (start, stop) -> unsigned codes of rows start to stop, uint8 [stop - start, K] below 2**bits, inputs
-            in their own order. Called once for each block of rows, start a multiple of 64.
+        codes_of: a function from (start, stop) to the unsigned codes of rows start to stop - 1: uint8 [stop - start, K]
+            below 2**bits, inputs in the order of x, before ``perm``. It is called once for each block of rows; start is
+            a multiple of 64.
         scales: bf16 (below 2**27) or fp16 [N, G], with G groups of K; the last group may be short.
-        zeros: uint8 [N, G] below 2**bits, or None; kept only if some zero is not the symmetric one.
+        zeros: uint8 [N, G] below 2**bits, or None. They are dropped if all are the symmetric zero.
         bits, group_size, shape, perm, input_scale: as in `PackedWeight`; group i has the packed positions from
             i * group_size on.
         shifts: floating [N, G], instead of zeros: W = (code - m) * scale + shift, with m the symmetric zero. The weight
@@ -277,7 +283,7 @@ def with_shifts(weight: PackedWeight, shifts: torch.Tensor) -> PackedWeight:
 
 
 def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
-    """Makes one weight [2 N, K] whose even rows are gate's and odd rows are up's, as "swiglu" wants them.
+    """Makes one weight [2 N, K] for "swiglu": rows of gate become even rows, rows of up become odd rows.
 
     Use it for checkpoints that store gate and up separately. Codes are moved, never changed.
 
@@ -314,11 +320,11 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
 
 
 def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (field, value in ``weight``, value in ``first``) for each difference because of which the two weights
-    cannot be combined into one.
+    """Yields (field, value in ``weight``, value in ``first``) for each difference that prevents combining the two
+    weights into one.
 
-    It compares shape, the format's options, dtype and device. Integers with and without zero points can be combined. So
-    can two formats if one includes the other.
+    It compares shape, the format's options, dtype and device. Weights of integers can be combined whether they have
+    zero points or not. So can weights of two formats if one format includes the other.
     """
     options = weight.format.options.keys()
     for name in ("shape", *(options if options == first.format.options.keys() else ("format",)), "dtype", "device"):
@@ -328,8 +334,9 @@ def differences(weight: Packed, first: Packed) -> Iterator[tuple[str, Any, Any]]
 
 
 def wider(first: WeightFormat, other: WeightFormat) -> WeightFormat:
-    """Returns the format of a weight that is made from weights of two formats: ``other`` if it includes ``first``, else
-    ``first``."""
+    """Returns the format of a weight that combines weights of two formats: ``other`` if it includes ``first``, else
+    ``first``.
+    """
     return other if other.includes(first) else first
 
 
@@ -352,8 +359,9 @@ def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None,
 def _pad_codes(
     zeros: torch.Tensor | None, first: int, last: int, k_pad: int, pad_code: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns padding codes uint8 [rows, K_pad] for tiles ``first`` to ``last``. All of them stand for 0, if the format
-    has a 0."""
+    """Returns padding codes uint8 [rows, K_pad] for tiles ``first`` to ``last``. They stand for 0 if the format can
+    represent 0.
+    """
     rows = (last - first) * TILE_N
     if zeros is None:
         return torch.full((rows, k_pad), pad_code, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""Chooses schedules of a server's products among kernels that were made ready before the server's first step.
+"""Chooses schedules of a server's products among kernels that were compiled and loaded before the server's first step.
 
-The fastest kernel depends on the number of rows, and a step may have any number. A server notes here for which numbers
-of rows it has made kernels ready. For all other numbers, a product takes the ready kernel that is expected to be the
-fastest. So no step waits for a compiler, or fails because there is none.
+The fastest kernel depends on the number of rows, and a step may have any number of rows. A server notes here for which
+numbers of rows it has made kernels ready. For all other numbers, a product takes the ready kernel that is expected to
+be the fastest. So no step waits for a compiler, or fails because there is none.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ _ready: dict[LinearProblem, tuple[int, ...]] = {}
 
 
 def note_ready(problem: LinearProblem, rows: Iterable[int]) -> None:
-    """Notes that kernels of a product are ready for the numbers ``rows``, in addition to those of earlier calls.
-    problem: the product with one row. Plans that were made before do not change, as their kernels are ready.
+    """Notes that a product's kernels are ready for each number of rows in ``rows``. Earlier notes stay. problem: the
+    product with one row. Existing plans do not change, as their kernels are ready.
     """
     _ready[problem] = tuple(sorted({*_ready.get(problem, ()), *rows}))
 
 
 def is_noted(problem: LinearProblem) -> bool:
-    """Whether `note_ready` was called for a product, with any numbers of rows."""
+    """Whether `note_ready` was called for a product, with any ``rows``."""
     return replace(problem, m=1) in _ready
 
 
 def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
-    """Whether an optional kernel of a product may be loaded. It may if it is compiled already. It may also be compiled
-    now, if there is a compiler and no server has noted ready kernels of the product."""
+    """Whether an optional kernel of a product may be loaded. A compiled kernel may always be loaded. Otherwise there
+    must be a compiler, and no server may have noted ready kernels of the product.
+    """
     may_compile = compiler_version() is not None and not is_noted(problem)
     return may_compile or default_cache().has(spec, arch)
 
 
 def forget_ready() -> None:
-    """Forgets all notes of `note_ready`. Each number of rows has its own kernel again."""
+    """Forgets all calls of `note_ready`. Every number of rows then gets its own fastest kernel again."""
     _ready.clear()
 
 
@@ -75,19 +76,21 @@ def schedule_for(problem: LinearProblem) -> StreamSchedule | TileSchedule:
 
 @lru_cache(maxsize=256)
 def _configs(one: LinearProblem, rows: tuple[int, ...]) -> tuple[tuple[Config, int], ...]:
-    """Returns the configurations that are chosen for the numbers ``rows``. Each comes with the largest number for which
-    it is chosen."""
+    """Returns the configurations that are chosen for the numbers of rows ``rows``. Each comes with the largest number
+    of rows for which it is chosen.
+    """
     return tuple({chosen(replace(one, m=m)).config: m for m in rows}.items())
 
 
 def takes_any_rows(config: Config) -> bool:
-    """Whether a configuration supports more rows than those for which it was chosen, as its tiles are independent."""
+    """Whether a configuration supports more rows than it was chosen for, since its tiles are independent."""
     return isinstance(config, WgmmaConfig) and config.cluster == 1 and isinstance(config.mainloop, RegisterWgmma)
 
 
 def with_config(problem: LinearProblem, config: Config) -> StreamSchedule | TileSchedule | None:
-    """Returns a configuration's fastest schedule for a product of at most as many rows as the configuration was chosen
-    for. None if it has no schedule for so few rows."""
+    """Returns a configuration's fastest schedule for a product. The product has at most as many rows as the
+    configuration was chosen for. Returns None if the configuration has no schedule for so few rows.
+    """
     if isinstance(config, StreamConfig):
         cuts = few.schedules(problem, config)
         return min(cuts, key=lambda one: few.estimate_us(problem, one), default=None)

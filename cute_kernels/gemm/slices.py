@@ -1,10 +1,10 @@
 """Slices of packed weights that begin at any row or input, and weights with permuted rows.
 
-Slices are for tensor parallelism with shares that are not whole tiles or groups. Permuted rows are for a next layer in
-act-order.
+Slices serve tensor parallelism if a rank's share is not whole tiles or groups. Permuted rows serve act-order of the
+next layer.
 
-`PackedWeight.shard_n` and `shard_k` copy bytes, as they cut between tiles and groups. The functions here unpack codes
-and pack them again, a block of rows at a time. Codes, scales and zero points keep their values. So a slice has exactly
+`PackedWeight.shard_n` and `shard_k` cut between tiles and groups, so they copy bytes. The functions here unpack codes
+and pack them again, a block of rows at a time. Codes, scales and zero points keep their values, so a slice has exactly
 the numbers of that part of the weight.
 """
 
@@ -26,7 +26,8 @@ Weight = TypeVar("Weight", PackedWeight, PackedExperts)
 
 
 def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
-    """Returns rows start to stop of a weight [N, K], or of each expert's: output features, for column-parallel layers.
+    """Returns the rows (output features) from ``start`` to ``stop`` - 1 of a weight [N, K], or of the weight of each
+    expert. It is for column-parallel layers.
 
     Args:
         weight: `PackedWeight` or `PackedExperts`.
@@ -42,11 +43,12 @@ def slice_outputs(weight: Weight, start: int, stop: int) -> Weight:
 
 
 def reorder_outputs(weight: PackedWeight, order: torch.Tensor) -> PackedWeight:
-    """Permutes the rows of a weight [N, K]: row i of the result is row order[i], and the layer's outputs are permuted.
+    """Permutes the rows of a weight [N, K], and so the layer's outputs: row i of the result is row order[i] of the
+    weight.
 
-    A next layer in act-order then needs no permutation of its inputs. For example, permute the rows of gate and up by
-    down.perm, and replace down by dataclasses.replace(down, perm=None): the MLP's results stay the same. Codes are
-    moved, never changed.
+    If the next layer has act-order, it then needs no permutation of its inputs. For example, permute the rows of gate
+    and up by down.perm, and replace down by dataclasses.replace(down, perm=None): the MLP's results stay the same.
+    Codes are moved, never changed.
 
     Args:
         weight: `PackedWeight`.
@@ -71,8 +73,9 @@ def outputs_at(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
 
 
 def _selected(weight: PackedWeight, rows: slice | torch.Tensor, codes_of: CodesOf) -> PackedWeight:
-    """Returns the weight's rows ``rows``. codes_of: the codes of the selected rows first to last, padded inputs
-    included."""
+    """Returns the weight's rows ``rows``. codes_of: a function from (first, last) to the codes of the selected rows
+    first to last, padded inputs included.
+    """
     k = weight.shape[1]
     groups = -(-k // weight.group_size) if weight.group_size else 1
     zeros = None if weight.zeros is None else rows_of(weight.zeros)[rows, :groups]
@@ -84,7 +87,8 @@ def _selected(weight: PackedWeight, rows: slice | torch.Tensor, codes_of: CodesO
 
 
 def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
-    """Returns columns start to stop of a weight [N, K], or of each expert's: inputs, for row-parallel layers.
+    """Returns the columns (inputs) from ``start`` to ``stop`` - 1 of a weight [N, K], or of the weight of each expert.
+    It is for row-parallel layers.
 
     The sum of all parts' products is the layer's product; bias and residual are added in one part only. A part that
     begins inside a group has smaller groups, of 64, 32 or 16 inputs. Each of them lies in one group of the whole
@@ -93,8 +97,8 @@ def slice_inputs(weight: Weight, start: int, stop: int) -> Weight:
 
     Args:
         weight: `PackedWeight` without perm, or `PackedExperts`.
-        start, stop: 0 <= start < stop <= K; with groups, start is a multiple of the smallest that the
-            format has: 16 or 32.
+        start, stop: 0 <= start < stop <= K. If scales are in groups, start is a multiple of the smallest group size
+            that the format has: 16 or 32.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or the format has no such groups; the message names it.
@@ -132,7 +136,9 @@ def _has_groups(form: WeightFormat, size: int) -> bool:
 
 
 def _checked(weight: PackedWeight, start: int, stop: int, dim: int) -> tuple[int, int]:
-    """Returns the weight's shape. Raises TypeError or ValueError unless 0 <= start < stop <= its size along ``dim``."""
+    """Returns the weight's shape. Raises TypeError or ValueError unless 0 <= start < stop <= the shape's size along
+    ``dim``.
+    """
     check_kind("weight", weight, PackedWeight, "PackedWeight or PackedExperts")
     check_count("start", start, 0, weight.shape[dim] - 1)
     check_count("stop", stop, start + 1, weight.shape[dim])

@@ -1,4 +1,4 @@
-"""A kernel of weight-only products, as the runtime sees it."""
+"""`GemmSpec`, a kernel of weight-only products with its configuration, as the runtime compiles and loads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class GemmSpec(KernelSpec):
         return self.config.kernel()
 
     def check(self) -> None:
-        """Raises ValueError as `KernelSpec.check` does, and for a reduction that `ResidentKernel` would ignore."""
+        """Raises ValueError as `KernelSpec.check` does, and if the reduction is one that `ResidentKernel` would
+        ignore.
+        """
         super().check()
         config = self.config
         if isinstance(config, WgmmaConfig) and isinstance(config.mainloop, ResidentLimbs):

@@ -76,8 +76,9 @@ def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
 
 
 def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yields ranges (first, last) that together cover ``num_tiles`` N tiles, ``last`` excluded. A range has about as
-    many weights as suit the device. k: weights of a row."""
+    """Yields ranges (first, last) that together cover ``num_tiles`` N tiles; ``last`` is excluded. The size of a range
+    is chosen for the device. k: number of weights of a row.
+    """
     usual = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
     step = max(1, blocks.elements(usual) // (TILE_N * k))
     for first in range(0, num_tiles, step):
@@ -87,7 +88,9 @@ def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[i
 class WeightForm(NamedTuple):
     """The static properties of a `PackedWeight`: everything but the contents of tensors.
 
-    perm, input_scale: the tensor's address modulo 16, or None if there is no such tensor. device_index: -1 on a CPU.
+    Attributes:
+        perm, input_scale: the tensor's address modulo 16, or None if there is no such tensor.
+        device_index: index of the GPU, -1 on a CPU.
     """
 
     format: WeightFormat
@@ -104,7 +107,7 @@ class WeightForm(NamedTuple):
 
     @property
     def comes_as_it_is(self) -> bool:
-        """Whether rows of x are multiplied as they are, without act-order and input scales."""
+        """Whether rows of x are multiplied unchanged: the weight has neither act-order nor input scales."""
         return self.perm is self.input_scale is None
 
 
@@ -149,9 +152,9 @@ class PackedWeight(Packed):
     Args:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
             is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
-        scales: [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Scales of integers are bf16
-            (below 2**27) or fp16, as the activations; other formats have `WeightFormat.scale_dtype`. Scales of a second
-            level follow as more groups.
+        scales: [N_pad / 64, G, 64]. Scales of integer formats have the dtype of the activations, bf16 (below 2**27) or
+            fp16; scales of other formats have `WeightFormat.scale_dtype`. Scales of a second level are stored as
+            additional groups after the G groups.
         zeros: uint8 [N_pad / 64, G, 64] for a format with zero points (0 to 16 with 4-bit codes), else None. Integers
             without zero points have zero at code 8 or 128.
         format: `cute_kernels.formats.weights.integers(bits, group_size, zero_points)`, or another one.
@@ -227,8 +230,9 @@ class PackedWeight(Packed):
 
     @kept
     def form(self) -> WeightForm:
-        """Everything that decides a plan for this weight. The addresses of tensors do not, except the alignment of perm
-        and input_scale."""
+        """The fields that decide a plan for this weight. Addresses of tensors are not among them, except the alignment
+        of perm and input_scale.
+        """
         fields = self.codes, self.scales, self.zeros, self.format, self.shape, self.perm, self.input_scale
         return WeightTensors(*fields).form
 
@@ -251,8 +255,8 @@ class PackedWeight(Packed):
         """Returns W [N, K] in ``dtype``, default the weight's own ``dtype``, with inputs in their own order: perm is
         undone.
 
-        `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time passes
-        through fp32.
+        `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time is
+        converted through fp32.
 
         Raises:
             TypeError: dtype is not floating.
@@ -266,7 +270,9 @@ class PackedWeight(Packed):
         return out
 
     def dequantize_tiles(self, first: int, last: int) -> torch.Tensor:
-        """Returns rows 64 * first to 64 * last of W as exact fp32 numbers [rows, K], without the rows that pad N."""
+        """Returns rows 64 * first to 64 * last - 1 of W as exact fp32 numbers [rows, K]. Rows that pad N are left
+        out.
+        """
         codes = self.unpack_tiles(first, last)
         zeros = None if self.zeros is None else rows_of(self.zeros[first:last])
         scales, of_rows = without_row_scales(self.format, rows_of(self.scales[first:last]))
@@ -308,9 +314,9 @@ class PackedWeight(Packed):
         return replace(self, shape=(n // world_size, k), **own, check_values=False)
 
     def shard_k(self, rank: int, world_size: int) -> PackedWeight:
-        """Returns a rank's share of the columns, copied (row-parallel). It equals a weight that is packed from these
-        columns alone. The sum of all ranks' products is the layer's product; bias and residual are added on one rank
-        only. With `perm`, the rank's slice of perm may name the rank's own inputs alone; act-order weights rarely do.
+        """Returns a copy of a rank's input columns (row-parallel). It equals a weight that is packed from these columns
+        alone. The sum of all ranks' products is the layer's product; bias and residual are added on one rank only. With
+        `perm`, the rank's slice of perm must name only inputs of this rank, which is rare for act-order weights.
 
         Raises:
             ValueError: a rank's part of K is no multiple of 64 and of the group size; rank is not below world_size;
@@ -346,8 +352,8 @@ class PackedWeight(Packed):
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size or
-        0.
+        """Returns the tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size (0
+        without groups).
 
         For formats other than integers "format" is version 2, N, K, and the bytes of the format's key. safetensors and
         `torch.save` can store these tensors; `from_state_dict` is the inverse.
@@ -369,8 +375,10 @@ class PackedWeight(Packed):
 def checked_state(
     tensors: dict[str, torch.Tensor], names: Collection[str], more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """Checks the names of a state dict's tensors, and returns (format, shape, further numbers) from its "format".
-    names: tensors that there may be besides "format". more: number of further numbers in "format".
+    """Checks the names of a state dict's tensors, and decodes "format". Returns (format, shape, further integers of
+    "format").
+
+    names: names of the tensors that are allowed besides "format". more: how many further integers "format" has.
 
     Raises:
         TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
@@ -393,8 +401,9 @@ def rows_of(tiled: torch.Tensor) -> torch.Tensor:
 
 
 def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: int) -> torch.Tensor:
-    """Returns the int64 numbers that describe a weight in a state dict. more: further numbers, such as that of
-    experts."""
+    """Returns the int64 integers that describe a weight in a state dict. more: further integers, such as the number of
+    experts.
+    """
     own = weight_format.numbers
     key = *more, *weight_format.key.encode()
     numbers = (FORMAT_VERSION, *shape, *own, *more) if own else (KEY_VERSION, *shape, *key)
@@ -404,10 +413,10 @@ def format_numbers(weight_format: WeightFormat, shape: tuple[int, int], *more: i
 def format_of_numbers(
     found: torch.Tensor, has_zeros: bool, more: int = 0
 ) -> tuple[WeightFormat, tuple[int, int], tuple[int, ...]]:
-    """Returns (format, shape, further numbers) from `format_numbers`.
+    """Decodes the integers of `format_numbers`. Returns (format, shape, further integers).
 
     Raises:
-        ValueError: the numbers are not those of `format_numbers`, or name no format.
+        ValueError: the integers are not those of `format_numbers`, or name no format.
     """
     integer = 5 + more
     if found.dtype != torch.int64 or found.dim() != 1 or found.numel() < integer:
@@ -465,7 +474,7 @@ SizeT = TypeVar("SizeT")
 
 
 def per_row(group_size: SizeT) -> SizeT | None:
-    """Returns None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
+    """Returns None for -1, which checkpoints write if a row has one scale; else ``group_size``."""
     return None if isinstance(group_size, int) and group_size == -1 else group_size
 
 
@@ -478,7 +487,7 @@ def check_start(name: str, tensor: torch.Tensor) -> None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor can be read now, which may wait for a GPU."""
+    """Whether the values of a tensor can be read now. Reading may wait for a GPU."""
     if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     return not is_captured(tensor)
@@ -490,8 +499,9 @@ def is_captured(tensor: torch.Tensor) -> bool:
 
 
 def fitted(weight_format: WeightFormat, scales: torch.Tensor) -> WeightFormat:
-    """Returns the variant of a format that supports the stored scales and has the same bytes. If scales cannot be read,
-    returns the format itself."""
+    """Returns the variant of a format that has the same bytes and supports the stored scales. Returns the format itself
+    if the values of scales cannot be read.
+    """
     return weight_format.fitting(scales) if has_values(scales) else weight_format
 
 

@@ -35,9 +35,9 @@ class ActivationFunction(ABC):
     Attributes:
         kind: a C identifier, by which the class is registered.
         gated: whether a result is computed from two rows of the weight, gate and up, which are interleaved.
-        number: the launch argument of a standard activation. 0: the activation is part of a configuration, which has
-            its own kernels.
-        name: the name in operators and messages: the kind, and numbers in parentheses where there are some.
+        number: the integer by which a launch selects a standard activation. 0 if the activation is not standard;
+            kernels are then compiled for it.
+        name: the name in operators and messages: the kind, then the field values in parentheses if there are fields.
     """
 
     kind: ClassVar[str]
@@ -57,7 +57,7 @@ class ActivationFunction(ABC):
         _BY_NAME.setdefault(self.name, self)
 
     def wanted_numbers(self) -> str:
-        """Returns the requirement that the activation's numbers do not meet, or "" if they are valid."""
+        """Returns the requirement that a field value violates, or "" if all field values are valid."""
         finite = all(math.isfinite(getattr(self, field.name)) for field in fields(self))
         return "" if finite else "finite numbers"
 
@@ -97,10 +97,10 @@ def registered() -> tuple[ActivationFunction, ...]:
 
 
 def activation_named(given: object) -> ActivationFunction | None:
-    """Returns the activation with a name. If an activation or None is given, it is returned.
+    """Returns the activation whose name is ``given``. If ``given`` is an activation or None, returns it unchanged.
 
     Raises:
-        ValueError: there is none of that name; the message says which there are.
+        ValueError: no activation has that name; the message lists all names.
     """
     return None if given is None else experts_activation(given, "None, ")
 
@@ -133,7 +133,9 @@ def name_of(given: object) -> str | None:
 
 
 def number_of(given: object) -> int:
-    """Returns the number of an activation in a launch's arguments; 0 for none."""
+    """Returns the integer by which a launch selects ``given``: 0 for no activation, and for one that is not
+    standard.
+    """
     found = activation_named(given)
     return 0 if found is None else found.number
 

@@ -1,4 +1,4 @@
-"""The squared ReLU of Nemotron-H's MLPs and experts, which have no gate."""
+"""The squared ReLU, which Nemotron-H uses in MLPs and experts without gates."""
 
 from __future__ import annotations
 

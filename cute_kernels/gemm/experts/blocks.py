@@ -44,7 +44,9 @@ def is_moe_block(module: object) -> bool:
 
 
 def shared_of(block: nn.Module) -> dict[str, nn.Module]:
-    """Returns the block's shared expert and its gate by name, if it has them."""
+    """Returns the block's shared expert and the gate of the shared expert, by name. Parts that the block lacks are
+    missing.
+    """
     return {name: child for name, child in block.named_children() if name in (*SHARED_NAMES, SHARED_GATE)}
 
 
@@ -57,8 +59,9 @@ def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Returns why a block with the right parts (`is_moe_block`), or experts (`is_experts`), are not supported, or
-    None."""
+    """Returns why ``module`` is not supported, or None if it is. ``module`` is a block with the right parts
+    (`is_moe_block`), or a module of experts (`is_experts`).
+    """
     if is_experts(module):
         return experts_refusal(module)
     experts = module.get_submodule("experts")
@@ -97,8 +100,9 @@ def _router_refusal(router: nn.Module) -> str | None:
 
 
 def _home(module: nn.Module) -> str:
-    """Returns the name "file.Class" of a module's class in transformers. Returns "" for any other class, and for a
-    class whose code is not from that file."""
+    """Returns "file.Class" for a module's class of transformers. Returns "" for any other class, and for a class whose
+    code is not from that file.
+    """
     kind, home = type(module), type(module).__module__
     file = home.rpartition("modeling_")[2]
     methods = [getattr(kind, name) for name in ("forward", "_apply_gate") if hasattr(kind, name)]

@@ -25,8 +25,8 @@ def chosen(problem: GroupedProblem) -> GroupedLayout:
 def assigned(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[GroupedLayout]
 ) -> list[RangeLayout] | None:
-    """Returns layouts of a layer's products over unsorted assignments. layouts: the products' layouts over sorted
-    assignments. Returns None if there are too many assignments, or if one of the products needs sorted assignments.
+    """Returns layouts for a layer's products over unsorted assignments. Returns None if there are too many assignments,
+    or if a product needs sorted assignments. layouts: the products' layouts over sorted assignments.
     """
     found: list[RangeLayout] = []
     for number, (problem, layout) in enumerate(zip(problems, layouts, strict=True), 1):

@@ -88,8 +88,9 @@ class CombineKernel:
 
     @cute.jit
     def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):
-        """Loads the places and the weights of up to COMBINE_BATCH of a token's terms, from term ``begin`` on. first:
-        number of the token's first assignment."""
+        """Loads places and weights of the terms of a token: up to COMBINE_BATCH, from term ``begin`` on. first: index
+        of the token's first assignment.
+        """
         share_bytes = 4 if self.config.shares == "fp32" else 2
         places_of, weights_of = places + first * self.place_bytes, weights + first * share_bytes
         for i in cutlass.range_constexpr(COMBINE_BATCH):
@@ -109,8 +110,9 @@ class CombineKernel:
         return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
-        """Returns, for a token's ``number``-th term, (the assignment, the row at which the results of the term's part
-        of K begin)."""
+        """Returns (index of the assignment, index of the row of the output at which the term's part of K begins) for
+        the ``number``-th term of a token.
+        """
         if not self.config.id_bits:
             return number, Int32(0)
         assignment = number >> terms.part_bits
@@ -138,8 +140,8 @@ class CombineKernel:
                     sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
 
     def place_of(self, address, own, num_experts):
-        """Returns the row of an assignment's results, or -1 if it has none. address: the address of the assignment's
-        place or id. own: the row, if results lie in the order of assignments.
+        """Returns the row that holds an assignment's results, or -1 if there is none. address: the address of the
+        assignment's place or expert id. own: the row, if results lie in the order of assignments.
         """
         low, *high = ptx.load_global_words(address, 0, self.place_bytes // 4, constant=False)
         if not self.config.id_bits:

@@ -165,7 +165,7 @@ class OfBlock(OfExperts):
     ) -> Self:
         """Returns the layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
 
-        The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
+        The block is a class of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
         router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden,
         I], and possibly shared experts. Its class decides whether it computes the same as this layer (:mod:`.blocks`).
         Router and shared experts become submodules of this layer, without being copied, moved or quantised.

@@ -102,9 +102,10 @@ class Scratch:
 
     Attributes:
         hidden: the tensor, whose first rows are the hidden activations of all places.
-        offsets, token_rows, places: offsets of int32 [experts + 1], [places] and [tokens, topk], as `routing` stores
-            them.
-        results: offset of the second product's results.
+        offsets: byte offset of int32 [experts + 1], the first place of each expert.
+        token_rows: byte offset of int32 [places], the token at each place.
+        places: byte offset of int32 [tokens, topk], the place of each assignment.
+        results: byte offset of the second product's results.
     """
 
     hidden: Blank
@@ -127,7 +128,7 @@ Products = tuple[GroupedProduct, GroupedProduct]
 
 
 class LayerForm(NamedTuple):
-    """The facts of a layer's calls that decide its plan. Each call has at least one assignment.
+    """The properties of a layer's calls that decide its plan. Each call has at least one assignment.
 
     Attributes:
         id_bits: number of bits of an expert's id, 32 or 64.
@@ -149,7 +150,7 @@ class LayerForm(NamedTuple):
 
     @property
     def kinds(self) -> tuple[tuple[Any, ...], ...]:
-        """The arguments of `problem_of` after the number of places, for each of the two products."""
+        """The arguments of `problem_of` for each of the two products, without the number of places."""
         return (self.gate_up, self.batch_invariant, self.activation), (self.down, self.batch_invariant)
 
 
@@ -202,8 +203,9 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
     route = None if few else sorting(gate_up, id_bits, count, not first.gathers, scratch)
 
     def launch(call: MoeCall) -> torch.Tensor:
-        """Launches the layer's kernels. It makes few nested calls, since its time counts in each layer of each decoding
-        step."""
+        """Launches the layer's kernels. It makes few nested calls, since its time is spent in each layer of each
+        decoding step.
+        """
         x, gate_up, down, shares, ids = call.x, call.gate_up, call.down, call.topk_weights, call.topk_ids
         if x.requires_grad:
             x = x.detach()
@@ -254,10 +256,11 @@ def gathering(places: int, form: ExpertsForm) -> InputRows:
 
 
 def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, scratch: Scratch) -> Callable[..., Any]:
-    """Returns the function that sorts assignments by expert. With ``lays_out_rows`` it also copies rows of x into this
-    order, for a product that does not gather rows. The function takes x, ids and the address of the scratch memory. It
-    returns three things: x for the first product, the routing arguments of each product, and the address of the places
-    for the sum over experts.
+    """Returns the function that sorts assignments by expert. With ``lays_out_rows`` the function also copies rows of x
+    into this order, for a product that does not gather rows.
+
+    The function takes x, ids and the address of the scratch memory. It returns three things: x for the first product,
+    the routing arguments of each product, and the address of the places for the sum over experts.
     """
     num_experts, sort = form.num_experts, routing_function(id_bits, form.device_index)
     gather = gathering(count, form) if lays_out_rows else None
@@ -313,8 +316,9 @@ def sorted_products(form: LayerForm) -> Products:
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
-    """Returns both products, which are launched one after the other behind a routing. The second product does not wait
-    for the routing, as the first one has waited, if both kernels have this choice."""
+    """Returns two products that are launched one after the other behind a routing. If both kernels can skip the wait
+    for the routing, only the first one waits.
+    """
     if first.waits is not None and second.waits is not None:
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

@@ -45,8 +45,8 @@ class GroupedProduct(Product):
         gathers: whether the product loads rows of x by index.
         stores_fp32: whether the product stores fp32 results for a layer that adds them up, as it does if results are
             few.
-        waits: whether the product has to wait for the previous launch before it reads offsets and rows, or ids. If not,
-            it loads weights while the previous launch ends. None for kernels without this choice.
+        waits: whether the product waits for the previous launch before it reads the routing (offsets and rows, or ids).
+            If not, it loads weights while the previous launch ends. None: the kernel cannot choose.
         finds_ids: whether the product takes unsorted assignments, as ids of experts.
     """
 
@@ -92,7 +92,7 @@ def product_of(
 
 
 def bind_of(config: StreamConfig | WgmmaConfig, sizes: Mapping[str, int], device_index: int) -> Bind:
-    """Returns the `Bind` of a configuration's kernel, which it loads or compiles."""
+    """Loads or compiles a configuration's kernel, and returns its `Bind`."""
     spec = ExpertSpec(config)
     return of_kernel(load(spec, arch_of(device_index)), spec.kernel.arguments, sizes, TENSORS, device_index)
 
@@ -115,8 +115,9 @@ def make_product(layout: GroupedLayout, places: int, num_experts: int, device_in
 
 
 def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bind:
-    """Returns a product of two launches: one that makes limbs or E4M3 codes of the rows of all places, and
-    ``multiply``."""
+    """Returns the product of two launches: the first makes limbs or E4M3 codes of the rows of all places, and
+    ``multiply`` computes the product.
+    """
 
     def bind(numbers: Mapping[str, Any]) -> Callable[..., Any]:
         send_product = multiply(numbers)
@@ -134,9 +135,13 @@ def _of_made_rows(multiply: Bind, prepared: ScaledRows, num_experts: int) -> Bin
 
 
 class AssignedIds(NamedTuple):
-    """Describes the ids of experts that a product of unsorted assignments takes. count: number of ids. id_words: number
-    of 32-bit words of an id. row_assignments: how many neighbouring assignments share a row of x. waits: as in
-    `GroupedProduct`.
+    """The ids of experts that a product of unsorted assignments takes.
+
+    Attributes:
+        count: number of ids.
+        id_words: number of 32-bit words of an id.
+        row_assignments: number of neighbouring assignments that share a row of x.
+        waits: as in `GroupedProduct`.
     """
 
     count: int

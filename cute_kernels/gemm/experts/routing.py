@@ -2,9 +2,9 @@
 same.
 
 Each warp takes consecutive assignments, 32 in a step. Lanes with the same expert find each other by match.sync. The
-first of these lanes adds their number to the expert's counter of the warp. Sums over warps and experts then say where
-each warp's assignments to each expert begin. A second pass gives every assignment its place, after all earlier
-assignments to the same expert.
+first of these lanes adds the count of such lanes to the warp's counter of the expert. Sums over warps and experts then
+say where each warp's assignments to each expert begin. A second pass gives every assignment its place, after all
+earlier assignments to the same expert.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class RoutingKernel:
 
     @cute.jit
     def take(self, mine, expert, num_experts, lane):
-        """Adds a step's assignments to the warp's counters. Returns, in each lane, the number of earlier assignments to
-        the lane's expert."""
+        """Adds a step's assignments to the warp's counters. Returns, in each lane, how many earlier assignments go to
+        the lane's expert.
+        """
         peers = Uint32(cute.arch.match_sync(0xFFFFFFFF, expert))
         before = Int32(0)
         known = expert < num_experts

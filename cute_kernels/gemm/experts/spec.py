@@ -1,4 +1,4 @@
-"""One kernel of experts, as the runtime sees it."""
+"""`ExpertSpec`, a kernel of experts with its configuration, as the runtime compiles and loads it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class ExpertSpec(KernelSpec):
 
     def check(self) -> None:
         """Raises ValueError as `KernelSpec.check` does. Also raises it for tiles that grouped products do not support:
-        cut along rows, with parts of K one after the other, or with multicast."""
+        tiles cut along rows, tiles whose parts of K are computed one after the other, and tiles with multicast.
+        """
         super().check()
         config = self.config
         if isinstance(config, WgmmaConfig):

@@ -28,10 +28,10 @@ class Stored:
     """The names and the order of experts' weights in a module.
 
     Attributes:
-        first: name of the first product's weight; `UP` without a gate.
+        first: name of the first product's weight; `UP` for experts without a gate.
         transposed: whether weights are [E, K, N], not [E, N, K].
-        in_turn: whether rows of gates and ups alternate. If not, all gates come before the ups.
-        biased: whether there are biases, named as the weights with "_bias".
+        in_turn: whether rows of gates and ups alternate. If not, all gate rows come before all up rows.
+        biased: whether there are biases. Their names are those of the weights plus "_bias".
         scales_inputs: whether the router's weights scale the experts' inputs. Such a module takes the rows of all
             experts, sorted by expert. Its block has a "router", not a "gate".
     """
@@ -127,9 +127,11 @@ def known_experts(module: object) -> Known | None:
 
 
 def _activation_of(experts: object, kind: Stored) -> ActivationFunction | None:
-    """Returns the activation that attributes name, or None. Experts without a gate may have any registered activation.
-    A limit with an alpha means gpt-oss's clamped SwiGLU. A limit alone means the clamped SiLU gate of DeepSeek V4 and
-    GLM 5."""
+    """Returns the activation that the module's attributes name, or None.
+
+    Experts without a gate may have any registered activation. A limit with an alpha means gpt-oss's clamped SwiGLU. A
+    limit alone means the clamped SwiGLU of DeepSeek V4 and GLM 5.
+    """
     alpha, limit = (_number_of(experts, (name, f"swiglu_{name}")) for name in ("alpha", "limit"))
     function = getattr(experts, "act_fn", None)
     if not kind.gated:

@@ -1,8 +1,8 @@
 """Gathers, scales and permutes rows of x on the GPU.
 
 A CTA makes a part of a row. If the order of inputs changes, the CTA first loads all of the row into shared memory,
-where scattered reads of two bytes are fast. No launch writes the order and the factors, which belong to the weight. So
-a thread loads the order and the factors of its first vector before it waits for the previous launch (programmatic
+where scattered reads of two bytes are fast. The order and the factors belong to the weight, and no launch writes them.
+So a thread loads the order and the factors of its first vector before it waits for the previous launch (programmatic
 dependent launch).
 """
 
@@ -64,8 +64,9 @@ class InputRowsKernel:
 
     @cute.jit
     def make(self, row_of_x, row_of_out, inputs, scales, order, factors, first, last, vectors, thread):
-        """Makes vectors [first, last) of a row of out. inputs, scales: the order and the factors that `ask` has loaded
-        for the thread's first vector."""
+        """Makes vectors ``first`` to ``last`` - 1 of a row of out. inputs, scales: the order and the factors of the
+        thread's first vector, which `ask` has loaded.
+        """
         config, room = self.config, Int32(0)
         if const_expr(config.room):
             room = cutlass.utils.SmemAllocator().allocate(2 * config.room, byte_alignment=16).toint()
@@ -82,8 +83,9 @@ class InputRowsKernel:
             ptx.store_global(row_of_out + Int64(vector) * 16, words)
 
     def ask(self, inputs, scales, order, factors, vector, vectors, *, constant: bool = True) -> None:
-        """Loads the order and the factors of a vector's inputs. If ``vector`` is after the row's end, it loads those of
-        the last vector."""
+        """Loads the order and the factors of a vector's inputs. If ``vector`` is beyond the row's end, it loads those
+        of the last vector instead.
+        """
         vector = cutlass.min(vector, vectors - 1)
         if self.config.room:
             at = order + Int64(vector) * (4 * VECTOR)
@@ -107,7 +109,7 @@ class InputRowsKernel:
         return self.pairs(halves)
 
     def pairs(self, halves) -> list[Any]:
-        """Packs words that have an element in their lower halves into words of two elements."""
+        """Packs words with one element in the lower half into half as many words of two elements."""
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]
 
     def scale(self, words, scales) -> list[Any]:

@@ -29,7 +29,7 @@ class InputRows:
 
     Attributes:
         send: launches the compiled kernel; it takes tensors, and the addresses ``end`` and ``rows``, by name.
-        new: shape and dtype of the rows [m, k] that it writes.
+        new: shape [m, k] and dtype of the rows that the launch writes.
     """
 
     send: Callable[..., Any]
@@ -44,7 +44,10 @@ class InputRows:
         numbers: int = 0,
     ) -> torch.Tensor:
         """Returns x [..., k] as contiguous rows [m, k]. Each input is multiplied by its scale, and inputs are in the
-        order of perm. end, numbers: for rows that are gathered, the addresses ``end`` and ``rows`` of `INPUT_ROWS`."""
+        order of perm.
+
+        end, numbers: the addresses ``end`` and ``rows`` of `INPUT_ROWS`, if rows are gathered.
+        """
         rows = GPU.empty(*self.new)
         self.send(out=rows, x=x, end=end, rows=numbers, order=perm, factors=input_scale)
         return rows
@@ -53,9 +56,10 @@ class InputRows:
 def input_rows(
     x: torch.Tensor, stride: int | None, perm: torch.Tensor | None = None, input_scale: torch.Tensor | None = None
 ) -> InputRows | None:
-    """Returns the launch that prepares the rows of a checked x on a GPU, which are ``stride`` elements apart. Returns
-    None if torch has to prepare the rows. The launch needs rows of whole, aligned pieces of 16 bytes at one distance,
-    and a GPU with such a kernel. Permuted rows have to fit in shared memory.
+    """Returns the launch that prepares the rows of a checked x on a GPU. Returns None if torch has to prepare the rows.
+
+    stride: elements from one row to the next. The launch needs rows of whole, aligned pieces of 16 bytes at one
+    distance, and a GPU with such a kernel. Permuted rows have to fit in shared memory.
     """
     k, index, room = x.shape[-1], x.get_device(), 0 if perm is None else room_for(x.shape[-1])
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]

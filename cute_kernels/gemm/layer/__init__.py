@@ -1,1 +1,1 @@
-"""The products of a layer between two attentions in one launch, for one row of x: :mod:`.call`."""
+"""The products of a layer, from one attention to the next, in one launch, for one row of x: :mod:`.call`."""

@@ -15,7 +15,7 @@ x: bf16 [1, k], the first product's row; each other product's row is the result 
 [n], added to the first product, or 0.
 
 exchange: `EXCHANGE_WORDS` words that no concurrent launch uses, EMPTY before the first launch: see :mod:`.exchange`.
-num_ctas: how many CTAs are launched. eps, offset: the norms' numbers.
+num_ctas: how many CTAs are launched. eps, offset: of all norms, as in `cute_kernels.rms_norm`.
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ _key = key_function(LayerCall)
 class LayerRows(NamedTuple):
     """The results of `quantized_layer`.
 
-    rows: the residual stream after the layer, with the next layer's norm. qkv: the next layer's q, k and v, or None if
-    the call has no weight for them.
+    Attributes:
+        rows: the residual stream after the layer, with the norm of the next layer.
+        qkv: q, k and v of the next layer, or None if the call has no weight for them.
     """
 
     rows: NormedRows
@@ -86,7 +87,7 @@ forgotten(_refused.clear)
 
 
 def is_one_launch(call: LayerCall) -> bool:
-    """Whether one launch computes a call. It is False for a call that `layer` would refuse. May compile the kernel."""
+    """Whether one launch computes a call; False for an invalid call, too. May compile the kernel."""
     if not is_direct(call.x, call.o.codes, (call.residual, call.norm, call.following_norm)):
         return False
     key = _key(call)
@@ -137,7 +138,7 @@ def check_layer(call: LayerCall) -> LayerCall:
 
 
 def check_beside(name: str, weight: Weight, o: Weight) -> None:
-    """Raises TypeError or ValueError unless a weight is on o's device and takes rows of o's dtype."""
+    """Raises TypeError or ValueError unless ``weight`` is on o's device and takes rows of o's dtype."""
     if weight.codes.device != o.codes.device:
         raise ValueError(f"{name}: got a weight on {weight.codes.device}, want it on {o.codes.device}, where o is")
     if weight.dtype != o.dtype:
@@ -149,7 +150,8 @@ def check_beside(name: str, weight: Weight, o: Weight) -> None:
 
 def configs_for(most_k: int) -> list[LayerProductsConfig]:
     """Returns the configurations for rows of up to ``most_k`` inputs, the best one first. If ``most_k`` is below
-    `SHIPPED_K`, the configuration that bundles hold comes second; it supports more inputs than needed."""
+    `SHIPPED_K`, the second one is the configuration that bundles hold, which supports longer rows.
+    """
     found = (layout.config_for(room) for room in dict.fromkeys((most_k, max(most_k, SHIPPED_K))))
     return [config for config in found if config is not None]
 
@@ -169,8 +171,9 @@ def kernel_of(most_k: int, device: int) -> tuple[LayerProductsConfig, Callable[.
 
 
 def serves_rows(rows: int) -> bool:
-    """Whether one launch computes ``rows`` rows, in layers that it supports. It computes one row. With two to four rows
-    it would take longer than four launches."""
+    """Whether one launch computes products of ``rows`` rows: only if there is one row. With two to four rows it would
+    take longer than four launches.
+    """
     return rows == 1
 
 
@@ -204,7 +207,7 @@ def exchange_words(device_index: int) -> int:
 
 
 def results_of(call: LayerCall) -> int:
-    """Returns the number of bf16 results of a row for which CTAs wait. Two results share a word."""
+    """Returns the number of bf16 results of a row that CTAs exchange. Two results share a word."""
     hidden = call.o.shape[0]
     return hidden + call.down.shape[1] + (0 if call.qkv is None else hidden)
 

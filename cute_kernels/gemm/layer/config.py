@@ -35,15 +35,14 @@ class LayerProductsConfig:
     """One compiled variant of `LayerProductsKernel`, for one row of x.
 
     Attributes:
-        groups: number of groups of 128 inputs whose limbs have room in shared memory.
+        groups: number of groups of 128 inputs whose limbs fit in the shared memory reserved for them.
         num_stages: stages of the pipeline of weights; each consumer warp has equally many of them.
         activation: the gated activation of gate and up; None: SwiGLU.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
-        window: number of stages that are loaded at a time. The memory answers in order. With a wider window, loads of
-            other CTAs' results would wait behind weights that are not needed yet.
-        wide_window: number of stages that are loaded at a time in work tiles that do not wait for other CTAs' results,
-            and for which no CTA waits.
-        draw_ahead: number of stages that the first loader warp has still to load when it draws the next work tile.
+        window: number of stages that a loader warp has in flight. Memory serves loads in order: with a wider window,
+            loads of other CTAs' results would wait behind weights that are not needed yet.
+        wide_window: number of stages in flight for work tiles that wait for no CTA, and for which no CTA waits.
+        draw_ahead: the first loader warp draws the next work tile when it still has this many stages to load.
     """
 
     groups: int

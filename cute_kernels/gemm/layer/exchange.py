@@ -1,12 +1,11 @@
-"""Exchanges results between CTAs: a result is there when its word is no longer EMPTY.
+"""Exchanges results between CTAs. A result has arrived when its word is no longer EMPTY.
 
 A word is a pair of bf16 results, and needs no fence. With a counter of stored work tiles instead, each increment would
 need a fence. The fence would take 4 us, since it waits for the memory behind all loads of weights.
 
 There are two sets of words, and launches use them in turn. A launch resets the set of the previous launch, which has
-ended by then, to EMPTY. Four numbers lie in front of the sets. Two are counters: of work tiles drawn, and of CTAs that
-have left. The others are the number of the set that the previous launch used, and how many of its words that launch
-used.
+ended by then, to EMPTY. Four integers lie in front of the sets: a counter of work tiles drawn, a counter of CTAs that
+have finished, which set the previous launch used, and how many words of that set it used.
 """
 
 from __future__ import annotations
@@ -28,8 +27,12 @@ TICKETS, LEFT, TURN, SETS = 0, 128, 256, 384  # bytes
 
 @dataclass(frozen=True)
 class Exchange:
-    """The two sets of words in one launch. turn: 0 or 1, the set that this launch uses. used: number of words of the
-    other set that are not EMPTY. address, other: the addresses of this launch's set and of the other set.
+    """The two sets of words in one launch.
+
+    Attributes:
+        turn: 0 or 1, the set that this launch uses.
+        used: number of words of the other set that are not EMPTY.
+        address, other: addresses of the set that this launch uses, and of the other set.
     """
 
     turn: Int32
@@ -48,8 +51,9 @@ def exchange_of(sizes: Sizes) -> Exchange:
 
 
 def draw(sizes: Sizes):
-    """Draws the number of the CTA's next work tile. The number is num_tiles or more if no tile is left. One lane calls
-    it."""
+    """Draws the CTA's next work tile, and returns its index. The index is num_tiles or more if no tile is left. One
+    lane calls it.
+    """
     return ptx.atomic_add(sizes.exchange + TICKETS, Int32(1)) + 1
 
 
@@ -63,8 +67,9 @@ def empty_other(sizes: Sizes, exchange: Exchange, lane):
 
 @cute.jit
 def leave(sizes: Sizes, exchange: Exchange):
-    """Counts a CTA that has stored all its tiles. One lane calls it. The last CTA resets the counter. It also stores,
-    for the next launch, which set this launch used and how many words of the set."""
+    """Counts one more CTA that has stored all its tiles. One lane calls it. The last CTA resets the counter. It also
+    stores, for the next launch, which set this launch used and how many words of the set.
+    """
     left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
     if left == sizes.num_ctas - 1:
         reset(sizes.exchange + LEFT, 1)
@@ -75,8 +80,12 @@ def leave(sizes: Sizes, exchange: Exchange):
 def load_results(words, addresses: list[Any], there: list[Any], places: tuple[int, ...]):
     """Waits until the results that a warp needs are published, and loads a lane's vectors of four words into ``words``.
 
-    For each address, the lane loads a vector at each of the byte offsets ``places``. there: for each address, whether
-    the lane needs it. All loads are issued at once.
+    Args:
+        addresses: base addresses.
+        places: byte offsets, at each of which the lane loads a vector from each base address.
+        there: for each base address, whether the lane needs the vectors.
+
+    All loads are issued at once.
     """
     sources = [
         Published(address, offset=place, wanted=wanted)

@@ -13,9 +13,9 @@ from cute_kernels.device.instruction import Asm, effect, pure
 def multiply_bytes(sums: Sequence[Int32], a: Sequence[Uint32], b: Sequence[Uint32]) -> Asm[list[Int32]]:
     """Computes D = A B + C of signed bytes for one warp, exact in int32: A 16 x 32, B 32 x 8, C and D 16 x 8.
 
-    In lane (g, t), A register 0 is row g, columns 4t to 4t + 3, and register 1 is 8 rows below. Registers 2 and 3 are
-    16 columns to the right of these. B register 0 is column g, rows 4t to 4t + 3, and register 1 is 16 rows below. Sums
-    are rows g and g + 8, columns 2t and 2t + 1.
+    Lane 4g + t holds these elements. A: register 0 is row g, columns 4t to 4t + 3; register 1 is row g + 8, the same
+    columns; registers 2 and 3 are the same rows, 16 columns to the right. B: register 0 is column g, rows 4t to 4t + 3;
+    register 1 is 16 rows below. Sums: rows g and g + 8, columns 2t and 2t + 1.
     """
     registers = "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7}"
     return Asm(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {registers};", count=4)

@@ -1,5 +1,5 @@
-"""One launch of persistent CTAs for several products, one after the other. Weights are loaded without a pause between
-products.
+"""One launch of persistent CTAs computes several products, one after the other. Weights are loaded without a pause
+between products.
 
 Loader warps (:mod:`.loads`) draw work tiles, in the order of the products, and fill pipeline stages with the tiles'
 weights. They wait for free stages, never for results of other CTAs. Consumer warps (:mod:`.multiply`) wait for all
@@ -39,10 +39,10 @@ class LayerProductsKernel:
     | pipeline | stages | arrivals to fill | to empty |
     |---|---|---|---|
     | weights | num_stages | 1, and the bytes | 1: a stage is one consumer warp's |
-    | numbers of work tiles | `SLOTS` | 1 | every warp |
+    | indices of work tiles, in slots | `SLOTS` | 1 | every warp |
     | sums of a work tile | `BUFFERS` | all consumer warps | 1 |
 
-    Named barrier: of the consumer warps, around the limbs of a product's rows.
+    The consumer warps meet at one named barrier before and after they make the limbs of a product's row.
     """
 
     def __init__(self, config: LayerProductsConfig):

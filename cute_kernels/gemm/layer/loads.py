@@ -1,5 +1,4 @@
-"""Loader warps, which load the weights of one work tile after the other into pipeline stages, without waiting for
-results."""
+"""Loader warps, which load the weights of a CTA's work tiles into pipeline stages. They never wait for results."""
 
 from __future__ import annotations
 
@@ -37,8 +36,9 @@ class Loader:
 
     @cute.jit
     def run(self, sizes: Sizes, memory: LayerMemory, rank, lane, drawn):
-        """Loads the weights of all work tiles of the CTA. drawn: the number of the first work tile, in lane 0 of the
-        first loader warp."""
+        """Loads the weights of all work tiles of the CTA. drawn: index of the first work tile, in lane 0 of the first
+        loader warp.
+        """
         base, slot, running, drawn = Int32(0), memory.tiles.consumer_state(), Int32(1), Int32(drawn)
         while running != 0:
             if rank == 0:
@@ -60,9 +60,10 @@ class Loader:
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
-        """Ends the CTA's draws. The last number that a CTA draws is that of a tile of the last product, or higher. The
-        CTA that draws the highest number resets the counter to EMPTY. Only then may the next launch begin, since its
-        CTAs draw at once."""
+        """Ends the CTA's draws. The last index that a CTA draws is that of a tile of the last product, or higher. The
+        CTA that draws the highest index resets the counter to EMPTY. Only then may the next launch begin, since its
+        CTAs draw at once.
+        """
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             reset(sizes.exchange + TICKETS, 1)
         instructions.fence()
@@ -70,11 +71,11 @@ class Loader:
 
     @cute.jit
     def copy_tile(self, sizes: Sizes, memory: LayerMemory, number, tile, base, drawn, rank, lane):
-        """Loads a loader warp's stages of a work tile, as they become free. Returns (how many stages the tile has, the
-        number of the next tile, in lane 0 of the first loader warp).
+        """Loads a loader warp's stages of a work tile, as they become free. Returns (number of the tile's stages, index
+        of the next tile, in lane 0 of the first loader warp).
 
-        The next number is drawn with one of the last stages. A CTA that draws earlier keeps a tile that another CTA
-        could have begun.
+        The next tile is drawn with one of the last stages. If a CTA drew earlier, it would keep a tile that another CTA
+        could begin.
         """
         config, loaders, weights = self.config, self.config.loader_warps, memory.weights
         product = memory.product(number)
@@ -107,10 +108,10 @@ class Loader:
 
     @cute.jit
     def following(self, sizes: Sizes, tile):
-        """Returns the number of the CTA's next work tile; one lane calls it.
+        """Returns the index of the CTA's next work tile; one lane calls it.
 
-        Tiles of the last product are not drawn but distributed evenly: no CTA waits for their results. Each CTA has the
-        same number of them, or one more.
+        Tiles of the last product are not drawn but distributed evenly: no CTA waits for their results. The numbers of
+        tiles of two CTAs differ by at most one.
         """
         number = tile + sizes.num_ctas
         if tile < sizes.waited_for:
@@ -118,9 +119,10 @@ class Loader:
         return number
 
     def window_of(self, sizes: Sizes, tile):
-        """Returns how many stages are loaded at a time. The window is wider for the second product's work tiles, except
-        for its first and its last ``num_ctas`` tiles. Its first tiles wait for rows, and other CTAs wait for the
-        results of its last tiles."""
+        """Returns how many stages are in flight for a work tile. The window is wider for work tiles of the second
+        product, except its first and its last ``num_ctas`` tiles. The first tiles wait for rows, and other CTAs wait
+        for the results of the last tiles.
+        """
         middle = (tile >= sizes.first_end + sizes.num_ctas) & (tile < sizes.second_end - sizes.num_ctas)
         return cutlass.select_(middle, Int32(self.config.wide_window), Int32(self.config.window))
 

@@ -1,4 +1,4 @@
-"""The numbers that describe a launch of several products, and a CTA's shared memory."""
+"""The sizes and addresses of a launch of several products, and the layout of a CTA's shared memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ LINE_BYTES = 128
 
 @dataclass(frozen=True)
 class Product:
-    """One of a launch's products; run-time numbers. Absent addresses are 0. begin: the number of its first work tile.
-    k: number of inputs. n: number of features. gated: whether swiglu halves the features. adds: whether the first
-    product's results are added. place: offset in bytes of the product's results in a set of the exchange. rows: offset
-    in bytes of the previous product's results, which are this product's row of x.
+    """One of a launch's products; run-time integers. Absent addresses are 0.
+
+    Attributes:
+        begin: index of the product's first work tile.
+        k: number of inputs.
+        n: number of features.
+        gated: whether SwiGLU halves the features.
+        adds: whether the first product's results are added.
+        place: offset in bytes of the product's results in a set of the exchange.
+        rows: offset in bytes of the previous product's results, which are this product's row of x.
     """
 
     codes: Int64
@@ -53,9 +59,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a launch. first_end to num_tiles: the number after each product's last work tile. waited_for: number
-    of work tiles of all products but the last, for whose results other CTAs wait. used: number of words of these
-    results. x, residual: addresses for the first product."""
+    """The sizes of a launch.
+
+    Attributes:
+        first_end to num_tiles: for each product, the index after its last work tile.
+        waited_for: number of work tiles of all products but the last; other CTAs wait for their results.
+        used: number of words of these results.
+        x, residual: addresses for the first product.
+    """
 
     first_end: Int32
     second_end: Int32
@@ -71,7 +82,7 @@ class Sizes:
     exchange: Int64
 
     def product_of(self, tile):
-        """Returns the number of the product to which a work tile belongs."""
+        """Returns the index of the product to which a work tile belongs."""
         ends = (self.first_end, self.second_end, self.third_end)
         return sum((cutlass.select_(tile >= end, Int32(1), Int32(0)) for end in ends), Int32(0))
 
@@ -92,7 +103,7 @@ class LayerMemory:
     results: Pipeline  # sums of a work tile, from consumer warps to the store warp
 
     def product(self, number) -> Product:
-        """Loads the numbers of a product from the table."""
+        """Loads the fields of a product from the table. number: index of the product."""
         at = self.table + number * PRODUCT_BYTES
         codes, scales = instructions.load_shared_longs(at, 0)
         norm, out = instructions.load_shared_longs(at, 16)
@@ -149,7 +160,7 @@ def write_table(memory: LayerMemory, products) -> None:
 
 @cute.jit
 def receive(memory: LayerMemory, slot, lane):
-    """Receives the number of the CTA's next work tile; every warp calls it. slot: state of `LayerMemory.tiles`."""
+    """Receives the index of the CTA's next work tile; every warp calls it. slot: state of `LayerMemory.tiles`."""
     memory.tiles.consumer_wait(slot)
     tile = Int32(ptx.load_shared(memory.slots + slot.stage * 4, 0))
     cute.arch.sync_warp()
@@ -164,9 +175,10 @@ def tiles_of(n):
 
 
 def turn(warp, base, warps: int):
-    """Returns the number, within a work tile, of the first stage that belongs to a warp. The stages of all tiles are
-    numbered in one sequence, and stage s belongs to warp s % ``warps``. base: the number of the tile's first stage in
-    this sequence."""
+    """Returns the index, within a work tile, of the first stage that belongs to a warp. The stages of all tiles form
+    one sequence, and stage s of the sequence belongs to warp s % ``warps``. base: index in the sequence of the tile's
+    first stage.
+    """
     return (warp + warps - base % warps) % warps
 
 

@@ -1,9 +1,9 @@
 """Consumer warps, each of which multiplies its own stages, 32 features by 256 inputs, by int8 MMAs.
 
 A warp's sums over 128 inputs are exact in int32. They are multiplied by scales and added to fp32 accumulators. A
-stage's memory always belongs to the same warp, so the phase parity of its barriers is never ambiguous. The number of a
-work tile's first stage decides which of the tile's stages a warp has. Accumulators are therefore published by rank: the
-number, within the tile, of the warp's first stage. Their sum is then the same in every CTA that may have the tile.
+stage's memory always belongs to the same warp, so the phase parity of its barriers is never ambiguous. Which stages of
+a work tile a warp has depends on the stages before the tile. Accumulators are therefore published by rank: the index,
+within the tile, of the warp's first stage. Their sum then has the same order in every CTA.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def may_serve(weights: list[tuple[str, int, int]]) -> bool:
 
 
 def _may_load(rows: int, n: int, k: int, most_k: int, device: int) -> bool:
-    """Whether the kernel may be loaded for a number of rows. If a server has noted the product (`served`), the kernel
-    must be compiled already, since no step may wait for the compiler."""
+    """Whether the kernel may be loaded for ``rows`` rows. If a server has noted the product (`served`), the kernel must
+    be compiled already, since no step may wait for the compiler.
+    """
     if not layer_call.serves_rows(rows):
         return False
     if not is_noted(problem_of(rows, n, k, FORMAT, torch.bfloat16, device)):

@@ -83,8 +83,9 @@ class Row:
 
     @cute.jit
     def make_group(self, sizes: Sizes, memory: LayerMemory, product: Product, group, words, weights, number: int, lane):
-        """Makes limbs of a lane's inputs in pass ``number``, and stores the limbs and the group's scale. With a norm it
-        also stores the group's sum of squares."""
+        """Makes limbs of a lane's inputs in pass ``number``, and stores the limbs and the group's scale. If the row has
+        a norm, also stores the group's sum of squares.
+        """
         if product.norm != 0:
             values, factors = (self.to_floats(self.kept(each, number)) for each in (words, weights))
             scaled = [value * (factor + sizes.offset) for value, factor in zip(values, factors, strict=True)]
@@ -111,8 +112,9 @@ class Row:
         return [registers[number * LANE_WORDS + i] for i in range(LANE_WORDS)]
 
     def split(self, words) -> tuple[Any, list[Any]]:
-        """Returns (scale, limbs) of a lane's inputs. scale: the bits of the fp32 number that products of limbs and
-        codes are multiplied by. limbs: words of the high limbs, then words of the low limbs."""
+        """Returns (scale, limbs) of a lane's inputs. scale: bits of an fp32 factor for the products of limbs and codes.
+        limbs: words of the high limbs, then words of the low limbs.
+        """
         rows, limbs = self.limbs, self.limbs.limb_rows
         packed = lanes.over_lanes(rows.greater, lanes.in_pairs(rows.greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in limbs.to_floats(packed & Uint32(MAGNITUDES))]

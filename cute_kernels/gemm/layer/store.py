@@ -59,7 +59,7 @@ class Storer:
 
     @cute.jit
     def load_added(self, sizes: Sizes, product: Product, exchange: Exchange, number, feature):
-        """Loads the number that is added to a lane's feature: the residual, the first product's result, or 0."""
+        """Loads the value to add to a lane's feature: the residual, the first product's result, or 0."""
         added, place = Float32(0.0), Int64(feature) * 2
         if (number == 0) & (sizes.residual != 0):
             added = (ptx.load_relaxed_part(sizes.residual + place, 2) << 16).bitcast(Float32)
@@ -71,8 +71,7 @@ class Storer:
 
     @cute.jit
     def make_factor(self, sizes: Sizes, memory: LayerMemory, product: Product, lane):
-        """Returns the number by which results are multiplied to apply the RMSNorm of the product's row; 1 without a
-        norm."""
+        """Returns the factor of the results that applies the RMSNorm of the product's row; 1 without a norm."""
         factor = Float32(1.0)
         if product.norm != 0:
             total = Float32(0.0)

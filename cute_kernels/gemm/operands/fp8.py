@@ -1,9 +1,9 @@
 """FP8 operands: activations in E4M3 with fp32 scales, and the weights whose codes are E4M3 numbers exactly.
 
-A product is the sum over K of codes of x times codes of W, times both scales, in fp32. Only x is rounded, as E4M3, E2M1
-and signed 4-bit integer codes are E4M3 numbers. x has one scale per row. If the weight has 8-bit codes in groups, x has
-one scale per 128 inputs of a row. A caller may instead give one scale for all of x (a checkpoint's static scale); x
-then saturates at 448 times this scale.
+A product is the sum over K of codes of x times codes of W, times both scales, in fp32. Only x is rounded: E4M3, E2M1
+and signed 4-bit integer codes of W are E4M3 numbers already. x has one scale per row. If the weight has 8-bit codes in
+groups, x has one scale per 128 inputs of a row. A caller may instead give one scale for all of x (a checkpoint's static
+scale); x then saturates at 448 times this scale.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ def quantize_activations(
     """Quantises rows of x to E4M3 with scales: x is about ``codes.float() * scales``, each scale over its group.
 
     A scale is a group's largest magnitude / 448, rounded up to four significant bits, so that codes times scales are
-    bf16 numbers. A code is x times the scale's reciprocal (in fp32), rounded to nearest. If x / scale is a tie, it may
-    be rounded either way. Codes saturate at 448. A group of zeros has codes 0 and a small scale. A group with
-    infinities or NaN has a NaN scale, so its products are NaN. With a given scale, codes of infinities are 448 and
-    codes of NaN are NaN.
+    bf16 numbers. A code is x times the scale's reciprocal (in fp32), rounded to nearest. Ties may be rounded either
+    way. Codes saturate at 448. A group of zeros has codes 0 and a small scale. A group with infinities or NaN has a NaN
+    scale, so its products are NaN. With a given scale, codes of infinities are 448 and codes of NaN are NaN.
 
     Args:
         x: bf16, fp16 or fp32 [..., K].
-        group_size: 128: so many consecutive inputs of a row share a scale; the last group may be shorter. 0: all of K
-            share one scale.
+        group_size: 128: the number of consecutive inputs of a row that share a scale; the last group may be shorter. 0:
+            all inputs of a row share one scale.
         scale: fp32 of one element, positive: the scale of all of x, in place of those of groups.
 
     Returns:

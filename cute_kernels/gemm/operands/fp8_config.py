@@ -54,8 +54,9 @@ def fp8_problem(form: WeightFormat) -> str | None:
 
 
 def check_activations(activations: object, scale: object, form: WeightFormat, k: int = X_GROUP) -> bool:
-    """Returns whether products are in FP8. Raises ValueError if weights of format ``form``, with ``k`` inputs, do not
-    support these activations."""
+    """Returns whether products are in FP8. Raises ValueError if a weight of format ``form`` with ``k`` inputs does not
+    support ``activations``.
+    """
     if activations is None:
         if scale is not None:
             raise ValueError("activation_scale: got one with activations None, want None, or activations 'fp8'")
@@ -71,9 +72,10 @@ def check_activations(activations: object, scale: object, form: WeightFormat, k:
 
 
 def x_group(form: WeightFormat) -> int:
-    """Returns how many inputs of a row of x share a scale, for weights of a format. Returns 0 if all of K share a
-    scale. x has groups only if weights have 8-bit codes in groups, as DeepSeek's checkpoints were calibrated with such
-    scales. With one scale per row, it takes one instruction instead of two to add a sum.
+    """Returns how many inputs of a row of x share a scale, for weights of a format; 0 if x has one scale per row.
+
+    x has groups only if weights have 8-bit codes in groups, as DeepSeek's checkpoints were calibrated with such scales.
+    With one scale per row, it takes one instruction to add a sum; with groups it takes two.
     """
     return X_GROUP if form.group_size and form.bits == 8 else 0
 
@@ -90,7 +92,7 @@ def whole_k(k_pad: int) -> int:
 
 
 def groups_apart(form: WeightFormat) -> int:
-    """Returns the number of groups of a k block. Each group has its own sums, which are scaled separately."""
+    """Returns the number of groups of a k block whose sums are kept and scaled separately."""
     decoder = form.e4m3_decoder()
     return 1 if decoder is None or decoder.folds or not form.group_size else max(X_GROUP // form.group_size, 1)
 
@@ -118,7 +120,7 @@ class Fp8Wgmma(Mainloop):
 
     @property
     def weights_by(self) -> str:
-        """The import path of the loads of weights. `.fp8_tail` has the loads for a half k block."""
+        """The import path of the code that loads weights. `.fp8_tail` has the code for a half k block."""
         return "cute_kernels.gemm.operands.fp8_tail:TailWeightLoads" if self.half_last else super().weights_by
 
     def kernel(self) -> CompiledAs:
@@ -129,7 +131,8 @@ class Fp8Wgmma(Mainloop):
 
     def is_ping_pong(self, config: WgmmaConfig) -> bool:
         """Whether two warpgroups alternate (`.fp8_mainloop.PingPong`). They do if a k block has one group and tile_m is
-        large: a thread then has no registers for the sums of two groups."""
+        large: a thread then has no registers for the sums of two groups at a time.
+        """
         return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
@@ -151,13 +154,15 @@ class RowsConfig:
     """The configuration of a kernel that makes rows of x: codes with scales, or rows in x's own dtype.
 
     Attributes:
-        dtype: of x, "bf16" or "fp16".
-        scales: whether each group of 128 inputs (`BY_GROUP`), each row (`BY_ROW`) or all of x (`GIVEN`) has a scale.
-        makes: the kind of rows that are made. `FOR_PRODUCTS`, `PLAIN` and `ROUNDED` are E4M3. `LIMBS` are limbs with a
-            scale for each group. `INPUTS` are 16-bit rows, gathered, permuted and scaled (`cute_kernels.gemm.inputs`).
+        dtype: dtype of x, "bf16" or "fp16".
+        scales: the inputs that share a scale: 128 inputs of a row (`BY_GROUP`), a row (`BY_ROW`), or all of x
+            (`GIVEN`).
+        makes: the kind of rows to make. `FOR_PRODUCTS`, `PLAIN` and `ROUNDED` are E4M3. `LIMBS` are limbs with a scale
+            for each group. `INPUTS` are 16-bit rows, gathered, permuted and scaled (`cute_kernels.gemm.inputs`).
         half_last: for codes, whether the last 128 inputs are 64 zeros and then the row's last 64 inputs: see
             `Fp8Wgmma`.
-        room: for `INPUTS` in another order, the most inputs of a row: one of `ROOMS`. Otherwise 0.
+        room: for `INPUTS` that are permuted, the largest supported number of inputs of a row, one of `ROOMS`. Otherwise
+            0.
         scaled: for `INPUTS`, whether each input is multiplied by a factor.
     """
 

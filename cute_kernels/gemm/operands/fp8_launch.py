@@ -31,7 +31,7 @@ class ScaledRows:
 
     Attributes:
         send: launches the compiled kernel.
-        new_codes, new_scales: shapes and dtypes of what it writes.
+        new_codes, new_scales: shapes and dtypes of the codes and the scales that the launch writes.
     """
 
     send: Callable[..., Any]
@@ -40,15 +40,21 @@ class ScaledRows:
 
     @property
     def pitch(self) -> int:
-        """The number of scales from a group of 128 inputs to the next group. Only launches of `rows_for_products` have
-        it."""
+        """The distance between the scales of a row's neighbouring groups, in scales. Only launches of
+        `rows_for_products` have it.
+        """
         return self.new_scales[0][1]
 
     def make(
         self, x: torch.Tensor, scale: torch.Tensor | None = None, end: int = 0, rows: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes (codes, scales) on the current device. x: bf16 or fp16 [.., k], k a multiple of 8; its
-        address is a multiple of 16 bytes. scale: the scale of all of x, or None. end, rows: addresses, see `ROWS`."""
+        """Makes (codes, scales) on the current device.
+
+        Args:
+            x: bf16 or fp16 [.., k], k a multiple of 8; its address is a multiple of 16 bytes.
+            scale: the scale of all of x, or None.
+            end, rows: addresses, see `ROWS`.
+        """
         codes, scales = GPU.empty(*self.new_codes), GPU.empty(*self.new_scales)
         given = 0 if scale is None else scale.data_ptr()
         self.send(x=x, end=end, rows=rows, given=given, out=codes.data_ptr(), scales=scales.data_ptr())
@@ -82,9 +88,10 @@ def rows_for_products(
 
 
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> ScaledRows | None:
-    """Returns the launch of `quantize_activations` for x on a GPU, or None if torch has to compute it. torch computes
-    fp32, rows with gaps, and rows that are not whole, aligned pieces of 16 bytes. It also computes calls on GPUs
-    without such a kernel, and if the kernel is not compiled and there is no compiler.
+    """Returns the launch of `quantize_activations` for x on a GPU, or None if torch has to compute it.
+
+    torch computes fp32, rows with gaps, and rows that are not whole, aligned pieces of 16 bytes. It also computes all
+    calls if there is no kernel: the GPU has none, or it is not compiled and there is no compiler.
     """
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:

@@ -1,9 +1,9 @@
 """The FP8 mainloop: E4M3 MMAs with decoded W in registers, x in shared memory, and sums at two levels.
 
-The tensor cores add products of E4M3 with some 14 bits. So the sums of each group, of at most 128 inputs, begin at
-zero. A group's sums are multiplied by the weight's scale and added up in fp32. For each k block, the total is
-multiplied by the scale of x's row. Each step takes one instruction for each sum, which overlaps with another
-warpgroup's MMAs. Scales for all of K are applied to the fp32 sums at the end.
+The tensor cores add products of E4M3 with some 14 bits. So the MMAs add up one group at a time, of at most 128 inputs,
+from zero. CUDA cores multiply a group's sums by the weight's scale and add them to an fp32 total of the k block. They
+then multiply the total by the scale of x's row. Each of these steps takes one instruction for each sum, and overlaps
+with another warpgroup's MMAs. Scales for all of K are applied to the fp32 sums at the end.
 
 DeepGEMM promotes sums of 128 inputs to fp32, too. FlashInfer's and CUTLASS's mixed products also decode a 4-bit
 codebook by a byte permutation.
@@ -37,10 +37,12 @@ BARRIER = 9  # the first of two named barriers, one a warpgroup, after those of 
 
 @dataclass(frozen=True)
 class Group:
-    """The MMAs ``first`` to ``end`` of a tile's k block, whose products share a scale. scales: those of the thread's
-    two rows, or empty if rows have one scale for all of K. tables: for each MMA, the table by which its codes are
-    decoded. It is empty if all codes have the same table. is_last: whether this is the last group of the tile's k
-    block.
+    """The MMAs ``first`` to ``end`` - 1 of a tile's k block, whose products share a scale.
+
+    Attributes:
+        scales: the scales of the thread's two rows, or empty if rows have one scale for all of K.
+        tables: for each MMA, the table by which its codes are decoded; empty if one table decodes all codes.
+        is_last: whether this is the last group of the tile's k block.
     """
 
     tile: int
@@ -53,8 +55,9 @@ class Group:
 
 @dataclass(frozen=True)
 class KBlock:
-    """A thread's part of a stage: words of codes [tile][chunk][word], the descriptor of x, and a function. The function
-    loads scales of x from a given row on."""
+    """A thread's operands for one stage: words of codes [tile][chunk][word], the descriptor of x, and a function that
+    loads the scales of x from a given row on.
+    """
 
     words: Sequence[Sequence[Sequence[Any]]]
     x: Uint32
@@ -62,10 +65,11 @@ class KBlock:
 
 
 class PingPong:
-    """Lets two consumer warpgroups alternate: while the MMAs of one run, the other adds its sums. Without an order,
-    both would wait for the same stage. Their MMAs would end at the same time, and the tensor cores would idle while
-    both add. Each warpgroup has a named barrier, at which it waits for the other warpgroup's arrival. FlashAttention-3
-    and CUTLASS's ping-pong kernels order their warpgroups so.
+    """Lets two consumer warpgroups alternate: while the MMAs of one warpgroup run, the other warpgroup adds its sums.
+
+    Without an order, both would wait for the same stage. Their MMAs would end at the same time, and the tensor cores
+    would idle while both add. Each warpgroup has a named barrier, at which it waits for the other warpgroup's arrival.
+    FlashAttention-3 and CUTLASS's ping-pong kernels order their warpgroups so.
     """
 
     def __init__(self, config: WgmmaConfig[Fp8Wgmma]):
@@ -82,9 +86,9 @@ class PingPong:
         """Waits for the other warpgroup's arrival.
 
         Args:
-            nothing: a run-time 0 that is computed from all operands of the next MMAs. So operands are decoded before
-                the barrier. Otherwise ptxas would move decoding behind the barrier, and the tensor cores would wait for
-                it.
+            nothing: a run-time 0 that is computed from all operands of the next MMAs, so that operands are decoded
+                before the barrier. Otherwise ptxas would move the decoding behind the barrier, and the tensor cores
+                would wait.
         """
         own = (BARRIER + warp // WARPGROUP_WARPS) | nothing
         cute.arch.barrier(barrier_id=own, number_of_threads=2 * WARPGROUP_THREADS)
@@ -205,10 +209,12 @@ class Fp8Mainloop(StageByStage):
         return sums
 
     def add(self, acc, k_block: KBlock, group: Group, sums, before: Sequence[Any], first_row: int = 0) -> list[Any]:
-        """Scales a group's sums for some rows of x, adds ``before``, the total of the k block's earlier groups, and
-        returns the new total. After the k block's last group, it adds the total, times the scales of x, to the
-        accumulators and returns []. If x has one scale per row, there is no total: each group's sums are added to the
-        accumulators at once, and it returns [].
+        """Scales a group's sums for some rows of x, and adds them up. Returns the new total of the k block, or [] after
+        its last group.
+
+        before: the total of the k block's earlier groups. After the last group, the total times the scales of x is
+        added to the accumulators. If x has one scale per row, there is no total: each group's sums are added to the
+        accumulators at once, and the result is [].
         """
         first, scales = group.tile * (self.config.tile_m // 2) + first_row // 2, group.scales
         if self.by_row:

@@ -32,8 +32,9 @@ WORK_TILE_CLOCKS, PART_CLOCKS, PART_ACC_CLOCKS = 3100.0, 2100.0, 46.0  # as thos
 
 
 def candidates(problem: LinearProblem) -> Iterator[TileSchedule]:
-    """Yields every FP8 schedule that supports a problem. K of batch-invariant products is not cut, as the number of
-    parts would depend on the number of rows."""
+    """Yields every FP8 schedule that supports a problem. Batch-invariant products do not cut K, since the number of
+    parts would depend on the number of rows.
+    """
     mainloop = Fp8Wgmma(half_last=problem.k_pad % X_GROUP > 0)
     problem = replace(problem, k_pad=whole_k(problem.k_pad))
     several = groups_apart(problem.format) > 1
@@ -78,7 +79,9 @@ def k_block_clocks(problem: LinearProblem, schedule: TileSchedule) -> float:
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Returns the expected microseconds: rounds of whole tiles, then rounds of parts of tiles that are cut."""
+    """Returns the expected microseconds of a schedule: rounds of whole tiles, then rounds of parts of the tiles that
+    are cut.
+    """
     config, resident = schedule.config, schedule.num_ctas // schedule.config.multicast
     k_block = k_block_clocks(problem, schedule)
     clocks = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + WORK_TILE_CLOCKS)

@@ -1,9 +1,9 @@
 """Loads for FP8 products whose K ends in half a k block, such as 2880 inputs: 22 k blocks of 128, and 64 inputs.
 
 The last k block has the last 128 inputs of a row. It shares 64 of them with the k block before. For these 64 inputs, x
-has zeros (`.rows`) in the last k block, so they are not added twice. If a weight of theirs is NaN, all results of its
-row are NaN anyway. So the mainloop needs no code for the tail, nothing is read after a row's end, and weights keep the
-padding of 16-bit products.
+has zeros (`.rows`) in the last k block, so they are not added twice. The product of 0 and a NaN weight is NaN, but all
+results of such a weight's row are NaN anyway. So the mainloop needs no code for the tail, nothing is read after a row's
+end, and weights keep the padding of 16-bit products.
 """
 
 from __future__ import annotations

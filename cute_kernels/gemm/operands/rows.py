@@ -4,8 +4,8 @@ A half warp converts 128 inputs of a row; each lane has 8. For products, the fir
 interleaved, as a thread's codes of a weight are (`E4m3Decoder`). Two lanes exchange a word for this. With one scale per
 row, a CTA first reads all of the row to find the scale. It then reads the row again from cache.
 
-For 16-bit products of few rows, the kernel does not store codes but the numbers that they stand for, in x's own order.
-For int8 products (`cute_kernels.gemm.wgmma.limbs`) it stores limbs, see `cute_kernels.gemm.wgmma.limb_rows`.
+For 16-bit products of few rows, the kernel stores the numbers that codes stand for, in x's own order. For int8 products
+(`cute_kernels.gemm.wgmma.limbs`) it stores limbs, see `cute_kernels.gemm.wgmma.limb_rows`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ class RowCodes:
         self.config, self.inputs = config, RowLimbs(config.dtype)
 
     def target(self, piece, lane) -> Any:
-        """Returns the index, in a row of out, of the piece that a lane stores. piece: the index of the piece of x's row
-        that the lane has read."""
+        """Returns the index of the piece of a row of out that a lane stores. piece: the index of the piece of x's row
+        that the lane has read.
+        """
         return piece
 
     def scales_of(self, largest) -> tuple[Any, Any]:
-        """Returns (factor of the inputs, bits of the scale). largest: bits of the largest magnitude."""
+        """Returns (factor by which inputs are multiplied, bits of the fp32 scale). largest: bits of the largest
+        magnitude.
+        """
         most = Uint32(cutlass.max(largest, LEAST_BITS)).bitcast(Float32)
         finite = largest < INFINITY
         scale = Uint32(numbers.bits(numbers.multiply(most, Float32(1 / MOST))))
@@ -66,7 +69,7 @@ class RowCodes:
         return Float32(factor), Uint32(cutlass.select_(finite, scale, Uint32(0x7FFFFFFF)))
 
     def given_scale(self, bits) -> tuple[Any, Any]:
-        """Returns (factor of the inputs, bits of the scale) for a given scale."""
+        """Returns (factor by which inputs are multiplied, bits of the fp32 scale) for a given scale."""
         return self.over(bits.bitcast(Float32)), bits
 
     def over(self, by) -> Any:
@@ -131,8 +134,9 @@ class RowsKernel:
         self.config, self.codes = config, MAKERS.get(config.makes, RowCodes)(config)
 
     def launch(self, given, stream):
-        """If each row has one scale, launches one CTA for each row of out. If not, launches one CTA for each
-        `GROUPS_AT_ONCE` groups of a row. ``given`` has the arguments `ROWS`."""
+        """Launches one CTA for each row of out if each row has one scale. Otherwise launches one CTA for each
+        `GROUPS_AT_ONCE` groups of a row. ``given`` has the arguments `ROWS`.
+        """
         row_pieces = extents(given.x)[1] // (PIECE_BYTES // 2)
         parts = 1 if self.config.scales == BY_ROW else cute.ceil_div(given.groups, GROUPS_AT_ONCE)
         addresses = ptx.address(given.x), given.end, given.rows, given.given, given.out, given.scales
@@ -185,8 +189,9 @@ class RowsKernel:
                     ptx.store_global(scales + (Int64(group) * group_stride + Int64(place) * place_stride) * 4, [scale])
 
     def source(self, piece, group, groups, row_pieces):
-        """Returns the index, in a row of x, of the piece that a lane reads. With ``half_last``, pieces of the first
-        half of the last group have indices after the row's end, so zeros are read."""
+        """Returns the index of the piece of x's row that a lane reads. With ``half_last``, the first half of the last
+        group has indices beyond the row's end, for which zeros are read.
+        """
         if not self.config.half_last:
             return piece
         early = cutlass.select_(piece % GROUP_LANES < HALF_LANES, row_pieces, piece - HALF_LANES)

@@ -26,12 +26,12 @@ ALIGNMENT = 128  # bytes; where regions that bulk copies fill begin
 
 @dataclass(frozen=True)
 class Activations(ABC):
-    """Loads a CTA's part of x into shared memory: how, and how many bytes it may take.
+    """The policy by which a CTA's part of x is loaded into shared memory, and how many bytes the part may take.
 
     Attributes:
-        x_bytes: shared memory for the activations of a CTA's part of K.
-        producer_warps: warps whose copies fill a stage.
-        alignment: of activations in shared memory, bytes.
+        x_bytes: bytes of shared memory for the activations of a CTA's part of K.
+        producer_warps: number of warps whose copies fill a stage.
+        alignment: alignment of activations in shared memory, in bytes.
     """
 
     x_bytes: int = 48 * 1024
@@ -41,7 +41,7 @@ class Activations(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The policy's part of a kernel's name. The name of the activation function of the results comes after it."""
+        """The policy's part of a kernel's name. The name of an activation function, if there is one, comes after it."""
 
     @abstractmethod
     def kernel(self) -> CompiledAs:
@@ -58,8 +58,9 @@ class Activations(ABC):
 
 @dataclass(frozen=True)
 class Slices(Activations):
-    """Loads a slice of K of all rows of x. A separate warp loads each part of the slice into the stage of the first
-    weights that are multiplied with it."""
+    """Loads a slice of K, for all rows of x. A separate warp loads each part of the slice into a pipeline stage,
+    together with the first weights that are multiplied by that part.
+    """
 
     producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
     alignment: ClassVar[int] = ALIGNMENT
@@ -82,7 +83,8 @@ class StreamStore:
 
     Attributes:
         epilogue_warps: how many warps add up, store and combine results.
-        activation: of results; None: one of the standard ones, or none, as the launch says.
+        activation: the activation function that is compiled into the kernel. None: the launch selects a standard
+            activation, or none.
     """
 
     epilogue_warps: int = 4
@@ -97,18 +99,18 @@ ActivationsT = TypeVar("ActivationsT", bound=Activations)
 class StreamConfig(Generic[ActivationsT]):
     """One compiled variant of `StreamKernel`.
 
-    A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *k blocks* of ``block_k`` inputs;
-    a stage of its pipeline holds a *chunk* of up to ``chunk_k_blocks`` k blocks of a block. ``4 * k_warps`` warps
-    multiply: each has 16 rows of every tile, and every ``k_warps``-th k block of a chunk.
+    A persistent CTA computes *blocks* of ``64 * n_tiles`` output features. K is cut into *k blocks* of ``block_k``
+    inputs. A pipeline stage holds a *chunk*: up to ``chunk_k_blocks`` consecutive k blocks of one block's weights. ``4
+    * k_warps`` warps multiply: each has 16 rows of every tile, and every ``k_warps``-th k block of a chunk.
 
     Attributes:
-        format: of the weight.
-        dtype: of activations, "bf16" or "fp16".
-        n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
+        format: the weight format.
+        dtype: dtype of activations, "bf16" or "fp16".
+        n_tiles: number of tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
         k_warps: number of warps that share the k blocks of a chunk.
-        block_k: inputs of a k block: a multiple of the group size that divides the padded K.
-        chunk_k_blocks: k blocks of a stage.
-        num_stages: pipeline stages. Nearly all of them are being loaded at any time.
+        block_k: number of inputs of a k block. It divides the padded K and is a multiple of the group size.
+        chunk_k_blocks: number of k blocks of a stage.
+        num_stages: number of pipeline stages. Nearly all of them are being loaded at any time.
         store: how results are stored.
         activations: how x reaches shared memory.
     """
@@ -169,7 +171,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def k_block_groups(self) -> int:
-        """Number of a k block's groups; 0 where scales are per output feature."""
+        """Number of a k block's groups; 0 if scales are per output feature."""
         return self.block_k // self.group_size if self.group_size else 0
 
     @property
@@ -192,7 +194,7 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def k_block_stage_bytes(self) -> int:
-        """Bytes that one k block of a block of output features takes in a stage."""
+        """Bytes of a stage for one k block: codes, scales and zero points of all tiles of a block."""
         return self.n_tiles * (self.k_block_bytes + self.k_block_scale_bytes + self.k_block_zero_bytes)
 
     @property
@@ -220,8 +222,9 @@ class StreamConfig(Generic[ActivationsT]):
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of one set of partial results in a staging buffer. Four warps, which multiply the same k blocks, write
-        a set."""
+        """Bytes of one set of partial results in a staging buffer. The four warps that multiply the same k blocks write
+        one set.
+        """
         return self.tile_m * self.staging_pitch
 
     @property

@@ -65,7 +65,7 @@ class StreamEpilogue:
                         self.release(memory, memory.results.consumer_state_of(index - lag), lane)
 
     def buffer(self, index):
-        """Returns the number of a segment's staging buffer."""
+        """Returns the index of a segment's staging buffer."""
         return index % NUM_BUFFERS
 
     def wait_staged(self, memory, index):
@@ -73,12 +73,13 @@ class StreamEpilogue:
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA reads its own part from the staging buffer when it adds up its share. If not, the CTA's own
-        part goes through the workspace, as other CTAs' parts do."""
+        """Whether a CTA keeps its own part of a block in the staging buffer until it adds up its share. If not, its own
+        part goes through the workspace, as other CTAs' parts do.
+        """
         return (lag == 0) | (index == work.num_segments - 1)
 
     def share(self, work, segment):
-        """Returns (first, end) of a block's vectors that this CTA adds up and stores."""
+        """Returns the range (first, end) of vectors of a block that this CTA adds up and stores."""
         vectors = work.shape.m * self.row_vectors
         num_slices = work.shape.num_slices
         return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
@@ -96,13 +97,14 @@ class StreamEpilogue:
                 publish(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
-        """Returns (number of parts of a block, index of this CTA's part). Parts of groups after this one do not
-        count."""
+        """Returns (number of parts of a block, index of this CTA's part). Parts of groups after this CTA's group are
+        not counted.
+        """
         before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
         return before + work.shape.num_slices, before + work.slice_index
 
     def partials_of(self, operands, work, segment):
-        """Returns the address of a block's first part in the workspace."""
+        """Returns the address in the workspace of a block's first partial result."""
         part_bytes = work.shape.m * self.row_vectors * VECTOR_BYTES
         return operands.workspace + Int64(segment.block * work.shape.max_parts) * part_bytes
 
@@ -114,8 +116,7 @@ class StreamEpilogue:
             memory.results.consumer_release(here)
 
     def staged_sum(self, source, vector):
-        """Returns four neighbouring results of a block: the sums of the partial results of all ``k_warps`` sets of
-        warps."""
+        """Returns four neighbouring results of a block, added up over the ``k_warps`` sets of partial results."""
         config = self.config
         address = source + vector // self.row_vectors * config.staging_pitch + vector % self.row_vectors * 16
         slices = [ptx.load_shared_vector(address, i * config.slice_bytes, VECTOR) for i in range(config.k_warps)]
@@ -126,8 +127,9 @@ class StreamEpilogue:
 
     @cute.jit
     def finish(self, operands, memory, work, segment, index, held, tid):
-        """Adds up all parts of this CTA's share of a block and stores the outputs. The CTA's own part is added last if
-        it is ``held``. All other parts are added in order."""
+        """Adds up all parts of this CTA's share of a block, and stores the outputs. Parts are added in order, but the
+        CTA's own part comes last if it is ``held``.
+        """
         first, end = self.share(work, segment)
         parts, part = self.parts_of(work, segment)
         own = cutlass.select_(held, part, Int32(-1))

@@ -1,15 +1,15 @@
 """Memory-bound weight-only GEMM in one launch: out^T = W X^T, with codes streamed once, at the rate of the memory.
 
-The work is cut twice, see :mod:`.schedule`. First, K is cut into slices, one for each CTA of a group. Second, the k
-blocks of all blocks of output features form one sequence. Each group takes an equal range of this sequence (stream-K,
-Osama et al. 2023, with fixed cuts).
+The work is cut twice, see :mod:`.schedule`. First, K is cut into slices, one for each CTA of a group of CTAs. Second,
+the k blocks of all blocks of output features form one sequence. Each group of CTAs takes an equal range of this
+sequence (stream-K, Osama et al. 2023, with fixed cuts).
 
 One thread of a persistent CTA keeps a pipeline of bulk copies full. The consumer warps wait for a stage. Each thread
 decodes 16 bytes of codes into A operands of mma.m16n8k16 (`decoder`). The warps multiply them with the activations of
 their slice of K. The activations are loaded with the first weights that need them, and stay in shared memory. Scales
-are applied to the fp32 accumulators of a group. Results of a block go through a staging buffer to the epilogue warps
-(:mod:`.epilogue`), so that neither reduction nor stores hold up the stream. There is no CTA barrier after the first
-one.
+are applied to the fp32 accumulators of a scale group. Results of a block go through a staging buffer to the epilogue
+warps (:mod:`.epilogue`), so that neither reduction nor stores hold up the stream. There is no CTA barrier after the
+first one.
 
 The tensor cores run mma.sync, as on sm_80. At 16 tokens and 4 bits, the memory delivers the 256 codes of an A operand
 to an SM every 6.5 cycles.
@@ -68,8 +68,8 @@ class SliceLoads:
         stage of the first weights that are multiplied with it.
 
         A load of the whole slice at once would wait for a pipeline full of weights, or delay the weights. This warp
-        takes part in every stage, even where it has nothing to load. Otherwise it could run a round of the pipeline
-        ahead. It would then mistake a barrier's phase for the next phase of the same parity.
+        arrives at every stage's barrier, even if it has nothing to load. Otherwise it could run a whole round of the
+        pipeline ahead, and mistake a barrier's phase for a later phase of the same parity.
         """
         config, pipeline = self.config, memory.pipeline
         here = pipeline.producer_state()
@@ -180,7 +180,7 @@ class StreamRoles:
 
     @cute.jit
     def multiply(self, operands, memory, work, warp, lane):
-        """Multiplies a consumer warp's k blocks of every chunk, then stages its part of the block's results."""
+        """Multiplies the consumer warp's k blocks of every chunk, then stages its partial results of the block."""
         config, pipeline, results = self.config, memory.pipeline, memory.results
         place = self.lane_places(memory, work, warp, lane)
         here, staged = pipeline.consumer_state(), results.producer_state()
@@ -208,10 +208,12 @@ class StreamRoles:
             staged = results.next(staged)
 
     def multiply_k_block(self, acc, base, k_block, x_offset, place: StreamLane, channel):
-        """Adds W X^T of a k block to ``acc``: [tile][4].
+        """Adds W X^T of a k block to ``acc`` [tile][4].
 
-        base: address of the stage; k_block: index of the k block in the chunk; x_offset: bytes from a row's begin to
-        the k block's inputs.
+        Args:
+            base: address of the stage.
+            k_block: index of the k block in the chunk.
+            x_offset: bytes from a row's begin to the k block's inputs.
         """
         config, decoder = self.config, self.decoder
         group_size = config.group_size or config.block_k
@@ -245,8 +247,10 @@ class StreamRoles:
 
     def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
         """Loads the scales and offsets of the thread's two rows for one group of a k block. Returns (scales, offsets).
-        Scales are None if the decoder applies them. They are also None if a row has one scale for all of K, which is
-        applied at the end."""
+
+        Scales are None if they are applied elsewhere: by the decoder, or at the end if a row has one scale for all of
+        K.
+        """
         config, decoder = self.config, self.decoder
         if not config.group_size:
             return None, channel[tile][1]
@@ -271,8 +275,9 @@ class StreamRoles:
         return scale_number(self.config, self.decoder, word)
 
     def load_channel(self, operands, work, segment, place: StreamLane):
-        """Loads the scales and offsets that the thread's two rows have for all of K. Returns a pair (scales, offsets)
-        for each tile. The list is empty if the format has no scales for all of K."""
+        """Loads the scales and offsets that hold for all of K, of the thread's two rows. Returns a pair (scales,
+        offsets) for each tile, or an empty list if the format has no scales for all of K.
+        """
         config, row = self.config, place.scale_offset
         tile_bytes = work.shape.k_blocks * config.k_block_scale_bytes + config.more_scale_bytes
         tiles = [work.tile(segment, i, config.n_tiles) for i in range(config.n_tiles)]

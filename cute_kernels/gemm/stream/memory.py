@@ -1,5 +1,6 @@
-"""Allocates the shared memory of a CTA that streams weights, initialises its barriers, and zeroes activations after the
-end of K."""
+"""Allocates the shared memory of a CTA that streams weights, initialises its barriers, and zeroes the activations
+beyond K.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def allocate(config: StreamConfig, x_pitch, x_slot_bytes) -> StreamMemory:
 
 
 def init_barriers(memory: StreamMemory) -> None:
-    """Initialises all barriers. One thread calls it, before any other uses them."""
+    """Initialises all barriers. One thread calls it, before any other thread uses them."""
     memory.pipeline.init()
     memory.results.init()
     fence_init()
@@ -59,8 +60,9 @@ def init_barriers(memory: StreamMemory) -> None:
 
 @cute.jit
 def clear_tail(config: StreamConfig, memory: StreamMemory, work, tid):
-    """Zeroes the activations after the end of K. Codes there decode to 0, but old data could be NaN, and 0 times NaN is
-    NaN."""
+    """Zeroes the activations beyond K. Weight codes there decode to 0, but old data in shared memory could be NaN, and
+    0 times NaN is NaN.
+    """
     k_block_bytes = 2 * config.block_k
     wanted = work.own_k_blocks * k_block_bytes
     present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)

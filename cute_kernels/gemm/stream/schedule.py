@@ -42,10 +42,10 @@ class StreamSchedule:
 
     Attributes:
         config: the compiled variant.
-        num_tiles: tiles of 64 output features.
-        k_blocks: of the padded K.
-        num_slices: parts of K, one for each CTA of a group.
-        num_groups: groups of CTAs. Each group takes an equal share of the k blocks of all blocks.
+        num_tiles: number of tiles of 64 output features.
+        k_blocks: number of k blocks of the padded K.
+        num_slices: number of slices of K, one for each CTA of a group.
+        num_groups: number of groups of CTAs. Each group takes an equal range of the k blocks of all blocks.
     """
 
     config: StreamConfig
@@ -66,26 +66,28 @@ class StreamSchedule:
 
     @property
     def total(self) -> int:
-        """The number of k blocks of one slice of K, over all blocks of output features. The groups divide these k
-        blocks."""
+        """The number of k blocks in one slice of K, counted over all blocks of output features. The groups of CTAs
+        divide these k blocks.
+        """
         return self.num_blocks * self.slice_k_blocks
 
     @property
     def max_parts(self) -> int:
-        """The most partial results that a block can have."""
+        """The largest number of partial results that a block can have."""
         base = self.total // self.num_groups
         return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
 
     def group_range(self, group: int) -> tuple[int, int]:
-        """Returns (first, end) of a group's range of k blocks. The k blocks of all blocks of output features are
-        numbered in one sequence."""
+        """Returns the range (first, end) of k blocks of a group of CTAs. Indices of k blocks run through all blocks of
+        output features.
+        """
         base, rest = divmod(self.total, self.num_groups)
         first = group * base + min(group, rest)
         return first, first + base + (group < rest)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of a launch that the schedule decides, by name."""
+        """The launch arguments that the schedule decides, by name."""
         names = ("num_tiles", "k_blocks", "num_slices", "num_groups", "max_parts")
         return {name: getattr(self, name) for name in names}
 
@@ -132,7 +134,7 @@ def x_bytes_of(problem: LinearProblem, slice_k: int) -> int:
 
 
 def launch_us(problem: LinearProblem) -> float:
-    """Returns the microseconds of a launch that `estimate_us` leaves out."""
+    """Returns the microseconds of launch overhead, which `estimate_us` does not include."""
     form = problem.format
     more = form.bits == 4 and (form.has_zeros or 0 < form.group_size < 128)
     return LAUNCH_US + (MORE_TO_DECODE_US if more else 0.0)
@@ -176,8 +178,11 @@ def in_flight(config: StreamConfig) -> int:
 
 
 def base_config(problem: LinearProblem) -> StreamConfig:
-    """Returns a configuration that has the problem's format and dtype, the k block and the tiles per warp. A warp with
-    two tiles uses each result of ldmatrix twice, and waits half as often."""
+    """Returns a configuration with the problem's format and dtype, its k block and its tiles per warp; the other fields
+    are preliminary.
+
+    A warp with two tiles uses each result of ldmatrix twice, and waits half as often.
+    """
     block_k = 256 if problem.format.group_size == 256 else 128
     return StreamConfig(
         problem.format,
@@ -189,8 +194,9 @@ def base_config(problem: LinearProblem) -> StreamConfig:
 
 
 def most_x_bytes(base: StreamConfig) -> int:
-    """Returns the most bytes of shared memory that activations may take, in whole KiB. The rest has room for a pipeline
-    that loads IN_FLIGHT_BYTES ahead."""
+    """Returns the largest number of bytes of shared memory for activations, in whole KiB. The rest then has room for a
+    pipeline that loads IN_FLIGHT_BYTES ahead.
+    """
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
     return (least.limits.shared_bytes - least.smem_bytes) // 1024 * 1024
@@ -207,9 +213,10 @@ def with_stages(base: StreamConfig, x_bytes: int) -> StreamConfig:
 
 
 def shipped_configs() -> list[StreamConfig]:
-    """Returns the configurations that ship, for 1 and 8 rows of x: integers in bf16 with `SHIPPED_GROUP_SIZES` or no
-    groups, and in fp16 with groups of 128 or none. bf16 in groups of 128 without zero points also ships for layers of
-    more features."""
+    """Returns the configurations that ship, for 1 and 8 rows of x. They are for integers: in bf16 with
+    `SHIPPED_GROUP_SIZES` or without groups, in fp16 with groups of 128 or without groups. For bf16 in groups of 128
+    without zero points, the configurations for layers of more features ship, too.
+    """
     configs: dict[StreamConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, *SHIPPED_GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):

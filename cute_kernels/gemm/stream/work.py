@@ -1,4 +1,6 @@
-"""Finds, on the device, the part of the weights that a CTA multiplies; :mod:`.schedule` does so in plain Python."""
+"""Finds, on the device, the part of the weights that a CTA multiplies; :mod:`.schedule` computes the same on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,25 @@ class StreamSizes:
     out_kind: Int32
 
     def range_of(self, group):
-        """Returns (first, count) of a group's range of k blocks. The k blocks of all blocks of output features are
-        numbered in one sequence."""
+        """Returns the range (first, count) of k blocks of a group of CTAs. Indices of k blocks run through all blocks
+        of output features.
+        """
         first = group * self.base + cutlass.min(group, self.rest)
         return first, self.base + cutlass.select_(group < self.rest, Int32(1), Int32(0))
 
     def block_of(self, k_block):
-        """Returns the block of output features that a k block belongs to. k_block: the k block's number in the slice,
-        over all blocks."""
+        """Returns the block of output features that a k block belongs to. k_block: the k block's index in the slice,
+        over all blocks.
+        """
         return Int32((Int64(k_block) * self.slice_reciprocal) >> RECIPROCAL_BITS)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The k blocks [begin, end) of the CTA's slice that the CTA multiplies for one block; run-time integers.
+    """The k blocks of the CTA's slice that the CTA multiplies for one block: ``begin`` to ``end`` - 1; run-time
+    integers.
 
-    ``last``: whether the CTA's group is the last of the groups that share the block. The last group adds up the result.
+    last: whether the CTA's group is the last of the groups that share the block. The last group adds up the result.
     """
 
     block: Int32
@@ -55,9 +60,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Work:
-    """A CTA's part of the weights: k blocks [first, first + count) of slice ``slice_index``; run-time integers. A CTA
-    takes its blocks from the last to the first. The last block may be shared with the next group, which takes it at the
-    end. So this CTA's part of the block is ready long before the next group adds it up.
+    """A CTA's part of the weights: ``count`` k blocks of slice ``slice_index``, from ``first`` on; run-time integers.
+
+    A CTA computes its blocks from the last to the first. It may share its last block with the next group, which
+    computes that block at the end. So this CTA's part of the block is ready long before the next group adds it up.
     """
 
     shape: StreamSizes
@@ -86,7 +92,9 @@ class Work:
         return Segment(block, begin, cutlass.min(stop, self.own_k_blocks), stop == self.shape.slice_k_blocks)
 
     def first_group(self, block):
-        """Returns the first of the groups that compute parts of ``block``, which is one of this group's blocks."""
+        """Returns the first group of CTAs that computes a part of ``block``. This CTA's group also computes a part of
+        it.
+        """
         shape = self.shape
         start = block * shape.slice_k_blocks
         longer = shape.rest * (shape.base + 1)
@@ -107,8 +115,8 @@ class Work:
         return self.slice_index * self.shape.slice_k_blocks
 
     def missing_x(self, index, k_block, end, k_block_bytes: int):
-        """Returns the activations that must be loaded for k blocks [k_block, end) of the ``index``-th segment: (offset
-        in the slice, size), in bytes for each token. Activations that were loaded before are left out.
+        """Returns the activations that k blocks ``k_block`` to ``end`` - 1 of the ``index``-th segment need and that
+        are not loaded yet: (offset in the slice, size), in bytes for each token.
 
         The first segment loads the activations of its k blocks. The second segment loads the rest of the slice. Later
         segments load none.
@@ -120,5 +128,7 @@ class Work:
         return first, cutlass.select_(index < 2, cutlass.max(stop - first, 0), Int32(0))
 
     def k_block_of_tile(self, tile, k_block):
-        """Returns the number, among the k blocks of all tiles, of k block ``k_block`` of the slice in tile ``tile``."""
+        """Returns an index among the k blocks of all tiles: that of k block ``k_block`` of the slice, in tile
+        ``tile``.
+        """
         return Int64(tile) * self.shape.k_blocks + (self.first_k_block + k_block)

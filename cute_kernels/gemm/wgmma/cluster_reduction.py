@@ -2,8 +2,8 @@
 
 The CTAs of a cluster compute equal parts of K for one block of output features. Each CTA stores some of the block's
 tiles of 64 features. If another CTA stores a tile, a warpgroup writes its accumulators of the tile into that CTA's
-shared memory. A barrier there counts the bytes that arrive. So a partial travels once. Through the workspace, it would
-be written to L2, and the other CTA would poll for it. Each barrier is used once, since a CTA of a cluster has one work
+shared memory. A barrier there counts the bytes that arrive. So a partial is moved once. Through the workspace, it would
+be written to L2 and polled there by the other CTA. Each barrier is used once, since a CTA of a cluster has one work
 tile.
 
 If warpgroups interleave k blocks, their accumulators are first added up in their CTA's own shared memory. The CTA then
@@ -45,8 +45,8 @@ class Partials:
     def owner(self, tile) -> Any:
         """Returns the CTA that stores a tile.
 
-        With more than two CTAs, the last CTA stores the first tile. So if a block has one tile, its parts of K are
-        added in the order of `WorkspaceReduction`: the last, then the first, the second and so on.
+        With more than two CTAs, the last CTA stores the first tile. If a block has one tile, its parts of K are then
+        added in the order of `WorkspaceReduction`: the last part, the first, the second and so on.
         """
         owner = tile % self.config.cluster
         return owner if self.config.cluster <= 2 else self.config.cluster - 1 - owner
@@ -98,9 +98,10 @@ class InterleavedReduction:
 
     @cute.jit
     def reduce(self, memory, store, rank, k_rank, acc, first_tile):
-        """Adds up, tile by tile, the accumulators of all warpgroups that interleave the tile's k blocks. The first
-        warpgroup adds up the tiles that this CTA stores. The last warpgroup, which has the last k block, adds up the
-        other tiles, so that no partial is published twice.
+        """Adds up, tile by tile, the accumulators of all warpgroups that interleave the tile's k blocks.
+
+        The first warpgroup adds up the tiles that this CTA stores. The last warpgroup, which computes the last k block,
+        adds up the tiles that other CTAs store, so that each partial is published once.
         """
         config = self.config
         for i in cutlass.range_constexpr(config.n_tiles):
@@ -117,7 +118,7 @@ class InterleavedReduction:
                     self.partials.add(acc, i, self.local_partial_address(memory, store, tile, number))
 
     def reducing_k_rank(self, tile, rank) -> Any:
-        """Returns the rank of the warpgroup that adds up the accumulators of a tile."""
+        """Returns the ``k_rank`` of the warpgroup that adds up the accumulators of a tile."""
         return cutlass.select_(self.partials.owner(tile) == rank, Int32(0), Int32(self.config.k_warpgroups - 1))
 
     def local_partial_address(self, memory, store, tile, number) -> Any:

@@ -44,13 +44,13 @@ class WgmmaConfig(Generic[M]):
     Attributes:
         format: the weight's format.
         dtype: dtype of the activations, "bf16" or "fp16".
-        tile_m: the N of the MMAs: a tile's rows of x, see `rows`.
+        tile_m: the N of the MMAs. It is the number of a tile's rows of x, except for limbs: see `rows`.
         row_parts: number of equal parts into which ``tile_m`` is cut. Each part has its own TMA tiles. Parts without
             rows are neither loaded nor multiplied.
         n_tiles: number of tiles of 64 output features that a warpgroup multiplies with the same activations.
         warpgroups: number of consumer warpgroups, each with ``n_tiles`` tiles.
         block_k: number of inputs in a k block.
-        num_stages: pipeline stages.
+        num_stages: number of pipeline stages.
         multicast: number of CTAs of a cluster that compute neighbouring output features of the same rows of x. Each CTA
             loads a share of the activations into the shared memory of all these CTAs. 1: no multicast.
         mainloop, reduction, store: the kernel's policies, values of `.mainloops` and `.results`.
@@ -88,7 +88,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def limbs(self) -> bool:
-        """Whether x is multiplied as limbs of 8 bits."""
+        """Whether the MMAs multiply x as two limbs of 8 bits."""
         return self.mainloop.limbs
 
     @property
@@ -196,7 +196,9 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def k_block_groups(self) -> int:
-        """Number of groups that a k block overlaps; 0 for scales per output feature."""
+        """Number of scale groups in a k block, a group that it shares with another k block included; 0 for scales per
+        output feature.
+        """
         return -(-self.block_k // self.group_size) if self.group_size else 0
 
     @property
@@ -206,8 +208,9 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def loop_parts(self) -> tuple[int, ...]:
-        """The numbers of row parts for which a loop is compiled. A tile with another number of parts runs the loop of
-        the next larger number."""
+        """The numbers of row parts for which a loop is compiled. A tile with another number of row parts runs the loop
+        of the next larger number.
+        """
         parts = range(1, self.row_parts + 1)
         if self.row_parts <= MOST_LOOPS:
             return tuple(parts)
@@ -255,7 +258,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def chunk_m(self) -> int:
-        """The most tokens that a warpgroup stores at a time."""
+        """The largest number of tokens that a warpgroup stores at a time."""
         return min(self.store.chunk, self.own_m)
 
     @property
@@ -352,7 +355,9 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def reduces(self) -> bool:
-        """Whether mainloop and reduction can be combined: one of the two names the other's type."""
+        """Whether mainloop and reduction can be combined. They can if the type of one of them is in the list of types
+        that the other has.
+        """
         return type(self.reduction) in self.mainloop.reductions or type(self.mainloop) in self.reduction.mainloops
 
     def size_problem(self) -> str | None:
@@ -370,7 +375,7 @@ class WgmmaConfig(Generic[M]):
         return None
 
     def memory_problem(self) -> str | None:
-        """Returns why there is no room for the pipeline, or None."""
+        """Returns why shared memory has no room for the pipeline, or None."""
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         return self.limits.refuses(self.num_threads, self.smem_bytes)

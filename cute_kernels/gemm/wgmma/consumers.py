@@ -1,4 +1,4 @@
-"""The consumer warps of a CTA: they compute the products of its work tiles, then their results."""
+"""The consumer warps of a CTA. They multiply its work tiles, then reduce and store the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cute_kernels.gemm.wgmma.reduction import TileReduction
 
 
 class TileMainloop(Protocol):
-    """Computes W X^T of a work tile; `.register_mainloop` says what its methods do."""
+    """Computes W X^T of a work tile; `.register_mainloop` documents the methods."""
 
     def masks(self, shape, lane) -> Any: ...
 
@@ -80,8 +80,10 @@ class Consumers:
 
     @cute.jit
     def multiply_parts(self, acc, memory, work_tile, place: Lane, channel, state, releases, present, count: int):
-        """Multiplies a work tile in which ``present`` row parts have rows; ``present`` is at least ``count``. MMAs are
-        only as wide as the parts that have rows. So a loop is compiled for each number of parts, or for most numbers.
+        """Multiplies a work tile in which ``present`` row parts have rows, by the loop for ``count`` or more parts.
+        MMAs are only as wide as the parts that have rows, so a loop is compiled for each number of parts, or for most
+        numbers.
+
         All loops use the same registers. Results of parts that were not loaded are never stored. state and result: as
         in `RegisterMainloop.multiply`.
         """
@@ -104,7 +106,8 @@ class Consumers:
 
 
 def in_loop_of(config: WgmmaConfig, present, count: int):
-    """Returns whether a tile with ``present`` row parts runs the loop of ``count`` parts, if it runs no loop of fewer
-    parts."""
+    """Returns whether the loop of ``count`` row parts is wide enough for a tile with ``present`` row parts. Narrower
+    loops are tested first.
+    """
     every = len(config.loop_parts) == config.row_parts
     return present == count if every else present <= count

@@ -2,7 +2,7 @@
 `Reduction.launch_clocks` in `.results` adds them up to the clocks of a whole launch.
 
 A k block takes as long as the slowest of four steps: MMAs on the tensor cores, decoding, loading weights at the
-memory's rate, and TMA's zeros for rows that x does not have. Clocks are an H200's, fitted to measured times
+memory's rate, and TMA's writes of zeros for rows that x does not have. The models were fitted to times of an H200
 (tests/facts/linear.json, docs/design/weight_only_linear.md). The models are not in `.mainloops` and `.results`, since a
 new measurement changes the models, but no compiled kernel. Plain Python, no GPU.
 """
@@ -107,8 +107,9 @@ class DecodedCost(MainloopCost):
         return k_block + max(filling - k_block, 0) / together
 
     def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the factor on a k block's time for how well MMAs and decoding overlap. It is above 1 for one
-        warpgroup. It may be below 1 if several groups of MMAs are in flight."""
+        """Returns the factor on a k block's time that says how well MMAs and decoding overlap. With one warpgroup it is
+        above 1. With several commit groups of MMAs in flight it may be below 1.
+        """
         if config.warpgroups == 1:
             return self.alone
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -116,7 +117,9 @@ class DecodedCost(MainloopCost):
         return 1 - self.rates_of(problem, config).in_flight_gain if gains else 1.0
 
     def decode_clocks(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the clocks that decoding takes per k16 step of a tile, without the part that grows with x's rows."""
+        """Returns the clocks of decoding a k16 step of a tile, without the part that grows with the number of rows of
+        x.
+        """
         rates = self.rates_of(problem, config)
         decode = rates.decode + (self.row_scale if rates is self.interleaved and not config.group_size else 0)
         if config.format.has_zeros:
@@ -126,7 +129,7 @@ class DecodedCost(MainloopCost):
         return decode * config.format.decode_cost
 
     def zero_clocks(self, config: WgmmaConfig) -> float:
-        """Returns the clocks that zero points add per k16 step of a tile."""
+        """Returns the clocks that zero points add to a k16 step of a tile."""
         if not config.scales_codes:
             return self.zero
         in_flight = config.mainloop.in_flight if isinstance(config.mainloop, RegisterWgmma) else 1
@@ -151,7 +154,7 @@ class SumsCost(DecodedCost):
 
 
 class ResidentCost(MainloopCost):
-    """The cost of the mainloop whose CTAs make limbs of x themselves: `ResidentLimbs`."""
+    """The cost of `ResidentLimbs`, the mainloop in which every CTA makes limbs of x itself."""
 
     start = 3300  # until limbs are made, and the way out of the last work tile
     start_row = 100  # added to `start` for each row beyond eight
@@ -182,8 +185,9 @@ class ResidentCost(MainloopCost):
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks that a CTA takes for a k block of its tile. Limbs are for few rows, so a tile has all rows
-        of x."""
+        """Returns the clocks that a CTA takes for a k block of its tile. The tile has all rows of x, since limbs are
+        for few rows.
+        """
         config = schedule.config
         loading = config.weight_stage_bytes / bytes_per_clock(schedule)
         decoding = config.format.limb_clocks * config.block_tiles

@@ -5,7 +5,7 @@ The second product computes y = (h w r) W^T from rows h. w is the norm's weight;
 number for each row. So y = r ((h w) W^T). The first product makes h, and also writes h w and sums of squares of h. The
 second product multiplies its accumulators by r. There is no launch between the two products.
 
-Tiles and mainloops are as without a norm. The norm is the store policy of a configuration.
+Only the store policy differs from that of a product without a norm.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class DeferredNorm(StagedStore):
         return WARPGROUP_THREADS // self.row_lanes(config) if config.limbs else SUMMED_ROWS
 
     def most_inputs(self, config: WgmmaConfig[Any]) -> int | None:
-        """Returns the largest K, if the product comes after the norm and has limbs: it loads all sums of a row at once.
-        Returns None for other products, which have no limit."""
+        """Returns the largest supported K of a product after the norm that has limbs: it loads all sums of a row at
+        once. Returns None for all other products, which have no limit.
+        """
         return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
 
     def stored_tiles(self, config: WgmmaConfig[Any]) -> int:
@@ -86,8 +87,9 @@ class DeferredNorm(StagedStore):
         return -(-config.n_tiles // (config.cluster if config.reduction.dsmem else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:
-        """Returns the offset in bytes of a warpgroup's additional memory in its staging buffer. Two chunks of a
-        residual lie before it."""
+        """Returns the offset in bytes of a warpgroup's additional memory in its staging buffer. The memory lies behind
+        two chunks of a residual.
+        """
         return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 
     def extra_bytes(self, config: WgmmaConfig[Any]) -> int:

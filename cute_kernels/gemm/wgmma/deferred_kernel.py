@@ -1,5 +1,6 @@
-"""The kernels of products before and after a deferred norm: those of `.kernel` and `.resident_kernel`, with the stores
-of `.deferred_norm`."""
+"""The kernels of products before and after a deferred norm. They are the kernels of `.kernel` and `.resident_kernel`
+with the stores of `.deferred_norm`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from cute_kernels.gemm.wgmma.resident_kernel import ResidentKernel
 
 
 class FactorWarps:
-    """The spare warps of the product after a norm, which compute the factors of rows. See `.kernel.SpareWarps`."""
+    """The spare producer warps of the product after a norm. They compute the factors by which rows are multiplied. See
+    `.kernel.SpareWarps`.
+    """
 
     def __init__(self, config: WgmmaConfig[Any], store: TakingStore):
         self.tiles, self.store, self.registers = config, store, FACTOR_REGISTERS[config.warpgroups]

@@ -3,7 +3,7 @@
 `GivingStore` belongs to the product before the norm. The staging buffer holds a tile's results, after the residual has
 been added and the sums rounded. Eight lanes store the 64 features of a row. They read the row's results again, and
 write two more outputs: the results times the norm's weight, and the sum of the results' squares. The output of sums has
-one element for each row and tile of 64 features. So no CTA adds to other CTAs' sums, and sums are the same each time.
+one element for each row and tile of 64 features. So no CTA adds to other CTAs' sums, and sums are reproducible.
 
 `TakingStore` belongs to the product after the norm. The two spare producer warps add up each row's sums of squares
 while the consumer warps multiply. If consumer warps did so, the tensor cores would wait 1 to 2 us. CTAs that make limbs
@@ -58,7 +58,8 @@ class Piece(NamedTuple):
     Attributes:
         there: whether the results exist.
         place, sum_place: offsets in bytes of the results and of the sum in their outputs.
-        words, scaled: the results; the results times the norm's weights.
+        words: the results.
+        scaled: the results times the norm's weights.
         total: the sum of squares.
     """
 
@@ -81,9 +82,11 @@ class TakingOperands(Operands):
 
 
 class GivingStore:
-    """The store policy of a product before the norm. It adds the residual, and stores results, results times the norm's
-    weights, and sums of squares. It has the methods of `.epilogue.TileEpilogue`. Results are bf16; there is always a
-    residual and never an activation. Addresses of residual and outputs are multiples of 16 bytes.
+    """The store policy of a product before the norm, with the methods of `.epilogue.TileEpilogue`. It adds the
+    residual. It stores the results, the results times the norm's weights, and sums of squares.
+
+    Results are bf16; there is always a residual and never an activation. Addresses of residual and outputs are
+    multiples of 16 bytes.
     """
 
     dense = True
@@ -98,7 +101,7 @@ class GivingStore:
         return store.staging + (self.extra_offset + ordinal * ROW_BYTES)
 
     def ask(self, operands: GivingOperands, tid, end) -> list[list[Any]]:
-        """Loads nothing: this product computes the rows of which the norm is."""
+        """Loads nothing, since this product does not apply a norm to its x."""
         return []
 
     def keep_asked(self, operands: GivingOperands, store: Store, asked: list[list[Any]]) -> None:
@@ -174,9 +177,11 @@ class GivingStore:
 
 
 class TakingStore:
-    """The store policy of a product after the norm. It multiplies accumulators by the factors of their rows. It has the
-    methods of `.epilogue.TileEpilogue`. It does not stage results in fp32, as the factors use that memory. Results are
-    bf16, in whole vectors of 16 bytes, or fp32 without a residual and without a gate.
+    """The store policy of a product after the norm, with the methods of `.epilogue.TileEpilogue`. It multiplies
+    accumulators by the factors of their rows.
+
+    It does not stage results in fp32, as the factors use that memory. Results are bf16, in whole vectors of 16 bytes,
+    or fp32 without a residual and without a gate.
     """
 
     dense = True
@@ -210,8 +215,9 @@ class TakingStore:
 
     @cute.jit
     def make_factors(self, operands: TakingOperands, factors, tid, token, end):
-        """Computes the factors of rows of x from ``token`` on, some rows at a time. `FACTOR_WARPS` warps run it. Rows
-        from ``end`` on do not exist; sums of 0 stand for theirs."""
+        """Computes the factors of rows of x from ``token`` on, some rows at a time. `FACTOR_WARPS` warps run it. For
+        rows from ``end`` on, which do not exist, it uses sums of 0.
+        """
         vectors, at_once = operands.parts // SQUARES_VECTOR, self.rows_at_once
         rows = range(0, at_once, FACTOR_WARPS * WARP_THREADS // self.row_lanes)
         own, lane = tid // self.row_lanes, tid % self.row_lanes

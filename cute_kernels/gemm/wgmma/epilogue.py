@@ -42,8 +42,8 @@ class TileEpilogue:
     """The store policy of a consumer warpgroup.
 
     Args:
-        dense: whether the product is dense. Only dense products have fast code for residuals and fp32 results. For
-            experts `store_any` stores such results.
+        dense: whether the product is dense. Only dense products have fast code for residuals and fp32 results; products
+            of experts store these by `store_any`.
     """
 
     def __init__(self, config: WgmmaConfig, *, dense: bool = True):
@@ -72,7 +72,7 @@ class TileEpilogue:
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
         """Stores a tile. A thread's accumulators of the tile are acc[first : first + tile_m / 2]. ordinal: the tile's
-        number among the tiles of 64 features that the warpgroup stores of a work tile, as in `prepare`.
+        index among the tiles of 64 features that the warpgroup stores of a work tile, as in `prepare`.
         """
         if const_expr(self.dense):
             if self.adds_chunks(operands, shape):
@@ -107,17 +107,21 @@ class TileEpilogue:
                 self.store_any(operands, shape, store, corner, acc, first, chunk)
 
     def wait(self, store: Store):
-        """Waits for all threads of the warpgroup. The wait before writes to the staging buffer ensures that its old
-        data have been read. The wait after the writes ensures that the new data are complete."""
+        """Waits for all threads of the warpgroup: before writes to the staging buffer, so that its old data have been
+        read, and after the writes, so that the new data are complete.
+        """
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def is_by_feature(self, shape):
-        """Returns whether each output feature has one result, and the activation, if any, is applied in registers."""
+        """Returns whether there is one result for each output feature, and the activation, if any, is applied in
+        registers.
+        """
         return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
-        """Returns whether `store_floats` stores the results: fp32, one for each feature, without a residual. The
-        product is dense and has fewer than three warpgroups along K, as three would spill registers."""
+        """Returns whether `store_floats` stores the results. They are then fp32, one for each feature, without a
+        residual. The product is dense and has fewer than three warpgroups along K, as three would spill registers.
+        """
         floats = (shape.out_kind == FP32) & (operands.residual == 0) & self.activate.leaves_features(shape)
         return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
 
@@ -169,9 +173,13 @@ class TileEpilogue:
 
     @cute.jit
     def store_staged(self, operands, store: Store, corner: Corner, columns, chunk: int, features: int, pitch: int):
-        """Copies a chunk from the staging buffer to the output, 8 neighbouring results at a time. features: number of
-        staged results of a token. columns: number of results in a row of the output. pitch: bytes from a token to the
-        next in the buffer."""
+        """Copies a chunk from the staging buffer to the output, 8 neighbouring results at a time.
+
+        Args:
+            features: number of staged results of a token.
+            columns: number of results in a row of the output.
+            pitch: bytes from a token to the next in the buffer.
+        """
         done, tile_m = self.config.chunks[chunk]
         vectors, first = features // PACKED_VECTOR, corner.row // (TILE_N // features)
         start = corner.token + done
@@ -228,9 +236,9 @@ class TileEpilogue:
     def stage_gated(self, store: Store, acc, first: int, tile_m: int):
         """Stores a chunk's results to the staging buffer, [token][feature] in 16 bits.
 
-        Two lanes, four apart, have the gates and the ups of two tokens. Each lane computes the results of one token, so
-        the lanes exchange the other token's numbers. For an activation without a gate, no code is emitted, as the
-        branch is never taken.
+        Of two lanes that are four apart, one has the gates and the other has the ups of the same two tokens. They
+        exchange values, so that each lane computes the results of one token. For an activation without a gate, no code
+        is emitted, as the branch is never taken.
         """
         if not self.activate.gated:
             return

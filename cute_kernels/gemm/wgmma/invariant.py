@@ -1,10 +1,10 @@
-"""Schedules of batch-invariant products. The weight decides into how many parts K is cut; the number of rows does not.
+"""Schedules of batch-invariant products. The number of parts of K depends on the weight, not on the number of rows.
 
-Within a part of K, every tile shape adds products in one order. Parts are also added in one order: the last, then the
-first, the second and so on. So a row has the same bits in every schedule with the same number of parts. With few rows,
-different CTAs compute the parts, which are added up in global memory or in a cluster. A cluster has two CTAs, whose one
-addition has no order, or four CTAs with one tile each. With many rows, one CTA computes all parts, one after the other.
-Plain Python, no GPU.
+Within a part of K, every tile shape adds products in one order. Parts are also added in one order: the last part, then
+the first, the second and so on. So a row has the same bits in every schedule with the same number of parts. With few
+rows, different CTAs compute the parts, which are added up in global memory or in a cluster. A cluster has two CTAs,
+whose one addition has no order, or four CTAs with one tile each. With many rows, one CTA computes all parts, one after
+the other. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ def schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 @lru_cache(maxsize=4096)
 def parts_of_k(problem: LinearProblem) -> int:
-    """Returns into how many parts K is cut, whatever the number of rows. For each candidate number of parts, and each
-    number of rows in `ROWS`, the model computes a ratio: the expected time to that of the fastest schedule. Each
-    candidate has a worst ratio over `ROWS`; the candidate with the least worst ratio is returned. The result depends on
-    all of ``problem``, also on the number of SMs, except the number of rows.
+    """Returns the number of parts into which K is cut. It is the same for any number of rows.
+
+    For each candidate number of parts, and each number of rows in `ROWS`, the model computes a ratio: the expected time
+    over that of the fastest schedule. The candidate whose worst ratio is the smallest is returned. The result depends
+    on all fields of ``problem`` except the number of rows; the number of SMs is one of these fields.
     """
     # The fastest schedules are those of all products, resident limbs included. So their models of time decide, too, how
     # many parts there are, and with these the bits of results.
@@ -71,8 +72,9 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Returns the numbers of parts of K that `parts_of_k` compares. No part is empty. If a block has two tiles, one CTA
-    for each part of each block fits on the GPU at the same time."""
+    """Returns the candidate numbers of parts of K for `parts_of_k`. No part is empty. If a block has two tiles, one CTA
+    for each part of each block fits on the GPU at the same time.
+    """
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))
     return [parts for parts in range(1, most + 1) if -(-problem.k_pad // part_inputs(problem.k_pad, parts)) == parts]
@@ -106,10 +108,11 @@ def configs_of(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def schedule_of(problem: LinearProblem, config: WgmmaConfig, parts: int) -> TileSchedule | None:
-    """Returns a configuration's schedule with all tiles in ``parts`` parts of K. None if the configuration does not
-    support it, or if its parts would not begin where `part_inputs` says. Parts that are added in global memory run in
-    one round, in neighbouring CTAs. The CTA that adds up a tile's parts has the highest number among them. So it waits
-    for no CTA that starts later.
+    """Returns a configuration's schedule with all tiles in ``parts`` parts of K. Returns None if the configuration does
+    not support it, or if its parts would not begin where `part_inputs` says.
+
+    Parts that are added in global memory run in one round, in neighbouring CTAs. The last of these CTAs adds up a
+    tile's parts, so it waits for no CTA that starts later.
     """
     reduction = config.reduction
     schedule = plain.cut_schedule(problem, config, parts)
@@ -147,8 +150,9 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def cluster_configs(problem: LinearProblem, cluster: int, sizes: Sequence[int], warpgroups: int) -> list[WgmmaConfig]:
-    """Returns a list of at most one configuration, with 64 features for each warpgroup. Its tile is the smallest of
-    ``sizes`` that holds all rows. The list is empty if that cannot be compiled."""
+    """Returns a list with one configuration, which has 64 features for each warpgroup and the smallest tile of
+    ``sizes`` that holds all rows. The list is empty if this configuration cannot be compiled.
+    """
     tile_m = next((size for size in sizes if problem.m <= size), None)
     if tile_m is None or problem.k_pad % plain.DSMEM_BLOCK_K:
         return []

@@ -1,10 +1,10 @@
 """Weight-only GEMM for many rows of x: out^T = W X^T by warpgroup MMAs with W, decoded, in registers.
 
-16 bytes of the blob are a thread's A operands of several k16 steps (`layouts.weights.hopper`). So decoded weights go
-straight from a thread's registers to the tensor cores, which read only X from shared memory. One producer warp loads X
-as the swizzled B operand through TMA. Another loads codes and scales by bulk copies. Each consumer warpgroup has 64 or
-128 output features. While a warpgroup decodes its next k16 steps, the tensor cores run its last MMAs and other
-warpgroups' MMAs.
+16 bytes of the packed codes are a thread's A operands of several k16 steps (`layouts.weights.hopper`). So decoded
+weights go straight from a thread's registers to the tensor cores, which read only X from shared memory. One producer
+warp loads X as the swizzled B operand through TMA. Another loads codes and scales by bulk copies. Each consumer
+warpgroup has 64 or 128 output features. While a warpgroup decodes its next k16 steps, the tensor cores run its last
+MMAs and other warpgroups' MMAs.
 
 A kernel is a composition of policies, each a value: loads (`.loads`), a mainloop (`.register_mainloop`, `.synchronous`,
 `.limbs`, `cute_kernels.gemm.operands.fp8_mainloop`), a reduction (`.reduction`, `.cluster_reduction`), a tile scheduler
@@ -50,7 +50,7 @@ ALL_WARPS: Waits = "all warps"  # each by itself, so that x is asked for beside 
 
 
 def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> dict[str, Any]:
-    """Returns launch options. use_pdl: whether the launch may begin before the previous one has ended."""
+    """Returns the options of a launch. use_pdl: whether the launch may begin before the previous one has ended."""
     cluster = (config.cluster_size, 1, 1) if config.cluster_size > 1 else None
     sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "cluster": cluster}
     return sizes | {"min_blocks_per_mp": 1, "use_pdl": use_pdl, "stream": stream}
@@ -59,7 +59,7 @@ def launch_options(config: WgmmaConfig, num_ctas, stream, *, use_pdl: bool) -> d
 class SpareWarps(Protocol):
     """The work of the producer warps that copy nothing.
 
-    registers: (registers of a producer thread, registers of a consumer thread).
+    registers: (number of registers of a producer thread, of a consumer thread).
     """
 
     registers: tuple[int, int]
@@ -68,7 +68,7 @@ class SpareWarps(Protocol):
         """Initialises the spare warps' barrier in one thread, before the fence of the other barriers."""
 
     def run(self, operands, shape, memory: TileMemory, scheduler, warp, lane) -> None:
-        """Runs the spare warps' work. warp: the warp's number in the CTA."""
+        """Runs the spare warps' work. warp: the warp's index in the CTA."""
 
 
 class IdleWarps:
@@ -124,15 +124,17 @@ class TileRoles:
     def begin(self, operands, shape, memory, scheduler, warp, lane):
         """Initialises the CTA's barriers. The warp that loads weights does so, and all other warps wait for it.
 
-        The warp that loads weights goes on at once. In a launch of 6 us, it would take 1 us until all warps have met
-        and found their work tiles. If the product has one tile of rows, this warp loads the first weights before
-        anything else. Other CTAs of a cluster need to see only the barriers, so a fence for barriers is enough. An
-        arrival that releases all writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
+        The warp that loads weights goes on at once. To wait until all warps have met and found their work tiles would
+        cost 1 us of a launch of 6 us. If the product has one tile of rows, this warp loads the first weights before
+        anything else.
 
-        A launch may begin while the previous launch is running. Prefetches into L2 may run at any time. All other data,
-        also weights, may come from the previous launch. So they are read only after the warp that initialises barriers
-        has waited for the previous launch. If every warp waits, barriers are initialised before the wait, so that
-        copies can start right after it.
+        Other CTAs of a cluster need to see only the barriers, so a fence for barriers is enough. An arrival that
+        releases all writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
+
+        A launch may begin while the previous launch is running. Prefetches into L2 may run at any time. All data, even
+        weights, may come from the previous launch, so they are read only after the warp that initialises barriers has
+        waited for it. If every warp waits, barriers are initialised before the wait, so that copies can start right
+        after it.
         """
         config = self.config
         if warp == self.weight_warp:
@@ -167,8 +169,9 @@ class TileRoles:
 
     @cute.jit
     def take(self, operands, shape, memory, scheduler, copy_x, x_view, warp, lane):
-        """Runs each warp's role. Producer warps' machine code comes first: a launch waits for it, and it is fetched
-        from memory line by line."""
+        """Runs each warp's role. The producer warps' machine code comes first: code is fetched from memory line by
+        line, and a launch waits for the producers' code.
+        """
         config = self.config
         loads, multiplies = self.spare.registers
         if warp == self.weight_warp:
@@ -195,10 +198,11 @@ class TileRoles:
 
 
 class TileScheduling(Protocol):
-    """Says which work tiles a kernel has, and where their rows, weights and results are; for dense products or experts.
+    """The policy that says which work tiles a kernel has, and where their rows, weights and results are. There is one
+    for dense products and one for experts.
 
     Attributes:
-        places: maps the numbers of a work tile to rows, weights and results.
+        places: maps the indices of a work tile to the addresses of rows, weights and results.
         is_dense: whether products are dense. Only then may results have a residual. The first work tile is then known
             without a table.
         asks_first: whether the first weights are loaded before other warps know that barriers are initialised.
@@ -223,8 +227,9 @@ class TileScheduling(Protocol):
 
 
 class DenseTiles:
-    """The `TileScheduling` of dense products. ``rounds`` of the reduction says which tiles, or parts of tiles, a CTA
-    computes."""
+    """The `TileScheduling` of dense products. The reduction's ``rounds``, a `DenseRounds`, say which tiles, or parts of
+    tiles, a CTA computes.
+    """
 
     is_dense, masks_by_lane, table_bytes = True, True, 0
 
@@ -258,7 +263,7 @@ class WgmmaKernel:
     the thread that initialises it, and the bytes of all other CTAs' partials.
 
     Args:
-        scheduling: dense, or of experts; None: dense.
+        scheduling: the `TileScheduling` of dense products or of experts; None: of dense products.
         store: replaces `TileEpilogue`; ``operands`` has the arguments that it needs.
         waits, spare: as `TileRoles` takes them.
     """

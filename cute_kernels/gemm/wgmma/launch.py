@@ -1,4 +1,5 @@
-"""`TileSchedule`, the layout of one launch of tiles, and the numbers of clocks from which its time is computed.
+"""`TileSchedule`, the layout of one launch of tiles, and `MainloopCost`, from whose clocks the launch's time is
+computed.
 
 A reduction (`.results`) lays a launch out, and computes its time from the cost model of the mainloop. `.costs` has
 these models. Plain Python, no GPU.
@@ -43,8 +44,9 @@ class TileSchedule:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of output features. CTAs that share activations by TMA multicast have neighbouring
-        blocks, which count as one."""
+        """The number of blocks of output features. With TMA multicast, the neighbouring blocks of CTAs that share
+        activations count as one.
+        """
         return -(-self.num_tiles // (self.config.block_tiles * self.config.multicast))
 
     @property
@@ -75,17 +77,19 @@ class TileRates(NamedTuple):
     """Clocks of decoded tiles, per k16 step of a tile of 64 features unless stated otherwise.
 
     Attributes:
-        decode, row: clocks of decoding for any number of rows; additional clocks per row.
-        mma, mma_row: clocks of MMAs in addition to the tensor cores' half clock per row; additional clocks per row.
+        decode: clocks of decoding, for any number of rows.
+        row: additional clocks of decoding per row.
+        mma: clocks of MMAs in addition to the tensor cores' half clock per row.
+        mma_row: additional clocks of MMAs per row.
         k_block: additional clocks per decoded k block.
-        work_tile, work_tile_acc: clocks of storing a work tile's results; additional clocks per accumulator of a
-            thread.
-        combine, combine_part: clocks of exchanging parts of K through the workspace; additional clocks per other part
-            and accumulator of a thread.
-        join, join_acc: clocks of exchanging rows in a cluster; additional clocks per other CTA and thread's
-            accumulator.
+        work_tile: clocks of storing a work tile's results.
+        work_tile_acc: additional clocks of storing per accumulator of a thread.
+        combine: clocks of exchanging parts of K through the workspace.
+        combine_part: additional clocks of this exchange per other part and accumulator of a thread.
+        join: clocks of exchanging rows in a cluster.
+        join_acc: additional clocks of this exchange per other CTA and accumulator of a thread.
         all_cut_us: microseconds, as in `MainloopCost`.
-        in_flight_gain: fraction of a k block's time that two groups of MMAs in flight save, outside clusters.
+        in_flight_gain: fraction of a k block's time that two commit groups of MMAs in flight save, outside clusters.
     """
 
     decode: float

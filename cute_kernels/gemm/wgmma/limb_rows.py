@@ -7,7 +7,7 @@ Inputs of at least a 64th of the largest (an 8th with fp16) are exact. Smaller i
 largest. If 128 inputs contain an infinity or NaN, their scale is NaN.
 
 A half warp makes the limbs of 128 inputs of a row; each lane has 8 inputs. In memory, 128 high limbs lie before 128 low
-limbs. The limbs of the first and the second eight of 16 inputs alternate, so two lanes exchange limbs.
+limbs. The limbs of the first eight and the second eight of 16 inputs are interleaved, so two lanes exchange limbs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest intege
 class RowLimbs:
     """Makes the limbs of a lane's 8 inputs of a row. Callers store the limbs.
 
-    unit_bits: log2 of the byte that stands for a code of 1. top_exponent: the exponent of a group's largest input in
-    fixed point. round_up: a number that is added to the bits of the largest magnitude before the exponent is taken.
+    Attributes:
+        unit_bits: log2 of the byte value that stands for code 1.
+        top_exponent: the exponent that a group's largest input has in fixed point.
+        round_up: an integer that is added to the bits of the largest magnitude before the exponent is taken.
     """
 
     def __init__(
@@ -64,13 +66,14 @@ class RowLimbs:
         return [words[i] for i in range(4)]
 
     def largest(self, words) -> Any:
-        """Returns the bits of the largest magnitude of a lane's inputs. Compared as integers, the bits of infinity and
-        NaN are the greatest."""
+        """Returns the bits of the largest magnitude among a lane's inputs. The bits are compared as integers, so
+        infinity and NaN are the largest.
+        """
         values = [half for word in words for half in self.to_floats(word)]
         return lanes.in_pairs(cutlass.max, [Int32(numbers.bits(ptx.absolute(value))) for value in values])
 
     def of_group(self, largest) -> Any:
-        """Returns the largest magnitude in a group, which 16 lanes hold."""
+        """Returns the bits of the largest magnitude in a group. 16 lanes hold the inputs of the group."""
         return lanes.over_lanes(cutlass.max, largest, lanes.neighbours(GROUP_LANES))
 
     def limbs(self, words, factor, lane) -> list[Any]:

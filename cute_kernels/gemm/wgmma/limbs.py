@@ -3,17 +3,18 @@
 A format's `ByteDecoder` turns a 4-bit code into a signed byte, 16 times the code's number. For integers this takes
 three instructions for 8 codes; decoding to bf16 takes 11. Scales are not applied to weights but to the accumulators of
 a group. x is 16-bit fixed point, with a power of two for each row and 128 inputs. An element of x is two signed limbs,
-256 times the high limb plus the low limb (`.limb_rows`). The columns of one operand are the high limbs of all tokens,
-then their low limbs. So a code is decoded once and multiplied by both limbs. The MMAs have twice the columns of bf16,
-and run at twice its rate. 256 times the sum over high limbs plus the sum over low limbs is the exact sum of a group's
-products.
+256 times the high limb plus the low limb (`.limb_rows`). The columns of the B operand are the high limbs of all tokens,
+then their low limbs. So a code is decoded once and multiplied by both limbs. The int8 MMAs have twice as many columns
+as bf16 MMAs, and run at twice the rate. 256 times the sum over high limbs plus the sum over low limbs is the exact sum
+of a group's products.
 
-W and x may have any order of inputs, as long as it is the same order. In the blob of `layouts.weights.hopper`, the four
-bytes of a thread in a k16 step have the inputs 2t, 2t + 8, 2t + 1, 2t + 9. The lower half of a byte is a code of row g,
-the upper half a code of row g + 8. So in x, the first and the second eight of 16 inputs alternate.
+W and x may have any order of inputs, as long as both have the same order. In the blob of `layouts.weights.hopper`, the
+four bytes of a thread in a k16 step have the inputs 2t, 2t + 8, 2t + 1, 2t + 9. The lower half of a byte is a code of
+row g, the upper half a code of row g + 8. So the limbs of x interleave the first eight and the second eight of 16
+inputs.
 
-FP4 codes become E4M3 numbers in seven instructions for 8 codes, signed bytes in eleven. FP8 codes are E4M3 numbers
-already. So for these two formats the limbs of x are E4M3 too: see `E4m3Products`.
+8 FP4 codes become E4M3 numbers in seven instructions, or signed bytes in eleven. FP8 codes are E4M3 numbers already. So
+for these two formats the limbs of x are E4M3 too: see `E4m3Products`.
 
 DeepGEMM and QServe's W4A8 also scale a group's products between two sets of accumulators. Here activations keep 16
 bits, which takes no more MMA time than bf16.
@@ -60,11 +61,11 @@ class Part:
         words: codes of a thread, [chunk][word].
         scales: scales of the thread's two rows, group by group.
         x_scales: scales of the thread's tokens.
-        x: the descriptor of the limbs.
-        zeros: (zero points of the thread's two rows, sums of its tokens' inputs), see `LimbReader.load_zeros`; None
-            without zero points.
-        shifts: (shifts of the thread's two rows, sums of its tokens' inputs), see `LimbReader.load_shifts`; None
-            without floating zero points.
+        x: the shared memory descriptor of the limbs.
+        zeros: (zero points of the thread's two rows, sums of inputs of the thread's tokens), see
+            `LimbReader.load_zeros`; None without zero points.
+        shifts: (shifts of the thread's two rows, sums of inputs of the thread's tokens), see `LimbReader.load_shifts`;
+            None without floating zero points.
     """
 
     tile: int
@@ -78,7 +79,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Later:
-    """Numbers that are loaded when they are needed, so that they take no registers before."""
+    """Values that are loaded only when they are used, so that they occupy no registers before."""
 
     load: Callable[[int], Any]
 
@@ -91,10 +92,10 @@ class LimbProducts:
 
     Args:
         tiles: number of tiles of 64 output features that are multiplied by the same limbs.
-        tile_m: rows of x for which there are accumulators. A thread has accumulators [tile][tile_m / 2].
+        tile_m: number of rows of x that have accumulators. A thread has accumulators [tile][tile_m / 2].
         word_steps: number of k16 steps whose codes a thread's 16 bytes of a chunk hold.
-        bytes_of: function that decodes codes to bytes.
-        groups: number of groups of a k block for which a lane has accumulators and scales.
+        bytes_of: the function that decodes codes to bytes.
+        groups: number of scale groups of a k block. A lane has accumulators and scales for each of them.
     """
 
     def __init__(self, tiles: int, tile_m: int, word_steps: int, bytes_of: ByteDecoder, groups: int = 1):
@@ -115,8 +116,12 @@ class LimbProducts:
     ) -> None:
         """Adds the products of a k block of all tiles to ``acc``.
 
-        words: [tile][chunk][word]; scales: [tile][row]; zeros, shifts: [tile], as in `Part`. All tiles have the same
-        x_scales, [token], and the same descriptor x.
+        Args:
+            words: [tile][chunk][word].
+            scales: [tile][row].
+            zeros, shifts: [tile], as in `Part`.
+
+        All tiles share x_scales [token] and the descriptor x.
         """
         none = [None] * self.tiles
         of_tiles = zip(words, scales, zeros or none, shifts or none, strict=True)
@@ -174,11 +179,12 @@ class LimbProducts:
         return wgmma.wait_for_dots(dots, pending)
 
     def finish(self, acc) -> None:
-        """Does nothing: a row of x has one column."""
+        """Does nothing: a row of x has one column of accumulators, so there is nothing to join."""
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
-        """Joins both limbs' accumulators and corrects for zero points. Returns the products of a tile's groups as fp32.
-        The products are exact int32 numbers before they are converted."""
+        """Joins the accumulators of both limbs and corrects them for zero points. Returns the products of a tile's
+        groups. They are exact int32 numbers, converted to fp32 at the end.
+        """
         # A thread's i-th accumulator is of its row i // 2 % 2 of W (g or g + 8) and its row i // 4 * 2 + i % 2 of x.
         count = len(dots) // (2 * self.groups)
         firsts = [2 * count * group for group in range(self.groups)]
@@ -200,7 +206,9 @@ class LimbProducts:
             acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
 
     def add_shifts(self, acc, tile: int, shifts, sums, x_scales) -> None:
-        """Adds shifts to a tile's accumulators: the shift of a row of W times the sum of a token's inputs."""
+        """Adds shifts to a tile's accumulators. The summand is the shift of a row of W times the sum of a token's
+        inputs.
+        """
         inputs = [numbers.to_float(one * CODE_UNIT) * scale for one, scale in zip(sums, x_scales, strict=True)]
         for i in range(2 * len(inputs)):
             at = tile * (self.tile_m // 2) + i
@@ -220,9 +228,9 @@ class LimbProducts:
 
 
 class E4m3Products(LimbProducts):
-    """The products of codes and limbs in E4M3.
+    """Multiplies codes by limbs, both in E4M3.
 
-    Both limbs have the same unit, so their products are added to the same fp32 accumulators. Integers have twice as
+    Both limbs have the same unit, so their products are added to the same fp32 accumulators; int8 limbs need twice as
     many accumulators. Tensor cores add with some 14 bits, counted from the largest addend. So the products of low limbs
     are added first. If they came after those of high limbs, the sum would be rounded a second time.
 
@@ -256,12 +264,12 @@ class E4m3Products(LimbProducts):
 
 
 class HalfGroupProducts(E4m3Products):
-    """The products in E4M3 of groups of 16 inputs, half of an MMA's.
+    """Multiplies E4M3 codes in groups of 16 inputs by limbs. An MMA takes 32 inputs, which are two groups.
 
     A row of x takes two columns, four columns apart, as `.resident_rows.HalfGroupRows` stores them. The first column
-    has the inputs of even groups, the second column those of odd groups; all other inputs are zeros. So one MMA
-    computes the sums of two groups, in accumulators of different lanes. Each lane scales its accumulators by its own
-    group's scale, as with groups of 32.
+    has the inputs of even groups and zeros for odd groups; the second column has the inputs of odd groups and zeros for
+    even groups. So one MMA computes the sums of two groups, in accumulators of different lanes. Each lane scales its
+    accumulators by its own group's scale, as with groups of 32.
     """
 
     def finish(self, acc) -> None:
@@ -283,10 +291,10 @@ class LimbReader:
     limbs.
 
     Args:
-        x_scale_shift: function of a work tile. A copy of x's scales begins at a multiple of 16 bytes. The function
-            returns how many scales come before the tile's first scale in this copy. None stands for 0.
-        in_pairs: whether a thread loads its two scales of eight rows of x at once. A tile's first row is then a
-            multiple of eight.
+        x_scale_shift: a function of a work tile. It returns how many scales of x a copy brings before the tile's first
+            scale, since copies begin at a multiple of 16 bytes. None: 0 for every tile.
+        in_pairs: whether a thread loads both of its scales among eight rows of x in one access. A tile's first row must
+            then be a multiple of eight.
     """
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, x_scale_shift: Shift | None, *, in_pairs: bool):
@@ -300,8 +308,9 @@ class LimbReader:
         return self.stages.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
-        """Loads a thread's numbers of a stage. Returns (codes [tile], scales [tile] of the thread's rows of W, scales
-        of the thread's rows of x). With limbs in E4M3, codes and scales of W are `Later`."""
+        """Loads a thread's operands from a stage. Returns (codes [tile], scales [tile] of the thread's rows of W,
+        scales of the thread's rows of x). With limbs in E4M3, codes and scales of W are `Later`.
+        """
         tiles = range(self.config.n_tiles)
         if self.config.format.bytes_in_e4m3:
             words, scales = zip(*(self.load_later(memory, stage, place, i) for i in tiles), strict=True)
@@ -311,8 +320,9 @@ class LimbReader:
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
 
     def load_later(self, memory, stage, place, tile: int) -> tuple[Later, Later]:
-        """Returns two `Later` for a tile. The first loads a chunk of codes by the chunk's number. The second loads a
-        scale, by the number of a group and one of the thread's two rows."""
+        """Returns two `Later` for a tile. The first loads a chunk of codes, given the chunk's index. The second loads a
+        scale, given the index of a group and which of the thread's two rows.
+        """
         codes = memory.codes + stage * self.config.code_stage_bytes + place.code_offset
         first = tile * self.config.k_block_tiles
 
@@ -415,8 +425,9 @@ class StageByStage:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies as `RegisterMainloop.multiply` does; waits for all MMAs of a k block, and releases every stage
-        itself."""
+        """Multiplies as `RegisterMainloop.multiply` does. Waits for all MMAs of a k block, then releases its stage,
+        also the last one.
+        """
         here, last = state
         x_place = self.reader.x_scale_place(work_tile)
         for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
@@ -451,4 +462,4 @@ class LimbMainloop(StageByStage):
         self.products.multiply_words(acc, words, scales, x_scales, x, place.masks, tile_m)
 
     def finish(self, acc, shape, memory, work_tile, place, channel, last, releases) -> None:
-        """Does nothing: `multiply` leaves accumulators finished and scaled."""
+        """Does nothing: `multiply` leaves no MMA running and has applied all scales."""

@@ -20,8 +20,9 @@ ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 def product(a, b) -> Int64:
-    """Returns a * b in 64 bits. a and b are 32-bit numbers, not negative: their product takes one instruction, a signed
-    product six."""
+    """Returns a * b in 64 bits. a and b are 32-bit integers, not negative: an unsigned product takes one instruction, a
+    signed product six.
+    """
     return Int64(Uint32(a)) * Int64(Uint32(b))
 
 
@@ -40,8 +41,9 @@ class ActivationLoads(Protocol):
 class TmaLoads:
     """The loads of activations through the pipeline: TMA tiles by one producer warp.
 
-    If an earlier launch has made the activations (`Mainloop.scaled_rows`), the scales of their rows are loaded as well.
-    Such activations are E4M3 codes, or limbs as `.limb_rows` writes them. TMA tiles of limbs lie without gaps.
+    If an earlier launch has made the activations (`Mainloop.scaled_rows`), they are E4M3 codes or the limbs of
+    `.limb_rows`. The scales of their rows are then loaded as well. TMA tiles of limbs lie in shared memory without
+    gaps.
     """
 
     def __init__(self, config: WgmmaConfig, places: Places):
@@ -64,10 +66,12 @@ class TmaLoads:
 
     @cute.jit
     def copy(self, shape, memory, scheduler, copy_x, x_view):
-        """Loads the activations of every k block. A TMA tile has 64 inputs of the rows of one row part. One warp runs
-        this method. Row parts without rows are not loaded. TMA would take time to write zeros for missing rows, or to
-        load other experts' rows. With multicast, each CTA loads a slice of every TMA tile into all CTAs of its cluster.
-        A stage is then empty when all these CTAs have released it, and full when all slices have arrived.
+        """Loads the activations of every k block. One warp runs this method. A TMA tile has 64 inputs of the rows of
+        one row part.
+
+        Row parts without rows are not loaded: TMA would take time to write zeros for missing rows, or to load other
+        experts' rows. With multicast, each CTA loads a slice of every TMA tile into all CTAs of its cluster. A stage is
+        then empty when all these CTAs have released it, and full when all slices have arrived.
         """
         config = self.config
         if const_expr(self.scaled):
@@ -106,9 +110,10 @@ class TmaLoads:
                 here = pipeline.next(here)
 
     def place(self, stage, part: int, tma_tile: int, present) -> tuple[Any, Any]:
-        """Returns where a TMA tile is stored, as (row part, number among the TMA tiles of all stages). present: number
-        of row parts that have rows. Both limbs of x are one operand, so the parts of the low limbs follow those of the
-        high limbs without a gap."""
+        """Returns where a TMA tile is stored: (row part, index among the TMA tiles of all stages). present: number of
+        row parts that have rows. Both limbs of x form one operand, so the low limbs' parts follow the high limbs' parts
+        without a gap.
+        """
         tma_tiles, parts = self.config.mainloop.x_tma_tiles(self.config), self.config.row_parts
         if not self.config.limbs:
             return part, stage * tma_tiles + tma_tile
@@ -194,9 +199,11 @@ class WeightLoads:
 
 
 def prefetch_k_blocks(config: WgmmaConfig, places: Places, operands, shape, scheduler) -> None:
-    """Prefetches the codes of the first work tile's first `prefetched_k_blocks` k blocks into L2. One lane calls it. A
-    prefetch needs no barrier, so it runs before barriers are initialised. The k blocks of a tile are contiguous, so one
-    instruction prefetches all of them. Nothing is prefetched if the work tile may have fewer k blocks.
+    """Prefetches the codes of the first `prefetched_k_blocks` k blocks of the first work tile into L2. One lane calls
+    it.
+
+    A prefetch needs no barrier, so it runs before barriers are initialised. The k blocks of a tile are contiguous, so
+    one instruction prefetches all of them. Nothing is prefetched if the work tile may have fewer k blocks.
     """
     k_blocks = config.prefetched_k_blocks
     if not k_blocks:
@@ -220,8 +227,9 @@ def prefetch_biases(config: WgmmaConfig, places: Places, operands, shape, schedu
 
 
 def first_group(config: WgmmaConfig, k_block) -> Any:
-    """Returns the first group that a k block overlaps. If a group has several k blocks, a shift replaces the
-    division."""
+    """Returns the index of the first group that a k block overlaps. If a group has several k blocks, the code shifts
+    instead of dividing.
+    """
     block_k, group_size = config.block_k, config.group_size
     if group_size <= block_k:
         return k_block * (block_k // group_size)

@@ -1,6 +1,8 @@
-"""Mainloop policies of kernels of tiles. A policy says how consumer warps multiply. It has fields, limits, registers,
-shared memory, barriers, and a part of the kernel's name. There are no GPU types here. A mainloop names the reductions
-(`.results`) that can be compiled with it. Its docstring names the module of its device code.
+"""Mainloop policies of kernels of tiles: how consumer warps multiply.
+
+A policy has fields, limits, registers, shared memory, barriers, and a part of the kernel's name. Its docstring names
+the module of its device code. It names the reductions (`.results`) that it can be compiled with. There are no GPU types
+here.
 """
 
 from __future__ import annotations
@@ -65,17 +67,17 @@ class Mainloop(ABC):
         limbs: whether x is two limbs of 8 bits with a scale per row and `LIMB_GROUP` inputs. With int8 limbs, products
             are exact in int32.
         scaled_rows: whether an earlier launch makes x, with an fp32 scale for each row and k block.
-        registers: registers of a consumer thread, by the number of warpgroups.
-        producer_registers: registers of a thread that loads.
-        more_threads: threads in addition to the consumer warpgroups.
+        registers: number of registers of a consumer thread, indexed by the number of warpgroups.
+        producer_registers: number of registers of a producer thread.
+        more_threads: number of threads in addition to the consumer warpgroups.
         copies: number of warps that copy into a stage.
         multicasts: whether neighbouring CTAs may multicast activations.
         rows_apart: whether there may be gaps between the rows of a dense product's x, as when TMA loads x directly.
-        limits: limits of the architecture that has the mainloop's instructions.
-        spare: how many fewer tiles of 64 features the last warpgroup has than the others.
-        half_last: whether the last k block begins half a k block earlier.
-        made_by: "module:name" of the device code, a `.consumers.TileMainloop`, which is made from a configuration and
-            `.reading.MainloopParts`. It is "" if the mainloop has its own kernel.
+        limits: the limits of the architecture whose instructions the mainloop uses.
+        spare: how many tiles of 64 features the last warpgroup has less than each other warpgroup.
+        half_last: whether K may end in half a k block, so that the last k block overlaps the one before.
+        made_by: "module:name" of the class of device code, a `.consumers.TileMainloop`. Its constructor takes a
+            configuration and `.reading.MainloopParts`. "" if the mainloop has its own kernel.
         weights_by: "module:name" of the device code that loads weights.
     """
 
@@ -102,11 +104,11 @@ class Mainloop(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The mainloop's part of a kernel's name, before the stages."""
+        """The mainloop's part of a kernel's name. The stages' part comes after it."""
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The import paths of the mainloop's device code, which kernels' keys need."""
+        """The import paths of the mainloop's device code, which is part of kernels' keys."""
         return (self.made_by, self.weights_by) if self.made_by else ()
 
     def kernel(self) -> CompiledAs:
@@ -134,11 +136,11 @@ class Mainloop(ABC):
         return 0
 
     def x_scale_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of shared memory for scales of rows of x."""
+        """Returns the bytes of shared memory for scales of rows of x, over all stages."""
         return config.num_stages * self.x_scale_stage_bytes(config)
 
     def x_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of activations in shared memory."""
+        """Returns the bytes of shared memory for activations, over all stages."""
         return config.num_stages * self.x_stage_bytes(config)
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -161,8 +163,9 @@ class Mainloop(ABC):
         )
 
     def more_barriers(self, config: WgmmaConfig) -> tuple[Barriers, ...]:
-        """Returns the mbarriers that the mainloop's device code initialises itself. They lie after all other
-        mbarriers."""
+        """Returns additional mbarriers, which the mainloop's device code initialises itself. They lie after all other
+        mbarriers.
+        """
         return (Barriers("x_barrier", 0),)
 
     def shared_memory(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -274,28 +277,31 @@ def takes_limbs(form: WeightFormat, dtype: str) -> bool:
 
 
 def row_columns(form: WeightFormat) -> int:
-    """Returns how many columns of an MMA of bytes a row of x takes: one for each group that the MMA's inputs belong
-    to."""
+    """Returns how many columns of a byte MMA a row of x takes. It is the number of groups that the MMA's inputs belong
+    to.
+    """
     return max(MMA_GROUP // form.group_size, 1) if form.group_size else 1
 
 
 def limb_groups(config: WgmmaConfig[Any] | StreamConfig[Any]) -> int:
-    """Returns for how many parts of a k block a lane has accumulators. A part is a group of inputs. For E4M3 it is the
-    inputs of one MMA, as tensor cores add E4M3 products with few bits."""
+    """Returns the number of parts of a k block for which a lane has separate accumulators. A part is a scale group. For
+    E4M3 limbs a part is the inputs of one MMA, as tensor cores add E4M3 products with few bits.
+    """
     return LIMB_GROUP // MMA_GROUP if config.format.bytes_in_e4m3 else config.k_block_groups
 
 
 def stored_group(config: WgmmaConfig[Any] | StreamConfig[Any], part: int) -> int:
-    """Returns the group of a k block whose scales the ``part``-th of `limb_groups` has. If an MMA takes two groups, it
-    is the first of them."""
+    """Returns the index, in a k block, of the group whose scales are applied to the ``part``-th part of `limb_groups`.
+    If an MMA has two groups, it is the first of them.
+    """
     return part * config.k_block_groups // limb_groups(config)
 
 
 def limb_problem(config: WgmmaConfig, *, zeros: bool = False, least: int = LIMB_GROUP) -> str | None:
     """Returns why a configuration's weights cannot be multiplied by limbs, or None.
 
-    zeros: whether the mainloop can correct for zero points. least: the fewest inputs that a group may have, for codes
-    without zero points.
+    zeros: whether the mainloop can correct for zero points. least: the smallest supported group size, for codes without
+    zero points.
     """
     if not takes_limbs(config.format, config.dtype) or (config.format.sums_inputs and not zeros):
         wanted = f"codes that are bytes{'' if zeros else ', without zero points'}"
@@ -345,9 +351,10 @@ class ResidentLimbs(Mainloop):
     registers that they are launched with. A CTA of a cluster has one part of K of one tile.
 
     Attributes:
-        k_blocks: number of k blocks of x for whose limbs there is room. A k block is 128 inputs of all rows of a tile.
-        loads: whether consumer warps load x, and only rows that exist. If not, TMA loads x, whose rows have to be whole
-            TMA tiles. TMA takes long to write zeros for missing rows.
+        k_blocks: number of k blocks of x whose limbs fit in the shared memory reserved for them. A k block is 128
+            inputs of all rows of a tile.
+        loads: whether consumer warps load x. They load only rows that exist. If not, TMA loads x in whole TMA tiles,
+            and takes long to write zeros for missing rows.
         spare: as in `Mainloop`. It allows blocks with an odd number of tiles, so that there can be as many blocks as
             SMs.
 

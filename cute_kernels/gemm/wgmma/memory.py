@@ -36,10 +36,10 @@ class TileMemory:
 
 
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> TileMemory:
-    """Allocates a CTA's shared memory: the regions and barriers that the policies of a configuration declare.
+    """Allocates the regions and barriers of a CTA that the policies of a configuration declare.
 
-    layout, element: layout and type of the activations' stages. table_bytes: bytes of the table of tiles that grouped
-    products have.
+    layout, element: layout and dtype of the stages of activations. table_bytes: bytes of the table of tiles that
+    grouped products have.
     """
     smem = cutlass.utils.SmemAllocator()
     activations, *others = config.mainloop.regions(config)
@@ -63,8 +63,9 @@ def addresses(smem: cutlass.utils.SmemAllocator, regions: Iterable[Region]) -> d
 
 
 def barriers_from(config: WgmmaConfig, first: cute.Pointer) -> dict[str, Any]:
-    """Returns the fields of `TileMemory` for barriers, by name. They are the pipeline, and the addresses of all other
-    barriers. first: the address of the first barrier."""
+    """Returns the barrier fields of `TileMemory`, by name: the pipeline, and the addresses of all other barriers.
+    first: the address of the first barrier.
+    """
     found, arrivals, count = {}, {}, 0
     for group in config.barriers:
         found[group.name], arrivals[group.name] = first + count if count else first, group.arrivals

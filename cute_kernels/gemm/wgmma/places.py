@@ -24,8 +24,9 @@ class Corner:
 
 
 class Places(Protocol):
-    """Finds a work tile's rows of x, weights and biases. A work tile is a `.tiles.WorkTile`, or one of a grouped
-    product."""
+    """Finds a work tile's rows of x, weights and biases. A work tile is a `.tiles.WorkTile`, or a work tile of a
+    grouped product.
+    """
 
     def rows_of(self, shape, work_tile) -> tuple[Any, Any]:
         """Returns (first, end). The rows of x of a work tile begin at ``first``. Rows from ``end`` on are not part of
@@ -33,8 +34,9 @@ class Places(Protocol):
         ...
 
     def weight_tile(self, shape, work_tile, index) -> Any:
-        """Returns the number of a tile of 64 features in the packed weight. index: the tile's number in the work tile's
-        block of output features."""
+        """Returns the index of a tile of 64 features in the packed weight. index: the tile's index in the work tile's
+        block of output features.
+        """
         ...
 
     def bias_place(self, shape, work_tile, row) -> Any:
@@ -64,21 +66,23 @@ class DensePlaces:
 
 
 def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
-    """Returns the number of a tile of 64 features in the weight. index: the tile's number in the work tile's block.
-    Beyond the weight's last tile, the result is the last tile."""
+    """Returns the index of a tile of 64 features in the weight. index: the tile's index in the work tile's block.
+    Beyond the weight's last tile, returns the last tile.
+    """
     # Of the last block, tiles after the last one are that one again.
     return cutlass.min(work_tile.block * config.block_tiles + index, shape.num_tiles - 1)
 
 
 def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
-    """Returns how many row parts of a work tile have rows."""
+    """Returns the number of row parts of a work tile have rows."""
     first, end = places.rows_of(shape, work_tile)
     return parts_with(config, end - first)
 
 
 def parts_with(config: WgmmaConfig, rows) -> Any:
-    """Returns how many row parts of a tile have rows: at most `row_parts`. If tiles are cut along rows, the result is
-    at least 1. rows: number of rows of x from the tile's first row to the end of x."""
+    """Returns the number of row parts of a tile that have rows: at most `row_parts`. If tiles are cut along rows, the
+    result is at least 1. rows: number of rows of x from the tile's first row to the end of x.
+    """
     if config.row_parts == 1:
         return Int32(1)
     bits = config.part_m.bit_length() - 1
@@ -87,8 +91,9 @@ def parts_with(config: WgmmaConfig, rows) -> Any:
 
 
 def corner_of(config: WgmmaConfig, places: Places, shape, work_tile, index, token=0) -> Corner:
-    """Returns where the results of a tile of 64 features begin in the output. index: the tile's number in the work
-    tile's block. token: the first row of x to store, counted from the work tile's first row."""
+    """Returns where the results of a tile of 64 features begin in the output. index: the tile's index in the work
+    tile's block. token: the first row of x to store, counted from the work tile's first row.
+    """
     row = (work_tile.block * config.block_tiles + index) * TILE_N
     first, end = places.rows_of(shape, work_tile)
     return Corner(row, first + token, end, places.bias_place(shape, work_tile, row))

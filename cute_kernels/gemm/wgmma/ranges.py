@@ -22,8 +22,8 @@ from cute_kernels.gemm.wgmma.tiles import DenseRounds, OneByOne, TileSizes, Work
 class TileRangeSizes(TileSizes):
     """Sizes of a launch in work ranges.
 
-    The units of all tiles are divided among CTAs. A tile has one unit for each k block, and `RangeSplitK.end` more
-    units for its results.
+    CTAs get equal numbers of units of work. A tile has one unit for each k block, and `RangeSplitK.end` more units for
+    storing its results.
     """
 
     units: Divisor  # of a tile
@@ -75,8 +75,9 @@ class RangeScheduler(OneByOne):
         return self.last_tile - self.first_tile + 1
 
     def work_tile(self, index) -> WorkTile:
-        """Returns the ``index``-th work tile. Its ``split`` is the CTA's number, its ``number`` is the tile's
-        number."""
+        """Returns the ``index``-th work tile. Its ``split`` is the index of the CTA; its ``number`` is the index of the
+        tile.
+        """
         tile = self.last_tile - index
         block, m_tile = self.shape.counted.place(tile)
         return WorkTile(
@@ -91,7 +92,7 @@ class RangeScheduler(OneByOne):
 
 
 class Ranges(DenseRounds):
-    """The distribution of tiles in which each CTA has one work range, instead of a tile in each round."""
+    """The distribution of tiles in which each CTA has one work range; there are no rounds."""
 
     @staticmethod
     def sizes(config: WgmmaConfig, given) -> TileRangeSizes:
@@ -104,8 +105,10 @@ class Ranges(DenseRounds):
 
 class RangeReduction(StoringReduction):
     """The reduction of work ranges, a `.reduction.TileReduction`. The CTA that computes a tile's last k block adds the
-    partials that preceding CTAs have published, and stores the tile. A CTA publishes at most one partial: that of a
-    tile which ends after the CTA's range. So the workspace has one slot for each CTA.
+    partials of preceding CTAs, and stores the tile.
+
+    Only the last tile of a range may end after it, so a CTA publishes at most one partial. The workspace has one slot
+    for each CTA.
     """
 
     rounds = Ranges
@@ -129,8 +132,9 @@ class RangeReduction(StoringReduction):
             self.store_tiles(operands, shape, store, work_tile, acc, first_tile)
 
     def place(self, operands, store: Store, cta):
-        """Returns the address of a thread's first accumulators in a CTA's slot of the workspace. The slot has the order
-        of the registers."""
+        """Returns the address of a thread's first accumulators in a CTA's slot of the workspace. The slot stores
+        accumulators in the order of registers.
+        """
         size = 4 * self.config.block_rows * self.config.tile_m
         own = store.warpgroup * (size // self.config.warpgroups) + store.tid * 16
         return operands.workspace + Int64(cta) * size + own
@@ -138,7 +142,9 @@ class RangeReduction(StoringReduction):
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
         """Adds the partials of a tile that preceding CTAs have published, back to the CTA in whose range the tile
-        begins. No range is shorter than a tile. So only the CTA just before has a partial, and the loop runs once."""
+        begins. No range is shorter than a tile, so there is one partial, of the CTA just before, and the loop runs
+        once.
+        """
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:
             add_published(acc, 0, self.place(operands, store, other), self.config.thread_vectors, 0)

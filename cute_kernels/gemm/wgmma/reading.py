@@ -44,7 +44,7 @@ def make_decoder(config: WgmmaConfig) -> CodeDecoder:
 
 
 class StageReader:
-    """The reader of stages for the consumer warps of a configuration; every mainloop has one.
+    """Reads pipeline stages, for the consumer warps of a configuration. Every mainloop has a reader.
 
     Attributes:
         decoder: turns codes into numbers.
@@ -57,7 +57,7 @@ class StageReader:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def lane(self, shape, warp, lane, masks: Callable[[Any, Any], Any]) -> Lane:
-        """Returns a thread's offsets. masks: function that makes a mainloop's masks from (shape, lane)."""
+        """Returns a thread's offsets. masks: a function of (shape, lane) that makes the mainloop's bit masks."""
         config = self.config
         # A warp has 16 rows of a tile's 64; of these a lane has rows lane // 4 and lane // 4 + 8 (wgmma's A operand).
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
@@ -80,7 +80,7 @@ class StageReader:
         return group * self.config.n_tiles
 
     def k_rank(self, group):
-        """Returns a warpgroup's number among the warpgroups that interleave the k blocks of its tiles."""
+        """Returns a warpgroup's rank among the warpgroups that interleave the k blocks of its tiles."""
         if self.config.k_warpgroups == 1:
             return Int32(0)
         return Int32(group // (self.config.warpgroups // self.config.k_warpgroups))
@@ -93,7 +93,9 @@ class StageReader:
 
     @cute.jit
     def release(self, memory, state, releases):
-        """Releases a stage that this warp has read. releases: whether this lane arrives on its barrier."""
+        """Releases a stage that this warp has read. releases: whether this lane arrives on the stage's empty
+        barrier.
+        """
         if releases:
             memory.pipeline.consumer_release(state)
 
@@ -128,8 +130,9 @@ class StageReader:
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """Loads (scales, offsets) for each group as :meth:`load_groups` does, but scales as fp32 numbers for products
-        of decoded codes. Scales are 1 if decoding applies the stored scales."""
+        """Loads (scales, offsets) for each group as :meth:`load_groups` does, with scales as fp32 numbers. They serve
+        products of decoded codes. Scales are 1 if decoding applies the stored scales.
+        """
         if self.decoder.scales_weights:
             return [([Float32(1.0)] * 2, numbers) for _, numbers in self.load_groups(memory, stage, place, tile)]
         return [
@@ -146,12 +149,12 @@ class StageReader:
         return ptx.prmt(word, word, Uint32(0x1010))  # bytes 1 and 0, twice: the low half in both halves
 
     def to_float(self, word):
-        """Returns the low 16 bits of a word, of the configuration's dtype, as fp32."""
+        """Returns the low 16 bits of a word, an element of the configuration's dtype, as fp32."""
         return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
 
 
 def nothing_by_lane(shape, lane):
-    """Returns a 0 that the compiler takes for a number that differs between lanes.
+    """Returns a 0 that the compiler must take for a value that differs between lanes.
 
     If all lanes have the same mask, the compiler may keep it in a uniform register. LOP3 cannot read a uniform register
     and a constant at once, so each use of the mask would take a copy and a LOP3.
@@ -160,21 +163,26 @@ def nothing_by_lane(shape, lane):
 
 
 def nothing(shape, lane):
-    """Returns a 0 that the compiler takes for an unknown number, which is the same in all lanes. It serves kernels
-    whose masks are in registers that are not uniform anyway."""
+    """Returns a 0 that the compiler must take for an unknown value, the same in all lanes. It is for kernels whose
+    masks are never kept in uniform registers.
+    """
     return Uint32(shape.m >> 31)
 
 
 class Channel:
-    """Loads and applies scales and zero points that a row of W has for all of K. They are applied to the accumulators.
-    Weights without groups have them, and weights with a second level of scales."""
+    """Loads and applies scales and zero points that hold for all of K of a row of W. They are applied to the
+    accumulators.
+
+    Weights without groups have such scales, and weights with a second level of scales.
+    """
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):
         self.config, self.stages, self.places = config, stages, places
 
     def load(self, operands, shape, work_tile, first_tile, place: Lane) -> list[Any]:
-        """Loads the scales and offsets that the thread's two rows have for all of K. Returns a pair (scales, offsets)
-        for each tile. The list is empty if the format has no scales for all of K."""
+        """Loads the scales and offsets that hold for all of K, of the thread's two rows. Returns a pair (scales,
+        offsets) for each tile, or an empty list if the format has no scales for all of K.
+        """
         config, places = self.config, self.places
         tile_bytes = shape.scale_groups * config.format.group_scale_bytes
         tiles = [places.weight_tile(shape, work_tile, first_tile + i) for i in range(config.n_tiles)]
@@ -182,7 +190,9 @@ class Channel:
         return [each for tile in tiles for each in load_channel(config, decoder, operands, tile, row, tile_bytes)]
 
     def scale(self, acc, finished, channel):
-        """Stores finished accumulators in ``acc``, multiplied by their row's scale if rows have scales for all of K."""
+        """Stores ``finished`` accumulators in ``acc``. Multiplies them by their row's scale if the format has scales
+        for all of K.
+        """
         tile_acc, decoder = self.config.tile_m // 2, self.stages.decoder
         for i, value in enumerate(finished):
             if channel:
@@ -192,12 +202,12 @@ class Channel:
 
 @dataclass(frozen=True)
 class MainloopParts:
-    """What a mainloop is made from, besides its configuration.
+    """Arguments of a mainloop's constructor, besides the configuration.
 
     Attributes:
         masks_by_lane: whether masks are made by `nothing_by_lane`, so that no uniform register holds them.
-        x_scale_shift: function of a work tile. A copy of x's scales begins at a multiple of 16 bytes. The function
-            returns how many scales come before the tile's first scale in this copy. None stands for 0.
+        x_scale_shift: a function of a work tile. It returns how many scales of x a copy brings before the tile's first
+            scale, since copies begin at a multiple of 16 bytes. None: 0 for every tile.
     """
 
     stages: StageReader

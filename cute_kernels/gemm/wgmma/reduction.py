@@ -1,8 +1,8 @@
 """Reduction policies: how parts of K are added up, and which CTA stores the result.
 
-`.cluster_reduction` has the reduction of single tiles through a cluster's shared memory, `.ranges` that of work ranges.
-Each policy has three methods. `begin` runs before the first work tile, `prepare` before a work tile's products, and
-`finish` after the products, with their accumulators.
+`.cluster_reduction` has the reduction of single tiles through a cluster's shared memory, `.ranges` has the reduction of
+work ranges. Each policy has three methods. `begin` runs before the first work tile, `prepare` before a work tile's
+products, and `finish` after the products, with their accumulators.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its
 class TileReduction(Protocol):
     """The reduction of a work tile's accumulators in a consumer warpgroup.
 
-    first_tile: the warpgroup's first tile in the block. k_rank: the warpgroup's number among the warpgroups that
-    interleave k blocks. prepares: whether `prepare` loads anything. In reductions of dense products, ``rounds`` is the
-    `DenseRounds` that distributes tiles to CTAs.
+    Attributes:
+        first_tile: the warpgroup's first tile in the block.
+        k_rank: the warpgroup's rank among the warpgroups that interleave k blocks.
+        prepares: whether `prepare` loads anything.
+
+    In reductions of dense products, ``rounds`` is the `DenseRounds` that distributes tiles to CTAs.
     """
 
     @property
@@ -81,7 +84,8 @@ class StoringReduction:
 
 class WorkspaceReduction(StoringReduction):
     """The reduction through global memory. The CTA with the last part of K adds the other CTAs' partials, and stores
-    the tile. A work tile that has all of K is stored at once."""
+    the tile. A work tile that has all of K needs no partials and is stored at once.
+    """
 
     @cute.jit
     def prepare(self, operands, shape, store, work_tile, first_tile, k_rank):
@@ -101,8 +105,9 @@ class WorkspaceReduction(StoringReduction):
     @cute.jit
     def combine(self, operands, store: Store, work_tile, acc):
         """Publishes the accumulators of a part of K. In the last part, adds the other parts' partials to the
-        accumulators instead. A thread loads only what the thread with the same number in another CTA has stored. So
-        partials lie in the order of the registers.
+        accumulators instead.
+
+        A thread loads only what the same thread of another CTA has stored, so partials lie in the order of registers.
         """
         if work_tile.splits > 1:
             partial_bytes = 4 * self.config.block_rows * self.config.tile_m
@@ -144,8 +149,9 @@ def add_published(acc, first: cutlass.Constexpr, place, count: cutlass.Constexpr
 
 
 class SequentialReduction(StoringReduction):
-    """The reduction of parts of K that one CTA computes one after the other. A second set of accumulators has their
-    sum. Parts are added in the order of `WorkspaceReduction`: the last, then the first, the second and so on.
+    """The reduction of parts of K that one CTA computes one after the other. A second set of accumulators holds the sum
+    of the parts. Parts are added in the order of `WorkspaceReduction`: the last part, then the first, the second and so
+    on.
     """
 
     def begin(self) -> None:
@@ -190,11 +196,13 @@ class RowReduction(StoringReduction):
 
     @cute.jit
     def join(self, store: Store, state, rank, acc):
-        """Adds up the ``rank``-th share of the tile's tokens over all of K, in acc[: own_m / 2]. Each CTA writes the
-        other CTAs' shares into its own shared memory, and reads its own share from the other CTAs' memory. So one CTA
-        computes each sum, in an order that does not depend on which CTA comes first. ``state``: the address of the
-        activations, whose memory the shares take. The caller must wait for the cluster before it ends, as other CTAs
-        may still read its memory.
+        """Adds up the ``rank``-th share of the tile's tokens over all of K, in acc[: own_m / 2].
+
+        Each CTA writes the shares that other CTAs will store into its own shared memory, and reads its own share from
+        the other CTAs' memory. So one CTA computes each sum, in an order that does not depend on which CTA comes first.
+
+        state: the address of the activations, whose memory the shares overwrite. The caller must wait for the cluster
+        before the CTA ends, as other CTAs may still read its memory.
         """
         config = self.config
         math_threads = config.warpgroups * WARPGROUP_THREADS
@@ -244,8 +252,9 @@ class RowReduction(StoringReduction):
 
     def load_in_order(self, place, acc, rank):
         """Adds the partials of more than two CTAs in the order of `WorkspaceReduction`: the last, then the first, the
-        second and so on. The CTA's own partial comes from ``acc``. It was never published, so the words that are loaded
-        in its place are ignored."""
+        second and so on. The CTA's own partial comes from ``acc``; it is not in shared memory, so the words loaded for
+        it are ignored.
+        """
         own, total = self.config.own_m // 2, []
         for part in (self.config.cluster - 1, *range(self.config.cluster - 1)):
             other = numbers.address_in(place + rank * self.config.share_bytes, Int32(part))

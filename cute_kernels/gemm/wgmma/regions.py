@@ -23,9 +23,8 @@ class Barriers(NamedTuple):
 
     Attributes:
         count: number of barriers.
-        arrivals: number of arrivals that a phase waits for. It is 0 for barriers that other code than
-            `memory.init_barriers` initialises.
-        expected_bytes: bytes that the first phase waits for in addition.
+        arrivals: number of arrivals that a phase waits for. 0: `memory.init_barriers` leaves the barrier to other code.
+        expected_bytes: number of bytes that the first phase also waits for.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 Scales of groups are applied to the weights right after decoding, in the dtype of the activations. So W is rounded once,
 as the reference rounds it, and one set of accumulators is enough. A scale per output feature is applied to the
-accumulators instead. While a group of k16 steps is decoded into a second set of registers, the MMAs of the previous
-group run.
+accumulators instead. While a commit group of k16 steps is decoded into a second set of registers, the MMAs of the
+previous commit group run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class RegisterMainloop:
     def multiply(self, acc, memory, work_tile, place: Lane, channel, state, releases, tile_m: int):
         """Adds W X^T of a work tile's k blocks to ``acc``, for the first ``tile_m`` rows of its tile.
 
-        channel: as `Channel.load` returns it. state, and the result: (the pipeline's state at the next k block, its
-        state at the previous k block). The previous k block's stage is not released yet. releases: whether this lane
-        releases stages.
+        Args:
+            channel: as `Channel.load` returns it.
+            state: (the pipeline's state at the next k block, its state at the previous k block, whose stage is not
+                released yet). The result is such a pair, too.
+            releases: whether this lane releases stages.
         """
         here, last = state
         begin = work_tile.begin + place.k_rank
@@ -55,8 +57,10 @@ class RegisterMainloop:
     def multiply_k_block(self, acc, memory, here, place: Lane, channel, last, releases, tile_m: int):
         """Adds W X^T of a k block to ``acc`` and leaves its last MMAs running. Releases the previous k block's stage.
 
-        acc: [tile of the warpgroup][tile_m / 2]. last: the pipeline's state at the previous k block. releases: whether
-        this lane releases stages.
+        Args:
+            acc: [tile of the warpgroup][tile_m / 2].
+            last: the pipeline's state at the previous k block.
+            releases: whether this lane releases stages.
         """
         config, mainloop, stage = self.config, self.config.mainloop, here.stage
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
@@ -91,8 +95,9 @@ class RegisterMainloop:
                 acc[i * tile_acc + j] = totals[i][j]
 
     def fragment(self, words, step: int, groups, masks) -> list[Any]:
-        """Returns the A operand of a k16 step: scaled weights, rounded once. If scales are per output feature, it has
-        codes less zero points."""
+        """Returns the A operand of a k16 step: scaled weights, rounded once. If scales are per output feature, the A
+        operand is codes minus zero points.
+        """
         config, decoder = self.config, self.stages.decoder
         scales, rows = groups[step * STEP_K // config.group_size if config.group_size else 0]
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, rows, masks)

@@ -1,8 +1,8 @@
 """Weight-only GEMM for few rows of x, in one launch. CTAs make limbs of x once, and keep them in shared memory.
 
-The first weights arrive two microseconds after the start. Until then the consumer warps make limbs of all of x that the
-CTA needs (:mod:`.resident_rows`). The producer warp does not wait for limbs. A separate launch for limbs would take a
-microsecond. Making limbs in the pipeline would limit its rate.
+The first weights arrive two microseconds after the start. Until then the consumer warps make limbs of the part of x
+that the CTA needs (:mod:`.resident_rows`). The producer warp does not wait for limbs. A separate launch for limbs would
+take a microsecond. Making limbs in the pipeline would limit its rate.
 
 Warpgroups may interleave k blocks: one warpgroup decodes while another waits for its MMAs. :mod:`.cluster_reduction`
 adds up the accumulators of these warpgroups, and the partials of the CTAs of a cluster.
@@ -35,10 +35,10 @@ START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
 
 class RowStore(TileStore, Protocol):
-    """The interface of stores that load numbers for their rows, such as a norm's sums of squares."""
+    """The interface of stores that load values for rows of x, such as sums of squares of a norm."""
 
     def ask(self, operands, tid, end) -> list[list[Any]]:
-        """Starts loading a thread's numbers for rows before ``end``, and returns their registers."""
+        """Starts loading a thread's values for rows before ``end``, and returns the registers that will hold them."""
         ...
 
     def keep_asked(self, operands, store, asked) -> None:
@@ -55,8 +55,10 @@ class ResidentKernel:
     | consumers | 4 a warpgroup | x, where TMA brings it | x: each warp, with its share of the bytes |
     | | | stage full | stage empty, one lane a warp |
 
-    A cluster's partials have the barriers that `WgmmaKernel` describes. store: replaces `TileEpilogue`. Its own loads
-    start while x is being loaded (:mod:`.deferred_norm`).
+    Partials in a cluster use the barriers that `WgmmaKernel` describes.
+
+    store: the store policy; default `TileEpilogue`. Loads of a given store start while x is being loaded
+    (:mod:`.deferred_norm`).
     """
 
     def __init__(self, config: ResidentConfig, store: RowStore | None = None, operands: type[Operands] = Operands):
@@ -120,7 +122,8 @@ class ResidentKernel:
 
     def ask(self, operands, shape, memory, warp, lane) -> tuple[Store | None, Any]:
         """Starts the store's loads while x is being loaded. Returns (the thread's `Store`, the registers of the loads),
-        or (None, None) without a store of its own."""
+        or (None, None) if the kernel has the default store.
+        """
         if self.store is None:
             return None, None
         group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS

@@ -2,7 +2,7 @@
 
 If there is room, a CTA makes the limbs of all x that it needs before its first work tile. If not, K is cut into chunks.
 One half of the room holds the limbs of a chunk while warps fill the other half with the next chunk. Meanwhile the
-pipeline holds the weights of several k blocks. Resident limbs are found by the number of their k block, weights by
+pipeline holds the weights of several k blocks. Resident limbs are addressed by the index of their k block, weights by
 their stage.
 """
 
@@ -45,11 +45,14 @@ class ResidentMainloop:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies as `RegisterMainloop.multiply` does. ``state[0]`` is the state of the weights' pipeline.
-        ``state[1]`` has the phase of `x_barrier` in which the next part of x arrives. If not all of x fits, K is cut
-        into chunks and the room into halves. While one half is multiplied, the next chunk's limbs are made in the other
-        half. Chunk i has half i modulo 2. The loop begins with chunk -1, which only fills the first half. The producer
-        warp goes on loading weights meanwhile.
+        """Multiplies as `RegisterMainloop.multiply` does.
+
+        ``state[0]`` is the state of the weights' pipeline. ``state[1]`` is the phase of `x_barrier` in which the next
+        part of x arrives.
+
+        If the limbs of all of x do not fit, K is cut into chunks and the room into halves. Chunk i lies in half i
+        modulo 2. While one half is multiplied, the next chunk's limbs are made in the other half. The loop begins with
+        chunk -1, which only fills the first half. The producer warp goes on loading weights meanwhile.
         """
         here, x_next = state
         half = self.config.mainloop.k_blocks // 2
@@ -79,7 +82,7 @@ class ResidentMainloop:
         """Decodes and multiplies each k block of a chunk, and waits for its MMAs. Returns the pipeline's state after
         the chunk.
 
-        start: the number of the k block to which the room's first place would belong.
+        start: the index of the k block whose limbs lie, or would lie, at the beginning of the room.
         """
         x_place = self.reader.x_scale_place(work_tile)
         for k_block in cutlass.range(work_tile.begin + place.k_rank, work_tile.end, self.config.k_warpgroups, unroll=1):

@@ -1,10 +1,12 @@
-"""Device code by which consumer warps make limbs of rows of x in shared memory, where their MMAs read the limbs. Each
-CTA makes the limbs of its part of x. They have the bits that :mod:`.limb_rows` would store in memory. TMA loads x, a k
-block at a time, to the addresses where its limbs will lie. 128 inputs of a row take two rows of 128 bytes; 128 high
-limbs and 128 low limbs take as much. With few rows, warps load x themselves, as TMA takes long to write zeros for
-missing rows. Four lanes make the limbs of 128 inputs of a row; each lane has two blocks of 16 inputs. So no limb moves
-to another lane. The high limbs of a block are one vector, its low limbs another. Magnitudes are compared in packed
-pairs.
+"""Device code by which consumer warps make limbs of rows of x in shared memory, where their MMAs read the limbs.
+
+Each CTA makes the limbs of its part of x. They have the same bits as the limbs that :mod:`.limb_rows` stores in global
+memory. TMA loads x, a k block at a time, to the addresses where its limbs will lie: 128 inputs of a row take as many
+bytes as 128 high limbs and 128 low limbs. With few rows, warps load x themselves, as TMA takes long to write zeros for
+missing rows.
+
+Four lanes make the limbs of 128 inputs of a row; each lane has two blocks of 16 inputs. So no limb moves to another
+lane. The high limbs of a block are one vector, its low limbs another. Magnitudes are compared in packed pairs.
 
 A k block's limbs are one operand of `wgmma.multiply_bytes`, in rows of 128 bytes: the high limbs of all tokens, then
 the low ones. Pieces of 16 bytes lie in the order of the 128-byte swizzle.
@@ -62,8 +64,9 @@ class Source:
     row_pieces: Int32  # of 16 bytes
 
     def row(self, row: Int32) -> Int32:
-        """Returns the number of the row of x whose limbs become row ``row`` of the tile: ``row``. Sources that gather
-        rows override this method."""
+        """Returns the row of x whose limbs become row ``row`` of the tile. Here it is ``row`` itself; sources that
+        gather rows override this method.
+        """
         return row
 
 
@@ -82,12 +85,12 @@ class RowsRoom:
     """The sizes of the room for a CTA's limbs, and the kind of limbs.
 
     Attributes:
-        k_blocks: number of k blocks of x for whose limbs there is room.
+        k_blocks: number of k blocks of x whose limbs fit.
         loads: whether consumer warps load x; if not, TMA loads it.
-        sums: whether the sum of each row's inputs of a group is computed, in the unit of limbs.
+        sums: whether the sum of a group's inputs is computed for each row, in the unit of limbs.
         e4m3: whether limbs are E4M3 numbers.
-        unit_bits: `WeightFormat.byte_exponent` of the codes that they are multiplied by.
-        columns: number of columns of an MMA that a row of x takes.
+        unit_bits: `WeightFormat.byte_exponent` of the weight's codes.
+        columns: number of columns of the MMA's B operand that a row of x takes.
     """
 
     dtype: str
@@ -111,7 +114,7 @@ class ResidentRows:
         self.limb_rows = self.row_limbs()
 
     def row_limbs(self) -> RowLimbs:
-        """Makes the `RowLimbs` by which limbs and scales of a row are computed."""
+        """Makes the `RowLimbs` that computes limbs and scales of a row."""
         return RowLimbs(self.room.dtype)
 
     def source(self, operands, shape, memory, copy_x, x_view) -> TmaSource:
@@ -136,7 +139,8 @@ class ResidentRows:
         """Returns (the TMA copy of a k block of x into consecutive TMA tiles, the view of x from which the copy reads k
         blocks).
 
-        x: [m, k]; inputs after the last multiple of 64 are not loaded. layout: that of a k block in shared memory.
+        x: [m, k]; inputs after the last multiple of 64 are not loaded. layout: the layout of a k block in shared
+        memory.
         """
         m, k = x.shape
         view = cute.make_tensor(
@@ -146,8 +150,9 @@ class ResidentRows:
 
     @cute.jit
     def bring(self, x: TmaSource, first_place, begin, end, warp):
-        """Starts loading k blocks [begin, end) of x into the room for limbs, from the room's ``first_place``-th k block
-        on. Each consumer warp loads some of the k blocks, and adds their bytes to those that the barrier expects.
+        """Starts loading k blocks ``begin`` to ``end`` - 1 of x into the room for limbs, from the room's
+        ``first_place``-th k block on. Each consumer warp loads some of the k blocks, and adds their bytes to those that
+        the barrier expects.
         """
         count, warps = end - begin, self.room.consumer_warps
         own = (count - warp + (warps - 1)) // warps
@@ -166,8 +171,8 @@ class ResidentRows:
 
     @cute.jit
     def make(self, x: Source, memory, begin, end, warp, lane):
-        """Makes limbs and scales of k blocks [begin, end) of x. TMA has loaded x to the addresses of its limbs, or this
-        method loads x. MMAs may read the limbs after a barrier of all warps that make limbs.
+        """Makes limbs and scales of k blocks ``begin`` to ``end`` - 1 of x. Either TMA has loaded x to the addresses of
+        its limbs, or this method loads x. MMAs may read the limbs after a barrier of all warps that make limbs.
         """
         bits, tile_m = self.step_bits(end - begin), self.room.tile_m
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
@@ -196,7 +201,7 @@ class ResidentRows:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def scale_column(self, row, lane) -> Any:
-        """Returns the column of the MMA for which a lane stores a row's scale."""
+        """Returns the column of the MMA that a row's scale belongs to. The lane stores the scale there."""
         return row
 
     @staticmethod
@@ -222,8 +227,9 @@ class ResidentRows:
         return words
 
     def step_bits(self, k_blocks) -> Any:
-        """Returns log2, rounded up, of the number of steps for ``k_blocks`` k blocks of a pair of rows. It does not
-        divide, since a division would take as long as a step."""
+        """Returns log2, rounded up, of the number of steps that a pair of rows takes for ``k_blocks`` k blocks. There
+        is no division, which would take as long as a step.
+        """
         most = max(-(-self.room.k_blocks // STEP_K_BLOCKS) - 1, 1).bit_length()
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
@@ -235,8 +241,9 @@ class ResidentRows:
         return row, (step - (pair << bits)) * STEP_K_BLOCKS + group // STEP_ROWS
 
     def half(self, lane, number: int):
-        """Returns the half of 128 inputs, 0 or 1, in which a lane's ``number``-th block lies. Neighbouring groups of
-        four lanes begin with different halves."""
+        """Returns the half, 0 or 1, of 128 inputs in which a lane's ``number``-th block lies. Neighbouring sets of four
+        lanes begin with different halves.
+        """
         return (lane // GROUP_LANES + number) & 1
 
     def load(self, start, tile_m, row, lane) -> list[Any]:
@@ -250,13 +257,15 @@ class ResidentRows:
         return words
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
-        """Returns (scale, limbs) of a lane's inputs. scale: the bits of the fp32 number that products of limbs and
-        codes are multiplied by. limbs: for each block, the words of its high limbs, then those of its low limbs."""
+        """Returns (scale, limbs) of a lane's inputs. scale: bits of an fp32 factor for the products of limbs and codes.
+        limbs: for each block, the words of its high limbs, then the words of its low limbs.
+        """
         return self.split_summed(words)[:2]
 
     def split_summed(self, words) -> tuple[Any, list[list[Any]], Any]:
-        """Returns (scale, limbs, sum). Scale and limbs are those of :meth:`split`. The sum is that of the group's
-        inputs, in the unit of the low limbs, or None if ``room.sums`` is False."""
+        """Returns (scale, limbs, sum). Scale and limbs are those of :meth:`split`. sum: the sum of the group's inputs
+        in the unit of the low limbs, or None if ``room.sums`` is False.
+        """
         greater = self.greater
         packed = lanes.over_lanes(greater, lanes.in_pairs(greater, words), lanes.neighbours(GROUP_LANES))
         pair = [Int32(value.bitcast(Uint32)) for value in self.limb_rows.to_floats(packed & Uint32(MAGNITUDES))]
@@ -285,8 +294,9 @@ class ResidentRows:
         return [ptx.fma(value, factor, rounded).bitcast(Uint32) for value in values]
 
     def limbs(self, fixed) -> list[Any]:
-        """Returns four words of the high limbs of 16 inputs, then four words of the low limbs. The first and the second
-        eight inputs alternate."""
+        """Returns limbs of 16 inputs: four words of high limbs, then four words of low limbs. In both, the limbs of
+        inputs 0 to 7 and of inputs 8 to 15 are interleaved.
+        """
         # Each word: low limbs of two inputs, then their high ones.
         pairs = [ptx.prmt(fixed[i], fixed[8 + i], Uint32(0x5140)) for i in range(8)]
         high = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x7632)) for i in range(0, 8, 2)]
@@ -305,8 +315,10 @@ class ResidentRows:
 
 class E4m3Rows(ResidentRows):
     """Makes rows of x in two E4M3 limbs. The sum of both limbs is x in the group's unit. The high limb has the first
-    four significant bits of an input, the low limb the bits that follow. So bf16 inputs of at least 2**-8 of the
-    group's largest are exact; smaller ones are off by at most 2**-15 of it.
+    four significant bits of an input, the low limb the bits that follow.
+
+    bf16 inputs of at least 2**-8 of the group's largest input are exact. Smaller inputs are off by at most 2**-15 of
+    the largest.
     """
 
     def row_limbs(self) -> RowLimbs:
@@ -325,9 +337,10 @@ class E4m3Rows(ResidentRows):
 
 
 class HalfGroupRows(E4m3Rows):
-    """Makes rows of x in E4M3 limbs for groups of 16 inputs, half of an MMA's: see `.limbs.HalfGroupProducts`. Row r
-    takes columns r and r + `COLUMN_DISTANCE`. Each block of 16 inputs is in one of the two columns; the other column
-    has zeros there.
+    """Makes rows of x in E4M3 limbs for groups of 16 inputs, half of an MMA's: see `.limbs.HalfGroupProducts`.
+
+    Row r takes columns r and r + `COLUMN_DISTANCE`. Each block of 16 inputs lies in one of the two columns; the other
+    column has zeros for these inputs.
     """
 
     columns = 2
@@ -363,7 +376,7 @@ def room_of(config: ResidentConfig) -> RowsRoom:
 
 
 def limbs_of(form: WeightFormat) -> dict[str, Any]:
-    """Returns the fields of `RowsRoom` that a format of weights decides."""
+    """Returns the fields of `RowsRoom` that depend on the weight format."""
     return {"e4m3": form.bytes_in_e4m3, "unit_bits": form.byte_exponent, "columns": row_columns(form)}
 
 
@@ -378,8 +391,9 @@ class ResidentLimbLoads:
         self.source: TmaSource | None = None
 
     def attach(self, operands, shape, memory, copy_x, x_view) -> None:
-        """Keeps the source of x as an attribute. The kernel calls `attach` once, before all other methods. A TMA copy
-        cannot be passed as a value through run-time branches."""
+        """Keeps the source of x as an attribute, since a TMA copy cannot be passed as a value through run-time
+        branches. The kernel calls `attach` once, before all other methods.
+        """
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
 
     @cute.jit
@@ -402,13 +416,14 @@ class ResidentLimbLoads:
         return fits
 
     def bring(self, place: Lane, first, begin, end):
-        """Starts loading k blocks [begin, end) of x by TMA into the room for limbs, from the room's ``first``-th k
-        block on. Does nothing if warps load x."""
+        """Starts loading k blocks ``begin`` to ``end`` - 1 of x by TMA into the room for limbs, from the room's
+        ``first``-th k block on. Does nothing if warps load x.
+        """
         if const_expr(not self.config.mainloop.loads):
             self.rows.bring(self.source, first, begin, end, place.warp)
 
     def make(self, place: Lane, memory, begin, end, x_phase):
-        """Makes limbs of k blocks [begin, end), once x has arrived."""
+        """Makes limbs of k blocks ``begin`` to ``end`` - 1, once x has arrived."""
         if const_expr(not self.config.mainloop.loads):
             Barrier(memory.x_barrier).wait(x_phase)
         self.rows.make(self.source, memory, begin, end, place.warp, place.lane)

@@ -1,9 +1,12 @@
 """Configurations whose CTAs make limbs of x themselves. Plain Python, no GPU.
 
 These configurations take one launch instead of two, and x does not go through the pipeline. So they are the fastest up
-to eight rows. From 9 to 16 rows they are the fastest in two cases. Either a CTA has at least four tiles of 64 features,
-so that loading weights takes as long as making limbs. Or all limbs of its part of K are made before the first product.
-With more rows, every CTA would take longer for its limbs than a launch that makes limbs once.
+to eight rows. From 9 to 16 rows they are the fastest in two cases:
+
+- A CTA has at least four tiles of 64 features, so loading weights takes as long as making limbs.
+- All limbs of the CTA's part of K are made before the first product.
+
+With more rows, making limbs in every CTA takes longer than a launch that makes limbs once.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ class WarpgroupsOf:
     `WgmmaConfig`, `ResidentLimbs` and the reduction.
 
     Attributes:
-        most_stages: the most stages of the pipeline, even if more would fit. With more loads in flight, every load
-            would arrive later.
-        loaded_stages: the most stages if warps load x.
-        chunks: whether a CTA's part of K may be cut into chunks, if there is no room for all its limbs.
-        least: the fewest k blocks of a CTA's part of K for which the shape is worth a try.
+        most_stages: the largest number of pipeline stages, even if more would fit. With more loads in flight, every
+            load would arrive later.
+        loaded_stages: the largest number of pipeline stages if warps load x.
+        chunks: whether a CTA's part of K may be cut into chunks, if not all its limbs fit.
+        least: the smallest number of k blocks of a CTA's part of K for which the shape is worth a try.
         loaded: whether the shape is only for x that warps load. TMA would write missing rows of all k blocks at once.
     """
 
@@ -98,7 +101,7 @@ SPARE_BYTES = 2048  # of shared memory, for alignment
 
 
 def resident_configs(problem: LinearProblem) -> list[ResidentConfig]:
-    """Returns configurations that multiply few rows in limbs."""
+    """Returns configurations that multiply few rows of x as resident limbs."""
     form, columns = problem.format, problem.m * row_columns(problem.format)
     tile_m = next((count for count in RESIDENT_TILE_M if columns <= count), None)
     # Groups of 32 and 64 may end within one of limbs. Only products of integers are corrected by sums of x.

@@ -1,9 +1,11 @@
-"""Loads a tile's residual into shared memory while the tile is multiplied, and adds it to the accumulators. Before the
-tile's first k block, every thread starts all of its loads, of 16 bytes each. So nothing waits for the memory when the
-accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits. ldmatrix
-gives every thread the elements that its accumulators need, and stmatrix stores the sums at the same addresses. There
-are two buffers, each for a chunk of tokens. If a tile has more chunks, a buffer is filled again when its chunk has been
-stored.
+"""Loads a tile's residual into shared memory while the tile is multiplied, and adds it to the accumulators.
+
+Before the tile's first k block, every thread starts all of its loads, of 16 bytes each. So nothing waits for the memory
+when the accumulators are complete. The residual lies where the results will be staged, [token][feature] in 16 bits.
+ldmatrix gives every thread the elements that its accumulators need, and stmatrix stores the sums at the same addresses.
+
+There are two buffers, each for a chunk of tokens. If a tile has more chunks, a buffer is filled again when its chunk
+has been stored.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ BUFFERS = 2
 
 def vector_offset(token, vector) -> Int32:
     """Returns the offset in bytes of a token's ``vector``-th 16 bytes in a buffer. As in TMA's swizzle, the
-    ``vector``-th 16 bytes of eight tokens are in different banks."""
+    ``vector``-th 16 bytes of eight consecutive tokens lie in different banks.
+    """
     return token * ROW_BYTES + (vector ^ (token % 8)) * 16
 
 
 class ResidualChunks:
     """The residual of the tiles that a consumer warpgroup stores.
 
-    ``ordinal`` is a tile's number among those that a warpgroup stores of a work tile; ``chunk`` is a chunk's number in
-    its tile. `wait` counts groups of cp.async, so all threads must issue the same groups.
+    ``ordinal`` is the index of a tile among the tiles that a warpgroup stores of a work tile. ``chunk`` is the index of
+    a chunk in its tile. `wait` counts groups of cp.async, so all threads must issue the same groups.
     """
 
     def __init__(self, config: WgmmaConfig):
@@ -80,9 +83,10 @@ class ResidualChunks:
         cute.arch.cp_async_wait_group(1 if chunk + 1 < len(self.config.chunks) else 0)
 
     def add(self, store, acc, first: int, ordinal: int, chunk: int) -> None:
-        """Adds acc[first:] to a chunk's residual, and overwrites the residual with the rounded sums. ldmatrix loads
-        four matrices: the first and the second eight features of eight tokens, then those of the next eight tokens. If
-        a chunk has only eight tokens, the second pair of matrices is the first pair.
+        """Adds acc[first:] to a chunk's residual, and overwrites the residual with the rounded sums.
+
+        ldmatrix loads four matrices: inputs 0 to 7 and 8 to 15 of eight tokens, then the same features of the next
+        eight tokens. If a chunk has only eight tokens, the second pair of matrices is the first pair.
         """
         tile_m, lane = self.config.chunks[chunk][1], store.lane
         few = tile_m == 8

@@ -1,6 +1,7 @@
-"""Policies for results of kernels of tiles: stores, and reductions, which add up the parts of K of a tile. A policy has
-fields, limits, shared memory, barriers, and a part of the kernel's name. A reduction names the stores that can be
-combined with it. There are no GPU types here. A policy's docstring names the module of its device code.
+"""Policies for the results of kernels of tiles: stores, and reductions, which add up the parts of K of a tile.
+
+A policy has fields, limits, shared memory, barriers, and a part of the kernel's name. Its docstring names the module of
+its device code. A reduction names the stores that can be combined with it. There are no GPU types here.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
     """The store policy in which each warpgroup has a staging buffer. Its code is in `.epilogue`.
 
     Attributes:
-        chunk: the most rows of x that a warpgroup stores at a time; fewer leave room for another stage.
-        activation: the activation function of the results. None: the launch chooses a standard one, or none.
+        chunk: the largest number of rows of x that a warpgroup stores at a time. A smaller chunk leaves memory for
+            another stage.
+        activation: the activation function that is compiled into the kernel. None: the launch selects a standard
+            activation, or none.
     """
 
     chunk: int = CHUNK_M
@@ -55,7 +58,7 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
         return ""
 
     def kernel(self) -> CompiledAs | None:
-        """Returns how configurations with this store are compiled, or None if the mainloop decides that."""
+        """Returns how configurations with this store are compiled. None: the mainloop decides."""
         return None
 
     def regions(self, config: WgmmaConfig) -> tuple[Region, ...]:
@@ -71,8 +74,8 @@ class StagedStore(ABC):  # noqa: B024 - JSON tells the classes of such values: `
 
 class Reduction(ABC):
     """The reduction policy. It says how parts of a tile are added up, how a launch is laid out, and how long the launch
-    takes. The methods of this class are those of split-K through the workspace. With ``cluster`` or ``dsmem``, they are
-    those of reductions in a cluster. Other reductions override them.
+    takes. The methods of this class implement split-K through the workspace and, with ``cluster`` or ``dsmem``, in a
+    cluster. Other reductions override them.
 
     Attributes:
         cluster: number of CTAs of a cluster that have equal parts of K of one tile.
@@ -83,10 +86,11 @@ class Reduction(ABC):
         dsmem: whether each tile of 64 output features is stored by one CTA of the cluster, to which the other CTAs
             publish their partials: `.cluster_reduction`.
         sequential: whether a CTA has all parts of K of a tile, one after the other.
-        mainloops: types of mainloops that can be combined with the reduction although they do not name it.
+        mainloops: types of mainloops that can be combined with the reduction, in addition to mainloops that name the
+            reduction.
         made_by: "module:name" of the device code, a `.reduction.TileReduction`, which is imported when a kernel is
             compiled.
-        multicasts: whether neighbouring CTAs may multicast activations; never with a cluster that shares parts of K.
+        multicasts: whether neighbouring CTAs may multicast activations. False if the CTAs of a cluster divide K.
     """
 
     cluster: int = 1
@@ -106,11 +110,11 @@ class Reduction(ABC):
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The import paths of the reduction's device code, which kernels' keys need."""
+        """The import paths of the reduction's device code, which is part of kernels' keys."""
         return (self.made_by,)
 
     def partial_slots(self, config: WgmmaConfig) -> int:
-        """Returns how many tiles of 64 output features a CTA can receive partials for from its cluster."""
+        """Returns for how many tiles of 64 output features a CTA can receive partials from its cluster."""
         return -(-config.block_tiles // self.cluster) if self.dsmem else 0
 
     def received_bytes(self, config: WgmmaConfig) -> int:
@@ -136,8 +140,9 @@ class Reduction(ABC):
     # What a launch's schedule asks. Compiled kernels have nothing of it.
 
     def is_fitted(self, config: WgmmaConfig) -> bool:
-        """Returns whether the time model is fitted to measurements of this configuration with few rows. If not,
-        `cute_kernels.gemm.choice` never chooses the configuration for few rows."""
+        """Returns whether the time model is fitted to measurements of this configuration with few rows. A configuration
+        that is not fitted is never chosen for few rows (`cute_kernels.gemm.choice`).
+        """
         return config.limbs or self.k_warpgroups > 1
 
     def can_cut(self, config: WgmmaConfig, splits: int, k_blocks: int) -> bool:
@@ -146,11 +151,12 @@ class Reduction(ABC):
         return cut and -(-k_blocks // -(-k_blocks // splits)) == splits
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule with ``whole`` and ``num_ctas`` filled in. None if whole rounds leave no tile to cut, or
-        if the clusters cannot all run at once.
+        """Returns the schedule with ``whole`` and ``num_ctas`` filled in. Returns None if full rounds leave no tile to
+        cut, or if the clusters cannot all run at once.
 
         Full rounds of all CTAs compute whole tiles. CTAs that multicast activations count as one CTA. The CTAs of a
-        cluster share a tile. All clusters run at once, on a ``share`` of the SMs: clusters cannot occupy all of them.
+        cluster divide the K of one tile. share: the fraction of SMs on which clusters can run, since clusters cannot
+        occupy all SMs.
         """
         if self.cluster > 1:
             work_tiles = schedule.num_work_tiles
@@ -181,8 +187,9 @@ class Reduction(ABC):
         return clocks + parts * self.cut_clocks(problem, schedule, cost, k_block)
 
     def cut_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost, k_block: float) -> float:
-        """Returns the clocks that a CTA takes to compute and reduce a part of a cut tile. k_block: the clocks of a k
-        block."""
+        """Returns the clocks that a CTA takes to compute and reduce a part of a cut tile. k_block: clocks of one k
+        block.
+        """
         products = schedule.split_k_blocks * k_block + cost.work_tile_clocks(problem, schedule.config)
         if schedule.splits == 1:
             return products
@@ -192,7 +199,7 @@ class Reduction(ABC):
 
 @dataclass(frozen=True)
 class WholeK(Reduction):
-    """No reduction: a work tile has all of K."""
+    """The policy without a reduction: a work tile has all of K."""
 
     splits_k: ClassVar[bool] = False
     multicasts: ClassVar[bool] = True
@@ -201,7 +208,7 @@ class WholeK(Reduction):
 
 @dataclass(frozen=True)
 class RowCuts(Reduction):
-    """No reduction: a work tile has all of K. Tiles of a last round are cut along their rows of x."""
+    """The policy without a reduction in which the tiles of a last round are cut along their rows of x."""
 
     splits_k: ClassVar[bool] = False
     cuts_rows: ClassVar[bool] = True
@@ -215,8 +222,9 @@ class RowCuts(Reduction):
         return splits == config.row_parts
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule that `Reduction.laid_out` returns. Returns None if there is less than a full round of
-        tiles: smaller tiles with longer k blocks are then faster."""
+        """Returns the schedule of `Reduction.laid_out`. Returns None if there is less than a full round of tiles: then
+        smaller tiles with longer k blocks are faster.
+        """
         found = super().laid_out(schedule, num_sms, share)
         return found if found is not None and found.whole else None
 
@@ -244,10 +252,12 @@ class WorkspaceSplitK(Reduction):
 @dataclass(frozen=True)
 class RangeSplitK(Reduction):
     """Stream-K: the k blocks of all tiles are one sequence, of which each CTA has an equal work range. Its code is in
-    `.ranges`. If tiles were not cut, 144 tiles on 132 SMs would take two rounds, and most CTAs would idle in the
-    second. A work range is at least as long as a tile. A CTA computes the tiles of its range from last to first. If the
-    last tile ends after the range, the CTA publishes this tile's accumulators. If the first tile begins before the
-    range, the CTA adds the previous CTA's partials.
+    `.ranges`.
+
+    If tiles were not cut, 144 tiles on 132 SMs would take two rounds, and most CTAs would idle in the second. A work
+    range is at least as long as a tile. A CTA computes the tiles of its range from last to first. If the last tile ends
+    after the range, the CTA publishes this tile's accumulators. If the first tile begins before the range, the CTA adds
+    the previous CTA's partials.
 
     A CTA waits only for the previous CTA, and only at its end, when it has published its own partial
     (docs/design/forward_progress.md). This requires that no range is shorter than a tile. A shorter range could be the
@@ -255,8 +265,8 @@ class RangeSplitK(Reduction):
     H200.
 
     Attributes:
-        end: the time of storing a tile's results, as a number of k blocks. Ranges are cut as if each tile had so many
-            more k blocks, among which no range ends. So a CTA that stores more tiles has fewer k blocks.
+        end: the time of storing a tile's results, in k blocks. Ranges are cut as if each tile had ``end`` additional k
+            blocks, so a CTA that stores more tiles has fewer k blocks. No range ends within the additional k blocks.
     """
 
     end: int = 5
@@ -270,8 +280,9 @@ class RangeSplitK(Reduction):
         return splits == 1
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule in which every SM has one CTA, with an equal work range. All tiles count as whole.
-        Returns None if a range would be shorter than a tile."""
+        """Returns the schedule in which every SM has one CTA, with an equal work range. All tiles are listed as whole
+        tiles. Returns None if a range would be shorter than a tile.
+        """
         tiles = schedule.num_tiles_cut
         return replace(schedule, whole=tiles, num_ctas=num_sms) if tiles >= num_sms else None
 
@@ -279,8 +290,9 @@ class RangeSplitK(Reduction):
         return schedule.num_ctas * schedule.config.block_rows * schedule.config.tile_m
 
     def launch_clocks(self, problem: LinearProblem, schedule: TileSchedule, cost: MainloopCost) -> float:
-        """Returns the clocks that a CTA takes for its range's k blocks, for storing results, and for the exchange of
-        partials."""
+        """Returns the clocks of a CTA: for the k blocks of its range, for storing results, and for the exchange of
+        partials.
+        """
         units = schedule.whole * (schedule.k_blocks + self.end) / schedule.num_ctas
         products = (units - self.end) * cost.k_block_clocks(problem, schedule) * RANGE_SPREAD
         return products + cost.work_tile_clocks(problem, schedule.config) + RANGE_CLOCKS
@@ -295,9 +307,11 @@ class RangeSplitK(Reduction):
 
 @dataclass(frozen=True)
 class SequentialSplitK(Reduction):
-    """A CTA computes all parts of K of a tile, one after the other. Accumulators begin at 0 in each part. The CTA adds
-    the parts in the order of `WorkspaceSplitK`. So results have the same bits as with `WorkspaceSplitK`, but no partial
-    results go to memory."""
+    """A CTA computes all parts of K of a tile, one after the other, with accumulators that begin at 0 in each part.
+
+    The CTA adds the parts in the order of `WorkspaceSplitK`. So results have the same bits as with `WorkspaceSplitK`,
+    but no partial results go to memory.
+    """
 
     splits_k: ClassVar[bool] = False
     sequential: ClassVar[bool] = True

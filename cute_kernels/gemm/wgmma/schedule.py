@@ -1,8 +1,8 @@
 """The schedule of a product of many rows: its configuration, and the number of its work tiles. Plain Python, no GPU.
 
 Every CTA takes a tile in each round. The tiles of a last, incomplete round are cut along K or along rows of x. With
-small tiles, weights are decoded more often. With large tiles, more CTAs idle in the last round. `estimate_us` weighs
-this; `.costs` has the time of each policy.
+small tiles, weights are decoded more often. With large tiles, more CTAs idle in the last round. `estimate_us` computes
+the time of each choice from the cost models in `.costs`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,13 @@ MULTICAST = 2
 
 
 class DsmemShape(NamedTuple):
-    """A tile with a DSMEM reduction in a cluster of two, and the number of warpgroups that interleave its k blocks.
-    This number is k_warpgroups for codes without zero points in groups of whole k blocks. It is zero_k_warpgroups for
-    codes with zero points, which take longer to decode, and group_k_warpgroups for groups of less than a k block.
+    """A tile with a DSMEM reduction in a cluster of two, and the number of warpgroups that interleave its k blocks. The
+    number depends on the weight.
+
+    Attributes:
+        k_warpgroups: for codes without zero points, in groups of whole k blocks.
+        zero_k_warpgroups: for codes with zero points, which take longer to decode.
+        group_k_warpgroups: for groups of less than a k block.
     """
 
     tile_m: int
@@ -124,8 +128,9 @@ def make_tile_schedule(problem: LinearProblem) -> TileSchedule:
 
 
 def expected_us(problem: LinearProblem, schedule: TileSchedule) -> float:
-    """Returns the microseconds of `estimate_us`. If all tiles are cut and added through the workspace, it adds
-    `MainloopCost.all_cut_us`."""
+    """Returns the expected microseconds of a schedule: `estimate_us`, and `MainloopCost.all_cut_us` if all tiles are
+    cut and added through the workspace.
+    """
     us = estimate_us(problem, schedule)
     if schedule.workspace_words and not schedule.whole:
         us += cost_of(schedule.config).all_cut_us(problem, schedule)
@@ -143,8 +148,9 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def most_splits(config: WgmmaConfig) -> int:
-    """Returns the most parts of K worth trying. It is 1 for tiles of `PAIRED_SHAPES` without a DSMEM reduction, which
-    are for layers of many features, and `MAX_SPLITS` for all other tiles."""
+    """Returns the largest number of parts of K worth trying: `MAX_SPLITS`, or 1 for tiles of `PAIRED_SHAPES` without a
+    DSMEM reduction, which are for layers of many features.
+    """
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
 
@@ -166,7 +172,7 @@ def cut_schedule(problem: LinearProblem, config: WgmmaConfig, splits: int) -> Ti
 
 
 def share_of(config: WgmmaConfig) -> float:
-    """Returns the share of the SMs on which clusters of a configuration can run at once."""
+    """Returns the fraction of the SMs on which clusters of a configuration can run at once."""
     if config.cluster < WIDE_CLUSTER:
         return 1.0
     shape = (config.tile_m, config.n_tiles, config.warpgroups, config.block_k, config.cluster)
@@ -198,8 +204,9 @@ def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
-    """Returns the configurations of ``shapes``, tuples as in `SHAPES`, that can be compiled. A tile is left out if half
-    of its rows would be enough."""
+    """Returns the configurations of ``shapes``, tuples as in `SHAPES`, that can be compiled. A tile of which half the
+    rows would hold the product's rows is left out.
+    """
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
         config = of_format(
@@ -273,8 +280,10 @@ def dsmem_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns configurations with a DSMEM reduction in clusters of four, for layers with few features. Each CTA has one
-    tile of 64 features. Up to 64 rows they have intra-CTA split-K and the tiles of `dsmem_configs`. With more rows,
-    there is shared memory for only four stages beside the received partials: too few for intra-CTA split-K.
+    tile of 64 features.
+
+    Up to 64 rows they have intra-CTA split-K and the tiles of `dsmem_configs`. With more rows, the received partials
+    leave shared memory for only four stages, too few for intra-CTA split-K.
     """
     if not has_few_features(problem) or problem.k_pad % DSMEM_BLOCK_K:
         return []
@@ -291,8 +300,9 @@ def wide_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns the shapes whose clusters of four exchange rows, for layers with few features and more rows than DSMEM
-    reductions support."""
+    """Returns the shapes whose clusters of four exchange rows. They are for layers with few features, and for more rows
+    than DSMEM reductions support.
+    """
     return WIDE_SHAPES if has_few_features(problem) and problem.m > MOST_DSMEM_ROWS else ()
 
 
@@ -303,13 +313,12 @@ def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, in
 
 
 def is_plain(problem: LinearProblem) -> bool:
-    """Returns whether the weight format and dtype are those with which short products and `CROWDED_SHAPES` were
-    measured."""
+    """Returns whether short products and `CROWDED_SHAPES` were measured with the problem's weight format and dtype."""
     return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
 
 
 def is_short(problem: LinearProblem) -> bool:
-    """Returns whether `ROUND_SHAPES` and `RANGE_SHAPES` were measured for such a problem."""
+    """Returns whether `ROUND_SHAPES` and `RANGE_SHAPES` were measured for problems like this one."""
     return is_plain(problem) and problem.m in SHORT_ROWS and not problem.batch_invariant
 
 
@@ -321,13 +330,14 @@ def lone_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int],
 
 
 def has_few_features(problem: LinearProblem) -> bool:
-    """Returns whether clusters of four, one for each tile of 64 features, can all run at once."""
+    """Returns whether a cluster of four CTAs for each tile of 64 features can run at once on the GPU."""
     return problem.num_tiles * WIDE_CLUSTER <= problem.num_sms * WIDE_SHARE
 
 
 def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
-    """Returns how many warpgroups interleave the k blocks of a tile: the field of ``shape`` for the problem's
-    format."""
+    """Returns the number of warpgroups that interleave the k blocks of a tile: that field of ``shape`` which is for the
+    problem's format.
+    """
     if problem.format.has_zeros:
         return shape.zero_k_warpgroups
     return shape.group_k_warpgroups if 0 < problem.format.group_size < DSMEM_BLOCK_K else shape.k_warpgroups
@@ -335,8 +345,8 @@ def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
 
 def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns configurations with a DSMEM reduction for 33 to 64 rows. A CTA computes half of K for two tiles of 64
-    features; each warpgroup has one tile. They take 0.2 to 0.6 us less than an exchange of rows, with zero points 0.8
-    to 2 us less. Unlike an exchange of rows, they also support tiles of 48 rows.
+    features; each warpgroup has one tile. Without zero points they take 0.2 to 0.6 us less than an exchange of rows,
+    with zero points 0.8 to 2 us less. Unlike an exchange of rows, they also support tiles of 48 rows.
     """
     tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:
@@ -346,7 +356,9 @@ def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def groups_in_flight(problem: LinearProblem, tile_m: int, block_k: int, cluster: int, n_tiles: int = 1) -> int:
-    """Returns the measured best number of groups of MMAs that run while the next group is decoded."""
+    """Returns how many commit groups of MMAs run while the next one is decoded: the fastest number that was
+    measured.
+    """
     form = problem.format.bits, problem.dtype
     if n_tiles == 2 and tile_m >= PAIRED_SHAPES[-1][0]:
         several_groups = 0 < problem.format.group_size < block_k
@@ -365,10 +377,11 @@ CANDIDATES: list[Candidates] = [
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Returns the configurations that ship. In the most common formats, every shape of tiles ships, also shapes that
-    only batch-invariant products use. In each other format, one configuration for few rows and one for many rows ship.
-    8-bit codes ship without zero points. Limbs ship with groups of 128. With zero points, only limbs that CTAs make
-    themselves ship.
+    """Returns the configurations that ship.
+
+    In the most common formats, every shape of tiles ships, including shapes that only batch-invariant products use. In
+    each other format, two configurations ship: one for few rows and one for many rows. 8-bit codes ship without zero
+    points. Limbs ship with groups of 128. With zero points, only resident limbs ship, which CTAs make themselves.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]

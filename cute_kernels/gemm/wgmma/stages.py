@@ -37,7 +37,7 @@ def with_stages(config: Config, most: int = MAX_STAGES, spare: int = ALIGNMENT_B
     """Returns the configuration with as many pipeline stages as fit into shared memory. The number of stages is a
     multiple of `k_warpgroups`.
 
-    most: the most stages; spare: bytes of shared memory that are left for alignment.
+    most: the largest number of stages. spare: bytes of shared memory that are left for alignment.
     """
     least = replace(config, num_stages=2 * config.k_warpgroups)
     room = (config.limits.shared_bytes - spare - least.smem_bytes) // (least.stage_bytes + 2 * BARRIER_BYTES)

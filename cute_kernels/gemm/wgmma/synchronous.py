@@ -1,7 +1,7 @@
 """The mainloop of mma.sync for few rows: each warp runs its own MMAs and waits for no other warp.
 
-Each of a warpgroup's four warps runs m16n8k16 MMAs on 16 rows of W. Fragments and accumulators are those of a
-warpgroup's wgmma, so the rest of the kernel does not change. Scales are applied to a group's fp32 accumulators instead
+Each of a warpgroup's four warps runs m16n8k16 MMAs on 16 rows of W. Fragments and accumulators have the layout of
+wgmma, so the rest of the kernel does not change. Scales are applied to the fp32 accumulators of a scale group instead
 of to each weight, which saves a sixth of the instructions per code. A warp reads activations from the swizzled TMA
 tiles by ldmatrix, once for all of its tiles.
 """
@@ -42,7 +42,7 @@ class SynchronousMainloop:
 
     @cute.jit
     def multiply(self, acc, memory, work_tile, place, channel, state, releases, tile_m: int):
-        """Multiplies as `RegisterMainloop.multiply` does; releases every stage itself."""
+        """Multiplies as `RegisterMainloop.multiply` does, but releases every stage itself, also the last one."""
         here, last = state
         rows = self.rows(cute.arch.lane_idx())
         for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
@@ -55,9 +55,10 @@ class SynchronousMainloop:
         return here, last
 
     def rows(self, lane) -> list[Any]:
-        """Returns the offsets in bytes that a lane adds to the addresses it passes to ldmatrix, one for each k16 step
-        of a TMA tile. ldmatrix loads four matrices: tokens 0 to 7 with the first and the second 8 inputs, then tokens 8
-        to 15 with the same inputs.
+        """Returns a lane's address offsets in bytes for ldmatrix, one for each k16 step of a TMA tile.
+
+        ldmatrix loads four matrices of 8 tokens by 8 inputs: tokens 0 to 7 with inputs 0 to 7 and 8 to 15, then tokens
+        8 to 15 with the same inputs.
         """
         token, half = lane // 16 * 8 + lane % 8, lane // 8 % 2
         return [

@@ -15,10 +15,12 @@ from cute_kernels.gemm.wgmma.config import M_TILE_BAND, WgmmaConfig
 
 @dataclass(frozen=True)
 class TileGrid:
-    """The numbering of a launch's tiles. It is made on the host, with numbers that replace divisions. Tiles are
-    numbered in bands of `M_TILE_BAND` token tiles; the last band may have fewer. Within a band, the token tiles of one
-    block of output features follow one another. Work tiles that run at the same time then read few activations, and
-    each weight once per band. The blocks of CTAs that share activations by TMA multicast count as one block.
+    """The order of a launch's tiles. It is made on the host, with constants that replace divisions.
+
+    Tiles are ordered in bands of `M_TILE_BAND` token tiles; the last band may have fewer. Within a band, the token
+    tiles of one block of output features follow one another. Work tiles that run at the same time then read few
+    activations, and each weight once per band. The blocks of CTAs that share activations by TMA multicast count as one
+    block.
     """
 
     num_work_tiles: Int32  # tiles and parts of tiles
@@ -70,14 +72,14 @@ class TileSizes:
 
     @property
     def counted(self) -> TileGrid:
-        """The numbering of tiles, which has to exist."""
+        """Returns the order of tiles, a `TileGrid`, which must not be None."""
         assert self.grid is not None
         return self.grid
 
 
 @dataclass(frozen=True)
 class WorkTile:
-    """A tile of the output, or a part of such a tile; run-time integers."""
+    """A tile of the output, or one of the parts into which a tile is cut; run-time integers."""
 
     block: Int32  # of output features
     m_tile: Int32
@@ -93,8 +95,8 @@ class TileScheduler:
     """The work tiles of one CTA: every ``stride``-th; run-time integers.
 
     Full rounds of all CTAs compute whole tiles. The tiles of a last, incomplete round are cut along K (the hybrid
-    schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile have consecutive numbers, so
-    neighbouring CTAs compute them at the same time. A CTA that adds up a tile waits only for parts with lower numbers.
+    schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile have consecutive indices, so
+    neighbouring CTAs compute them at the same time. A CTA that adds up a tile waits only for parts with lower indices.
     So no two CTAs wait for each other.
 
     With TMA multicast, ``multicast`` CTAs share the activations of a token tile. They compute neighbouring blocks at
@@ -139,18 +141,19 @@ class TileScheduler:
         )
 
     def end(self, cut, begin):
-        """Returns the k block at which a work tile ends. If the tile is ``cut``, it is the end of the part that begins
-        at k block ``begin``. If not, it is the end of K."""
+        """Returns the k block at which a work tile ends. If the tile is ``cut``, the work tile is the part that begins
+        at k block ``begin``. If not, it ends at the end of K.
+        """
         k_blocks = self.shape.k_blocks
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)
 
     def own(self, number):
-        """Returns this CTA's own number. In ``number``, CTAs that share activations by TMA multicast count as one."""
+        """Returns this CTA's own index. ``number`` counts CTAs that share activations by TMA multicast as one."""
         return number if self.multicast == 1 else number * self.multicast + self.rank
 
 
 class OneByOne:
-    """The base of tile schedulers that number only their own CTA's work tiles: 0, 1, 2 and so on."""
+    """The base of tile schedulers that count only their own CTA's work tiles: 0, 1, 2 and so on."""
 
     @property
     def first(self):
@@ -199,7 +202,7 @@ class ClusterTileScheduler:
 
     @property
     def count(self):
-        """The end of the loop over work tiles: one more than the number of the CTA's only work tile."""
+        """The end of the loop over work tiles: one more than the index of the CTA's only work tile."""
         return self.first + 1
 
     @property
@@ -235,8 +238,9 @@ def x_scales_of(given) -> dict[str, Any]:
 
 
 def dense_grid(config: WgmmaConfig, given) -> TileGrid | None:
-    """Returns the numbering of a product's tiles. Returns None if there is only one token tile, as a tile's number is
-    then that of its block."""
+    """Returns the order of a product's tiles. Returns None if there is only one token tile: a tile's index is then the
+    index of its block.
+    """
     if config.one_m_tile:
         return None
     blocks = cute.ceil_div(given.num_tiles, config.block_tiles * config.multicast)

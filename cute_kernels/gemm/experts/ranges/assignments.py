@@ -1,9 +1,10 @@
-"""Finds the expert of an entry among unsorted assignments, in every warp, for layers of few assignments. To sort
-assignments by expert would take another launch. For the few assignments of a decoding step, a search in every warp is
-faster. Each lane has one or two assignments, and lanes with the same expert find each other.
+"""Finds the expert of an entry among unsorted assignments. Every warp of a CTA makes the same search.
 
-Lane l's ``i``-th assignment is number 32 i + l. A set of assignments is a list of words: bit l of the ``i``-th word
-stands for assignment 32 i + l. The place of an assignment is its number.
+Sorting assignments by expert would take another launch. For the few assignments of a decoding step, a search in every
+warp is faster. Each lane has one or two assignments, and lanes with the same expert find each other.
+
+Lane l's ``i``-th assignment is assignment 32 i + l. A set of assignments is a list of words: bit l of the ``i``-th word
+stands for assignment 32 i + l. The place of an assignment is its index.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NO_ID = 0xFFFFFFFF  # as a word: larger than any expert's
 class AssignedEntry:
     """Rows of an expert that are multiplied together; run-time integers, the same in all lanes.
 
-    words: a set of assignments as bits: the expert's, from the entry's first assignment on.
+    words: the expert's assignments, from the entry's first assignment on, as a set of bits.
     """
 
     expert: Int32
@@ -35,7 +36,7 @@ class AssignedEntry:
     rows: Int32
 
     def place(self, row):
-        """Returns the place of the entry's ``row``-th row: the number of an assignment."""
+        """Returns the place of the entry's ``row``-th row: the index of an assignment."""
         place, before = nth_bit(self.words[0], row), count_bits(self.words[:1])
         for i in range(1, len(self.words)):
             behind = row >= before
@@ -55,9 +56,9 @@ class AssignmentFinder:
         experts: the assignment's expert.
         peers: all assignments of that expert, as words of bits.
         begins: whether the assignment is the first of an entry.
-        numbers: the number of the entry that the assignment begins; any number for other assignments.
+        numbers: the index of the entry that the assignment begins. Undefined for assignments that begin no entry.
         total: number of all entries.
-        entry_rows: the most rows of an entry, a power of two.
+        entry_rows: the largest number of rows of an entry, a power of two.
     """
 
     experts: Sequence[Int32]
@@ -117,8 +118,8 @@ def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
 
 @cute.jit
 def peers_by_votes(first, second, num_experts):
-    """Returns the result of `peers_of` for two assignments a lane, by votes on each bit of the experts' numbers.
-    match.sync cannot do this: it compares one number of each lane, and here each lane has two.
+    """Returns the result of `peers_of` for two assignments a lane, by a vote on each bit of the expert ids. match.sync
+    compares only one value of each lane, so it cannot compare two.
     """
     words = [Uint32(ALL_LANES) for _ in range(4)]
     low, high, low_of_second, high_of_second = words
@@ -137,7 +138,7 @@ def peers_by_votes(first, second, num_experts):
 
 
 def count_bits(words: Sequence[Any]):
-    """Returns the number of set bits in ``words``, each of which stands for an assignment."""
+    """Returns the number of set bits in all ``words`` together."""
     return sum((Int32(cute.arch.popc(word)) for word in words), Int32(0))
 
 

@@ -36,14 +36,13 @@ ROW_BITS = 16  # bits of the factor that replaces dividing an assignment's numbe
 @dataclass(frozen=True)
 class EntryLimbs(Activations):
     """The policy of activations as 8-bit limbs. Consumer warps make limbs of an expert's rows of x and keep them in
-    shared memory. MMAs of bytes multiply them. The four warps that multiply the same k blocks are a warpgroup. There
-    are ``k_warps`` warpgroups, which take turns at the pipeline's stages. One producer warp loads weights.
+    shared memory. MMAs of bytes multiply them. The four warps that multiply the same k blocks are a warpgroup.
+    ``k_warps`` warpgroups multiply the pipeline's stages in turn. One producer warp loads weights.
 
     Attributes:
-        expert_rounds: number of rounds in which a warp counts entries. A round counts the entries of `ROUND_EXPERTS`
-            experts.
-        lane_assignments: number of a lane's assignments, if warps find entries among unsorted assignments; 0 if
-            assignments are sorted.
+        expert_rounds: number of rounds in which a warp counts entries. In a round, a warp counts the entries of
+            `ROUND_EXPERTS` experts.
+        lane_assignments: number of assignments that a lane holds if assignments are unsorted; 0 if they are sorted.
         half_last: whether the last k block of the weights is half a block.
     """
 
@@ -107,7 +106,7 @@ class EntryLimbs(Activations):
 
 
 def entry_rows(form: WeightFormat) -> int:
-    """Returns the most rows of an expert that are multiplied together, a power of two."""
+    """Returns how many rows of an expert are multiplied together, at most; a power of two."""
     return MMA_N // row_columns(form)
 
 

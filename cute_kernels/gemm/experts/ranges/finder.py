@@ -1,7 +1,9 @@
-"""Finds the expert of an entry, in every warp, with all experts' offsets in the warp's registers. Time before the first
-request for weights makes a launch longer. Each instruction before the request is fetched from global memory, as it runs
-for the first time. So no warp makes a table, and no warp waits for a table. Every warp reads the offsets, four experts
-a lane at a time. It counts entries by a scan over its lanes, and finds an entry's expert by a vote.
+"""Finds the expert of an entry, in every warp, from all experts' offsets in the warp's registers.
+
+Every warp reads the offsets, four experts a lane at a time. It counts entries by a scan over its lanes, and finds an
+entry's expert by a vote. No warp makes a table in shared memory for which other warps would wait: time before the first
+load of weights makes a launch longer. For the same reason there are few instructions. Each of them runs for the first
+time, so it is fetched from global memory.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ class ExpertFinder:
     """Finds entries among all experts. All lanes of a warp hold a finder and call it together.
 
     Attributes:
-        places: [round][expert + 1]: the first place of each of a lane's experts, then the end of the last expert's
+        places: a list for each round: the first place of each of the lane's experts, then the end of the last expert's
             places.
-        before: [round][expert + 1]: the number of entries before each of ``places``.
+        before: lists like ``places``: the number of entries before each of these places.
         total: number of all entries.
-        entry_rows: the most rows of an entry, a power of two.
+        entry_rows: the largest number of rows of an entry, a power of two.
     """
 
     places: list[list[Int32]]
@@ -87,9 +89,11 @@ class ExpertFinder:
 
 @cute.jit
 def sums_before(count, lane):
-    """Adds up lanes' numbers, which are not negative. Returns (sum over the lanes before, sum over all lanes). It takes
-    one vote for each bit of the largest number; most numbers have one or two bits. A scan by shuffles would take five
-    rounds, and its instructions would be fetched from global memory.
+    """Sums ``count``, a value of each lane that is not negative. Returns (sum over the lanes before, sum over all
+    lanes).
+
+    It takes one vote for each bit of the largest value; most values have one or two bits. A scan by shuffles would take
+    five rounds, and its instructions would be fetched from global memory.
     """
     before, total = Int32(0), Int32(0)
     earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)
@@ -105,8 +109,8 @@ def sums_before(count, lane):
 
 @cute.jit
 def load_places(offsets, num_experts, rounds: int, lane):
-    """Loads [round][expert + 1]: the first place of each of a lane's experts, then the end of the last expert's places.
-    For experts that do not exist, all are 0.
+    """Loads the places of a lane's experts. Returns a list for each round: the first place of each of the lane's
+    experts, then the end of the last expert's places. For experts that do not exist, all are 0.
 
     offsets: address, a multiple of 16 bytes, of int32 [num_experts + 1]. num_experts is a multiple of `LANE_EXPERTS`
     and at most ``rounds`` times `ROUND_EXPERTS`.

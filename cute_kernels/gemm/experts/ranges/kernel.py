@@ -155,7 +155,7 @@ class RangeRoles:
         return begins
 
     def weight_tiles(self, shape, expert, block) -> list[Any]:
-        """Returns the numbers of a block's tiles among the tiles of all experts."""
+        """Returns the indices of a block's tiles among the tiles of all experts."""
         count = self.config.n_tiles
         return [expert * shape.num_tiles + cutlass.min(block * count + i, shape.num_tiles - 1) for i in range(count)]
 
@@ -165,7 +165,9 @@ class RangeRoles:
         return Uint32(self.routing.tile_k_blocks(shape) * self.parts - (self.parts - 1))
 
     def load_channel(self, operands, shape, expert, block, place: LimbLane) -> list[Any]:
-        """Loads the result of `load_channel` for all tiles of a block."""
+        """Loads the scales and offsets that hold for all of K, for all tiles of a block, by `load_channel` of
+        `cute_kernels.gemm.device_operands`.
+        """
         config, found = self.config, []
         if config.more_scale_bytes or not config.group_size:
             size = config.k_block_scale_bytes // self.parts
@@ -175,11 +177,11 @@ class RangeRoles:
         return found
 
     def copy_k_blocks(self, shape, memory, begins, k_block, here) -> None:
-        """Starts loading the chunk of a block that begins at ``k_block``. Runs in one lane of the producer warp.
+        """Starts loading one chunk of a block: its k blocks from ``k_block`` on. Runs in one lane of the producer warp.
 
-        If the last k block is half a k block, the stage's other half keeps codes of an earlier k block, which are
-        multiplied by limbs of 0. The scales of that other half must not be NaN, so the first half's scales are loaded
-        there, too.
+        The last k block may be half a k block. The stage's other half then keeps codes of an earlier k block, which are
+        multiplied by limbs of 0. The scales for that half must not be NaN, so the scales of the first half are loaded
+        twice.
         """
         config, parts = self.config, self.parts
         count = config.chunk_k_blocks

@@ -29,8 +29,9 @@ def range_sizes(config: RangeConfig, given, places) -> Any:
 
 
 class Routing(ABC):
-    """The base of policies by which warps find an expert's rows of x. A ``number`` is the index of an entry, or of an
-    entry's part if K is cut into parts."""
+    """The base of policies by which warps find an expert's rows of x. Methods take a ``number``: the index of an entry.
+    If K is cut into parts, it is the index of one part of an entry.
+    """
 
     def __init__(self, config: RangeConfig):
         self.config = config
@@ -49,7 +50,7 @@ class Routing(ABC):
 
     @abstractmethod
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """Returns (the finder of entries, a value that the lane passes to `entry_row` as ``known``)."""
+        """Returns (the finder of entries, a value to pass to `entry_row` as ``known``)."""
 
     @abstractmethod
     def entry_row(self, operands, shape, entry, known, lane) -> Any:
@@ -83,14 +84,14 @@ class Routing(ABC):
         return shape.k_blocks << self.part_bits(shape)
 
     def result_place(self, shape, number, place) -> Any:
-        """Returns the row of the output in which the results of a place are stored, for the part of K with a
-        ``number``."""
+        """Returns the row of the output for the results of a place. number: index of the part of an entry."""
         return self.part(shape, number) * shape.places + place
 
 
 class SortedRouting(Routing):
-    """The `Routing` of assignments that are sorted by expert. Its data are the offsets of experts, and the row of x at
-    each place."""
+    """The `Routing` of assignments that are sorted by expert. It reads the offsets of experts, and the row of x at each
+    place.
+    """
 
     def sizes(self, given) -> RangeSizes:
         return RangeSizes(*range_sizes(self.config, given, given.places))
@@ -101,7 +102,7 @@ class SortedRouting(Routing):
     def load(self, operands, shape, lane) -> Any:
         """Loads (the places of the lane's experts, the row of x at the lane's place).
 
-        With few places, these rows are loaded at once: the lane does not wait until the offsets say which are needed.
+        With few places, the row is loaded at once: the lane does not wait until the offsets say which rows are needed.
         """
         places = load_places(operands.offsets, shape.num_experts, self.config.activations.expert_rounds, lane)
         return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
@@ -131,8 +132,9 @@ class SortedRouting(Routing):
 
 
 class AssignedRouting(Routing):
-    """The `Routing` of unsorted assignments, which warps find by :mod:`.assignments`. So no launch sorts the few
-    assignments of a layer."""
+    """The `Routing` of unsorted assignments. Warps find entries by :mod:`.assignments`, so no launch sorts
+    assignments.
+    """
 
     def sizes(self, given) -> AssignedSizes:
         own = {"id_words": given.id_words, "row_factor": given.row_factor, "part_bits": given.part_bits}

@@ -83,14 +83,14 @@ def has_few_rows(problem: GroupedProblem) -> bool:
 
 
 def make_ranges(problem: GroupedProblem) -> RangeLayout:
-    """Returns the layout that is the fastest by the model, for a problem that `has_few_rows` accepts."""
+    """Returns the fastest layout by the model. `has_few_rows` must accept the problem."""
     return _fastest(problem, layouts(problem))
 
 
 def make_parts(problem: GroupedProblem) -> RangeLayout | None:
-    """Returns a layout that cuts K into as few parts as possible, at least two. Of such layouts it is the fastest by
-    the model. It is for products whose limbs over all of K do not fit into shared memory. Returns None if experts
-    usually have more rows than `ROWS`, or if no number of parts is possible.
+    """Returns a layout that cuts K into as few parts as possible, at least two. Among such layouts it is the fastest by
+    the model. It is for products whose limbs over all of K exceed shared memory. Returns None if experts usually have
+    more rows than `ROWS`, or if no number of parts is possible.
     """
     if usual_rows(problem) > ranges.ROWS:
         return None
@@ -113,8 +113,9 @@ def among_assignments(layout: RangeLayout, count: int) -> RangeLayout | None:
 
 
 def row_factor(assignments: int) -> int:
-    """Returns `AssignedSizes.row_factor` for products in which ``assignments`` neighbouring assignments share a row of
-    x."""
+    """Returns `AssignedSizes.row_factor` for a product in which ``assignments`` neighbouring assignments share a row of
+    x.
+    """
     return -(-(1 << ranges.ROW_BITS) // assignments)
 
 
@@ -141,8 +142,9 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 
 
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
-    """Returns the largest product of dividend and divisor among the divisions by `.work.quotient` in a launch with this
-    layout."""
+    """Returns an upper bound for divisions by `.work.quotient` in a launch with this layout: the largest product of
+    dividend and divisor.
+    """
     blocks = problem.max_entries(ranges.entry_rows(problem.format)) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 
@@ -166,8 +168,9 @@ def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> R
 def config_of(
     problem: GroupedProblem, shape: RangeShape, room_k_blocks: int, half_last: bool = False
 ) -> ranges.RangeConfig | None:
-    """Returns a configuration with room for limbs of ``room_k_blocks`` k blocks. Returns None if no pipeline fits
-    beside them."""
+    """Returns a configuration with room for limbs of ``room_k_blocks`` k blocks. Returns None if the remaining shared
+    memory has no room for a pipeline.
+    """
     rounds = next((count for count in ranges.ROUNDS if problem.num_experts <= count * ranges.ROUND_EXPERTS), None)
     if rounds is None:
         return None

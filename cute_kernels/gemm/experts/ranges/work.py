@@ -75,8 +75,9 @@ class RangeOperands:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """A CTA's blocks of output features: ``count`` blocks from number ``first`` on. The blocks of all entries have
-    consecutive numbers, entry by entry."""
+    """A CTA's blocks of output features: ``count`` blocks from index ``first`` on. Indices run through the blocks of
+    all entries, entry by entry.
+    """
 
     shape: RangeSizes
     first: Int32

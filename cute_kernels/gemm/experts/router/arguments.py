@@ -1,7 +1,7 @@
 """The arguments that kernels of routers are launched with. No other list of them exists.
 
 experts, top_k, renormalize, groups, kept_groups, scale
-                     as `Routing` has them; scoring: the number of the name in `SCORINGS`
+                     as `Routing` has them; scoring: the index of the name in `SCORINGS`
 ranks_logits         whether experts are ranked by their logits
 padding              bool [T] or 0: tokens that are padding get ids of -1
 bias, correction     [experts] or 0; bias_wide, correction_wide: whether they are fp32, else they are of the

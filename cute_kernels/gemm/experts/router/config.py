@@ -79,7 +79,7 @@ class RouterConfig:
 
 
 def lane_experts_of(experts: int) -> int:
-    """Returns the least of `LANE_EXPERTS` that is enough for ``experts`` experts. There are at most MAX_EXPERTS."""
+    """Returns the smallest of `LANE_EXPERTS` that is enough for ``experts`` experts. There are at most MAX_EXPERTS."""
     return next(count for count in LANE_EXPERTS if experts <= count * WARP_THREADS)
 
 

@@ -50,7 +50,7 @@ def scores_of(logits: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Returns ``ranked`` with -inf for experts of groups that a token does not keep."""
+    """Returns ``ranked`` with -inf for experts outside the groups that the token keeps."""
     grouped = ranked.view(len(ranked), routing.groups, ranked.shape[1] // routing.groups)
     best = grouped.sort(dim=-1, descending=True).values[..., :2].sum(dim=-1)
     left = torch.ones_like(best, dtype=torch.bool).scatter_(1, _first(best, routing.kept_groups), False)
@@ -58,6 +58,6 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the indices of each row's greatest values, int64 [T, count]. NaN is greater than all numbers. Of equal
+    """Returns the indices of each row's largest values, int64 [T, count]. NaN is greater than all numbers. Of equal
     values, the one with the lower index comes first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,4 +1,4 @@
-"""What a model's router computes, as data."""
+"""`Routing`, which describes the computation of a model's router as data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LEAST_SUM = 1e-20  # added to the sum that weights are divided by, as DeepSeek's
 class Routing:
     """How a token's logits become experts and weights.
 
-    A token ranks experts by their scores, plus the correction if there is one. With softmax, without correction and
-    groups, it ranks experts by their logits. That is the same order, and exact even where different logits give equal
-    scores.
+    A token ranks experts by their scores, plus the correction if there is one. With softmax, and without correction and
+    groups, it ranks experts by their logits instead. The order is the same, and stays exact if different logits
+    round to equal scores.
 
     | model | routing |
     |---|---|

@@ -1,8 +1,8 @@
-"""How a warp chooses a token's experts: lane l has experts l, l + 32, l + 64 ... in its registers.
+"""How a warp chooses a token's experts. Lane l holds experts l, l + 32, l + 64 ... in registers.
 
-Experts are ranked by keys. A key is an integer that stands for an fp32 number. Keys have the order of the numbers, and
-NaN has the greatest key. redux.sync finds the greatest key of a warp; it does not take fp32. Of equal keys, the one
-with the lowest index wins. Each round finds one expert, and lane j keeps the j-th expert.
+Experts are ranked by keys. A key is an integer that stands for an fp32 number, since redux.sync finds the largest
+integer of a warp but does not take fp32. Keys have the order of the numbers, and NaN has the largest key. Of equal
+keys, the one with the lowest index wins. Each round finds one expert, and lane j keeps the j-th expert.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class Selection:
 
     @cute.jit
     def load_number(self, address, index, wide):
-        """Loads an element of a bias or correction. The previous launch does not write them, so the load does not wait
-        for it."""
+        """Loads an element of a bias or correction. The load may run before the previous launch ends, which does not
+        write them.
+        """
         value = Float32(0.0)
         if wide != 0:
             value = numbers.from_bits(numbers.load_global_part(address + Int64(index) * 4, 0, 4))
@@ -161,7 +162,7 @@ class Selection:
         return index, cute.arch.shuffle_sync(value, index % WARP_THREADS)
 
     def first(self, keys, lane) -> tuple[Any, Any]:
-        """Returns (index, key) of the warp's highest-ranking expert. It has the greatest key, and among equal keys the
+        """Returns (index, key) of the warp's highest-ranking expert. It has the largest key, and among equal keys the
         lowest index."""
         best, index = keys[0], self.expert(0, lane)
         for i in range(1, self.count):
@@ -173,7 +174,7 @@ class Selection:
 
     @cute.jit
     def keep_groups(self, choice, keys, lane):
-        """Sets the keys of experts outside the kept groups to the key of -inf. Lane g holds the key of group g."""
+        """Sets the keys of experts outside the kept groups to the key of -inf. Lane g ranks group g."""
         own = Int32(NONE)
         within = cute.make_rmem_tensor(self.count, Int32)
         for group in cutlass.range(choice.groups, unroll=1):

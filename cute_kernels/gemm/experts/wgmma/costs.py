@@ -1,6 +1,6 @@
-"""Cost models of the mainloops of grouped tiles; `cute_kernels.gemm.wgmma.costs` has those of dense tiles.
+"""Cost models of the mainloops of grouped tiles; `cute_kernels.gemm.wgmma.costs` has the models of dense tiles.
 
-Clocks are an H200's, fitted to measured times of experts (tests/facts/moe.json). Plain Python, no GPU.
+Costs are clocks of an H200, fitted to measured times of experts (tests/facts/moe.json). Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ SCALED_BITS = 4  # bits of codes that were measured with an instruction that sca
 
 
 class MainloopCost(ABC):
-    """The cost model of a mainloop: the clocks of a tile's k block. ``tile_m`` is the number of rows that are
-    multiplied."""
+    """The cost model of a mainloop, in clocks of one k block of a tile. ``tile_m`` is the number of rows that are
+    multiplied.
+    """
 
     def tensor_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
         """Returns the clocks of the tensor cores, which run concurrently with decoding. Returns 0 if `decode_clocks`
@@ -39,7 +40,9 @@ class MainloopCost(ABC):
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Returns whether tests/facts/moe.json has times of this weight format in which decoding also scales codes."""
+    """Returns whether this weight format's decoding also scales codes, and tests/facts/moe.json has measured times of
+    it.
+    """
     return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
 

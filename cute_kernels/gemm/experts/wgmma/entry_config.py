@@ -1,8 +1,8 @@
 """The configuration of tiles for few rows an expert, in batch-invariant layers. Results have the same bits as with
 tiles for many rows. Plain Python, no GPU.
 
-A batch-invariant layer adds up each result in one chain of k16 steps, for any number of rows. With one token, the tiles
-for many rows leave half of the SMs without work, and two launches sort and gather rows. So a work tile here is 64
+A batch-invariant layer adds up each result in one chain of k16 steps, for any number of rows. For one token, the tiles
+for many rows use only half of the SMs, and need two more launches to sort and gather rows. So a work tile here is 64
 output features of one *entry*: one or two rows of an expert, among unsorted assignments. There are two to eight times
 as many work tiles, and three launches instead of five.
 """
@@ -28,11 +28,11 @@ LONG_BLOCK_K, BLOCK_K = (512, 256, 128), (256, 128)  # the first that divides K 
 
 @dataclass(frozen=True)
 class EntryWgmma(RegisterWgmma):
-    """The mainloop of `RegisterWgmma` for two independent warpgroups. Each has its own work tiles, and half of the
-    stages.
+    """The mainloop of `RegisterWgmma` in two independent warpgroups, each with its own work tiles and its own half of
+    the stages.
 
     Attributes:
-        lane_assignments: number of assignments that a lane reads, in warps that find entries.
+        lane_assignments: number of assignments that each lane reads when its warp searches for entries.
     """
 
     in_flight: int = 2

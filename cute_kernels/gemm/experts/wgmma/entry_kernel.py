@@ -1,16 +1,16 @@
 """Grouped weight-only GEMM for few rows an expert. Its results have the same bits as with tiles of decoded weights for
 many rows.
 
-The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. The work
-is distributed in another way. A work tile is 64 output features of one entry. Each of a CTA's two warpgroups has its
-own work tiles, stages and producer warps. One warpgroup decodes while the other waits. If a launch has only one work
-tile for each SM, neither warpgroup waits for the other. Entries are found among unsorted assignments
+The products are those of `cute_kernels.gemm.wgmma.register_mainloop`: one chain of k16 steps for each result. Only the
+distribution of work differs. A work tile is 64 output features of one entry. Each of a CTA's two warpgroups has its own
+work tiles, stages and producer warps. One warpgroup decodes while the other waits. If a launch has only one work tile
+for each SM, neither warpgroup waits for the other. Entries are found among unsorted assignments
 (:mod:`cute_kernels.gemm.experts.ranges.assignments`), so no launch sorts them.
 
 Rows of an entry lie anywhere in x. A B operand consists of groups of eight rows of 128 bytes. The swizzle moves the
-16-byte pieces of a row by the row's number in its group. So the first row of a group stays as it is, and a bulk copy
-can load it. Each row of an entry is therefore the first row of a group. The group's seven other rows become columns of
-the product that are never stored.
+16-byte pieces of a row by the row's index in its group. The first row of a group has index 0 and is not swizzled, so a
+bulk copy can load it. Each row of an entry is therefore the first row of a group. The group's seven other rows become
+columns of the product that are never stored.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class EntryTileSizes(TileSizes):
 
 @dataclass(frozen=True)
 class EntryTile:
-    """64 output features of an entry; run-time integers. block: the number of the block of features; other fields are
-    as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`."""
+    """64 output features of an entry; run-time integers. block: the index of the block of features. The remaining
+    fields are as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
+    """
 
     entry: AssignedEntry
     block: Int32
@@ -74,7 +75,8 @@ class EntryTile:
 @dataclass(frozen=True)
 class EntryTileScheduler:
     """The work tiles of one warpgroup: every ``stride``-th work tile. The work tiles of one entry have consecutive
-    numbers."""
+    indices.
+    """
 
     shape: EntryTileSizes
     finder: AssignmentFinder
@@ -139,8 +141,9 @@ class EntryLoads:
         return [operands.x + product(row, shape.k) * 2 for row in rows]
 
     def copy_row(self, source, memory, here, k_block, row: int) -> None:
-        """Starts loading a k block of a row, in one lane. Copies by several lanes, one each, would take four times as
-        long."""
+        """Starts loading a k block of a row, in one lane. If several lanes issued one copy each, it would take four
+        times as long.
+        """
         config = self.config
         target = memory.x_address + here.stage * config.x_stage_bytes + row * ATOM_BYTES
         source = source + Int64(k_block * (self.tma_tiles * ROW_BYTES))
@@ -170,8 +173,9 @@ class EntryResults:
 
     @cute.jit
     def finish(self, operands, shape, memory, store: Store, work_tile, acc, first_tile, k_rank):
-        """Stages the first column of each row of the work tile, and stores it at the row of the assignment: see
-        `TileReduction`."""
+        """Stages the first column of each row of the work tile, then stores it in the assignment's row of the output;
+        see `TileReduction`.
+        """
         corner = corner_of(self.config, self.places, shape, work_tile, 0)
         self.epilogue.add_bias(operands, shape, store, corner, acc, 0)
         self.epilogue.wait(store)
@@ -188,9 +192,10 @@ class EntryResults:
 
     @cute.jit
     def store_rows(self, operands, columns, store: Store, work_tile, features: int, pitch: int):
-        """Copies the results of an entry's rows from the staging buffer to the output: ``features`` results of each
-        row, 8 neighbouring results a thread. In the buffer, a row takes `ROW_COLUMNS` columns, of which the first has
-        its results."""
+        """Copies an entry's results from the staging buffer to the output: ``features`` results of each row, 8
+        neighbouring results a thread. In the buffer, a row of the entry takes `ROW_COLUMNS` columns; only the first of
+        them has results.
+        """
         vectors = features // PACKED_VECTOR
         row, vector = store.tid // vectors, store.tid % vectors
         column = work_tile.block * features + vector * PACKED_VECTOR
@@ -209,10 +214,10 @@ class EntryKernel:
     |---|---|---|---|
     | consumers | 4 | stage full: both loads, and all bytes | stage empty, one lane a warp |
     | loads of weights | 1 | stage empty: the 4 consumer warps | stage full, with the bytes of its copies |
-    | loads of rows | 1 | the same, after the launch before | stage full, with the bytes of the entry's rows |
+    | loads of rows | 1 | end of the previous launch; stage empty | stage full, with the bytes of the entry's rows |
 
-    Named barriers: `BEGIN` is that of all threads. The warps that load weights arrive at it once they have initialised
-    their ring's mbarriers, and do not wait. `TileEpilogue` has one for each warpgroup.
+    All threads use the named barrier `BEGIN`. The warps that load weights arrive at `BEGIN` once they have initialised
+    their ring's mbarriers; all other warps wait there. `TileEpilogue` has one more named barrier for each warpgroup.
     """
 
     def __init__(self, config: EntryConfig):
@@ -264,8 +269,10 @@ class EntryKernel:
 
     @cute.jit
     def begin(self, memory, warp, lane):
-        """Initialises each ring's barriers. The warp that loads the ring's weights does so, and waits for no other
-        warp. With few tokens, a warpgroup has one work tile, so a later first load makes the launch longer."""
+        """Initialises each ring's barriers, in the warp that loads the ring's weights. That warp waits for no other
+        warp and loads at once. With few tokens a warpgroup has one work tile, so a late first load would make the
+        launch longer.
+        """
         config = self.config
         if (warp >= config.consumer_warps) & (warp % RINGS == 0):
             if lane == 0:

@@ -43,8 +43,9 @@ class ExpertPlaces:
 
 
 def x_scale_shift(work_tile):
-    """Returns how many scales of x a load brings before a work tile's first scale, since it begins at a multiple of 16
-    bytes."""
+    """Returns the number of scales of x that a load brings before a work tile's first scale. Loads begin at a multiple
+    of 16 bytes.
+    """
     return work_tile.token & (X_SCALE_ALIGNMENT - 1)
 
 

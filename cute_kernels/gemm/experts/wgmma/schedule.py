@@ -1,8 +1,8 @@
 """Chooses the tile of a grouped product with many rows an expert. Plain Python, no GPU.
 
-Only the device knows how many rows each expert has. So the host compares tile sizes by the average number of an
-expert's tiles, if rows are distributed at random. Small tiles use the tensor cores badly. Large tiles leave rows of
-each expert's last tile empty. `.costs` has the time of a tile.
+Only the device knows how many rows each expert has. So the host assumes that rows are distributed at random, and
+compares tile sizes by the average number of tiles of an expert. Small tiles use the tensor cores badly. Large tiles
+leave rows of each expert's last tile empty. `.costs` has the time of a tile.
 """
 
 from __future__ import annotations
@@ -165,9 +165,10 @@ def tile_config(problem: GroupedProblem, shape: TileShape) -> WgmmaConfig | None
 
 
 def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
-    """Returns how many tiles of ``tile_m`` rows an expert has on average. Element i counts the tiles in which exactly i
-    + 1 of ``parts`` parts have rows. An expert's number of rows is taken as normally distributed, which is close to
-    random routing.
+    """Returns the average number of tiles of ``tile_m`` rows that an expert has, by how full they are. A tile has
+    ``parts`` parts of rows; element i counts the tiles in which exactly i + 1 parts have rows.
+
+    An expert's number of rows is taken as normally distributed, which is close to random routing.
     """
     mean = problem.places / problem.num_experts
     deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))
@@ -197,7 +198,7 @@ def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
 
 
 def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
-    """Returns the clocks that the model expects, without the launch itself."""
+    """Returns the clocks that the model expects for a launch, without the launch overhead."""
     config = layout.config
     counts = usual_tiles(problem, config.tile_m, config.row_parts)
     scheduler = [work_tile_clocks(layout, config.loop_m(part + 1), sum(counts)) for part in range(config.row_parts)]

@@ -1,8 +1,8 @@
 """The tile scheduler of grouped products, which finds a CTA's work tiles on the device, from the routing.
 
 An expert's places are cut into tiles of ``tile_m`` places; the last tile may be shorter. A work tile is one such tile
-and one of the expert's blocks of output features. The work tiles of all experts have consecutive numbers, and a CTA
-takes every ``stride``-th. Before the roles begin, some warps write a table to shared memory. For each expert it has the
+and one of the expert's blocks of output features. Indices of work tiles run through all experts, and a CTA takes every
+``stride``-th work tile. Before the roles begin, some warps write a table to shared memory. For each expert it has the
 number of work tiles before the expert, and the expert's first place. A warp finds a work tile in two steps. First, each
 lane looks at one of every 16 experts. Then, each lane looks at one of the 16 experts found.
 """
@@ -45,8 +45,12 @@ class GroupedTileSizes(TileSizes):
 class GroupedWorkTile:
     """A tile of an expert's output; run-time integers.
 
-    block: the number of the block of output features. token: the tile's first place. end_token: the place after the
-    expert's last place. Other fields are as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
+    Attributes:
+        block: the index of the block of output features.
+        token: the tile's first place.
+        end_token: the place after the expert's last place.
+
+    The remaining fields are as in :class:`cute_kernels.gemm.wgmma.tiles.WorkTile`.
     """
 
     expert: Int32
@@ -62,13 +66,15 @@ class GroupedWorkTile:
 
 @dataclass(frozen=True)
 class GroupedTileScheduler:
-    """The work tiles of one CTA: every ``stride``-th of ``count`` work tiles; run-time integers. Within an expert, work
-    tiles are numbered as in a dense product: in bands of `M_TILE_BAND` token tiles, and within a band tokens first.
-    Each round of all CTAs begins with another CTA. If it did not, some CTAs could get the short last tile of every
-    expert: when the number of CTAs is a multiple of an expert's token tiles.
+    """The work tiles of one CTA: every ``stride``-th of ``count`` work tiles; run-time integers.
 
-    table: address in shared memory, see :func:`fill_table`. lane: the lane's number. All lanes of a warp call the
-    methods together.
+    Within an expert, work tiles are ordered as in a dense product: in bands of `M_TILE_BAND` token tiles, and within a
+    band tokens first. In each round of all CTAs, another CTA gets the first work tile. Otherwise the same CTAs could
+    get the short last tile of every expert, if the number of CTAs is a multiple of an expert's token tiles.
+
+    Attributes:
+        table: address in shared memory, see :func:`fill_table`.
+        lane: index of the lane. All lanes of a warp call the methods together.
     """
 
     shape: GroupedTileSizes
@@ -103,7 +109,7 @@ class GroupedTileScheduler:
         )
 
     def entry(self, expert) -> tuple[Any, Any]:
-        """Returns (work tiles before an expert, its first place)."""
+        """Returns (number of work tiles before an expert, the expert's first place)."""
         before, place = ptx.load_shared_vector(self.table + expert * ENTRY_BYTES, 0, 2)
         return Int32(before), Int32(place)
 
@@ -115,14 +121,15 @@ class GroupedTileScheduler:
         return first + self.ended(first + (self.lane & (EXPERTS_PER_LANE - 1)) + 1, index, mask)
 
     def ended(self, expert, index, mask: int):
-        """Counts the lanes in ``mask`` whose expert has no more than ``index`` work tiles before it."""
+        """Counts the lanes in ``mask`` whose expert has at most ``index`` work tiles before it."""
         before = Int32(ptx.load_shared(self.table + expert * ENTRY_BYTES, 0))
         return Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(before <= index)) & Uint32(mask)))
 
 
 def band_width(left) -> Divisor:
-    """Returns the number of token tiles of the next band if ``left`` token tiles remain: at least 1. The result is a
-    divisor for numbers below 2**28."""
+    """Returns how many token tiles the next band has, at least 1, if ``left`` token tiles remain. The result is a
+    divisor for dividends below 2**28.
+    """
     multiplier = Uint32(-(-(2**31) // M_TILE_BAND))
     for width in range(M_TILE_BAND - 1, 0, -1):
         multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
@@ -139,9 +146,10 @@ def tiles_of(rows, tile_m: int):
 def fill_table(table, offsets, shape, warp, lane, tile_m: int):
     """Writes the table [MAX_EXPERTS + 1] of (number of work tiles before an expert, the expert's first place).
     `TABLE_WARPS` warps write it, two elements a lane. offsets: address of int32 [experts + 1]. Experts that do not
-    exist have no rows. A launch requests its first weights only when the table is complete, so the table is made in few
-    steps. Each warp counts the work tiles of its own experts, and stores the total behind the table. Then it adds the
-    totals of the preceding warps.
+    exist have no rows.
+
+    The first load of weights waits for the table, so the table is made in few steps. Each warp counts the work tiles of
+    its own experts, and stores the total behind the table. Then it adds the totals of the preceding warps.
     """
     expert = (warp * WARP_THREADS + lane) * 2
     ends = cute.make_rmem_tensor(3, Int32)
