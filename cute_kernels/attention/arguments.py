@@ -1,10 +1,10 @@
-"""The arguments that the kernels are launched with; they are listed nowhere else.
+"""The arguments that attention's kernels are launched with.
 
 Decode attention (`decode_arguments`) takes these tensors. q: [batch, q_len, num_q_heads, head_dim], the first two
 strides free. out: [batch, q_len, num_q_heads, v_head_dim]. Caches: [blocks, tokens, num_kv_heads, row], or [blocks,
 num_kv_heads, tokens, row] if they are head-major; 8-bit codes as bytes, all strides free but that of a row's elements.
 A block is a page with ``block_table``, else a request. seq_lens: int32 [batch]. The other arguments are addresses and
-numbers, which cost the caller less than tensors:
+integers, which take the host less time than tensors:
 
     lse                  fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode`` is set
     workspace            fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for
@@ -15,7 +15,7 @@ numbers, which cost the caller less than tensors:
     mode                 bit 0: write lse; bit 1: leave the partial results of all splits in the workspace; bits from 8
                          on: log2 of the most CTAs that may combine a row
     more_rows            rows of CTAs beyond the batch, so that there is a CTA for each range
-    ranges               how many ranges the tiles of all requests are cut into where lengths differ; 0 if every row
+    ranges               how many ranges the tiles of all requests are cut into if lengths differ; 0 if every row
                          is cut into num_splits parts, whatever the lengths
     block_table          int32 [batch, max_pages], rows table_stride entries apart
     sinks, alibi_slopes  fp32 [num_q_heads]

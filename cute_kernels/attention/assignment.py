@@ -1,14 +1,14 @@
-"""Decides on the device, from the lengths, which tokens a CTA takes: no host synchronisation, one graph for all
-lengths.
+"""Decides on the device, from the lengths, which tokens a CTA processes. The host never waits for the lengths, and one
+CUDA graph serves all lengths.
 
 A *row* is a request (and the heads of a CTA). A *unit* is one part of a row's tiles, on which one CTA works at a time.
-If the lengths are alike, every row is cut into one part for each of its CTAs. A CTA then takes the part and row of its
-own number, so it may load its first tile before it knows any length.
+If the lengths are alike, every row is cut into one part for each of its CTAs. A CTA's position in the grid says its row
+and part, so it may load its first tile before it knows any length.
 
-If lengths differ, the tiles of all rows are numbered row by row, and CTA i takes range i of equal length (stream-K). So
-one request of 100,000 tokens among a thousand short ones is spread over the whole GPU, and all CTAs end together. The
-tiles of a range that belong to one row are a unit. A CTA processes the units of its range from the last row to the
-first.
+If lengths differ, the tiles of all rows form one sequence, row by row. It is cut into ranges of equal length, and CTA i
+takes range i (stream-K). So one request of 100,000 tokens among a thousand short ones is spread over the whole GPU, and
+all CTAs end together. The tiles of a range that belong to one row are a unit. A CTA processes the units of its range
+from the last row to the first.
 
 If several ranges share a row, the first of these ranges ends in the row, so its CTA processes the row before its other
 rows. The other ranges begin in the row, so their CTAs process the row last. These other CTAs combine the row. So a
@@ -35,10 +35,14 @@ from cute_kernels.device.cuda import WARP_THREADS
 class Requests:
     """Lengths and counts of the requests of a launch; run-time values.
 
-    address: address of the lengths, int32 [batch]. max_seq_len: tokens that the cache has room for in a request. seen:
-    how many of a request's last tokens its queries may see (:meth:`.terms.ScoreTerms.reach`); None if they see all.
-    parts: CTAs of a row. ranges: how many ranges the tiles of all requests are cut into where lengths differ; the
-    grid's first CTAs take one each. 0 if every row has ``parts`` parts whatever its length.
+    Attributes:
+        address: address of the lengths, int32 [batch].
+        max_seq_len: number of tokens that the cache has room for in a request.
+        seen: how many of a request's last tokens its queries may see (:meth:`.terms.ScoreTerms.reach`); None if they
+            see all.
+        parts: number of CTAs of a row.
+        ranges: number of ranges into which the tiles of all requests are cut if lengths differ; the grid's first CTAs
+            take one each. 0: every row has ``parts`` parts whatever its length.
     """
 
     address: Int64
@@ -51,10 +55,12 @@ class Requests:
 
 @dataclass(frozen=True)
 class Range:
-    """A CTA's range of the tiles of all rows, which are numbered together; run-time integers.
+    """A CTA's range of the tiles of all rows, which form one sequence; run-time integers.
 
-    size: tiles of a range; 0 where lengths are alike. ahead: how many of the range's tiles lie before the current row.
-    If the range begins inside the row, ``ahead`` is negative: -ahead tiles of the row lie before the range.
+    Attributes:
+        size: number of tiles of a range; 0 if lengths are alike.
+        ahead: number of the range's tiles that lie before the current row. It is negative if the range begins inside
+            the row: -ahead tiles of the row lie before the range.
     """
 
     size: Int32
@@ -70,13 +76,13 @@ class Range:
 
 
 class Assigner:
-    """The device code that computes units. Every warp runs it for itself, so no warp waits for another."""
+    """The device code that computes units. Every warp runs it, so no warp waits for another."""
 
     def __init__(self, tile_tokens: int):
         self.tile_tokens = tile_tokens
 
     def fetch_length(self, requests, row):
-        """Starts loading a request's length; :meth:`limit_length` has to clamp the loaded number."""
+        """Starts loading a request's length. The caller passes the loaded length to :meth:`limit_length`."""
         return ptx.load_global_words(requests.address + Int64(row) * 4, 0, 1)[0].to(Int32)
 
     def limit_length(self, requests, length):
@@ -88,7 +94,7 @@ class Assigner:
         return self.limit_length(requests, self.fetch_length(requests, row))
 
     def first_tile(self, requests, length):
-        """Returns the number of the tile with the first token that some query sees."""
+        """Returns the index of the tile that has the first token which any query sees."""
         if const_expr(requests.seen is None):
             return Int32(0)
         return cutlass.max(length - requests.seen, 0) // self.tile_tokens
@@ -140,8 +146,9 @@ class Assigner:
 
     @cute.jit
     def find_row(self, requests, tile: Int32, lane: Int32):
-        """Finds the row of tile ``tile``, where the tiles of all rows are numbered together. Returns (row, number of
-        the row's first tile). A number past the last tile finds the last row."""
+        """Finds the row of tile ``tile`` in the sequence of all rows' tiles. Returns (row, index of the row's first
+        tile). A tile beyond the last one belongs to the last row.
+        """
         rows = self.rows_of_lane(requests)
         own = Int32(0)
         for i in cutlass.range(rows, unroll=1):
@@ -164,15 +171,17 @@ class Assigner:
 
     def grid_work(self, requests, place, row, part, length) -> Work:
         """Returns part ``part`` of a row as a unit. A row has at most ``requests.parts`` parts, which take its tiles
-        round-robin. The unit does not exist if its part >= its num_parts."""
+        round-robin. If the result's part >= its num_parts, there is no such unit.
+        """
         tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
         num_parts = cutlass.min(tiles, requests.parts)
         begin, stride = (first + part) * self.tile_tokens, num_parts * self.tile_tokens
         return Work(place, row, part, num_parts, row * requests.parts, length, begin, length, stride)
 
     def range_work(self, requests, place, index, row, length, span) -> Work:
-        """Returns the unit of range ``index`` in a row: the tiles that lie in both. The unit does not exist if its part
-        >= its num_parts."""
+        """Returns the tiles of a row that lie in range ``index``, as a unit. If the result's part >= its num_parts,
+        there is no such unit.
+        """
         tiles, first = self.tiles_of(requests, length), self.first_tile(requests, length)
         before = cutlass.max(-span.ahead, 0)  # tiles of the row that other ranges have
         part = (before + span.size - 1) // span.size

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Given(NamedTuple):
     """The arguments of a call, before they are checked.
 
-    options: all options (see `NO_OPTIONS`), or None for a call of decode attention that uses none. cu_seqlens_q: None
-    for decode attention.
+    Attributes:
+        options: all options (see `NO_OPTIONS`), or None for a call of decode attention that uses none.
+        cu_seqlens_q: None for decode attention.
     """
 
     q: torch.Tensor
@@ -58,22 +59,22 @@ class AttentionCall:
         k, v: the caches.
         seq_lens: int32 [batch].
         block_table: int32 [batch, max_pages], columns contiguous, or None for contiguous caches.
-        num_kv_heads: KV heads of the caches. max_seq_len: the tokens that a request's row of the table, or its
-            contiguous cache, has room for.
-        page_size: tokens of a page; max_seq_len for contiguous caches, whose requests are one block each.
-        num_blocks: pages of the cache; the batch for contiguous caches.
+        num_kv_heads: number of KV heads of the caches.
+        max_seq_len: number of tokens that a request's row of the table, or its contiguous cache, has room for.
+        page_size: number of tokens of a page; max_seq_len for contiguous caches, whose requests are one block each.
+        num_blocks: number of pages of the cache; the batch size for contiguous caches.
         head_major: whether the caches are "HND".
         softmax_scale: as given, or the default.
         causal: whether keys after the query are hidden; a window implies it.
-        window: keys that a query sees, itself included; None where the window would hide nothing.
+        window: number of keys that a query sees, its own key included; None if the window would hide nothing.
         soft_cap: None without a soft cap.
         sinks, alibi_slopes: fp32 [num_q_heads], contiguous.
         q_shift: fp32 [batch, q_len, num_q_heads], contiguous: added to q . k.
         v_rotation, v_factor: the parts of V's transform that the kernel has to undo (the reference ignores them).
         bias: added to the scores [batch, q_len, num_q_heads, max_seq_len].
         terms: names of the registered options (:mod:`cute_kernels.formats.scores`) that the call uses.
-        score_tensors: their tensors, by name.
-        tail: the keys of unfinished blocks, for a K format in blocks; None for others.
+        score_tensors: the tensors of these registered options, by name.
+        tail: the keys of unfinished blocks, for a K format in blocks; None for other formats.
         blocks: which of a request's blocks each KV head reads; None for all tokens.
         num_splits: as given.
         out: the tensor for the result, contiguous, with q's shape but V's head_dim; None if the call makes a new one.
@@ -81,10 +82,11 @@ class AttentionCall:
     For extend attention, whose requests differ in their numbers of queries:
         cu_seqlens_q: int32 [batch + 1]: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
         new: K and V of the queries' own tokens, [total_q, num_kv_heads, head_dim] in q's dtype, rows contiguous; None
-            where they come from the cache.
+            if they come from the cache.
         tree_mask: int32 [total_q, words], contiguous: which of its request's new tokens each query sees; None without a
             tree.
-        sm_margin, unpack, fp8_products: as given. longest: max_seq_len as given.
+        sm_margin, unpack, fp8_products: as given.
+        longest: the argument max_seq_len, as given.
     """
 
     q: torch.Tensor
@@ -132,7 +134,9 @@ class AttentionCall:
 
     @property
     def q_len(self) -> int:
-        """How many queries each request has; 1 for extend attention, whose requests have different numbers."""
+        """Number of queries of each request; 1 for extend attention, whose requests differ in their numbers of
+        queries.
+        """
         return 1 if self.extends else self.q.shape[1]
 
     @property
@@ -146,7 +150,7 @@ class AttentionCall:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Number of query heads that share a KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
@@ -188,8 +192,11 @@ class AttentionCall:
 
     def in_pages(self) -> AttentionCall:
         """Returns this call, which has chosen blocks, with the sizes that kernels take. ``max_seq_len`` becomes the
-        tokens that a block list has room for. Without a block table, ``page_size`` becomes the tokens of a block:
-        kernels take the blocks of a contiguous cache as pages."""
+        number of tokens that a block list has room for.
+
+        Without a block table, ``page_size`` becomes the number of tokens of a block: kernels take the blocks of a
+        contiguous cache as pages.
+        """
         assert self.blocks is not None
         page_size = self.blocks.tokens if self.block_table is None else self.page_size
         return replace(self, page_size=page_size, max_seq_len=self.blocks.list.shape[2] * self.blocks.tokens)
@@ -204,7 +211,7 @@ class AttentionCall:
                 yield own, self.request(request, own)
 
     def request(self, request: int, own: slice) -> AttentionCall:
-        """Returns the call of one request alone, whose queries are ``own``."""
+        """Returns the call of one request alone. own: the request's queries."""
         part = slice(request, request + 1)
         if self.block_table is not None:
             table, k, v = self.block_table[part], self.k, self.v
@@ -226,14 +233,16 @@ class AttentionCall:
     def _of(
         self, own: slice, k: CacheOperand, v: CacheOperand, lengths: torch.Tensor, **changes: object
     ) -> AttentionCall:
-        """Returns a decode call of one request's queries ``own``, over the keys ``k`` and values ``v``. ``lengths``
-        replaces seq_lens, and ``changes`` replace further fields of this call."""
+        """Returns a decode call of one request. own: the request's queries; k, v: its keys and values. ``lengths``
+        replaces seq_lens, and ``changes`` replace further fields of this call.
+        """
         q = self.q[own].unsqueeze(0)
         return replace(self, cu_seqlens_q=None, q=q, k=k, v=v, seq_lens=lengths, **changes)
 
     def _with_tree(self, request_call: AttentionCall, own: slice, before: int) -> AttentionCall:
-        """Returns ``request_call`` with the tree's mask as a bias. before: how many tokens the request has before its
-        new tokens."""
+        """Returns ``request_call`` with the tree's mask as a bias. before: number of the request's tokens before its
+        new tokens.
+        """
         assert self.tree_mask is not None
         room = request_call.max_seq_len
         seen = unpack_tree_mask(self.tree_mask[own], torch.arange(room, device=self.q.device) - before)
@@ -242,8 +251,9 @@ class AttentionCall:
         return replace(request_call, causal=False, bias=Bias.of(bias, shape))
 
     def new_tokens(self, own: slice) -> AttentionCall:
-        """Returns a decode call of one request's queries ``own`` over the tokens of these queries alone. K and V come
-        from ``new``, not from the cache."""
+        """Returns a decode call of one request over its new tokens alone. own: the request's queries. K and V come from
+        ``new``, not from the cache.
+        """
         assert self.new is not None
         count = own.stop - own.start
         form = format_of(checks.Q_DTYPES[self.q.dtype])
@@ -431,8 +441,11 @@ def make_extend_call(
 
 
 def unpack_tree_mask(words: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens]. tokens: each column's token,
-    counted from the request's first new token. Negative numbers are older tokens, which every query sees."""
+    """Unpacks int32 words [queries, words] of a tree's mask to bool [queries, tokens].
+
+    tokens: for each column, the index of its token among the request's new tokens. Negative indices are older tokens,
+    which every query sees.
+    """
     last = words.shape[1] * 32 - 1
     at = tokens.clamp(0, max(last, 0))
     bits = words[:, at // 32] >> (at % 32) & 1 if last >= 0 else words.new_zeros(len(words), len(tokens))

@@ -67,8 +67,9 @@ def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
 
 
 def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
-    """Returns how a CTA loads rows with headers: "bulk", "map" or "word". heads: KV heads of the CTA, 0 for "word".
-    most: the most KV heads that a CTA has room for."""
+    """Returns the way in which a CTA loads rows with headers: "bulk", "map" or "word". heads: number of KV heads of the
+    CTA, 0 for "word". most: the largest number of KV heads that a CTA has room for.
+    """
     if not heads:
         return "word"
     if not MAPPED_HEADS <= heads < most or problem.appends:
@@ -86,8 +87,8 @@ def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> 
 
 
 def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
-    """Returns pairs (KV heads of a CTA, how it loads rows with headers), the most heads first. 0 heads stand for one
-    head whose rows are copied by words.
+    """Returns pairs (number of KV heads of a CTA, way in which it loads rows with headers), largest number first. 0
+    stands for one head whose rows are copied by words.
 
     If CTAs take fewer heads than they have room for, the same number of CTAs cuts each row into fewer parts. Fewer
     heads are worth considering for INT4 with more queries than one block: parts are large, and each CTA has much to
@@ -122,8 +123,10 @@ def _is_contiguous(problem: AttentionProblem, num_heads: int) -> bool:
 def _with_producer_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     """Returns the configuration with as many producer warps as its tiles' copies need and its registers allow.
 
-    An SM's four partitions get warps round-robin. So producer warps cost no registers if they only even out the
-    partitions' numbers of warps. ``borrows``: whether four producer warps lend registers to eight consumer warps.
+    An SM has four partitions, and distributes warps to them in turn. The registers of a warp depend on the largest
+    number of warps in a partition. So producer warps cost no registers as long as this number does not grow.
+
+    borrows: whether four producer warps lend registers to eight consumer warps.
     """
     if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return changed(config, producer_warps=MAX_PRODUCER_WARPS)
@@ -155,9 +158,11 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _groups(form: KvFormat) -> int:
-    """Returns the number of groups of a row, for estimates of registers. Keys in blocks count as at least four groups,
-    because their scales multiply the queries. With four groups, an SM has registers for one CTA if warps have two
-    blocks of queries, and for none if warps have four."""
+    """Returns the number of groups of a row, for estimates of registers.
+
+    Keys in blocks count as at least four groups, because their scales multiply the queries. With four groups, the
+    registers of an SM suffice for one CTA with two blocks of queries a warp, and for none with four blocks.
+    """
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
 
@@ -176,11 +181,11 @@ def _fits_four_blocks(problem: AttentionProblem) -> bool:
 
 
 def _borrows_registers(problem: AttentionProblem) -> bool:
-    """Returns whether eight consumer warps need over 168 registers a thread. Producer warps then lend them registers.
-    This holds for four query blocks a warp, and for two query blocks a warp with several INT4 groups.
+    """Returns whether eight consumer warps need more than 168 registers a thread, so that producer warps lend them
+    registers. This holds for four query blocks a warp, and for two query blocks a warp with several INT4 groups.
 
-    Two blocks with four groups take 218 registers, which an SM has for one CTA only. Spills would go to the L2 cache,
-    since the ring leaves the L1 cache no room.
+    Two query blocks with four groups take 218 registers a thread. With so many registers, an SM holds only one CTA.
+    Spills would go to the L2 cache, since the ring leaves the L1 cache no room.
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     grouped = "int4" in costs_of(forms) and max(_groups(form) for form in forms) > 1
@@ -194,7 +199,9 @@ def _target_warps(*head_dims: int) -> int:
 
 
 def row_heads(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> int:
-    """Returns the greatest number of KV heads whose rows of a token a CTA can copy in bulk; 0 if there is none."""
+    """Returns the largest number of KV heads whose rows a CTA can copy in bulk, for one token at a time; 0 if there is
+    none.
+    """
     dims = (problem.head_dim, problem.v_head_dim)
     target = _target_warps(*dims)
     most = (MAX_WARPS if target == TARGET_WARPS and not _borrows_registers(problem) else target) // num_query_blocks
@@ -222,7 +229,7 @@ def _base_config(
     contiguous: bool,
     row_copy: str,
 ) -> DecodeConfig:
-    """Returns the configuration that follows from the problem, with one slice of tokens to a tile."""
+    """Returns the configuration that follows from the problem, with tiles of one slice of tokens."""
     dims = (problem.head_dim, problem.v_head_dim)
     k, v = (
         policies.CacheLoad(name, head_dim, row_copy if format_of(name).has_header else "tma")
@@ -242,12 +249,12 @@ def _base_config(
 
 
 def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """Returns a configuration for rows with headers, with ``ctas_per_sm`` CTAs to an SM or fewer.
+    """Returns a configuration for rows with headers, with at most ``ctas_per_sm`` CTAs to an SM.
 
-    One CTA to an SM is fastest for few long rows; it has 8 warps (4 for head_dim 512). Two or four CTAs, whose
-    beginnings and ends overlap, are faster for many rows. They have shorter rings and fewer warps, as many as the
-    registers allow: two CTAs of 8 warps and a producer leave 96 registers to a thread. That is enough for one kind of
-    codes with one group.
+    One CTA to an SM is fastest for few long rows; it has 8 warps (4 for head_dim 512). Two or four CTAs are faster for
+    many rows, since the beginning of one overlaps with the end of another. They have shorter rings, and as few warps as
+    the registers require: two CTAs of 8 warps and a producer leave 96 registers to a thread. That is enough for one
+    kind of codes with one group.
     """
     costs, groups = costs_of(base.formats), max(_groups(form) for form in base.formats)
     int4, roles = costs == {"int4"}, base.num_roles
@@ -282,8 +289,9 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512), and the largest tiles of which three fit
-    shared memory. If queries lie in shared memory as well, two tiles have to fit."""
+    """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512), and the largest tiles of which shared
+    memory holds three. If queries lie in shared memory as well, it needs room for only two tiles.
+    """
     target = _target_warps(*base.head_dims)
     ctas_per_sm = 1 if target == WIDE_WARPS else ctas_per_sm
     slices = max(1, target // ctas_per_sm // base.num_roles)
@@ -303,8 +311,8 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _takes_one_block(config: DecodeConfig) -> bool:
-    """Returns whether a warp takes one block of tokens from a tile, since it has no registers to keep the queries for a
-    second one.
+    """Returns whether a warp takes one block of tokens from a tile, because it has no registers for the queries of a
+    second block.
 
     With two blocks of queries and eight groups, one block of tokens causes 18 spills in the loop, two cause 88.
     """
@@ -320,8 +328,9 @@ def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
-    """Returns ``base`` with one or two blocks of tokens for each warp, and up to ``num_stages`` tiles. If two tiles do
-    not fit shared memory, there are fewer CTAs to an SM."""
+    """Returns ``base`` with one or two blocks of tokens for each warp, and up to ``num_stages`` tiles. If shared memory
+    has no room for two tiles, the result has fewer CTAs to an SM.
+    """
     blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = changed(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
     # Four CTAs with small tiles serve many short rows better than two with large ones.
@@ -335,5 +344,5 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
 
 
 def costs_of(forms: Iterable[KvFormat]) -> set[str]:
-    """Returns the kinds of decoding that the formats need, as keys of ``SM_RATE_ADVANTAGE``."""
+    """Returns the kinds of decoding that the formats need: keys of ``SM_RATE_ADVANTAGE``."""
     return {form.decode.cost for form in forms if form.decode is not None}

@@ -1,7 +1,7 @@
 """Checks of the arguments of decode attention; errors name the argument, what came and what is wanted.
 
-Each function checks one argument. Nothing here waits for a GPU. :func:`cute_kernels.attention.call.make_call` combines
-them; :func:`cute_kernels.attention.device_values.check_device_values` waits.
+Each function checks one argument, and never waits for a GPU. :func:`cute_kernels.attention.call.make_call` calls all of
+them. :func:`cute_kernels.attention.device_values.check_device_values` checks values on the device, so it waits.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
 
 
 def check_query_strides(q: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless the heads of a position are contiguous and positions lie on multiples of 16 bytes. what:
-    the name of q's other dimensions in messages."""
+    """Raises ValueError unless the heads of a position are contiguous and positions begin at multiples of 16 bytes.
+    what: how messages name q's other dimensions.
+    """
     if q.is_contiguous() or not q.numel():
         return
     *others, head, column = arguments.strides_of(q)
@@ -88,7 +89,7 @@ def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str)
 
 
 def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
-    """Raises ValueError unless rows are contiguous, are aligned as copies want them, and do not overlap.
+    """Raises ValueError unless rows are contiguous, have the alignment that copies need, and do not overlap.
 
     Rows that carry their scales begin on multiples of 4 bytes, others on multiples of 16. Blocks lie less than 2**40
     bytes apart, tokens and heads less than 2**31.
@@ -114,9 +115,11 @@ def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
 
 
 def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError if a call has too many queries or heads for decode attention's kernel. The kernel divides
-    numbers of queries, heads and CTAs by multiplying with reciprocals of `RECIPROCAL_BITS` bits. A CTA has at least 8
-    rows of queries, so one bound keeps all three numbers small enough."""
+    """Raises ValueError if a call has too many queries or heads for decode attention's kernel.
+
+    The kernel divides numbers of queries, heads and CTAs by multiplying with reciprocals of `RECIPROCAL_BITS` bits. A
+    CTA has at least 8 rows of queries, so one bound keeps all three numbers small enough.
+    """
     most, most_heads = 1 << RECIPROCAL_BITS, 1 << 31 - RECIPROCAL_BITS
     if q_len * num_q_heads**2 > most * num_kv_heads or num_kv_heads > most_heads:
         wanted = f"q_len * num_q_heads**2 / num_kv_heads of at most {most}, and at most {most_heads} KV heads"
@@ -124,7 +127,7 @@ def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
 
 
 def check_row(name: str, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
-    """Raises ValueError unless rows of a cache have as many elements as its format wants."""
+    """Raises ValueError unless rows of a cache have as many elements as its format needs."""
     found, row = cache.shape[3], form.row_elements(head_dim)
     if found != row:
         raise ValueError(f"{name}: got rows of {found} elements, want {row} for {form.name} at head_dim {head_dim}")
@@ -172,7 +175,7 @@ def check_tail(
     form: KvFormat, rows: torch.Tensor | None, slots: torch.Tensor | None, batch: int, heads: tuple[int, int]
 ) -> None:
     """Raises TypeError or ValueError unless k_tail (``rows``) and tail_slots (``slots``) fit K's format. Keys in blocks
-    of tokens need both; other formats want None. heads: (KV heads, head_dim)."""
+    of tokens need both; other formats need None. heads: (KV heads, head_dim)."""
     wanted = {
         "k_tail": (rows, f"fp16 [slots, {TAIL_TOKENS}, {heads[0]}, {heads[1]}], where the newest keys wait,"),
         "tail_slots": (slots, f"int32 [{batch}], a slot of k_tail for each request,"),
@@ -207,10 +210,11 @@ def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, pag
 def check_given_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int] | None:
-    """Returns a given scale's strides in elements: (from head to head, from column to column). None without a scale.
+    """Returns a given scale's strides in elements, (from head to head, from column to column), or None if no scale is
+    given.
 
-    Raises TypeError or ValueError unless the scale fits the format: fp32 [] or [1] ("tensor"), [num_kv_heads]
-    or [num_kv_heads, 1] ("head"), [num_kv_heads, head_dim] ("channel"), or None for a format that has none.
+    Raises TypeError or ValueError unless the scale fits the format: fp32 [] or [1] ("tensor"), [num_kv_heads] or
+    [num_kv_heads, 1] ("head"), [num_kv_heads, head_dim] ("channel"), or None for a format without such a scale.
     """
     if form.given_scale is None:
         if scale is not None:
@@ -243,7 +247,7 @@ def check_given_scale(
 
 def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     """Returns the strides, in elements, with which the bias broadcasts to ``shape`` [batch, q_len, num_q_heads,
-    max_seq_len]. They are 0 where the bias repeats.
+    max_seq_len]. A stride is 0 if the bias repeats along its dimension.
 
     Raises TypeError or ValueError unless the bias is fp32 or bf16 and broadcasts to ``shape``.
     """
@@ -260,8 +264,9 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 def check_absent(beside: str, why: str, options: Mapping[str, object]) -> None:
-    """Raises ValueError if any of ``options`` has a value. The argument ``beside`` excludes these options; ``why`` ends
-    the message."""
+    """Raises ValueError if any of ``options`` has a value, as the argument ``beside`` excludes them. why: the end of
+    the message.
+    """
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}: got a value beside {beside}, want None: {why}")
@@ -271,8 +276,9 @@ def check_absent(beside: str, why: str, options: Mapping[str, object]) -> None:
 
 
 def out_wanted(out: object, q: torch.Tensor, sizes: tuple[int, ...], why: str) -> Wanted:
-    """Returns the dtype, sizes and device that ``out`` must have for ``q``. why: the end of the message about wrong
-    sizes."""
+    """Returns the required dtype, sizes and device of ``out`` for ``q``. why: how the message about wrong sizes
+    ends.
+    """
     return Wanted("out", out, (q.dtype,), sizes, q.device, "q", ", that of q", why, contiguous=True)
 
 

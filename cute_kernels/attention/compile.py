@@ -35,8 +35,9 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec(KernelSpec):
-    """One kernel of the family. Its compiled function takes the arguments that :mod:`.arguments` lists for the
-    configuration's class: torch tensors, addresses and numbers. The function launches on torch's current stream."""
+    """One kernel of attention. Its compiled function takes the arguments that :mod:`.arguments` lists for the
+    configuration's class: torch tensors, addresses and integers. The function launches on torch's current stream.
+    """
 
     config: DecodeConfig | ExtendConfig | UnpackConfig | CombineConfig
     family: ClassVar[str] = "attention"

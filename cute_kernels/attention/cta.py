@@ -1,4 +1,6 @@
-"""The run-time values that a CTA works with: sizes of the launch, its heads and queries, and its current unit."""
+"""The run-time values that a CTA works with: the launch's sizes, the CTA's heads and queries, and the CTA's current
+unit.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,15 @@ class Tail:
 class FeatureValues:
     """Run-time values of the features that a variant has.
 
-    window: keys that a query sees, itself included. soft_cap: in natural units. sinks, alibi_slopes: addresses of fp32
-    [num_q_heads]. bias: the bias's address. bias_strides: its elements from one request, query, head and key position
-    to the next. shift: address of q_shift, fp32 [batch, q_len, num_q_heads]. out_factor: address of fp32 [num_kv_heads,
-    v_head_dim]. shift and out_factor are None where nothing is transformed. tensors: addresses of the tensors of
-    registered options, by name.
+    Attributes:
+        window: number of keys that a query sees, its own key included.
+        soft_cap: the cap of scores, in natural units.
+        sinks, alibi_slopes: addresses of fp32 [num_q_heads].
+        bias: address of the bias.
+        bias_strides: elements of the bias from one request, query, head and key position to the next.
+        shift: address of q_shift, fp32 [batch, q_len, num_q_heads]; None if nothing is transformed.
+        out_factor: address of fp32 [num_kv_heads, v_head_dim]; None if nothing is transformed.
+        tensors: addresses of the tensors of registered options, by name.
     """
 
     window: Int32
@@ -51,8 +57,9 @@ class FeatureValues:
 class Results:
     """The addresses that a CTA writes to: output, log-sum-exps and workspace; run-time values.
 
-    shifts: (address of the queries' shifts, softmax scale); None without shifts. out_factor: address of the factors of
-    the output's columns; None without factors.
+    Attributes:
+        shifts: (address of the queries' shifts, softmax scale); None without shifts.
+        out_factor: address of the factors of the output's columns; None without factors.
     """
 
     out: Int64
@@ -99,7 +106,7 @@ class QueryRows:
         return QueryRows(q.iterator.toint(), Int64(q.stride[0]) * 2, Int64(q.stride[1]) * 2)
 
     def address(self, config: DecodeConfig, request, query, head):
-        """Returns the address of a query head's row."""
+        """Returns the address of one query head's row. query: position of the query in its request."""
         address = self.base + Int64(request) * self.request_bytes + Int64(head) * (config.head_dim * 2)
         return address + Int64(query) * self.query_bytes if config.features.queries else address
 
@@ -124,7 +131,9 @@ class Cta:
 
 @dataclass(frozen=True)
 class Roles:
-    """The KV head, queries and slice of tokens that a warp takes of its CTA's tiles; run-time integers."""
+    """The part of its CTA's tiles that a warp multiplies: the KV head, the queries and the slice of tokens; run-time
+    integers.
+    """
 
     head: Int32  # of the CTA's KV heads
     first_row: Int32  # of the queries of that KV head
@@ -133,8 +142,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of a launch; run-time integers. ``x_reciprocal`` is a factor: multiplication by it replaces division by
-    x."""
+    """Sizes of a launch; run-time integers. ``x_reciprocal`` is the factor that replaces a division by x."""
 
     batch: Int32
     q_len: Int32
@@ -150,9 +158,9 @@ class DecodeSizes:
 
 @dataclass(frozen=True)
 class Place:
-    """The first KV head and the first row of queries that a CTA takes of any request; run-time integers.
+    """The first KV head and the first row of queries of a CTA, in any request; run-time integers.
 
-    The queries of a KV head are numbered as ``rows``: query position times group plus head of the group.
+    A KV head's queries are ``rows``: row i is head i modulo group at query position i // group.
     """
 
     shape: DecodeSizes
@@ -168,8 +176,9 @@ class Place:
         return query, (self.first_head + head) * self.shape.group + within
 
     def column(self, config: DecodeConfig, roles: Roles, t, column: int) -> QueryColumn:
-        """Returns the query to which a lane's accumulator column belongs. For columns past the last query it returns
-        the last query. t: lane % 4."""
+        """Returns the query to which a lane's accumulator column belongs. Columns beyond the last query get the last
+        query. t: lane % 4.
+        """
         row = roles.first_row + column // 2 * BLOCK_QUERIES + 2 * t + column % 2
         query, head = self.query_of(config, roles.head, cutlass.min(row, self.shape.group * self.shape.q_len - 1))
         return QueryColumn(query, head)
@@ -179,9 +188,12 @@ class Place:
 class Work:
     """A CTA's unit: a part of a request's tokens; run-time integers.
 
-    part: the unit's number among the request's parts, of which there are num_parts. first_unit: number of the request's
-    part 0 among the partial results of all requests. length: tokens of the request. The unit's tiles begin at tokens
-    ``begin``, ``begin + stride`` and so on, before ``stop``.
+    Attributes:
+        part: index of the unit among the ``num_parts`` parts of the request.
+        first_unit: index of the request's part 0 among the partial results of all requests.
+        length: number of tokens of the request.
+
+    The unit's tiles begin at tokens ``begin``, ``begin + stride`` and so on, before ``stop``.
     """
 
     place: Place
@@ -199,7 +211,7 @@ class Work:
         return cutlass.max(self.stop - self.begin + self.stride - 1, 0) // self.stride
 
     def uniform(self) -> Work:
-        """Returns the unit in uniform registers. All lanes have the same numbers."""
+        """Returns the unit in uniform registers. All lanes must have the same values."""
         numbers = (getattr(self, name) for name in Work.__dataclass_fields__ if name != "place")
         return Work(self.place, *(cute.arch.make_warp_uniform(number) for number in numbers))
 
@@ -212,11 +224,10 @@ class Work:
         return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
 
     def output_row(self, query_row):
-        """Returns the index of a query row of the request among the rows of out, [batch * q_len * num_q_heads,
-        v_head_dim]."""
+        """Returns the row of out, [batch * q_len * num_q_heads, v_head_dim], for a query row of the request."""
         return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
 
     def partial_row(self, query_row, part):
-        """Returns the workspace's row for the partial result that part ``part`` has of a query row."""
+        """Returns the row of the workspace for the partial result of a query row in part ``part``."""
         rows = self.place.shape.q_len * self.place.shape.num_q_heads
         return Int64(self.first_unit + part) * rows + query_row

@@ -113,17 +113,17 @@ def decode_attention(
             512. It may be a view of a fused projection: the last two dimensions contiguous, other strides any multiples
             of 16 bytes.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
-            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. V may have another
-            head_dim and format. num_kv_heads divides num_q_heads, and query head h reads KV head
-            h // (num_q_heads // num_kv_heads). Rows are contiguous and do not overlap. Other strides are multiples of
-            16 bytes, or of 4 in formats whose rows carry their scales. So K and V may be views of one tensor, such as
-            ``kv[:, 0]`` and ``kv[:, 1]`` of [num_pages, 2, ...]. Caches are slower if tokens are not adjacent (in
-            "HND": the tokens of a head), and slower still if strides are no multiples of 16.
+            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. V may have another head_dim
+            and format. num_kv_heads divides num_q_heads, and query head h reads KV head h // (num_q_heads //
+            num_kv_heads). Rows are contiguous and do not overlap. Other strides are multiples of 16 bytes, or of 4 in
+            formats whose rows carry their scales. So K and V may be views of one tensor, such as ``kv[:, 0]`` and
+            ``kv[:, 1]`` of [num_pages, 2, ...]. Calls take longer if tokens are not adjacent (in "HND": the tokens of a
+            head), and still longer if strides are no multiples of 16.
         seq_lens: int32 [batch], the tokens of each request in the cache, the queries' own included. Lengths are read on
             the device: one captured CUDA graph serves changing lengths.
         kv_format: name of a format (:mod:`cute_kernels.formats.kv`), or a pair of names for K and V. "int4", "int8" and
-            "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head". A "bf16" or "fp16" cache wants q in its
-            dtype.
+            "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head". A "bf16" or "fp16" cache needs q in the
+            same dtype.
         block_table: int32 [batch, max_pages], columns contiguous, any stride of rows. Token t of request b is row
             t % page_size of page block_table[b, t // page_size]. Entries of pages that no query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
@@ -132,7 +132,7 @@ def decode_attention(
             [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns contiguous and
             aligned to 16 bytes). Positive and finite; values are checked as lengths are.
         softmax_scale: a positive number, default head_dim ** -0.5.
-        causal: whether a query sees no key after its own position; matters for q_len > 1 alone.
+        causal: whether a query sees no key after its own position. It makes no difference if q_len is 1.
         window_size: sliding window: a query sees only keys with p - window_size < j <= p, as transformers counts its
             sliding_window. Or FlashAttention's (left, 0), where window_size = left + 1; (-1, 0) and (-1, -1) are no
             window.
@@ -145,7 +145,7 @@ def decode_attention(
         out: the tensor for the result, contiguous, in memory that no other argument has.
 
     Other Parameters:
-        num_splits: the number of parts that each request's tokens are cut into. Default: chosen for the shapes (see
+        num_splits: the number of parts into which each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.decode_schedule`). If given, a request's result does not depend on the rest of
             the batch.
         transform: the transform that the cache was written with. q is then untransformed (after RoPE), and the result
@@ -241,10 +241,11 @@ def decode_attention_splits(
         num_splits: 1 to 65535.
 
     Returns (out, split_out fp32 [batch, num_splits, num_q_heads, head_dim], split_max and split_sum fp32 [batch,
-    num_splits, num_q_heads]): out is the average of split_out weighted by split_sum * exp(split_max). split_max is in
-    natural units of the scaled scores. On a GPU split_max is the reference of the exponentials, and so of split_sum: it
-    may lie above or below the greatest score. On a GPU split i has the tiles i, i + num_splits, ..., not a run of
-    neighbouring tokens. A split without tokens has split_out 0, split_max -inf, split_sum 0.
+    num_splits, num_q_heads]). out is the average of split_out weighted by split_sum * exp(split_max).
+
+    split_sum is the sum of exp(score - split_max) over scaled scores. On a GPU split_max may lie above or below the
+    largest score, and split i has tiles i, i + num_splits and so on, not a run of neighbouring tokens. A split without
+    tokens has split_out 0, split_max -inf, split_sum 0.
 
     Raises: as `decode_attention`.
     """

@@ -43,11 +43,11 @@ class DecodeConfig:
     Producer warps keep the pipeline's ring of tiles of K and V full; all consumer warps read it.
 
     Attributes:
-        k, v: how tiles of the two caches are loaded, and their formats.
+        k, v: the `CacheLoad` of K's tiles and of V's tiles, with the formats of the caches.
         q_dtype: dtype of q and out, "bf16" or "fp16". A 16-bit cache has to have q's dtype.
-        mainloop: which consumer warps multiply what.
+        mainloop: which parts of a tile and of the queries each consumer warp multiplies.
         pipeline: the CTAs and tiles that an SM has in flight.
-        runs: which bytes of the caches lie together.
+        runs: which bytes of the caches are contiguous.
         features: what the kernel computes beyond softmax(q K^T) V.
         units: whether rows of different lengths are cut into parts by length (see
             :mod:`cute_kernels.attention.assignment`). If not, every row is cut into one part for each of its CTAs.
@@ -81,7 +81,7 @@ class DecodeConfig:
 
     @property
     def copies(self) -> tuple[str, str]:
-        """How copies bring K's and V's rows: `CacheLoad.copy`."""
+        """How K's rows, and how V's rows, are copied: `CacheLoad.copy`."""
         return self.k.copy, self.v.copy
 
     @property
@@ -104,12 +104,12 @@ class DecodeConfig:
 
     @property
     def has_features(self) -> bool:
-        """Whether a launch has arguments for features. Pages count as a feature."""
+        """Whether a launch takes arguments for features. Pages count as a feature here."""
         return self.features != PLAIN or self.page_tokens > 0
 
     @property
     def num_warps(self) -> int:
-        """Consumer warps; the producers come after them."""
+        """Number of consumer warps. The producer warps have the indices after them."""
         return self.mainloop.num_heads * self.mainloop.num_query_blocks * self.mainloop.num_slices
 
     @property
@@ -123,31 +123,34 @@ class DecodeConfig:
 
     @property
     def filling_warps(self) -> int:
-        """Producer warps that copy.
+        """Number of producer warps that copy.
 
-        Each of them copies a part of every whole tile. If a warp had nothing to copy, no barrier would wait for it. The
-        warp could fall behind by a round of the ring, and mistake one barrier phase for another.
+        Each of them copies a part of every whole tile. A warp with nothing to copy would not be waited for by any
+        barrier. It could fall behind by a round of the ring, and mistake one barrier phase for another.
         """
         return min(self.pipeline.producer_warps, most_filling_warps(self))
 
     @property
     def lends_registers(self) -> bool:
-        """Whether the producer warps, a warpgroup of their own, leave registers to both consumer warpgroups.
+        """Whether the producer warps, which form a warpgroup, lend registers to both consumer warpgroups.
 
-        Producers that copy words lend none, since their loops need these registers.
+        Producers that copy by words lend none, since their loops need the registers.
         """
         alone = (self.pipeline.producer_warps, self.pipeline.ctas_per_sm) == (4, 1)
         return alone and self.num_warps == 8 and "word" not in self.copies
 
     @property
     def num_roles(self) -> int:
-        """Number of roles: warps that carry different query heads. Each slice of a tile's tokens has one warp for each
-        role."""
+        """Number of roles. Warps of different roles have different query heads. Each slice of a tile's tokens has one
+        warp for each role.
+        """
         return self.mainloop.num_heads * self.mainloop.num_query_blocks
 
     @property
     def shares_queries(self) -> bool:
-        """Whether the queries' B operands lie in shared memory, once for all warps with the same queries."""
+        """Whether the queries' B operands lie in shared memory, in one copy for all warps that have the same
+        queries.
+        """
         return self.mainloop.shares_queries(self.k)
 
     @property
@@ -162,8 +165,9 @@ class DecodeConfig:
 
     @property
     def rotated_pitch(self) -> int:
-        """Bytes of shared memory from a rotated query to the next, in kernels that append and attend in one launch.
-        Eight queries begin in different banks."""
+        """Bytes of shared memory from one rotated query to the next, in kernels that append and attend in one launch.
+        The pitch puts the beginnings of eight queries into different banks.
+        """
         return 2 * self.head_dim + QUERY_VECTOR_BYTES
 
     @property
@@ -173,22 +177,22 @@ class DecodeConfig:
 
     @property
     def columns(self) -> int:
-        """Query heads of a lane: columns of the accumulators, two per block."""
+        """Number of query heads of a lane: columns of the accumulators, two per block of queries."""
         return 2 * self.mainloop.blocks_per_warp
 
     @property
     def warp_queries(self) -> int:
-        """Query heads that a warp has room for."""
+        """The largest number of query heads that a warp can have."""
         return self.mainloop.blocks_per_warp * BLOCK_QUERIES
 
     @property
     def head_queries(self) -> int:
-        """Query heads per KV head that a CTA has room for."""
+        """The largest number of query heads per KV head that a CTA can have."""
         return self.mainloop.num_query_blocks * self.warp_queries
 
     @property
     def num_rows(self) -> int:
-        """Query heads that a CTA has room for."""
+        """The largest number of query heads that a CTA can have."""
         return self.mainloop.num_heads * self.head_queries
 
     @property
@@ -222,9 +226,11 @@ class DecodeConfig:
 
     @property
     def merge_offset(self) -> int:
-        """Byte offset in the pool of the buffer in which the warps' results are merged. It lies after the ring where
-        there is room, so that tiles of a CTA's next unit can arrive meanwhile. Else it is 0, and the buffer overlaps
-        the ring."""
+        """Byte offset in the pool of the buffer in which the warps' results are merged.
+
+        If there is room, the buffer lies after the ring, so that tiles of a CTA's next unit can arrive during the
+        merge. Otherwise the offset is 0, and the buffer overlaps the ring.
+        """
         room = self.limits.sm_shared_bytes // self.pipeline.ctas_per_sm - self.limits.reserved_shared_bytes
         room -= self._other_bytes + (self.rotated_bytes if self.after_append else 0)
         fits = self.ring_bytes + self.merge_bytes <= room
@@ -238,16 +244,17 @@ class DecodeConfig:
 
     @property
     def partial_words(self) -> int:
-        """How many words of workspace a split's partial result of a query head takes: vectors of 4 columns, each with a
-        maximum and a sum."""
+        """Number of words of workspace that a split's partial result of a query head takes: vectors of 4 columns, each
+        with a maximum and a sum.
+        """
         return self.v_head_dim + self.v_head_dim // 2
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of shared memory for the ring and the merge buffer, raised until no more than ``ctas_per_sm`` CTAs fit
-        an SM.
+        """Bytes of shared memory for the ring and the merge buffer. The number is raised until at most ``ctas_per_sm``
+        CTAs fit on an SM.
 
-        If an SM held more CTAs, SMs would have unequal shares.
+        If an SM held more CTAs, SMs would have unequal shares of the work.
         """
         too_little = self.limits.sm_shared_bytes // (self.pipeline.ctas_per_sm + 1) - self.limits.reserved_shared_bytes
         merged = self.merge_offset + self.merge_bytes
@@ -353,16 +360,18 @@ def _is_mapped(config: DecodeConfig, tile: RowTile) -> bool:
 
 
 def copies_per_tile(config: DecodeConfig) -> int:
-    """Returns how many copies load one tile of K and V. A tensor map of rows without headers loads one head at a
-    time."""
+    """Returns how many copies load one tile of K and V. A tensor map of rows without headers loads the tokens of one
+    head at a time.
+    """
     heads = [1 if isinstance(tile, RowTile) else config.mainloop.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
 
 def lane_tokens(config: DecodeConfig) -> int:
-    """Returns how many tokens of a tile each lane copies in bulk. They lie in one page. If a copy brings more tokens
-    than these, the lane with the copy's first token issues it."""
+    """Returns how many tokens of a tile each lane copies in bulk. They lie in one page. If one copy brings the tokens
+    of several lanes, the lane of the copy's first token issues it.
+    """
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
         return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
@@ -371,7 +380,7 @@ def lane_tokens(config: DecodeConfig) -> int:
 
 
 def most_filling_warps(config: DecodeConfig) -> int:
-    """Returns the greatest number of producer warps with which each warp has something to copy in every whole tile."""
+    """Returns the largest number of producer warps for which each warp has something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
     tma_tiles = [

@@ -248,13 +248,14 @@ class DecodeKernel:
 
     @cute.jit
     def take_early_tile(self, cta, work, early, expected):
-        """Returns (the consumers' pipeline state, how many tiles of the unit are in flight).
+        """Handles the tile that the CTA has loaded before it knew its unit. Returns (the consumers' pipeline state,
+        number of tiles of the unit in flight).
 
         | early | expected, with tokens | the early tile |
         |---|---|---|
-        | no | any | there is none: both begin at 0 |
-        | yes | yes | the unit's first: its loads are issued, and its stage is the state |
-        | yes | no | is released unread: the state is the stage after it |
+        | no | any | there is none: state and number begin at 0 |
+        | yes | yes | it is the unit's first tile, in flight: the state is its stage |
+        | yes | no | it is released unread: the state is the stage after it |
         """
         state, issued = cta.pipeline.consumer_state(), Int32(0)
         if const_expr(self.config.pipeline.early_tiles > 0):
@@ -268,8 +269,13 @@ class DecodeKernel:
 
     @cute.jit
     def process(self, cta, work, q, state, issued, pages, known):
-        """Processes the CTA's only unit. state, issued: the results of `take_early_tile`. pages: the result of
-        `RingFiller.make_early_pages`. known: the result of `is_expected`."""
+        """Processes the CTA's only unit.
+
+        Args:
+            state, issued: the results of `take_early_tile`.
+            pages: the result of `RingFiller.make_early_pages`.
+            known: the result of `is_expected`.
+        """
         config = self.config
         if cta.warp < config.num_warps:
             self.borrow_registers()
@@ -291,10 +297,10 @@ class DecodeKernel:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
 
     def knows_pages(self, work, expected):
-        """Returns whether the pages that the CTA has looked up early are those of the unit's tiles.
+        """Returns whether the pages that the CTA looked up early are those of the unit's tiles.
 
-        Early pages are those of every n-th tile, where the grid has n CTAs for a row. So the unit has to be expected,
-        and its row has to have n parts.
+        If the grid has n CTAs for a row, early pages are those of every n-th tile. So the unit has to be expected, and
+        its row has to have n parts.
         """
         return expected & (work.num_parts == cute.arch.grid_dim()[0])
 
@@ -317,8 +323,9 @@ class DecodeKernel:
 
     @cute.jit
     def process_range(self, cta, requests, q, first_length, work, early, pages):
-        """Processes ``work``, the CTA's part of its own row. If lengths differ, processes the units of the CTA's range
-        of tiles instead, from the last row to the first."""
+        """Processes all units of the CTA. If lengths are alike, this is ``work``, the CTA's part of its own row. If
+        lengths differ, these are the units of the CTA's range of tiles, from the last row to the first.
+        """
         config, place, lane = self.config, work.place, cta.lane
         size = self.assigner.tiles_per_range(requests, first_length, lane)
         span = Range(size, Int32(0))
@@ -368,10 +375,10 @@ class DecodeKernel:
         )
 
     def query_addresses(self, place, roles, q, request, lane):
-        """Returns the address of the lane's query in each of the warp's blocks of queries: query lane // 4 of the
-        block.
+        """Returns the addresses of the lane's queries, one in each of the warp's blocks of queries: query lane // 4 of
+        the block.
 
-        Lanes past the last query take the last query's address; their results are never stored.
+        Lanes beyond the last query take the last query's address; their results are never stored.
         """
         shape = place.shape
         addresses = []
@@ -385,8 +392,9 @@ class DecodeKernel:
 
     @cute.jit
     def pass_over(self, pipeline, warp, lane):
-        """Releases the early tile unread. The CTA may not exit, or reuse the tile's stage, before the tile has
-        arrived."""
+        """Releases the early tile unread, after it has arrived. Until then the CTA may not exit or reuse the tile's
+        stage.
+        """
         if warp < self.config.num_warps:
             first = PipelineState(0, 0)
             pipeline.consumer_wait(first)

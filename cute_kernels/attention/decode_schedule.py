@@ -1,4 +1,5 @@
-"""Chooses the configuration of a decode call, and the splits that its rows are cut into. Plain Python, no GPU.
+"""Chooses the configuration of a decode call, and the number of splits into which its rows are cut. Plain Python, no
+GPU.
 
 Decode attention reads every byte of the cache once. So it takes the time to stream these bytes at the memory's rate,
 plus two overheads of the schedule. SMs have unequal shares, and the splits have to be merged. The model below adds up
@@ -44,11 +45,11 @@ class DecodeSchedule:
 
     Attributes:
         config: the compiled variant.
-        num_splits: CTAs that share the tokens of a row. A row is a request and the KV heads of a CTA.
-        head_blocks: CTAs per split that cover all query heads.
-        more_rows: rows of CTAs beyond the batch, so that there is a CTA for each range.
-        ranges: how many ranges the tiles of all requests are cut into where lengths differ; each head block has a CTA
-            for each range. 0 if every row has ``num_splits`` splits whatever its length.
+        num_splits: number of CTAs that share the tokens of a row. A row is a request and the KV heads of a CTA.
+        head_blocks: number of CTAs per split that together cover all query heads.
+        more_rows: number of rows of CTAs beyond the batch, so that there is a CTA for each range.
+        ranges: number of ranges into which the tiles of all requests are cut if lengths differ; each head block has a
+            CTA for each range. 0: every row has ``num_splits`` splits whatever its length.
     """
 
     config: DecodeConfig
@@ -60,7 +61,7 @@ class DecodeSchedule:
 
 @lru_cache(maxsize=4096)
 def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> DecodeSchedule:
-    """Returns the fastest schedule by the model; ``num_splits`` fixes the splits.
+    """Returns the fastest schedule by the model. num_splits: a fixed number of splits, or None.
 
     The order in which splits are combined depends on their number alone. So with fixed splits a request's result does
     not depend on the rest of the batch.
@@ -77,8 +78,9 @@ def make_schedule(problem: AttentionProblem, num_splits: int | None = None) -> D
 
 
 def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) -> DecodeSchedule:
-    """Returns the schedule of a configuration with ``splits`` splits. It also has ranges if the configuration cuts rows
-    by their lengths."""
+    """Returns a configuration's schedule with ``splits`` splits. If the configuration cuts rows by their lengths, the
+    schedule also has ranges.
+    """
     blocks = head_blocks(problem, config)
     if not config.units or not 1 < problem.batch <= MAX_CUT_BATCH:
         return DecodeSchedule(config, splits, blocks)
@@ -87,10 +89,13 @@ def schedule_of(problem: AttentionProblem, config: DecodeConfig, splits: int) ->
 
 
 def ranges_of(places: int, head_blocks: int) -> int:
-    """Returns the number of ranges that the tiles of all requests are cut into; each head block has a CTA for each
-    range. The CTAs take the least number of waves that keeps the fraction `WELL_FILLED` of the GPU busy. If no number
-    up to `MOST_WAVES` does, they take the number that keeps most of the GPU busy. places: CTAs that the GPU holds at a
-    time."""
+    """Returns the number of ranges into which the tiles of all requests are cut. Each head block has a CTA for each
+    range.
+
+    The CTAs take the smallest number of waves that keeps the fraction `WELL_FILLED` of the GPU busy. If no number up to
+    `MOST_WAVES` does, they take the number that keeps most of the GPU busy. places: number of CTAs that the GPU holds
+    at a time.
+    """
     counts = [max(1, waves * places // head_blocks) for waves in range(1, MOST_WAVES + 1)]
     busy = {count: count * head_blocks / (-(-count * head_blocks // places) * places) for count in counts}
     return next((count for count in counts if busy[count] >= WELL_FILLED), max(counts, key=lambda count: busy[count]))
@@ -108,12 +113,12 @@ def most_combiners(problem: AttentionProblem, schedule: DecodeSchedule) -> int:
 
 
 def expected_costs(problem: AttentionProblem, options: list[tuple[DecodeConfig, int]]) -> list[float]:
-    """Returns the expected cost of each (configuration, splits); costs compare only with each other.
+    """Returns the expected cost of each option (configuration, splits). Costs compare only with each other.
 
-    Costs are microseconds where the possible lengths are known. If the block table is as wide as an engine's longest
-    request, it says nothing of the actual lengths. The best option for 128k tokens can take 1.3 times as long as the
-    best option for 8k, if requests have 8k. So with a wide table a cost is a weighted mean over `LIKELY_TOKENS` and the
-    longest length. The mean is of the option's time divided by the best option's time.
+    If the possible lengths are known, a cost is in microseconds. If the block table is as wide as an engine's longest
+    request, it says nothing about the actual lengths. The best option for 128k tokens can take 1.3 times as long as the
+    best option for 8k, if requests have 8k. So with a wide table a cost is a ratio: the option's time divided by the
+    best option's time. It is a weighted mean over the lengths `LIKELY_TOKENS` and the longest length.
     """
     by_heads = len({config.mainloop.num_heads for config, _ in options}) > 1
     if not problem.features.paged or problem.max_seq_len <= KNOWN_TOKENS:
@@ -148,11 +153,10 @@ def split_options(problem: AttentionProblem, config: DecodeConfig) -> range:
 
 
 def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int, *, by_heads: bool = False) -> float:
-    """Returns the microseconds that the model expects if every row has max_seq_len tokens. The launch's own overhead is
-    not included.
+    """Returns the microseconds that the model expects if every row has max_seq_len tokens, without the launch overhead.
 
-    by_heads: whether the compared configurations differ in their KV heads. Then the model also counts the costs of
-    several queries and of copies of single tokens.
+    by_heads: whether the compared configurations differ in their number of KV heads. Then the model also counts the
+    costs of several queries and of copies of single tokens.
     """
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
@@ -187,8 +191,9 @@ def estimate_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int
 
 
 def _more_partials_us(problem: AttentionProblem, config: DecodeConfig, num_splits: int) -> float:
-    """Returns the microseconds in which partial results are written and read, for all queries but each request's first.
-    `COMBINE_PER_SPLIT_US` covers the first query's."""
+    """Returns the microseconds in which partial results are written and read, for all queries of a request except the
+    first. `COMBINE_PER_SPLIT_US` covers the first query.
+    """
     if num_splits == 1:
         return 0.0
     rows = problem.batch * (problem.q_len - 1) * problem.num_q_heads

@@ -12,8 +12,8 @@ from cute_kernels.attention.call import AttentionCall
 
 
 def check_device_values(call: AttentionCall) -> None:
-    """Raises ValueError for the first length or page that cannot be right. The message names the request (and the
-    position).
+    """Raises ValueError for the first invalid length or page. The message names the request, and the position if there
+    is one.
 
     Reads lengths, and the pages that hold a token which some query sees, so it waits for the device.
     """
@@ -43,7 +43,8 @@ def check_device_values(call: AttentionCall) -> None:
 
 
 def _check_requests(call: AttentionCall) -> None:
-    """Raises ValueError for the first number that cannot be right. The message names the request (and the position).
+    """Raises ValueError for the first invalid boundary, length or page. The message names the request, and the position
+    if there is one.
 
     Reads where requests begin, lengths, and the pages that hold a token which some query sees, so it waits for the
     device.
@@ -82,8 +83,7 @@ def _check_requests(call: AttentionCall) -> None:
 
 
 def _check_blocks(call: AttentionCall) -> None:
-    """Raises ValueError for chosen blocks or counts that cannot be right. Reads all lists, so it waits for the
-    device."""
+    """Raises ValueError for invalid chosen blocks or counts. Reads all lists, so it waits for the device."""
     assert call.blocks is not None
     blocks, ends = call.blocks, call.cu_seqlens_q
     q_lens = [call.q_len] * call.batch if ends is None else ends.diff().tolist()

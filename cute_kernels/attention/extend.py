@@ -1,7 +1,7 @@
 """Extend attention: many new queries a request over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
 
 It serves chunked prefill over a cached prefix, prefix-cache hits, verification of long drafts, and batches that mix
-these with decoding. Read on in `reference` (what it means), `call` (what a checked call is), `extend_config`,
+these with decoding. Read on in `reference` (what it computes), `call` (a checked call), `extend_config`,
 `extend_schedule`, `extend_kernel`, `compile`, `ops`.
 """
 
@@ -129,12 +129,12 @@ def extend_attention(
             of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,
             and query head h reads KV head h // (num_q_heads // num_kv_heads).
         seq_lens: int32 [batch], the tokens of each request in the cache, the queries' own included.
-        cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
-            may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
-            Queries from cu_seqlens_q[batch] on belong to no request. Their rows of a given ``out`` stay as they are;
-            in a new tensor they hold anything.
+        cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1,
+            and may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing
+            lengths. Queries from cu_seqlens_q[batch] on belong to no request. Their rows of a given ``out`` stay as
+            they are; in a new tensor they hold anything.
         kv_format: name of a format (:mod:`cute_kernels.formats.kv`), or a pair of names for K and V. A "bf16" or "fp16"
-            cache wants q in its dtype. "int4_channel32" is refused.
+            cache needs q in the same dtype. "int4_channel32" is refused.
         block_table: int32 [batch, max_pages], columns contiguous. Token t of request b is row t % page_size of page
             block_table[b, t // page_size]. Entries of pages that no query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
@@ -162,17 +162,17 @@ def extend_attention(
             read only for the seq_lens[b] - q_len tokens before them. A second launch merges both parts.
         transform: the transform that the cache was written with, see :class:`cute_kernels.kv_cache.CacheTransform`. q,
             new_k, new_v and the result are untransformed. PyTorch's operations do it, before and after the kernels.
-            Not with a softcap where K has a center.
-        num_splits: the number of parts, 1 to 32, that the keys of 128 rows of queries are cut into. A row is a query of
-            one query head; each part has its own CTA. Default: chosen for the shapes, 1 where there is work enough. If
-            given, a request's result does not depend on the rest of the batch.
+            A softcap is not supported if the transform has a center of K.
+        num_splits: the number of parts, 1 to 32, into which the keys of each tile of 128 rows of queries are cut. A row
+            is a query of one query head; each part has its own CTA. Default: chosen for the shapes, 1 if there is
+            enough work. If given, a request's result does not depend on the rest of the batch.
         sm_margin: SMs that are left to other kernels that run meanwhile, as in FlashAttention-3.
         unpack: whether a launch first converts the cache to 16-bit rows, once for all queries. The rows take 4 bytes
             times batch, tokens a request may have, num_kv_heads and head_dim. Default: if there are queries enough for
             unpacking to pay, and the rows take at most 512 MiB. With ``num_splits`` the default unpacks no format with
             a scale per row, whose results would round differently. True: always. Refused for INT8 with several groups a
-            row, and where K or V has 16 bits.
-        max_seq_len: an upper bound of seq_lens that the caller knows. It bounds the memory of ``unpack`` where the
+            row, and if K or V has 16 bits.
+        max_seq_len: an upper bound of seq_lens that the caller knows. It bounds the memory of ``unpack`` if the
             cache has room for more. Results of longer requests are undefined.
         fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the
             codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128. The call then needs 2 bytes

@@ -1,4 +1,4 @@
-"""Checks of the arguments of extend attention beyond those of every call (:mod:`.checks`)."""
+"""Checks of the arguments of extend attention, in addition to the checks of :mod:`.checks` that every call has."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_formats(kv_format: object) -> tuple[KvFormat, KvFormat]:
 
 
 def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
-    """Raises ValueError if caches in ``forms`` cannot be unpacked. Called if a call asks for unpacking."""
+    """Raises ValueError if caches in ``forms`` cannot be unpacked. It is called for calls that ask for unpacking."""
     reason = cannot_unpack(forms[0]) or cannot_unpack(forms[1])
     if forms[0].is_coded != forms[1].is_coded:
         reason = f"K in {forms[0].name} and V in {forms[1].name}, of which one is of 16 bits"
@@ -40,8 +40,7 @@ def check_unpack(forms: tuple[KvFormat, KvFormat]) -> None:
 
 
 def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int, unpack: bool | None) -> None:
-    """Raises TypeError if ``asked_for`` is no bool, ValueError if the call asks for FP8 products and cannot have
-    them."""
+    """Raises TypeError if ``asked_for`` is no bool, ValueError if it is True and FP8 products are impossible."""
     check_flag("fp8_products", asked_for)
     if not asked_for:
         return
@@ -52,8 +51,9 @@ def check_fp8(asked_for: object, forms: tuple[KvFormat, KvFormat], head_dim: int
 
 
 def check_score_options(names: tuple[str, ...], **others: object) -> None:
-    """Raises ValueError for registered options with a tensor of size q_len, and for ``others`` that are given beside
-    registered options."""
+    """Raises ValueError for registered options that have a tensor of size q_len. Also raises it for ``others`` that are
+    given together with registered options.
+    """
     for tensor in tensors_of(names):
         if "q_len" in tensor.shape:
             raise ValueError(

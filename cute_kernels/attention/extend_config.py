@@ -57,21 +57,20 @@ class ExtendConfig(ReadsCache):
     """One compiled variant of extend attention.
 
     A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and producer warps that fill tiles of
-    keys and values. Tiles in 16 bits are loaded by tensor maps, by one or two warps; tiles of codes are decoded row by
-    row, by all producer warps. Where only one of K and V has codes, half of the warps decode this operand, and the
-    other half load the 16-bit operand. With head_dim 512 a work tile computes whole scores, and the output of one half
-    of V's columns.
+    keys and values. One or two warps load 16-bit tiles by tensor maps. All producer warps decode tiles of codes, row by
+    row. If only one of K and V has codes, half of the warps decode this operand, and the other half load the 16-bit
+    operand. With head_dim 512 a work tile computes whole scores, but the output of only one half of V's columns.
 
     Attributes:
-        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. For unpacked keys: their
-            formats in the cache, or formats whose unpacked rows are read alike.
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.formats.kv`. For unpacked keys: the
+            formats of the cache, or other formats whose unpacked rows are read in the same way.
         q_dtype: dtype of q and out, "bf16" or "fp16". A 16-bit cache has to have q's dtype.
-        head_dim: columns of a head of q, K, V and out.
-        pipeline: tokens of a tile, stages and producer warps.
+        head_dim: number of columns of a head of q, K, V and out.
+        pipeline: the numbers of tokens of a tile, stages and producer warps.
         keys: where K and V lie.
         features: what the kernel computes beyond softmax(q K^T) V.
         merges: whether the result is merged with another launch's result over other keys.
-        tree: whether a mask says which of a request's new tokens a query sees, instead of their order.
+        tree: whether a tree mask, instead of the causal order, says which of a request's new tokens a query sees.
         tile_rows: packed queries of a work tile. With fewer than 128, queries are columns of MMAs whose rows are keys,
             see :mod:`.mainloops.key_rows`.
     """
@@ -102,13 +101,14 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_heads(self) -> int:
-        """KV heads of a work tile. With key rows and tiles of 64 tokens a work tile has two heads, one for each
-        warpgroup. Otherwise it has one."""
+        """Number of KV heads of a work tile. With key rows and tiles of 64 tokens there are two, one for each
+        warpgroup. Otherwise there is one.
+        """
         return 1 if self.tile_rows == TILE_ROWS else MMA_WARPGROUPS * GROUP_TOKENS // self.tile_tokens
 
     @property
     def paired(self) -> bool:
-        """Whether the rows of a work tile's two heads are loaded together, and lie together in shared memory.
+        """Whether the rows of a work tile's two KV heads are loaded by one copy, and are contiguous in shared memory.
 
         Tensor maps load rows in pairs if headers have 4 bytes. With 8-bit codes, a single row touches two lines of the
         L2 cache, and a pair only three. With INT4 of one group, single rows are not aligned to 8 bytes.
@@ -116,8 +116,9 @@ class ExtendConfig(ReadsCache):
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
-        """Returns how a row lies in shared memory: (bytes of its codes, bytes of its header if that lies apart from the
-        codes)."""
+        """Returns how a row lies in shared memory: (bytes of its codes, bytes of its header). The second number is 0 if
+        the header lies beside the codes.
+        """
         if form.code_bits == 8 and form.header_bytes:
             return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
         if form.header_bytes == 4 and self.paired:
@@ -167,8 +168,9 @@ class ExtendConfig(ReadsCache):
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """The places, "module:name", of the code of the shared memory, the producer and the consumer. It is imported
-        only where a kernel is compiled."""
+        """The import paths "module:name" of the code of the shared memory, the producer and the consumer. The code is
+        imported only to compile a kernel.
+        """
         loads, mainloops = "cute_kernels.attention.loads", "cute_kernels.attention.mainloops"
         if self.key_rows is not None:
             rows = f"{mainloops}.key_rows"
@@ -189,17 +191,17 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_warps(self) -> int:
-        """Producer warps that decode a tile of K, or of V."""
+        """Number of producer warps that decode a tile of K, or of V."""
         return self.pipeline.producer_warps // 2
 
     @property
     def warp_rows(self) -> int:
-        """Rows of a tile that a producer warp decodes."""
+        """Number of rows of a tile that a producer warp decodes."""
         return self.tile_tokens // self.tile_warps
 
     @property
     def filling_warps(self) -> int:
-        """Producer warps that fill tiles; the others only give up their registers."""
+        """Number of producer warps that fill tiles. The other producer warps only give up their registers."""
         if self.decodes:
             return self.pipeline.producer_warps
         return 2 if self.page_tokens else 1  # one for K, one for V where a tile is many TMA tiles
@@ -245,8 +247,9 @@ class ExtendConfig(ReadsCache):
 
     @property
     def scale_words(self) -> tuple[int, int]:
-        """How many registers of a lane hold scales of its producer warp's rows: of K, and of V. 0 where rows have no
-        scale."""
+        """Numbers of registers in which a lane holds the scales of its producer warp's rows: of K, and of V. 0 if rows
+        have no scale.
+        """
         k, v = (
             max(form.num_groups * self.warp_rows // WARP_THREADS, 1) if has_token_scale(form) else 0
             for form in self.formats
@@ -255,8 +258,9 @@ class ExtendConfig(ReadsCache):
 
     @property
     def tile_fillers(self) -> tuple[int, int]:
-        """How many warps arrive on the full barrier of a tile of K, and of a tile of V. If K has 16 bits and V's rows
-        have scales, all of K's warps arrive: each publishes powers of 2 of V's tile."""
+        """Numbers of warps that arrive on the full barrier of a tile of K, and of a tile of V. If K has 16 bits and V's
+        rows have scales, all warps that load K arrive: each publishes powers of 2 for V's tile.
+        """
         k, v = (self.tile_warps if own else 1 for own in self.decoded)
         return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
 
@@ -267,14 +271,16 @@ class ExtendConfig(ReadsCache):
 
     @property
     def channel_scales(self) -> tuple[bool, bool]:
-        """Whether K's columns have scales, which queries are multiplied with; whether V's have, which the output is
-        multiplied with."""
+        """Whether K's columns have scales, and whether V's columns have scales. Queries are multiplied by K's scales,
+        the output by V's.
+        """
         return has_channel_scales(self.formats[0]), has_channel_scales(self.formats[1])
 
     @property
     def scale_runs(self) -> int:
-        """How many parts of a tile have a power of 2 each. A part is the rows that one producer warp decodes, or the
-        whole tile."""
+        """Number of parts of a tile that each have their own power of 2. A part is the rows that one producer warp
+        decodes, or the whole tile.
+        """
         return self.tile_warps if self.decodes and any(self.tile_scales) else 1
 
     @property
@@ -297,19 +303,21 @@ class ExtendConfig(ReadsCache):
 
     @property
     def launch_registers(self) -> int:
-        """Registers of every thread at launch. Later, warps only exchange registers. A warp that wants registers that
-        its CTA does not have waits for ever."""
+        """Number of registers of every thread at launch. Later, warps only exchange registers: a warp that requests
+        more registers than its CTA has would wait for ever.
+        """
         return SM_REGISTERS // self.num_threads // 8 * 8
 
     @property
     def value_parts(self) -> int:
-        """How many parts V's columns are cut into, so that accumulators fit a thread's registers. Each work tile
-        computes one part."""
+        """Number of parts into which V's columns are cut, so that accumulators fit in a thread's registers. Each work
+        tile computes one part.
+        """
         return max(self.columns // SUM_COLUMNS, 1)
 
     @property
     def value_dim(self) -> int:
-        """Columns of V and of the output that a work tile has."""
+        """Number of columns of V, and of the output, in a work tile."""
         return self.head_dim // self.value_parts
 
     @property
@@ -320,13 +328,14 @@ class ExtendConfig(ReadsCache):
 
     @property
     def ones_rows(self) -> int:
-        """How many rows of ones follow a tile of V's transpose. Multiplied with probabilities, they give the
-        probabilities' sums."""
+        """Number of rows of ones after a tile of V's transpose. Their products with the probabilities are the sums of
+        the probabilities.
+        """
         return 8 if self.fp8 else 0
 
     @property
     def tile_rooms(self) -> tuple[int, int]:
-        """Bytes of shared memory of a tile of K, and of a tile of V, with the rows of ones after each."""
+        """Bytes of shared memory of a tile of K, and of a tile of V, each with the rows of ones after it."""
         k, v = (size + self.ones_rows * ROW_BYTES for size in self.tile_bytes)
         return k, v
 

@@ -98,7 +98,9 @@ class ExtendKernel:
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def room(self, max_pages, tokens):
-        """Returns how many tokens a request may have. tokens: tokens of a block of the cache."""
+        """Returns how many tokens a request may have. max_pages: number of blocks of a request. tokens: number of
+        tokens of a block of the cache.
+        """
         if self.config.unpacked:
             return max_pages
         return max_pages * tokens if self.config.page_tokens else tokens
@@ -159,7 +161,8 @@ class ExtendKernel:
     @cute.jit
     def publish(self, shape, lengths, memory, tile: Int32, slot: PipelineState, lane: Int32):
         """Publishes work tile ``tile`` to the CTA's warps. If the tile is empty, draws further tiles until one is not
-        empty, or none is left. Returns the last tile's number."""
+        empty, or none is left. Returns the index of the last drawn tile.
+        """
         found = Int32(0)
         request, part, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
         q_start, before, kv_start, kv_stop = Int32(0), Int32(0), Int32(0), Int32(0)

@@ -1,5 +1,6 @@
 """The policies that an extend attention kernel is composed of, as data. They say how tiles are loaded, where keys and
-values lie, and what unpacks them. The numbers that they share stand here, too. There are no GPU types here."""
+values lie, and what unpacks them. Constants that several policies use are here, too. There are no GPU types here.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ def has_head_scale(form: KvFormat) -> bool:
 
 
 def has_token_scale(form: KvFormat) -> bool:
-    """Returns whether extend attention multiplies rows by scales of their own, one for each row or group, as it fills a
-    tile."""
+    """Returns whether extend attention multiplies rows by scales while it fills a tile. There is one scale for each row
+    or group.
+    """
     return form.extend is not None and form.extend.scales == "row"
 
 
@@ -122,7 +124,7 @@ class ReadsCache:
 
     @property
     def value_parts(self) -> int:
-        """How many parts V's columns are cut into. A work tile computes one part."""
+        """Number of parts into which V's columns are cut. A work tile computes one part."""
         return 1
 
     @property
@@ -132,8 +134,9 @@ class ReadsCache:
 
     @property
     def tile_scales(self) -> tuple[bool, bool]:
-        """Whether tiles of K, and tiles of V, have scales: powers of 2, each for some of the tile's rows. A row is
-        multiplied by its own scale divided by the power of 2."""
+        """Whether tiles of K have scales, and whether tiles of V have scales. A tile's scales are powers of 2, each for
+        some of the tile's rows. A row is multiplied by its own scale divided by the power of 2.
+        """
         return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
 
     def problem_of_rows(self) -> str | None:
@@ -149,7 +152,7 @@ class ReadsCache:
 
 
 def columns_of(head_dim: int) -> int:
-    """Returns how many columns operands have for rows of ``head_dim``, one of `EXTEND_HEAD_DIMS`."""
+    """Returns the number of columns of operands for rows of ``head_dim``, one of `EXTEND_HEAD_DIMS`."""
     return min(columns for columns in OPERAND_COLUMNS if columns >= head_dim)
 
 
@@ -158,9 +161,10 @@ class ProducerPipeline:
     """The pipeline in which tiles are loaded.
 
     Attributes:
-        tile_tokens: tokens of a tile of K or V.
-        num_stages: tiles of K, and of V, in shared memory.
-        producer_warps: 4 or 8. If producers decode, half of the warps decode K and half decode V.
+        tile_tokens: number of tokens of a tile of K or V.
+        num_stages: number of tiles of K, and of tiles of V, in shared memory.
+        producer_warps: number of producer warps, 4 or 8. If producers decode, half of the warps decode K and half
+            decode V.
     """
 
     tile_tokens: int = 128
@@ -175,9 +179,11 @@ TWO_STAGES = ProducerPipeline()
 class CachedKeys:
     """The policy for K and V that are rows of a cache.
 
-    page_tokens: how many tokens are always contiguous, a power of two; 0 if all tokens of a request are. mapped: for
-    :mod:`.mainloops.key_rows`, whether tensor maps load rows that have headers. If not, such rows are copied in pieces
-    of 16 bytes, or word by word. Rows without headers are always loaded by maps.
+    Attributes:
+        page_tokens: number of tokens of a page, which are contiguous; a power of two. 0 if all tokens of a request are
+            contiguous.
+        mapped: for :mod:`.mainloops.key_rows`, whether tensor maps load rows that have headers. If not, such rows are
+            copied in pieces of 16 bytes, or word by word. Rows without headers are always loaded by maps.
     """
 
     page_tokens: int = 0
@@ -189,8 +195,9 @@ TOKEN_BY_TOKEN = CachedKeys()
 
 @dataclass(frozen=True)
 class RaggedKeys:
-    """The policy for K and V in 16 bits outside a cache. Tokens of all requests lie one after the other, as queries
-    do."""
+    """The policy for 16-bit K and V that are not in a cache. The tokens of all requests form one sequence, request by
+    request, as queries do.
+    """
 
 
 @dataclass(frozen=True)
@@ -198,8 +205,9 @@ class UnpackConfig(ReadsCache):
     """One compiled variant of the kernel that makes :class:`UnpackedKeys` of a cache.
 
     Attributes:
-        k_format, v_format: names of the cache's formats. dtype: the dtype of the unpacked rows. It is "fp16", or "e4m3"
-            for codes as they are, with V's tiles transposed, see :mod:`.mainloops.fp8`.
+        k_format, v_format: names of the cache's formats.
+        dtype: the dtype of the unpacked rows, "fp16" or "e4m3". E4M3 codes are copied unchanged, with V's tiles
+            transposed, see :mod:`.mainloops.fp8`.
         head_dim: elements of a row.
         page_tokens, head_major: as in :class:`CachedKeys` and in attention's features.
     """
@@ -225,7 +233,7 @@ class UnpackConfig(ReadsCache):
 
     @property
     def warp_rows(self) -> int:
-        """Rows of a tile that a warp unpacks."""
+        """Number of rows of a tile that a warp unpacks."""
         return self.tile_tokens // UNPACK_WARPS
 
     @property
@@ -256,10 +264,10 @@ class UnpackConfig(ReadsCache):
 
 @dataclass(frozen=True)
 class UnpackedKeys:
-    """The policy for K and V that :mod:`.loads.unpack` has made of a cache, as rows of 16 bits. Rows are ordered by
-    request, head and token. Zeros fill a request's last tile.
+    """The policy for K and V that :mod:`.loads.unpack` has converted from a cache to rows of 16 bits. Rows are ordered
+    by request, head and token. Zeros fill a request's last tile.
 
-    fp8: whether rows stay E4M3 codes, with V's tiles transposed, and MMAs are FP8.
+    fp8: whether rows stay E4M3 codes, with V's tiles transposed, for FP8 MMAs.
     """
 
     fp8: bool = False
@@ -274,9 +282,9 @@ class KeyRows:
     columns.
 
     Attributes:
-        tile_bytes: bytes of a tile's codes, of K and of V. header_bytes: bytes of a tile's headers, of K and of V; 0
-            where they lie beside the codes.
-        heads: KV heads of a work tile.
+        tile_bytes: bytes of the codes of a tile of K, and of a tile of V.
+        header_bytes: bytes of the headers of a tile of K, and of a tile of V; 0 if headers lie beside the codes.
+        heads: number of KV heads of a work tile.
     """
 
     tile_rows: int
@@ -296,8 +304,9 @@ class KeyRows:
 
     @property
     def group_told_bytes(self) -> int:
-        """Bytes of the numbers that the warps of a warpgroup exchange: for each query one number of each warp, and one
-        of all warps together."""
+        """Bytes of the values that the warps of a warpgroup exchange. Each query has one value from each warp, and one
+        value for all warps together.
+        """
         return 4 * self.tile_rows * (WARPGROUP_WARPS + 1)
 
     @property
@@ -306,7 +315,7 @@ class KeyRows:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of shared memory for everything but tiles."""
+        """Bytes of shared memory besides the tiles."""
         places = 2 * MMA_WARPGROUPS * self.probability_bytes
         return self.heads * self.query_bytes + places + self.told_bytes + 4 * MMA_WARPS + FLAG_BYTES
 

@@ -37,7 +37,7 @@ MAX_UNPACKED_BYTES = 2**29  # the most memory that a call takes for unpacked row
 
 
 def choose(problem: AttentionProblem) -> ExtendConfig:
-    """Returns the configuration that reads the cache as it lies, without unpacking."""
+    """Returns the configuration that reads the cache directly, without unpacking."""
     formats = problem.k_format, problem.v_format
     return ExtendConfig(
         k_format=kernel_format(problem.k_format),
@@ -52,8 +52,9 @@ def choose(problem: AttentionProblem) -> ExtendConfig:
 
 
 def choose_newer(config: ExtendConfig) -> ExtendConfig:
-    """Returns the configuration of a second launch, over the 16-bit K and V of the queries' own tokens. It merges its
-    result with the result of ``config``, which is over the cache."""
+    """Returns the configuration of a second launch, over the 16-bit K and V of the queries' own tokens. The second
+    launch merges its result with the result of ``config``, which is over the cache.
+    """
     return ExtendConfig(
         k_format=config.q_dtype,
         v_format=config.q_dtype,
@@ -68,7 +69,7 @@ def choose_newer(config: ExtendConfig) -> ExtendConfig:
 
 
 def heads_of_tile(num_kv_heads: int) -> int:
-    """Returns how many KV heads a work tile of key rows has: two if ``num_kv_heads`` is even, else one."""
+    """Returns the number of KV heads of a work tile of key rows: two if ``num_kv_heads`` is even, else one."""
     return 2 - num_kv_heads % 2
 
 
@@ -102,9 +103,10 @@ def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int 
 def serves_key_rows(
     config: ExtendConfig, total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> bool:
-    """Returns whether a launch is faster with ``config``, which has key rows, than with tiles of 128 rows. It is faster
-    if a request's queries fit one work tile of a KV head, and there are enough work tiles. The estimate assumes equally
-    many queries in all requests."""
+    """Returns whether a launch is faster with ``config``, which has key rows, than with tiles of 128 rows of queries.
+    It is faster if a request's queries fit in one work tile of a KV head, and there are enough work tiles. The estimate
+    assumes equally many queries in all requests.
+    """
     rows = -(-total_q // batch) * (num_q_heads // num_kv_heads)
     return rows <= config.tile_rows and KEY_ROWS_TILES * batch * num_kv_heads >= num_sms
 
@@ -113,8 +115,11 @@ def decodes_with_key_rows(
     configs: list[ExtendConfig], batch: int, q_len: int, num_q_heads: int, num_kv_heads: int, num_sms: int
 ) -> ExtendConfig | None:
     """Returns the first of ``configs``, all with key rows, that is faster than decode attention's own kernel; None if
-    none is. Decode's kernel decodes a row once for every 32 queries at most. Calls over INT4 stay with decode's kernel,
-    which does not round keys."""
+    none is.
+
+    Decode attention's kernel decodes a row once for every 32 queries at most. Calls over INT4 always use that kernel,
+    as it does not round keys.
+    """
     if q_len * (num_q_heads // num_kv_heads) <= DECODE_ROWS:
         return None
     exact = [config for config in configs if all(_is_exact(form) for form in config.formats)]
@@ -186,11 +191,11 @@ def _unpacked_as(form: KvFormat) -> str:
 
 
 def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: int | None) -> int | None:
-    """Returns the least number of queries with which a launch of ``batch`` requests gains by unpacking; None if no
-    number does.
+    """Returns the smallest number of queries for which unpacking makes a launch of ``batch`` requests faster; None if
+    no number does.
 
-    group: query heads of a KV head. window: keys that a query sees. Unpacking a token costs the time to move the bytes
-    of its rows. Each query that sees the token then saves decoding time.
+    group: number of query heads of a KV head. window: number of keys that a query sees. Unpacking a token costs the
+    time to move the bytes of its rows. Each query that sees the token then saves decoding time.
     """
     if config.why_as_it_lies is not None:
         return None
@@ -202,11 +207,11 @@ def queries_to_unpack_for(config: ExtendConfig, batch: int, group: int, window: 
 
 
 def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int | None:
-    """Returns how many SMs decoding takes while a prefill runs on the others; None if both are faster one after the
-    other. decode_bytes: bytes of the cache that decoding reads.
+    """Returns the number of SMs for decode attention while a prefill runs on the remaining SMs; None if both are faster
+    one after the other. decode_bytes: bytes of the cache that decoding reads.
 
-    Running both together pays for 16-bit caches: a few SMs stream at full rate, while MMAs need all SMs. With codes,
-    streaming needs all SMs as well, since decoding them is work.
+    Running both together pays for 16-bit caches: a few SMs stream at full rate, while MMAs need all SMs. With caches of
+    codes, streaming needs all SMs as well, since codes must be decoded.
     """
     decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
 
@@ -220,7 +225,9 @@ def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int |
 
 
 def room_of(max_seq_len: int, head_dim: int) -> int:
-    """Returns how many tokens of unpacked keys a request has room for: max_seq_len, rounded up to whole tiles."""
+    """Returns the number of tokens of unpacked keys that a request has room for: max_seq_len, rounded up to whole
+    tiles.
+    """
     tokens = TILE_TOKENS[policies.columns_of(head_dim)]
     return -(-max_seq_len // tokens) * tokens
 
@@ -228,8 +235,9 @@ def room_of(max_seq_len: int, head_dim: int) -> int:
 def count_tiles(
     total_q: int, batch: int, num_q_heads: int, num_kv_heads: int, tile_rows: int = TILE_ROWS, tile_heads: int = 1
 ) -> int:
-    """Returns the number of work tiles of a launch, some of them empty. A request has at most one empty tile for each
-    KV head, or for each ``tile_heads`` KV heads."""
+    """Returns an upper bound of a launch's number of work tiles. Some tiles are empty: at most one of each request for
+    each KV head, or for each ``tile_heads`` KV heads.
+    """
     return (total_q * (num_q_heads // num_kv_heads) // tile_rows + batch) * (num_kv_heads // tile_heads)
 
 
@@ -245,7 +253,8 @@ def choose_splits(
     tile_heads: int = 1,
     value_parts: int = 1,
 ) -> int:
-    """Returns the number of parts that each work tile's keys are cut into, so that the busiest CTA has the least work.
+    """Returns the number of parts into which each work tile's keys are cut, chosen so that the busiest CTA has the
+    least work.
 
     The host does not know the lengths. The estimate assumes that all requests have equally many queries, and
     max_seq_len keys each.
@@ -257,7 +266,7 @@ def choose_splits(
     blocks = -(-max_seq_len * tile_heads // BLOCK_TOKENS)
 
     def time(splits: int) -> float:
-        """Returns the time of the busiest CTA, in times of one block of keys."""
+        """Returns the time of the busiest CTA, in units of the time of one block of keys."""
         extra = PARTIAL_COST if splits > 1 else 0.0
         rounds = -(-tiles * splits // num_sms)
         return rounds * (blocks / splits + TILE_COST + extra) + (COMBINE_COST if splits > 1 else 0.0)

@@ -24,7 +24,7 @@ from cute_kernels.runtime.operator import Plan
 def plan_of(call: AttentionCall) -> Plan | None:
     """Returns the plan of a decode call that runs with key rows; None for other calls.
 
-    Calls with fixed splits do not run with key rows: they want the order in which decode's own kernel adds.
+    Calls with fixed splits never run with key rows, which add in another order than decode attention's own kernel.
     """
     dims = {call.head_dim, call.v.head_dim}
     if call.num_splits is not None or not call.k.form.is_coded or dims != {KEY_ROWS_HEAD_DIM}:

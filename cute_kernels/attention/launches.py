@@ -1,6 +1,6 @@
 """The launches of attention: what a plan keeps from call to call, and the arguments of each call.
 
-Decode attention is one launch, except where its calls go to key rows (:mod:`.few_queries`). Extend attention has three
+Decode attention is one launch, except for calls that go to key rows (:mod:`.few_queries`). Extend attention has three
 algorithms. For many queries the cache is unpacked first; for few queries its keys are rows of MMAs; otherwise it is
 read as it lies.
 """
@@ -33,7 +33,7 @@ def even_bounds(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
 
     The tensors are made once and kept for ever, since graphs that read them outlive plans. The host waits for the copy
     to the GPU, since the next launch may be on another stream. During the capture of a graph the host cannot wait, and
-    new tensors lie in the graph's memory. So a captured call without kept bounds makes its own, with a launch.
+    new tensors lie in the graph's memory. So a captured call for which no tensor is kept makes its own by a launch.
     """
     kept = _kept_bounds.get(sizes := (batch, q_len, device))
     if kept is None:
@@ -51,9 +51,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.uint8}
 class Keys(NamedTuple):
     """The arguments of attention over a cache.
 
-    k_cache, v_cache: in the dtypes that the kernels take. lengths: the seq_lens of :mod:`.arguments`. out, lse: tensors
-    for the results; lse may be None. softmax_scale: None for the plan's own scale. options: all options; a block table
-    is contiguous. prefix_only: 1 to leave out the queries' own tokens.
+    Attributes:
+        k_cache, v_cache: the caches, in the dtypes that the kernels take.
+        lengths: the seq_lens of :mod:`.arguments`.
+        out, lse: tensors for the results; lse may be None.
+        softmax_scale: the scale of scores; None for the plan's own scale.
+        options: all options; a block table is contiguous.
+        prefix_only: 1 to leave out the queries' own tokens.
     """
 
     q: torch.Tensor
@@ -76,11 +80,10 @@ class ExtendLaunch:
         send: the compiled kernel, which compares every tensor with its compiled signature. It takes by name the
             arguments that change between launches, and ``options``.
         config: the configuration of the compiled kernel.
-        num_sms: SMs that a launch may use.
-        max_seq_len: tokens that a request may have.
-        num_splits: parts that the keys of every work tile are cut into; None where each launch chooses.
-        combine: the compiled kernel that combines splits; it takes its arguments by name. None where keys are never
-            split.
+        num_sms: number of SMs that a launch may use.
+        max_seq_len: number of tokens that a request may have.
+        num_splits: number of parts into which the keys of every work tile are cut; None if each launch chooses it.
+        combine: the compiled kernel that combines splits; it takes its arguments by name. None if keys are never split.
     """
 
     send: Callable[..., Any]
@@ -97,8 +100,11 @@ class ExtendLaunch:
     def call(
         self, keys: Keys, other: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), **own: int
     ) -> None:
-        """Launches attention and, with several splits, the combine. other: (out, lse) of another launch to merge with.
-        own: arguments by name that only a launch over unpacked keys has."""
+        """Launches attention and, with several splits, the combine.
+
+        other: (out, lse) of another launch, with which the result is merged.
+        own: arguments, by name, that only a launch over unpacked keys has.
+        """
         q, k_cache, v_cache, cu_seqlens_q, lengths, out, lse, softmax_scale, options, prefix_only = keys
         config, index = self.config, self.device_index
         splits, partials = self.splits_of(q, options["max_seq_len"]), None
@@ -144,8 +150,8 @@ class UnpackedLaunch:
     """A launch that unpacks the cache, and a launch of attention over the unpacked rows.
 
     Attributes:
-        send: the compiled kernel that unpacks the cache to rows of 16 bits; it takes its arguments by name. config: the
-            kernel's configuration.
+        send: the compiled kernel that unpacks the cache to rows of 16 bits; it takes its arguments by name.
+        config: the configuration of that kernel.
         attention: the launch of attention over the unpacked rows.
     """
 
@@ -159,18 +165,18 @@ class UnpackedLaunch:
         return 2 * rows * self.config.head_dim * self.config.element_bytes
 
     def tokens(self, max_seq_len: int | None) -> int:
-        """Returns an upper bound of the requests' tokens: the lesser of ``max_seq_len``, if given, and what the cache
-        has room for."""
+        """Returns an upper bound of the requests' numbers of tokens: the capacity of the cache, or ``max_seq_len`` if
+        it is given and smaller.
+        """
         most = self.attention.max_seq_len
         return most if max_seq_len is None else min(most, max_seq_len)
 
     def room(self, max_seq_len: int | None) -> int:
-        """Returns how many tokens of a request the unpacked rows have memory for."""
+        """Returns the number of tokens of a request that the unpacked rows have memory for."""
         return room_of(self.tokens(max_seq_len), self.config.head_dim)
 
     def call(self, keys: Keys) -> None:
-        """Unpacks the cache, then launches attention over the unpacked rows. keys: the arguments, as for
-        `ExtendLaunch.call`."""
+        """Unpacks the cache, then launches attention over the unpacked rows. keys: as for `ExtendLaunch.call`."""
         config, attention, max_seq_len = self.config, self.attention, keys.options["max_seq_len"]
         room = self.room(max_seq_len)
         shape = (attention.batch, attention.num_kv_heads, room, config.head_dim)
@@ -192,9 +198,12 @@ class UnpackedLaunch:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A launch of attention, and the condition under which it supports a call. ``supports(queries, max_seq_len)``
-    returns whether the launch supports a call; None if it supports all calls. max_seq_len: an upper bound of the
-    requests' lengths, or None. ``launch.call`` takes :class:`Keys`, and launches on the current stream."""
+    """A launch of attention, and the condition under which it supports a call.
+
+    supports: a function of (queries, max_seq_len) that returns whether the launch supports a call; None if it supports
+    all calls. max_seq_len is an upper bound of the requests' lengths, or None. ``launch.call`` takes :class:`Keys`, and
+    launches on the current stream.
+    """
 
     launch: ExtendLaunch | UnpackedLaunch
     supports: Callable[[int, int | None], bool] | None = None
@@ -208,9 +217,9 @@ class ExtendLaunches:
     Attributes:
         algorithms: the algorithms in the order in which they are tried. The first that supports a call runs the call;
             the last supports all calls.
-        k_view, v_view: dtypes as which the kernels take the caches; None for the caches' own dtypes.
-        copies_table: whether the block table has gaps between rows. Kernels want a contiguous table, so it is copied
-            then.
+        k_view, v_view: dtypes as which the caches are passed to the kernels; None for the caches' own dtypes.
+        copies_table: whether the block table is copied, because it has gaps between rows. Kernels need a contiguous
+            table.
         has_cache: whether the cache has room for a token.
         newer: the launch over the queries' own tokens; None if they are in the cache.
     """

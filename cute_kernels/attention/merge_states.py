@@ -1,8 +1,8 @@
 """Merges attention over disjoint sets of keys: checks, launch and operator. The kernel is in `combine.kernel`.
 
-With lse = log(sum of exp(score)), attention over two sets of keys is the average of both results, weighted by exp(lse).
-This is exact. So a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a
-long context can be attended to in parts.
+Attention over two sets of keys is the average of both results, weighted by exp(lse), where lse = log(sum of
+exp(score)). This is exact. So a prefix that many requests share can be attended to once (cascade inference, Ye et al.
+2024), and a long context can be attended to in parts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def merge_states(
         out_a, out_b: bf16, fp16 or fp32 [batch, q_len, num_heads, head_dim] or [tokens, num_heads, head_dim]; both of
             one shape and dtype. A row has a multiple of 16 bytes.
         lse_a, lse_b: fp32, the shape without head_dim: natural log of the sum of exponentials of the scores, as
-            ``decode_attention(..., return_lse=True)`` gives it. -inf for a part without keys, or +inf, as FlashMLA
+            ``decode_attention(..., return_lse=True)`` returns it. A part without keys has -inf, or +inf as FlashMLA
             returns. Such a part is ignored, and its out may hold anything.
 
     Returns:
-        (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf where both parts are empty. The
+        (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf if both parts are empty. The
         arithmetic is fp32. Merge more parts one after the other. Sinks do not merge: leave them out of the parts, and
         multiply the merged out by sigmoid(lse - sinks).
 
@@ -87,8 +87,9 @@ def merge_over_ranks(
 
 
 def check_states(**tensors: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless the tensors are states of one shape. Messages call them by their
-    keywords."""
+    """Raises TypeError or ValueError unless all tensors are states of one shape. Messages name a tensor by its
+    keyword.
+    """
     arguments.check_tensors(**tensors)
     first, out = next(iter(tensors.items()))
     if out.dim() not in NDIMS:

@@ -185,10 +185,10 @@ def _margin_of(
     options: dict[str, Any],
     of_extend: dict[str, Any],
 ) -> int | None:
-    """Returns the number of SMs for decoding, or None if the kernels run one after the other. Does not check arguments,
-    since the calls of both kernels do.
+    """Returns the number of SMs for decode attention, or None if the kernels run one after the other. Arguments are not
+    checked, since the calls of both kernels do so.
 
-    The estimate assumes that all requests have the greatest possible length.
+    The estimate assumes that all requests have the largest possible length.
     """
     forms = [format_of(name) for name in format_pair(kv_format)]
     if k_cache.dim() != 4 or any(form.is_coded for form in forms):
@@ -233,8 +233,9 @@ def _part_of(caches: dict[str, torch.Tensor], options: dict[str, Any], part: sli
 
 
 def side_by_side(device: torch.device, beside: Callable[[], object], first: Callable[[], ResultT]) -> ResultT:
-    """Runs ``first`` on the current stream, and ``beside`` concurrently on another stream. The current stream waits for
-    the other stream at the end. Returns the result of ``first``."""
+    """Runs two functions concurrently: ``first`` on the current stream, ``beside`` on another stream. At the end the
+    current stream waits for the other stream. Returns the result of ``first``.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     side = _streams.get(index)
     if side is None:

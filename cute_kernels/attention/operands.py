@@ -25,8 +25,10 @@ class GivenScale:
     """Scales that lie beside the cache. The scale of head h and column d is element h * head_stride + d *
     channel_stride.
 
-    tensor: fp32, on the cache's device. head_stride: 0 if all heads share a scale. channel_stride: 0 if all columns
-    share a scale.
+    Attributes:
+        tensor: fp32, on the cache's device.
+        head_stride: 0 if all heads share a scale.
+        channel_stride: 0 if all columns share a scale.
     """
 
     tensor: torch.Tensor
@@ -39,16 +41,16 @@ class CacheOperand:
     """K or V of a call.
 
     Attributes:
-        cache: 4 dimensions as the call's layout orders them; rows are contiguous, other strides free.
+        cache: a tensor of 4 dimensions, in the order of the call's layout. Rows are contiguous; other strides are free.
         form: the cache's format.
-        head_dim: elements of K or V that a row stands for.
+        head_dim: number of elements of K or V in a row.
         block_stride, token_stride, head_stride: strides in bytes of blocks (a page, or a request's contiguous cache),
-            tokens and KV heads. A row lies at block * block_stride + token of the block * token_stride + head *
+            tokens and KV heads. A row's offset is block * block_stride + token of the block * token_stride + head *
             head_stride, which may exceed 32 bits.
-        tokens_touch: whether tokens lie one after the other without gaps: with all KV heads or, head-major, in each
-            head.
-        heads_touch: whether KV heads lie one after the other without gaps: in each token or, head-major, with all
-            tokens of a block.
+        tokens_touch: whether there are no gaps between a block's tokens, each with all KV heads. In a head-major cache:
+            whether there are no gaps between the tokens of one head.
+        heads_touch: whether there are no gaps between a token's KV heads. In a head-major cache: whether there are no
+            gaps between a block's heads, each with all tokens.
         scale: the scale beside the cache; None for a format without one.
     """
 
@@ -69,10 +71,11 @@ class CacheOperand:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The keys of unfinished blocks, for a format in blocks of tokens. They are kept beside the cache.
+    """The keys of unfinished blocks, for a format in blocks of tokens. These keys are kept outside the cache.
 
-    rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous; the key at position p has row p % 64. slots: int32
-    [batch], each request's slot.
+    Attributes:
+        rows: fp16 [slots, 64, num_kv_heads, head_dim], contiguous; the key at position p has row p % 64.
+        slots: int32 [batch], each request's slot.
     """
 
     rows: torch.Tensor
@@ -81,8 +84,10 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """An additive bias, fp32 or bf16. ``strides`` has a stride in elements for request, query, head and key; it is 0
-    where the bias repeats."""
+    """An additive bias, fp32 or bf16.
+
+    strides: strides in elements for request, query, head and key; 0 for dimensions along which the bias is broadcast.
+    """
 
     tensor: torch.Tensor
     strides: tuple[int, int, int, int]
@@ -96,10 +101,13 @@ class Bias:
 
 @dataclass(frozen=True, eq=False)
 class ChosenBlocks:
-    """The blocks that each KV head of a request reads. tokens: how many tokens a block has.
+    """The blocks that each KV head of a request reads.
 
-    list: int32 [batch, num_kv_heads, max_blocks], numbers of blocks, ascending. Only the first ``counts`` entries of
-    each KV head count. counts: int32 [batch, num_kv_heads].
+    Attributes:
+        list: int32 [batch, num_kv_heads, max_blocks], indices of blocks, ascending. Only the first ``counts`` entries
+            of each KV head are used.
+        counts: int32 [batch, num_kv_heads].
+        tokens: number of tokens of a block.
     """
 
     list: torch.Tensor
@@ -178,8 +186,9 @@ def check_caches(
     head_major: bool,
     block_table: torch.Tensor | None,
 ) -> Blocks:
-    """Checks the sizes that both caches have to share, and returns their blocks. Does not check rows. query: (batch of
-    q, heads of q)."""
+    """Checks the sizes that both caches must share, and returns their blocks. The size of rows is not checked. query:
+    (batch of q, heads of q).
+    """
     batch, num_q_heads = query
     tokens_name = "max_seq_len" if block_table is None else "page_size"
     inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"

@@ -37,10 +37,13 @@ _NOT_IN_KEYS = dict.fromkeys((*ROWS_OF_QUERIES, "max_seq_len"))
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns the key of a call's plan. K's shape is left out, since it follows from V's and q's. Strides of elements
-    are left out, since the compiled function compares them. The caches' dtypes count, since kernels take signed bytes
-    as unsigned bytes. The caches' strides count, since the plan has chosen copies for them. With several queries q's
-    strides count, since they decide whether key rows support the call."""
+    """Returns the key of a call's plan.
+
+    K's shape is left out, since it follows from V's and q's. Strides of elements are left out, since the compiled
+    function compares them. The caches' dtypes are part of the key, since kernels take signed bytes as unsigned bytes.
+    The caches' strides are part of it, since the plan has chosen copies for them. With several queries q's strides are
+    part of it, since they decide whether key rows support the call.
+    """
     q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, _, out, options, cu_seqlens_q = given
     if softmax_scale is not None:
         arguments.check_optional_positive("softmax_scale", softmax_scale)
@@ -66,7 +69,7 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
     """Returns the key of a plan of extend attention. The key leaves out the number of queries and the longest length,
-    which change from step to step. It has two facts about the number of queries: whether it is 0, and whether the call
+    which change from step to step. Of the number of queries it has only whether it is 0, and whether the call
     may be refused because of it. A refused call has no plan."""
     if options["max_seq_len"] is not None:
         arguments.check_optional_count("max_seq_len", options["max_seq_len"])
@@ -103,10 +106,10 @@ def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...]
 
 
 def options_key(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the part of a plan's key that complete options decide. For a tensor the part has everything but the
-    contents, alignment included. For any other option the part is the value.
+    """Returns the options' part of a plan's key. options: all options, with defaults. For a tensor, the key has every
+    property except the contents; alignment is included. For any other option, it has the value.
 
-    Options that change no plan are in the key, too: a call with a known key is not checked again.
+    Options that change no plan are in the key, too, since a call with a known key is not checked again.
     """
     return tuple([x if x is None or type(x) in _VALUES else _key_of(x) for x in options.values()])
 
@@ -129,8 +132,9 @@ def _call_of(given: Given) -> AttentionCall:
 
 
 def _checked(given: Given) -> AttentionCall:
-    """Returns the call of the arguments ``given``, after all checks that need not wait for the device. In debug mode
-    lengths and pages are checked as well."""
+    """Returns the checked call of the arguments ``given``. The checks do not wait for the device. In debug mode,
+    lengths and pages are checked as well.
+    """
     call = _call_of(given._replace(softmax_scale=None))
     check_alignment(call)
     if arguments.DEBUG:
@@ -211,7 +215,7 @@ def launch_splits(
 
 
 def dispatch(given: Given) -> tuple[torch.Tensor, Any]:
-    """Calls the registered operator. It always returns (out, lse)."""
+    """Calls the registered operator, which always returns (out, lse)."""
     out, ends = given.out, given.cu_seqlens_q
     operator = _decode if ends is None else _extend
     named = flattened(given.options or {}) | {"softmax_scale": given.softmax_scale, "num_splits": given.num_splits}
@@ -241,8 +245,9 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """Returns the operator of decode attention or of extend attention. more: schema of the tensors that no other
-    operator has. of_it: schema of the options that no other operator has."""
+    """Returns the operator of decode attention or of extend attention. more, of_it: the parts of the schema, tensors
+    and options, that the other operator does not have.
+    """
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
         f"{', '.join((schemas.OF_NUMBERS, schemas.OF_BOTH, of_it, schemas.OF_SCORES, schemas.OF_BLOCKS))}) "

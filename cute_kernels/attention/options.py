@@ -153,7 +153,9 @@ def options_of(
 
 
 def with_more(options: CallOptions | None, **more: Unpack[CallOptions]) -> CallOptions:
-    """Returns ``options`` (None: the defaults) with ``more`` options added: registered options or chosen blocks."""
+    """Returns ``options`` (None: the defaults) with the additional options ``more``: registered options or chosen
+    blocks.
+    """
     return cast(CallOptions, {**(options or NO_OPTIONS), **more})
 
 

@@ -1,4 +1,4 @@
-"""Makes the plans of calls: compiled kernels, the numbers of their launches, and the choice between launches."""
+"""Makes the plans of calls: compiled kernels, constant arguments of their launches, and the choice between launches."""
 
 from __future__ import annotations
 
@@ -90,8 +90,9 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> AttentionP
 
 
 def _bits_of_addresses(call: AttentionCall, operand: CacheOperand) -> int:
-    """Returns the bitwise or of the cache's address and strides in bytes. They decide where copies of raw rows begin
-    and end."""
+    """Returns the bitwise or of the cache's address and strides in bytes. Its lowest set bit is the alignment that all
+    rows have.
+    """
     bits = operand.cache.data_ptr() | operand.block_stride
     # Copies of several tokens are cut where the block ends.
     bits |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
@@ -172,8 +173,9 @@ def decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[...
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """Returns how the kernel gets the arguments of features: (arguments that are constant for a plan, the places of all
-    other arguments in a call's options)."""
+    """Returns how the kernel gets the arguments of features: (arguments that are constant for a plan, for each
+    remaining argument its place in a call's options).
+    """
     config = schedule.config
     features = config.features
     fixed = _scale_strides(call) | {"num_splits": schedule.num_splits}
@@ -261,8 +263,9 @@ def configs_of(call: AttentionCall, config: ExtendConfig | None = None) -> list[
 
 
 def _algorithms_of(call: AttentionCall, config: ExtendConfig, kinds: Iterable[AlgorithmsOf]) -> tuple[Algorithm, ...]:
-    """Returns the algorithms for calls with configuration ``config``. The last of them supports all calls. Later
-    algorithms would never be chosen, so they are not compiled."""
+    """Returns the algorithms for calls with configuration ``config``, in the order in which they are tried. The last
+    one supports all calls, so no algorithm after it is compiled.
+    """
     algorithms: list[Algorithm] = []
     for algorithms_of in kinds:
         algorithms += algorithms_of(call, config)
@@ -295,7 +298,7 @@ def _unpacked(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | None:
-    """Returns the least number of queries for which a call's cache is unpacked; None if it never is."""
+    """Returns the smallest number of queries for which a call's cache is unpacked; None if it is never unpacked."""
     if config.unpacked or config.ragged or config.key_rows is not None or call.unpack is False or call.blocks:
         return None
     if call.unpack is True or call.fp8_products:
@@ -307,8 +310,9 @@ def _queries_to_unpack_for(call: AttentionCall, config: ExtendConfig) -> int | N
 
 
 def _table_pages(call: AttentionCall) -> int:
-    """Returns how many pages a request has. A contiguous cache has 0 pages. With chosen blocks, the blocks of a
-    contiguous cache count as pages."""
+    """Returns the number of pages of a request; 0 for a contiguous cache. With chosen blocks, the blocks of a
+    contiguous cache count as pages.
+    """
     if call.block_table is not None:
         return call.block_table.shape[1]
     return 0 if call.blocks is None else call.k.cache.shape[1] // call.page_size
@@ -330,13 +334,14 @@ def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig]:
-    """Returns the key-row variants of ``config`` for a call with few queries a request; the variant for the fewest
-    queries comes first."""
+    """Returns the variants of ``config`` with key rows, for a call with few queries a request. The variant for the
+    fewest queries comes first.
+    """
     return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.num_kv_heads))
 
 
 def _as_it_lies(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
-    """Returns the algorithm that reads the cache as it lies, which supports any number of queries."""
+    """Returns the algorithm that reads the cache directly. It supports any number of queries."""
     if config.key_rows is not None and not lies_in_pieces(call):
         raise ValueError(
             f"k_cache, v_cache: got rows that key rows cannot bring: config {config.name} wants caches, and blocks of "
@@ -386,10 +391,12 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Returns whether copies of aligned pieces of 16 bytes, or of words, can load K or V. Rows of a multiple of 16
-    bytes are loaded in pieces, so their addresses have to be multiples of 16. Rows of bytes after a scale are loaded
-    with all pieces that they touch, so blocks have to begin at multiples of 16. All other rows are loaded in words, and
-    may lie anywhere."""
+    """Returns whether copies of aligned pieces of 16 bytes, or of words, can load K or V.
+
+    Rows of a multiple of 16 bytes are loaded in pieces, so their addresses have to be multiples of 16. Rows of a scale
+    and bytes are loaded with all pieces that they touch, so blocks have to begin at multiples of 16. All other rows are
+    loaded in words, and may begin at any multiple of a word.
+    """
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:
         places |= operand.token_stride | operand.head_stride
@@ -434,9 +441,7 @@ def _extend_sender(call: AttentionCall, config: ExtendConfig) -> Callable[..., A
 
 def specs_of(config: ExtendConfig, splits: bool = True) -> list[KernelSpec]:
     """Returns the specs of all kernels that calls with ``config`` may launch, except kernels over the queries' own
-    tokens.
-
-    splits: whether keys may be cut into splits.
+    tokens. splits: whether keys may be cut into splits.
     """
     specs: list[KernelSpec] = [AttentionSpec(config), *([combine_spec(config)] if splits else [])]
     few = [few for mapped in (True, False) for heads in (2, 1) for few in choose_key_rows(config, mapped, heads)]

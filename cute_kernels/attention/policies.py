@@ -1,5 +1,6 @@
-"""The policies that a decode attention kernel is composed of, as data. Each policy has its fields, its part of a CTA
-and its part of the kernel's name. It says why a configuration cannot have it. There are no GPU types here."""
+"""The policies that a decode attention kernel is composed of, as data. Each policy has fields, a part of a CTA and a
+part of the kernel's name. A policy also says why a configuration cannot have it. There are no GPU types here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class CacheLoad:
 
     Attributes:
         format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
-        head_dim: how many numbers a row has; q has as many as K, out as many as V.
+        head_dim: number of elements of a row. q's rows have as many as K's, out's rows as many as V's.
         copy: "bulk" (cp.async.bulk of raw rows), "map" (a tensor map over words of raw rows, for CTAs that take some of
             a token's heads), "tma" (a tensor map with a swizzle, for rows without headers), or "word" (cp.async of 4
             bytes, for caches whose rows are not 16-byte aligned).
@@ -57,13 +58,13 @@ class WarpMma:
     ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
 
     Attributes:
-        num_heads: KV heads of a CTA.
-        num_query_blocks: how many warps take different query heads of a KV head, for each slice.
-        blocks_per_warp: blocks of 8 query heads that a warp carries: 1, 2 or 4. The blocks share the warp's decoded
-            operands. With 4 blocks, and keys that are codes, queries lie in shared memory, since registers only have
-            room for accumulators.
-        num_slices: warps that share the tokens of a tile.
-        blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
+        num_heads: number of KV heads of a CTA.
+        num_query_blocks: number of warps among which the query heads of a KV head are divided, for each slice.
+        blocks_per_warp: number of blocks of 8 query heads that a warp has: 1, 2 or 4. The blocks share the warp's
+            decoded operands. With 4 blocks, and keys that are codes, queries lie in shared memory, since registers only
+            have room for accumulators.
+        num_slices: number of warps among which the tokens of a tile are divided.
+        blocks_per_slice: number of blocks of 32 tokens in a slice of a tile.
     """
 
     num_heads: int = 1
@@ -78,13 +79,18 @@ class WarpMma:
         return f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
 
     def shares_queries(self, k: CacheLoad) -> bool:
-        """Returns whether the queries' B operands lie in shared memory, once for all warps with the same queries."""
+        """Returns whether the queries' B operands lie in shared memory, in one copy for all warps that have the same
+        queries.
+        """
         return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and k.form.is_coded
 
     def role_query_bytes(self, k: CacheLoad) -> int:
-        """Returns the bytes of shared memory for the queries of one role (the warps with the same queries). Returns 0
-        if queries stay in registers. A lane has vectors with one word for each block. There is a vector for each B
-        register (of 8 columns), and two for each group's sums."""
+        """Returns the bytes of shared memory for the queries of one role (the warps with the same queries); 0 if
+        queries stay in registers.
+
+        A lane has vectors with one word for each block of queries. There is a vector for each B register (of 8
+        columns), and two for each group's sums.
+        """
         vectors = k.head_dim // 8 + 2 * k.form.num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0
 
@@ -104,15 +110,16 @@ ONE_HEAD = WarpMma()
 
 @dataclass(frozen=True)
 class CopyPipeline:
-    """The copies that an SM has in flight: CTAs, and in each of them a ring of tiles that producer warps keep full.
+    """The copies that an SM has in flight. An SM has several CTAs, each with a ring of tiles that producer warps keep
+    full.
 
     Attributes:
-        num_stages: tiles of the ring.
-        producer_warps: warps that only load tiles; warps with nothing to copy are idle. Four producer warps lend
-            registers to eight consumer warps.
-        ctas_per_sm: how many CTAs are to be resident on one SM; the number bounds a thread's registers.
-        early_tiles: how many tiles are loaded before the request's length is known, 0 or 1; a load past the length is
-            wasted. 0 with ``after_append``.
+        num_stages: number of tiles of the ring.
+        producer_warps: number of warps that only load tiles; a warp with nothing to copy is idle. Four producer warps
+            lend registers to eight consumer warps.
+        ctas_per_sm: number of CTAs that are to be resident on one SM. It limits a thread's registers.
+        early_tiles: number of tiles, 0 or 1, that are loaded before the request's length is known. A load beyond the
+            length is wasted. 0 with ``after_append``.
     """
 
     num_stages: int = 3
@@ -142,11 +149,11 @@ THREE_STAGES = CopyPipeline()
 
 @dataclass(frozen=True)
 class TokenRuns:
-    """The parts of a cache that always lie together in memory.
+    """The parts of a cache that are always contiguous in memory.
 
     Attributes:
-        contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
-        page_tokens: how many tokens lie together in a paged cache, a power of two; 0 for contiguous caches.
+        contiguous: whether a CTA has all heads of the cache, so that a tile is one run of bytes.
+        page_tokens: number of contiguous tokens in a paged cache, a power of two; 0 for contiguous caches.
     """
 
     contiguous: bool = True
@@ -167,5 +174,5 @@ WHOLE_CACHE = TokenRuns()
 
 
 def joined(of_k: str, of_v: str) -> str:
-    """Joins a part of K's name and a part of V's; if both are equal, returns one of them."""
+    """Joins a part of K's name and a part of V's name. If both parts are equal, returns one of them."""
     return of_k if of_k == of_v else f"{of_k}_{of_v}"

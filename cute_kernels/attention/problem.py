@@ -12,26 +12,25 @@ from cute_kernels.formats.scores.features import PLAIN, Features
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Everything about a call that its schedule depends on. Lengths are not part of it, since the host does not know
-    them.
+    """The properties of a call that decide its schedule. Lengths are not among them, since the host does not know them.
 
     Attributes:
         batch, max_seq_len, num_q_heads, num_kv_heads: sizes of the tensors.
-        head_dim: columns of q's and K's heads.
-        v_head_dim: columns of V's and out's heads.
+        head_dim: number of columns of a head of q and K.
+        v_head_dim: number of columns of a head of V and out.
         k_format, v_format, q_dtype: names of the caches' formats and of q's dtype.
-        q_len: queries of a request.
-        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
+        q_len: number of queries of a request.
+        page_tokens: number of tokens that are always contiguous in a paged cache; 0 for contiguous caches.
         features: the features of the call beyond softmax(q K^T) V.
         aligned: for caches of rows with headers, whether bulk copies of the rows begin and end on multiples of 16
             bytes.
-        tokens_touch: for caches of rows with headers, whether tokens lie one after the other, so that a copy may take
-            several.
-        heads_touch: whether the rows of a token's heads lie one after the other; True for head-major caches.
-        num_sms: SMs of the GPU.
+        tokens_touch: for caches of rows with headers, whether there are no gaps between tokens, so that one copy may
+            take several tokens.
+        heads_touch: whether there are no gaps between the rows of a token's heads; True for head-major caches.
+        num_sms: number of SMs of the GPU.
         after_append: whether the newest tokens are appended in the same call.
         appends: whether the attention kernel itself appends the newest tokens.
-        tree: whether a tree's mask says which new tokens a query sees.
+        tree: whether a tree mask says which new tokens a query sees.
     """
 
     batch: int
@@ -98,5 +97,5 @@ class AttentionProblem:
 
     @property
     def rows(self) -> int:
-        """Rows of queries that a request has for a KV head: q_len positions times the group's query heads."""
+        """Number of rows of queries that a request has for a KV head: q_len positions times the group's query heads."""
         return self.group * self.q_len

@@ -36,7 +36,8 @@ def ragged_attention(
     """Computes (out, lse) of :func:`cute_kernels.extend_attention` over K and V outside a cache.
 
     Args:
-        q: bf16 or fp16 [total_q, num_q_heads, head_dim]. k, v: [total_k, num_kv_heads, head_dim], in q's dtype.
+        q: bf16 or fp16 [total_q, num_q_heads, head_dim].
+        k, v: [total_k, num_kv_heads, head_dim], in q's dtype.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], from 0 on: where each request's queries, and its keys, begin. A
             request's queries are its last tokens.
         options: causal, window_size, softcap, sinks, alibi_slopes.
@@ -86,8 +87,9 @@ launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
-    """Returns the checked call. In it, K and V are one contiguous cache with the tokens of all requests. The call's
-    seq_lens say where each request's tokens end in this cache."""
+    """Returns the checked call. It treats K and V as one contiguous cache that has the tokens of all requests; its
+    seq_lens say where each request's tokens end in this cache.
+    """
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:
         raise ValueError(f"cu_seqlens_k: got shape {shape_of(cu_seqlens_k)}, want [batch + 1]")

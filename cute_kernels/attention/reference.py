@@ -7,7 +7,7 @@ Gimelshein, 2018), so the block size changes the result by rounding alone.
 
 For one query at position p, one key at position j and query head h:
 
-    score = softmax_scale * (q . k)                       q . k + q_shift[b, i, h] where there is one
+    score = softmax_scale * (q . k)                       (q . k) + q_shift[b, i, h] if there is a shift
     score = softcap * tanh(score / softcap)               if there is a cap
     score = score + alibi_slopes[h] * (j - p)             if there are slopes
     score = score + attn_bias[b, i, h, j]                 if there is a bias
@@ -42,9 +42,10 @@ _BLOCK_ELEMENTS = 1 << 25
 class Partial(NamedTuple):
     """Attention over a part of each request's tokens. `combine` joins parts exactly.
 
-    out: [batch, q_len, num_q_heads, v_head_dim], normalised over the part, 0 where the part is empty.
-    max: [batch, q_len, num_q_heads], the greatest score, natural units, -inf where the part is empty.
-    sum: [batch, q_len, num_q_heads], sum of exp(score - max), 0 where the part is empty.
+    Attributes:
+        out: [batch, q_len, num_q_heads, v_head_dim], normalised over the part; 0 for an empty part.
+        max: [batch, q_len, num_q_heads], the largest score in natural units; -inf for an empty part.
+        sum: [batch, q_len, num_q_heads], the sum of exp(score - max); 0 for an empty part.
     """
 
     out: torch.Tensor
@@ -53,7 +54,7 @@ class Partial(NamedTuple):
 
     @property
     def lse(self) -> torch.Tensor:
-        """Natural log of the sum of exponentials, -inf where the part is empty."""
+        """Natural log of the sum of exponentials, -inf if the part is empty."""
         return self.max + self.sum.log()
 
 
@@ -99,8 +100,8 @@ def extend_attention_reference(
     compute_dtype: float32, or float64 for use as a yardstick.
 
     Returns out [total_q, num_q_heads, head_dim] and lse [total_q, num_q_heads], both in `compute_dtype`. Neither is
-    rounded to q's dtype, so that a kernel's error can be measured against them. Queries of no request give out 0 and
-    lse -inf. Works on CPU and CUDA; reads lengths and pages on the host.
+    rounded to q's dtype, so that a kernel's error can be measured against them. Queries that belong to no request have
+    out 0 and lse -inf. Works on CPU and CUDA; reads lengths and pages on the host.
 
     Raises TypeError and ValueError as `extend_attention`, and ValueError for lengths and pages that cannot be right.
     """
@@ -165,8 +166,8 @@ def merge_states_reference(
     """Computes attention over the union of two disjoint sets of keys from the attention over each.
 
     out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. A part with lse -inf is
-    ignored, and its out may hold anything; +inf counts as -inf, since MLA decode returns it for a query without keys.
-    Where both parts are ignored, out is 0 and lse -inf. Returns (out, lse) in `compute_dtype`.
+    ignored, and its out may hold anything. +inf is treated as -inf, since MLA decode returns it for a query without
+    keys. If both parts are ignored, out is 0 and lse -inf. Returns (out, lse) in `compute_dtype`.
     """
     lse_a, lse_b = (lse.to(compute_dtype).masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     top = torch.maximum(lse_a, lse_b)
@@ -224,9 +225,11 @@ def combine(split_out: torch.Tensor, split_max: torch.Tensor, split_sum: torch.T
 
 
 def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute_dtype: torch.dtype) -> Partial:
-    """Computes attention over tokens [start[b], stop[b]) of each request b (int64 [batch]), without the sinks.
+    """Computes attention over tokens start[b] to stop[b] - 1 of each request b, without the sinks. start, stop: int64
+    [batch].
 
-    Rows of the cache that no query sees may hold anything, NaN included. They may be fetched, but do not count.
+    Rows of the cache that no query sees may hold anything, NaN included. They may be fetched, but do not change the
+    result.
     """
     batch, q_len, heads, group = call.batch, call.q_len, call.num_kv_heads, call.group
     queries = call.q.reshape(batch, q_len, heads, group, call.head_dim).to(compute_dtype) * call.softmax_scale
@@ -262,8 +265,9 @@ def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute
 
 
 def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
-    """Returns bool [batch, q_len, tokens]: which keys at positions `keys_at` [tokens] each query sees. Requests'
-    lengths are not considered."""
+    """Returns bool [batch, q_len, tokens]: which keys at positions `keys_at` [tokens] each query sees. The ends of the
+    requests are not considered.
+    """
     distance = query_positions(call)[:, :, None] - keys_at
     seen = torch.ones_like(distance, dtype=torch.bool)
     if call.causal:
@@ -341,7 +345,7 @@ def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | N
 
 
 def _exp_difference(value: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """Returns exp(value - top), but 0 where both are -inf: a part without keys has no weight."""
+    """Returns exp(value - top), but 0 if both are -inf, so that a part without keys has weight 0."""
     return torch.exp(value - top.masked_fill(top == -torch.inf, 0))
 
 

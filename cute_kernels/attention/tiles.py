@@ -14,10 +14,10 @@ BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take wh
 
 
 def map_paddings(token_words: int) -> tuple[int, ...]:
-    """Returns two paddings. A padding is the number of words that a tensor map loads beyond the words of a token's
-    heads.
+    """Returns the two choices of padding. The padding is the number of words that a tensor map loads in addition to the
+    words of a token's heads.
 
-    A tensor map loads whole vectors of four words. So up to three words before the heads' own words are loaded, too;
+    A tensor map loads whole vectors of four words. So it may also load up to three words before the heads' words, or
     none or two if the heads have an even number of words. The second choice has one vector more, which may avoid bank
     conflicts.
     """

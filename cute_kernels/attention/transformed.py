@@ -60,8 +60,9 @@ def restore(transform: CacheTransform, result: torch.Tensor, out: torch.Tensor |
 
 
 class Inputs(NamedTuple):
-    """The kernels' inputs. shift: q . k_center of the queries, [total_q, num_q_heads]; None if no result depends on
-    it."""
+    """The kernels' inputs. shift: q . k_center of each query, [total_q, num_q_heads]; None if no result depends on
+    it.
+    """
 
     q: torch.Tensor
     new_k: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Decode attention to trees of drafted tokens, whose mask says which of a request's new tokens each query sees."""
+"""Decode attention for trees of drafted tokens. A tree mask says which of a request's new tokens each query sees."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """The work tiles of a CTA: each is 128 rows of queries of one request that share a KV head.
 
-A work tile's keys may be cut into splits, for different CTAs. :mod:`.combine.kernel` combines the splits' results.
+A work tile's keys may be cut into splits, which different CTAs process. :mod:`.combine.kernel` combines the splits'
+results.
 
-Queries are ragged: only the device knows how many queries a request has. If `cu` queries of other requests lie before
-request b, its first work tile is in slot ``cu * group / 128 + b``, rounded down. So a CTA finds the request of a slot
-by a search, without a sum over requests. At most one slot of a request stays empty. A ticket counter hands out slots to
-CTAs. The last queries of a request come first, since they see most keys. The CTA that draws the last ticket makes the
-counter EMPTY again.
+Queries are ragged: only the device knows how many queries a request has. A slot is a place for a work tile's queries.
+If `cu` queries of other requests lie before request b, its first slot is ``cu * group / 128 + b``, rounded down. So a
+CTA finds the request of a slot by a search, without a sum over requests. At most one slot of a request stays empty. A
+ticket counter hands out slots to CTAs. The last queries of a request come first, since they see most keys. The CTA that
+draws the last ticket makes the counter EMPTY again.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ SPLIT_SHIFT, PART_SHIFT = 16, 15
 
 @dataclass(frozen=True)
 class ExtendSizes:
-    """Run-time numbers of a launch.
+    """Run-time integers of a launch.
 
     Attributes:
-        total_q: queries of all requests.
+        total_q: number of queries of all requests.
         batch, num_q_heads, max_seq_len: sizes of the tensors.
         group: number of query heads of a KV head.
         kv_heads: number of work tiles that cover all KV heads and all parts of V's columns.
-        splits: number of parts that each work tile's keys are cut into.
+        splits: number of parts into which each work tile's keys are cut.
         num_slots: number of slots. The work tiles of a slot have the same queries.
         num_tiles: number of work tiles of all slots, KV heads and splits.
-        window: keys that a query sees, itself included.
+        window: number of keys that a query sees, its own key included.
     """
 
     total_q: Int32
@@ -62,13 +63,13 @@ class Work:
     """A work tile; run-time integers.
 
     Attributes:
-        request: END after the last work tile.
-        part: three numbers in a word: the KV head (`head`), the part of V's columns (`value_part`) and the split of the
+        request: index of the request; END after the last work tile.
+        part: three indices in a word: the KV head (`head`), the part of V's columns (`value_part`) and the split of the
             keys (`split`).
-        first_row: number of the work tile's first row among the request's rows; row = query * group + head of the
-            group.
-        num_rows: rows of the request.
-        q_start: number of the request's first query among all queries.
+        first_row: index of the work tile's first row among the request's rows. A row's index is query * group + head of
+            the group.
+        num_rows: number of rows of the request.
+        q_start: index of the request's first query among all queries.
         before: position of the request's first query; negative if the request has more queries than tokens.
         kv_start, kv_stop: the request's keys are its tokens 0 to kv_stop - 1. With ragged keys, token 0 is token
             kv_start of the whole tensor; else kv_start is 0.
@@ -90,7 +91,7 @@ class Work:
 
     @staticmethod
     def of_words(words) -> Work:
-        """Makes a work tile of words, which all lanes of a warp have alike."""
+        """Makes a work tile of ``words``, which must be the same in all lanes of a warp."""
         return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words))
 
     @property
@@ -102,9 +103,9 @@ class Work:
         return self.part >> PART_SHIFT & 1
 
     def of_head(self, tile_heads: int, index) -> Work:
-        """Returns the work on KV head number ``index`` of a work tile that has ``tile_heads`` KV heads.
+        """Returns the part of a work tile that belongs to the ``index``-th of its ``tile_heads`` KV heads.
 
-        The work tile's `head` counts groups of ``tile_heads`` KV heads; the result's `head` counts KV heads.
+        The `head` of the given work tile counts sets of ``tile_heads`` KV heads; the result's `head` counts KV heads.
         """
         if tile_heads == 1:
             return self
@@ -119,9 +120,12 @@ class Work:
 class Lengths:
     """Addresses of the lengths of a launch, all int32.
 
-    cu_seqlens_q: [batch + 1]. seq_lens: [batch]; for ragged keys [batch + 1], where each request's keys begin. counter:
-    the ticket counter of work tiles; None for a launch without one. prefix_only: 1 if the queries' own tokens are left
-    to another launch, else 0. lists: the blocks that KV heads read, or None.
+    Attributes:
+        cu_seqlens_q: [batch + 1].
+        seq_lens: [batch]; for ragged keys [batch + 1], where each request's keys begin.
+        counter: the ticket counter of work tiles; None for a launch without one.
+        prefix_only: 1 if the queries' own tokens are left to another launch, else 0.
+        lists: the blocks that KV heads read, or None.
     """
 
     cu_seqlens_q: Int64
@@ -138,7 +142,7 @@ class Span:
     Attributes:
         first_position, last_position: positions of the work tile's first and last query. They are negative if the
             request has more queries than keys.
-        begin, end: numbers of the blocks of tokens, [begin, end).
+        begin, end: the keys are in blocks of tokens ``begin`` to ``end`` - 1.
     """
 
     first_position: Int32
@@ -177,7 +181,7 @@ class Worker:
         return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
 
     def length_of(self, lengths: Lengths, request, head):
-        """Returns the length of a request or, with lists, how many tokens a KV head's list has."""
+        """Returns the length of a request. With lists, returns the number of tokens in a KV head's list instead."""
         length = self.load(lengths.seq_lens, request)
         if lengths.lists is None:
             return length
@@ -186,8 +190,9 @@ class Worker:
 
     @cute.jit
     def find(self, shape: ExtendSizes, lengths: Lengths, tile: Int32, lane: Int32):
-        """Returns the fields of `Work` for work tile number ``tile``. If the tile is empty, first_row is negative or at
-        least num_rows."""
+        """Returns the fields of `Work` for work tile ``tile``. The work tile is empty if first_row is negative, or at
+        least num_rows.
+        """
         cu_seqlens = lengths.cu_seqlens_q
         outer, head = shape.kv_heads.divide_int(tile)
         columns = Int32(0)
@@ -220,7 +225,7 @@ class Worker:
 
     @cute.jit
     def draw(self, shape: ExtendSizes, counter: Int64, lane: Int32):
-        """Draws the number of the CTA's next work tile. It is at least num_tiles if no tile is left."""
+        """Draws the CTA's next work tile, and returns its index. The index is num_tiles or more if no tile is left."""
         ticket = Int32(0)
         if lane == 0:
             # EMPTY is -1, so the first ticket is 0. CTAs draw num_tiles tickets in all: each began with a tile of its
@@ -247,8 +252,9 @@ class Worker:
         return Span(first_position, last_position, begin + before, begin + after)
 
     def is_masked(self, work: Work, span: Span, block):
-        """Returns whether causality, the tree's mask or lengths may hide some key of a block from some query. Score
-        options are not considered."""
+        """Returns whether causality, the tree mask or lengths may hide some key of a block from some query. Score
+        options are not considered.
+        """
         stop = work.kv_stop
         if self.features.causal:
             stop = cutlass.min(span.first_position + 1, stop)

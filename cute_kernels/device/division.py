@@ -1,5 +1,6 @@
-"""`Divisor`, which divides by a number of the host with one multiplication. An integer division would take some 100
-clocks on the device."""
+"""`Divisor`, which divides by a value that the host knows, with one multiplication. An integer division would take some
+100 clocks on the device.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from cute_kernels.device import numbers
 class Divisor:
     """A positive int32 divisor d. For non-negative int32 n, n // d is computed as n * multiplier // 2**(31 + shift).
 
-    Let 2**(shift - 1) < d <= 2**shift, and let multiplier be the least integer that is not below 2**(31 + shift) / d.
-    Then the quotient is exact for n < 2**31 (Granlund and Montgomery 1994). Multiplier and 2 n fit in 32 bits, so the
-    quotient is the upper half of their product, shifted by ``shift``.
+    Let 2**(shift - 1) < d <= 2**shift, and let multiplier be the smallest integer that is not below 2**(31 + shift) /
+    d. Then the quotient is exact for n < 2**31 (Granlund and Montgomery 1994). Multiplier and 2 n fit in 32 bits, so
+    the quotient is the upper half of their product, shifted by ``shift``.
     """
 
     value: Int32

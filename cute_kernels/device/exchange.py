@@ -1,8 +1,8 @@
 """Exchanges partial results between CTAs through global memory: publish, poll, reset.
 
 Between launches every word of a workspace is `EMPTY_WORD`, a NaN that no arithmetic yields. A waiting thread polls its
-words until none is `EMPTY_WORD` (as in NCCL's LL protocol). So neither flag nor fence is needed: a visible word is the
-result. The thread that has loaded a word resets it to `EMPTY_WORD`, for the next launch.
+words until none is `EMPTY_WORD` (as in NCCL's LL protocol). Neither a flag nor a fence is needed, since a word is the
+result as soon as it is visible. The thread that has loaded a word resets it to `EMPTY_WORD`, for the next launch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Published:
     """Words that another CTA publishes.
 
     Attributes:
-        address: a global address. offset: bytes from ``address`` to the first word.
-        words: how many neighbouring words: 1, 2 or 4.
+        address: a global address.
+        offset: bytes from ``address`` to the first word.
+        words: number of neighbouring words: 1, 2 or 4.
         wanted: whether to wait for the words; if false, they are 0. None: always wait.
     """
 
@@ -64,10 +65,10 @@ def is_missing(words: Sequence[Any], missing=0) -> Any:
 
 
 class Poll:
-    """Waits for the words of several `Published`: loads all of them at once, again and again, until none is missing.
+    """Waits for the words of several `Published`. It loads all of them at once, again and again, until none is missing.
 
     Args:
-        sources: what to wait for; `load` leaves their words in this order.
+        sources: the words to wait for; `load` returns words in this order.
         together: whether a warp's lanes wait for one another, and so stay converged.
     """
 
@@ -92,7 +93,7 @@ class Poll:
 
     @cute.jit
     def load_source(self, words, number: cutlass.Constexpr):
-        """Loads the words of source ``number`` once."""
+        """Loads the words of the source with index ``number`` once."""
         source = self.sources[number]
         first = sum(before.words for before in self.sources[:number])
         if const_expr(source.wanted is None):

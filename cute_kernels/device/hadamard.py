@@ -1,7 +1,7 @@
-"""`Hadamard`, the Hadamard transform of a row that a team of lanes shares.
+"""`Hadamard`, the Hadamard transform of a row whose columns are spread over several lanes.
 
 A transform of width w acts on blocks of w neighbouring columns, in natural (Sylvester) order: entry (i, j) of its
-matrix is (-1)**popcount(i & j) / sqrt(w). The transform is its own inverse. Each bit of a column's number is one
+matrix is (-1)**popcount(i & j) / sqrt(w). The transform is its own inverse. Each bit of a column's index is one
 butterfly step. A step between columns of one lane stays in registers. A step between lanes takes one xor shuffle and
 one multiply-add per column.
 """
@@ -23,9 +23,10 @@ class Hadamard:
     """The Hadamard transform of rows. A row's columns lie in lanes as in :class:`cute_kernels.device.rows.Elements`.
 
     Args:
-        width: columns of a block, a power of two; 1 changes nothing.
-        head_dim, lanes, runs: numbers of columns of a row, of lanes that share a row, and of runs of columns in a lane.
-            If ``width`` is above 1, all three are powers of two.
+        width: number of columns of a block, a power of two; 1 changes nothing.
+        head_dim: number of columns of a row.
+        lanes: number of lanes that share a row.
+        runs: number of runs of columns in a lane. If ``width`` is above 1, head_dim, lanes and runs are powers of two.
     """
 
     width: int

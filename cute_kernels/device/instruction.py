@@ -1,8 +1,8 @@
 """PTX as Python functions: a function's annotations describe its inline assembly.
 
-A function decorated with :func:`pure` or :func:`effect` returns the text of instructions. In the text $0, $1, ... stand
-first for the results. The next numbers stand for the parameters that are DSL scalars or sequences of DSL scalars, in
-order. Other parameters are constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop
+A function decorated with :func:`pure` or :func:`effect` returns the text of instructions. In the text, $0, $1 and so on
+stand for the results, then for the parameters that are DSL scalars or sequences of DSL scalars, in order. All other
+parameters are compile-time constants of the text. Arithmetic is `pure`, so that the compiler may move, merge and drop
 it. The DSL's own ``inline_ptx`` marks every instruction volatile, which fixes the traced order.
 """
 
@@ -26,7 +26,7 @@ class Asm(str, Generic[ResultT]):
     """The text of instructions whose result is a DSL scalar, a list of scalars, or None.
 
     Attributes:
-        count: number of results.
+        count: number of results of the instruction.
         early: whether results may be written before all operands are read (early clobber).
         memory: for an `effect`, whether other accesses to memory must not be moved across it.
     """
@@ -58,13 +58,15 @@ def struct_of(element, count: int):
 
 
 def loaded(num_words: int) -> str:
-    """Returns the rest of a load after its opcode: the type suffix and the result registers."""
+    """Returns the text of a load after its opcode: the type suffix and the result registers."""
     results = ", ".join(f"${i}" for i in range(num_words))
     return f".v{num_words}.u32 {{{results}}}" if num_words > 1 else ".u32 $0"
 
 
 def stored(values: Sequence[Any], first: int) -> tuple[str, str]:
-    """Returns a store's (type suffix, operands) for values of 32 bits; the first value is operand number ``first``."""
+    """Returns (type suffix, operands) of a store's text, for values of 32 bits. first: index of the first value among
+    the operands.
+    """
     kind = "f32" if isinstance(values[0], Float32) else "u32"
     inputs = ", ".join(f"${first + i}" for i in range(len(values)))
     return (f".v{len(values)}.{kind}", f"{{{inputs}}}") if len(values) > 1 else (f".{kind}", inputs)
@@ -101,7 +103,9 @@ def _instruction(function: Callable[..., Asm], has_effect: bool) -> Callable[...
 
 
 def _scalar(hint: object) -> Any:
-    """Returns the DSL scalar that an annotation names, itself or in a union or a sequence; None if there is none."""
+    """Returns the DSL scalar type that an annotation has, directly or in a union or a sequence; None if there is
+    none.
+    """
     return next((kind for kind in (hint, *get_args(hint)) if kind in REGISTERS), None)
 
 

@@ -17,8 +17,9 @@ T = TypeVar("T")
 
 
 def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
-    """Reduces a lane's own values with ``combine`` as a tree, so that only about log2(number of values) operations
-    depend on one another."""
+    """Reduces a lane's own values with ``combine``, as a binary tree. So the chain of dependent operations has about
+    log2(number of values) steps.
+    """
     while len(values) > 1:
         pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
         values = pairs + list(values[len(values) & ~1 :])
@@ -26,16 +27,18 @@ def in_pairs(combine: Callable[[T, T], T], values: Sequence[T]) -> T:
 
 
 def over_lanes(combine: Callable[[T, T], T], value: T, offsets: Iterable[int]) -> T:
-    """Reduces ``value`` with ``combine`` over the lanes whose numbers differ only in the bits ``offsets``, such as 1
-    and 2."""
+    """Reduces ``value`` with ``combine`` over lanes. offsets: bits of the lane index, such as 1 and 2; lanes whose
+    indices differ only in these bits are reduced together.
+    """
     for offset in offsets:
         value = combine(value, cute.arch.shuffle_sync_bfly(value, offset))
     return value
 
 
 def neighbours(count: int) -> list[int]:
-    """Returns the bits 1, 2, 4, ... in which the numbers of ``count`` neighbouring lanes differ. count: a power of
-    two."""
+    """Returns the bits 1, 2, 4, ... in which the indices of ``count`` neighbouring lanes differ. count: a power of
+    two.
+    """
     return [1 << bit for bit in range(count.bit_length() - 1)]
 
 
@@ -66,10 +69,10 @@ def lane_prefix(value: Int32, lane: Int32, none: Int32) -> tuple[Int32, Int32]:
 
 
 def lane_max(value: Float32, offsets: Iterable[int]) -> Float32:
-    """Returns the maximum over the lanes whose numbers differ only in the bits ``offsets``."""
+    """Returns the maximum over the lanes whose indices differ only in the bits ``offsets``."""
     return over_lanes(ptx.fmax, value, offsets)
 
 
 def lane_sum(value: Float32, offsets: Iterable[int]) -> Float32:
-    """Returns the sum over the lanes whose numbers differ only in the bits ``offsets``."""
+    """Returns the sum over the lanes whose indices differ only in the bits ``offsets``."""
     return over_lanes(operator.add, value, offsets)

@@ -1,8 +1,8 @@
 """`Lists`, the lists of blocks that each KV head of a request reads. A head's list says which pages and tokens it
 reads.
 
-A kernel numbers the tokens of a list from 0: token t lies in the block that is entry t // block_tokens. So every block
-but the list's last must be full. Only a request's last block may hold fewer tokens, so lists have to ascend.
+A kernel counts the tokens of a list from 0: token t is in block entry t // block_tokens of the list. So every block
+except the list's last must be full. Only a request's last block may have fewer tokens, so lists must ascend.
 :mod:`.pages` has a picture of the loads.
 """
 
@@ -19,16 +19,17 @@ from cute_kernels.device.division import Divisor
 
 @dataclass(frozen=True)
 class Lists:
-    """The lists of chosen blocks; run-time values. Block numbers out of range are clamped to the request's pages.
+    """The lists of chosen blocks; run-time values. Block indices out of range are clamped to the request's pages.
 
     Attributes:
         blocks, counts: addresses of int32 entries [batch, num_kv_heads, max_blocks] and [batch, num_kv_heads].
-        strides: elements of ``blocks`` from one request, KV head and block to the next.
-        count_strides: elements of ``counts`` from one request and KV head to the next.
-        max_blocks: entries of a list.
-        max_pages: pages that a request may have.
-        block_tokens: tokens of a block.
-        block_pages: pages of a block, as a divisor. In a contiguous cache each block of a request counts as a page.
+        strides: distances in elements of ``blocks`` from one request, KV head and block to the next.
+        count_strides: distances in elements of ``counts`` from one request and KV head to the next.
+        max_blocks: number of entries of a list.
+        max_pages: number of pages that a request may have.
+        block_tokens: number of tokens of a block.
+        block_pages: number of pages of a block, as a divisor. In a contiguous cache each block of a request counts as a
+            page.
     """
 
     blocks: Int64
@@ -61,7 +62,7 @@ class Lists:
         return replace(self, blocks=self.blocks + blocks * 4, counts=self.counts + counts * 4)
 
     def ask_count(self):
-        """Starts loading the number of blocks; :meth:`tokens` has to clamp it."""
+        """Starts loading the number of blocks, and returns it. :meth:`tokens` clamps it."""
         return Int32(ptx.load_global_words(self.counts, 0, 1)[0])
 
     def ask_block(self, place):
@@ -69,19 +70,17 @@ class Lists:
         return Int32(ptx.load_global_words(self.blocks + Int64(place) * self.strides[2] * 4, 0, 1)[0])
 
     def page(self, index):
-        """Returns the number, within the request, of page ``index`` of the list. Waits for an entry of the list.
+        """Returns the index, within the request, of page ``index`` of the list. Waits for an entry of the list.
 
-        A number out of range is clamped.
+        An entry that is out of range is clamped.
         """
         place, page = self.block_pages.divide_int(index)
         block = cutlass.max(cutlass.min(self.ask_block(place), self.max_pages), -1)
         return cutlass.max(cutlass.min(block * self.block_pages.value + page, self.max_pages - 1), 0)
 
     def tokens(self, count, length):
-        """Returns the number of tokens of a list of ``count`` blocks. Waits for the count. length: tokens of the
-        request.
-
-        All blocks but the last are full.
+        """Returns the number of tokens of a list of ``count`` blocks, of which all except the last are full. Waits for
+        the count. length: number of tokens of the request.
         """
         before_last = cutlass.max(cutlass.min(count, self.max_blocks), 0) - 1
         last = self.ask_block(cutlass.max(before_last, 0))

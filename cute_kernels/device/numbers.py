@@ -1,5 +1,5 @@
-"""PTX instructions for number formats: rounding, division, 8-bit floats; and copies, stores and barriers beyond those
-of :mod:`.ptx`.
+"""PTX instructions for number formats (rounding, division, 8-bit floats), and further copies, stores and barriers that
+:mod:`.ptx` does not have.
 
 As in :mod:`cute_kernels.device.ptx`, arithmetic has no side effects, so the compiler may move, merge and drop it.
 """
@@ -182,7 +182,7 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Asm[Uint32]:
 def load_global_if(
     condition: Int32, address: Int64, offset: int, num_words: int = 4, *, constant: bool = True
 ) -> Asm[list[Uint32]]:
-    """Loads 2 or 4 words of global memory where ``condition`` is not 0, else zeros and no access.
+    """Loads 2 or 4 words of global memory if ``condition`` is not 0. Otherwise returns zeros without an access.
 
     constant: whether the words stay unchanged while the kernel runs. If not, the access keeps its order among other
     accesses.
@@ -195,7 +195,9 @@ def load_global_if(
 
 @effect
 def copy_async(destination: Int32, source: Int64, num_bytes: Int32) -> Asm[None]:
-    """Copies 16 bytes by cp.async, global -> shared, past L1. ``num_bytes`` of them are read, the rest become zeros."""
+    """Copies 16 bytes by cp.async, global -> shared, bypassing L1. Only the first ``num_bytes`` bytes are read; the
+    rest become zeros.
+    """
     return Asm("cp.async.cg.shared.global [$0], [$1], 16, $2;")
 
 
@@ -218,14 +220,17 @@ def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int) -> Asm
 
 @effect
 def active_lanes() -> Asm[Uint32]:
-    """Returns the mask of the warp's active lanes. The mask is never 0, but the compiler does not know that and keeps a
-    branch on it."""
+    """Returns the mask of the warp's active lanes. The mask is never 0, but the compiler does not know that. So it
+    keeps a branch on the mask.
+    """
     return Asm("activemask.b32 $0;", memory=False)
 
 
 @effect
 def copy_word_async_or(condition: Int32, destination: Int32, source: Int64, otherwise: Int32) -> Asm[None]:
-    """Copies a word by cp.async, global -> shared, if condition is not 0; else stores ``otherwise`` there at once."""
+    """Copies a word by cp.async, global -> shared, if condition is not 0. Otherwise stores ``otherwise`` at the
+    destination at once.
+    """
     return Asm(
         "{ .reg .pred p; setp.ne.s32 p, $0, 0; "
         "@p cp.async.ca.shared.global [$1], [$2], 4; @!p st.shared.u32 [$1], $3; }"
@@ -253,14 +258,15 @@ def prefetch_bulk_if(condition: Int32, address: Int64, num_bytes: Int32) -> Asm[
 
 @pure
 def address_in(address: Int32, rank: Int32) -> Asm[Int32]:
-    """Maps a shared address of this CTA to the address of the same place in CTA ``rank`` of the cluster."""
+    """Maps a shared address of this CTA to the corresponding address in CTA ``rank`` of the cluster."""
     return Asm("mapa.shared::cluster.u32 $0, $1, $2;")
 
 
 @effect
 def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm[None]:
-    """Stores 1 or 4 words in the shared memory of a CTA of the cluster; the bytes count on ``barrier`` in that CTA.
-    ``address`` and ``barrier`` come from `address_in`."""
+    """Stores 1 or 4 words in the shared memory of a CTA of the cluster. ``barrier`` in that CTA counts the bytes.
+    ``address`` and ``barrier`` come from `address_in`.
+    """
     words = ", ".join(f"${i + 1}" for i in range(len(values)))
     kind, data = (".v4.b32", f"{{{words}}}") if len(values) == 4 else (".b32", words)
     return Asm(f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];")
@@ -268,9 +274,10 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32) -> Asm
 
 @effect
 def copy_to_cluster(target: Int32, source: Int32, num_bytes: int, barrier: Int32) -> Asm[None]:
-    """Copies ``num_bytes`` by cp.async.bulk from this CTA's shared memory to another CTA's in the cluster; the bytes
-    count on ``barrier`` in that CTA. Size and addresses are multiples of 16. After ordinary stores to the source a
-    fence of the async proxy must come first."""
+    """Copies ``num_bytes`` by cp.async.bulk from this CTA's shared memory to another CTA's in the cluster. ``barrier``
+    in that CTA counts the bytes. Size and addresses are multiples of 16. After ordinary stores to the source, a fence
+    of the async proxy must come first.
+    """
     copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
     return Asm(f"{copy} [$0], [$1], {num_bytes}, [$2];")
 
@@ -313,7 +320,7 @@ def load_acquired(address: Int64) -> Asm[Uint32]:
 def arrive_in_cluster(barrier: Int32) -> Asm[None]:
     """Arrives at an mbarrier of any CTA of the cluster, at an address from `address_in`.
 
-    Like an arrival in the own CTA, it orders accesses to shared memory. It does not order stores to global memory: for
-    a release at cluster scope ptxas would wait until all of the thread's stores are visible on the GPU.
+    It orders accesses to shared memory, as an arrival within one CTA does. It does not order stores to global memory:
+    for a release at cluster scope ptxas would wait until all of the thread's stores are visible on the GPU.
     """
     return Asm("mbarrier.arrive.shared::cluster.b64 _, [$0];")

@@ -32,8 +32,9 @@ class HopperMath:
         return Uint32(cutlass.max(a, b))
 
     def prmt(self, a: Uint32, b: Uint32, selector: Uint32) -> Uint32:
-        """Selects four of the eight bytes of a and b: nibble i of the selector's lower half says which byte becomes
-        byte i."""
+        """Selects four of the eight bytes of a and b. Nibble i of the selector's lower 16 bits is the index of the byte
+        that becomes byte i.
+        """
         return ptx.prmt(a, b, selector)
 
     def add(self, a: Uint32, b: Uint32) -> Uint32:

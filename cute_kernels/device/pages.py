@@ -1,13 +1,13 @@
 """`Pages`, which finds the page of a request's token in a block table.
 
-With chosen blocks (:mod:`.lists`) tokens are numbered within a KV head's list. The loads depend on one another in four
-steps:
+With chosen blocks (:mod:`.lists`), a token's index is its position in a KV head's list. The loads depend on one another
+in four steps:
 
     1, with the length           2                               3                   4
     list[request, head, place]   block_table[request, page]      rows of K and V
     counts[request, head]        list[request, head, count - 1]  tokens of the list  masks of scores
 
-A contiguous cache has no table: that load falls away. Without lists the table is asked in step 1.
+A contiguous cache has no table, so there is no load of it. Without lists, the table is loaded in step 1.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Pages:
     """A block table; run-time values.
 
     Attributes:
-        table: address of the int32 entries, 0 for a cache that is not paged. stride: entries from a request's row to
-            the next request's.
-        num_pages: pages of the cache.
-        page_size: tokens of a page, as a divisor.
+        table: address of the int32 entries, 0 for a cache that is not paged.
+        stride: number of entries from one request's row to the next request's row.
+        num_pages: number of pages of the cache.
+        page_size: number of tokens of a page, as a divisor.
         lists: the blocks that KV heads read; None for all tokens.
     """
 
@@ -59,7 +59,8 @@ class Pages:
         return replace(self, lists=self.lists.of_row(request, head))
 
     def existing(self, entry):
-        """Clamps an entry to the pages of the cache. So a wrong table yields wrong numbers, but no illegal access.
+        """Clamps an entry of the table to the pages of the cache. So a wrong table causes wrong results, but no illegal
+        access.
 
         :meth:`ask` does not clamp, so that no thread waits for an entry before its use.
         """

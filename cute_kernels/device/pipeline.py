@@ -31,8 +31,12 @@ from cute_kernels.device.types import Index
 
 @dataclass(frozen=True)
 class PipelineState:
-    """A role's position; run-time integers. stage: the stage that the role uses next. phase: the parity that the role
-    waits for."""
+    """The position of a producer or consumer in the pipeline; run-time integers.
+
+    Attributes:
+        stage: the stage that it uses next.
+        phase: the parity for which it waits.
+    """
 
     stage: Index
     phase: Index
@@ -44,8 +48,8 @@ class Pipeline:
 
     Attributes:
         full, empty: each points to the first of ``num_stages`` mbarriers.
-        fills: arrivals that end a full barrier's phase, besides the expected bytes.
-        releases: arrivals that end an empty barrier's phase; with multicast, those of all CTAs of the cluster.
+        fills: number of arrivals that end a full barrier's phase, in addition to the expected bytes.
+        releases: number of arrivals that end an empty barrier's phase; with multicast, from all CTAs of the cluster.
         multicast: number of CTAs in a cluster that fill each other's stages.
     """
 
@@ -73,18 +77,21 @@ class Pipeline:
         return PipelineState(Int32(first), Int32(0))
 
     def consumer_state_of(self, use) -> PipelineState:
-        """Returns a consumer's state for use number ``use``. Uses are counted from 0: use i is of stage i %
-        ``num_stages``."""
+        """Returns a consumer's state for its ``use``-th use of a stage, counted from 0. Use i is of stage i %
+        ``num_stages``.
+        """
         return PipelineState(use % self.num_stages, use // self.num_stages & 1)
 
     def producer_state_of(self, use) -> PipelineState:
-        """Returns a producer's state for use number ``use``. Uses are counted from 0: use i is of stage i %
-        ``num_stages``."""
+        """Returns a producer's state for its ``use``-th use of a stage, counted from 0. Use i is of stage i %
+        ``num_stages``.
+        """
         return PipelineState(use % self.num_stages, (use // self.num_stages & 1) ^ 1)
 
     def next(self, state: PipelineState, step: int = 1) -> PipelineState:
-        """Returns the state after ``step`` more uses, for a role that takes only every ``step``-th use. step is at most
-        ``num_stages``."""
+        """Returns the state ``step`` uses later. It is for roles that process only every ``step``-th use. ``step`` is
+        at most ``num_stages``.
+        """
         stage = state.stage + step
         wrapped = stage == self.num_stages if step == 1 else stage >= self.num_stages
         following = Int32(0) if step == 1 else stage - self.num_stages
@@ -93,7 +100,7 @@ class Pipeline:
         )
 
     def shifted(self, first, num_stages: int) -> Pipeline:
-        """Returns the pipeline of ``num_stages`` stages that begins at this pipeline's stage ``first``."""
+        """Returns a pipeline of ``num_stages`` of this pipeline's stages, from stage ``first`` on."""
         return Pipeline(self.full + first, self.empty + first, num_stages, self.fills, self.releases, self.multicast)
 
     # -- producers ----------------------------------------------------------------------------------------------------
@@ -127,7 +134,7 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.full + state.stage, state.phase)
 
     def has_filled(self, state: PipelineState) -> Boolean:
-        """Returns whether the stage is full, without suspending the thread. The test takes as long as an MMA."""
+        """Returns whether the stage is full, without suspending the thread. The test takes about as long as an MMA."""
         return _has_completed(self.full + state.stage, state.phase)
 
     def consumer_release(self, state: PipelineState) -> None:
@@ -142,7 +149,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Barrier:
-    """A single mbarrier: an event of a CTA that occurs once or in phases.
+    """A single mbarrier, for an event of a CTA. The event occurs once, or once in each phase.
 
     Attributes:
         pointer: the mbarrier.

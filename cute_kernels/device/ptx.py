@@ -1,6 +1,6 @@
 """PTX instructions for which CuTe DSL 4.8.1 has no wrapper, or only a volatile one.
 
-Operands and results are DSL scalars; packed 16-bit pairs travel as ``Uint32``.
+Operands and results are DSL scalars. A packed pair of 16-bit numbers is a ``Uint32``.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,9 @@ def fma_f16x2(a: Uint32, b: Uint32, c: Uint32) -> Asm[Uint32]:
 
 @pure
 def max_f16x2(a: Uint32, b: Uint32) -> Asm[Uint32]:
-    """Returns the larger element of two packed fp16 pairs, half by half; if one is NaN, the other."""
+    """Returns, in each half of a packed fp16 pair, the larger element of a and b. If one element is NaN, it is the
+    other element.
+    """
     return Asm("max.f16x2 $0, $1, $2;")
 
 
@@ -136,8 +138,9 @@ def bf16x2_high_to_float(x: Uint32) -> Asm[Float32]:
 
 @dsl_user_op
 def pinned(x, *, loc=None, ip=None):
-    """Returns the value and hides its origin, so that the compiler keeps it in a register instead of computing it
-    again."""
+    """Returns the value unchanged. The compiler cannot see where the result comes from, so it keeps the value in a
+    register instead of computing it again.
+    """
     kind = type(x)
     move, letter, value = f"mov.b{kind.width} $0, $1;", REGISTERS[kind], x.ir_value(loc=loc, ip=ip)
     kept = llvm.inline_asm(kind.mlir_type, [value], move, f"={letter},{letter}", has_side_effects=True, loc=loc, ip=ip)
@@ -204,8 +207,9 @@ def store_matrix_x4(address: Int32, offset: int, words: Sequence[Uint32], *, tra
 
 @effect
 def bulk_copy_to_shared(destination: Int32, source: Int64, num_bytes: Int32, barrier: Int32) -> Asm[None]:
-    """Copies ``num_bytes`` by cp.async.bulk, global -> shared; the bytes count on ``barrier``. Size and addresses are
-    multiples of 16."""
+    """Copies ``num_bytes`` by cp.async.bulk, global -> shared. ``barrier`` counts the bytes. Size and addresses are
+    multiples of 16.
+    """
     return Asm("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];")
 
 

@@ -18,7 +18,7 @@ MANTISSA = 0x7FFFFF
 class Divisor:
     """A divisor of several numbers, with quotients rounded as IEEE 754 says.
 
-    If the divisor is not above 0 (NaN included), `or_zero` and `tame` make the quotient 0.
+    If the divisor is 0, negative or NaN, `or_zero` and `tame` make the quotient 0.
 
     Args:
         step: the divisor.
@@ -39,7 +39,7 @@ class Divisor:
         return quotient_of(self._scaled(value), self.step, self.reciprocal)
 
     def tame(self, value: Float32) -> Float32:
-        """Returns the dividend that gives the quotient of ``value`` in a plain division by `tame_step`."""
+        """Returns a dividend whose plain division by `tame_step` has the quotient of ``value``."""
         value = self._scaled(value)
         value = cutlass.select_(self.finite, value, numbers.multiply(value, Float32(0.0)))
         return self.or_zero(value)
@@ -83,10 +83,11 @@ def quotient_of(value: Float32, divisor: Float32, reciprocal: Float32, last=None
 
 
 def over_constant(value: Float32, divisor: float) -> Float32:
-    """Computes value / divisor rounded to nearest, subnormal or not, for finite values and a small whole divisor.
+    """Computes value / divisor rounded to nearest, subnormals included, for finite values and a small integer divisor.
 
-    A rounded reciprocal cannot round a quotient that lies halfway between two subnormals. An odd divisor has no such
-    quotient; for an even one `numbers.divide` does the work.
+    The quotient is computed with a rounded reciprocal, which may round wrongly if the exact quotient lies halfway
+    between two subnormals. With an odd divisor there is no such quotient. For an even divisor the function calls
+    `numbers.divide`.
     """
     if divisor % 2 == 0:
         return numbers.divide(value, divisor)

@@ -1,7 +1,8 @@
-"""Rows of plain numbers in registers. A team of lanes loads and stores a row, each lane its runs of columns.
+"""Rows of bf16, fp16 or fp32 numbers in registers. Several lanes share a row; each lane loads and stores its runs of
+columns.
 
-``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns, in one run or in
-several. Everything here is straight-line code over DSL scalars; only kernels branch.
+``lanes`` lanes of a warp (a power of two) share a row; each has ``head_dim / lanes`` columns, in one run or in several.
+Everything here is straight-line code over DSL scalars; only kernels branch.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ VECTOR_BYTES = 16  # of the widest access
 
 @dataclass(frozen=True)
 class Piece:
-    """The runs of bytes that one lane owns of a row, and how they are accessed.
+    """The runs of bytes of a row that belong to one lane, and how they are accessed.
 
     Args:
-        num_bytes: bytes of a run; lane i's first run begins at ``start + i * num_bytes``.
-        start: bytes of the row in front of lane 0's run.
-        row_bytes: bytes from one row to the next.
-        runs: number of a lane's runs.
-        run_bytes: bytes from one run of a lane to the lane's next.
+        num_bytes: number of bytes of a run; lane i's first run begins at ``start + i * num_bytes``.
+        start: number of bytes of the row before lane 0's first run.
+        row_bytes: distance in bytes from one row to the next.
+        runs: number of runs of a lane.
+        run_bytes: distance in bytes from one run of a lane to the lane's next run.
     """
 
     num_bytes: int
@@ -37,7 +38,9 @@ class Piece:
 
     @property
     def unit(self) -> int:
-        """Bytes of one access: the greatest width, up to 16, that every run is aligned to, provided that rows are."""
+        """Bytes of one access: the largest width, up to 16, to which every run is aligned. Rows must be aligned to it,
+        too.
+        """
         return math.gcd(VECTOR_BYTES, self.num_bytes, self.start, self.row_bytes, self.run_bytes)
 
     @property
@@ -89,7 +92,8 @@ class Elements:
 
     Args:
         dtype: "bf16", "fp16" or "fp32".
-        head_dim, lanes: columns of a row and lanes that share it.
+        head_dim: number of columns of a row.
+        lanes: number of lanes that share a row.
         runs: number of runs of columns that a lane owns, one in each of ``runs`` equal parts of the row.
     """
 

@@ -1,9 +1,9 @@
-"""`OnlineSoftmax`: references that follow the greatest logits, and sums of powers of 2 relative to them.
+"""`OnlineSoftmax`: references that follow the largest logits, and sums of powers of 2 relative to the references.
 
 Logits are exponents of 2. For each query a thread keeps a *reference* r and a *total*, the sum of 2**(logit - r) over
-its keys so far. A reference is raised only if the greatest logit exceeds it by more than `RESCALE_SLACK`
-(FlashAttention-4, Zadouri et al. 2026), so most blocks rescale nothing. The method that raises it returns the factor by
-which all accumulators shrink.
+its keys so far. A reference is raised only if the largest logit exceeds it by more than `RESCALE_SLACK`
+(FlashAttention-4, Zadouri et al. 2026), so most blocks rescale nothing. The method that raises a reference returns a
+factor of at most 1, by which all accumulators have to be multiplied.
 
 All of attention's mainloops use this code. They differ in which threads share a reference (a warp, four lanes of a row,
 a warpgroup), and in where they test whether to raise it.
@@ -52,8 +52,9 @@ class OnlineSoftmax:
         return highest > self.references[query] + RESCALE_SLACK
 
     def raise_to(self, query: int, *highest) -> Any:
-        """Raises the reference to the greatest of the logits ``highest``, unless it is already greater. Shrinks the
-        total, and returns the factor by which the caller must shrink accumulators."""
+        """Raises the reference to the largest of the logits ``highest``, unless the reference is already greater.
+        Rescales the total, and returns the factor by which the caller must rescale accumulators.
+        """
         before = self.references[query]
         raised = ptx.fmax(in_pairs(ptx.fmax, highest), before)
         factor = ptx.exp2(before - raised)
@@ -63,8 +64,9 @@ class OnlineSoftmax:
 
     def follow(self, query: int, highest, headroom: float = 0.0) -> Any:
         """Sets a query's reference to ``highest`` - ``headroom`` if the logit ``highest`` exceeds the reference by more
-        than `RESCALE_SLACK`. Returns the factor by which the caller must shrink accumulators. Pass the factor to
-        :meth:`add`, which shrinks the total."""
+        than `RESCALE_SLACK`. Returns the factor by which the caller must rescale accumulators. Pass the factor to
+        :meth:`add`, which rescales the total.
+        """
         before = self.references[query]
         reached = highest - headroom if headroom else highest
         reference = cutlass.select_(highest - before > RESCALE_SLACK, reached, before)
@@ -72,13 +74,14 @@ class OnlineSoftmax:
         return ptx.exp2(before - reference)
 
     def add(self, query: int, factor, total) -> None:
-        """Shrinks a query's total by ``factor``, then adds the sum ``total``."""
+        """Multiplies a query's total by ``factor``, then adds the sum ``total``."""
         self.totals[query] = ptx.fma(self.totals[query], factor, total)
 
 
 def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Returns (reference, factors) for parts that have a reference each. reference: the greatest of all. factors: for
-    each part, the factor that converts its sums to that reference."""
+    """Combines references of several parts. Returns (reference, factors). reference: the largest of ``references``.
+    factors: for each part, the factor that converts the part's sums to that reference.
+    """
     common = references[0]
     for reference in references[1:]:
         common = ptx.fmax(common, reference)
@@ -92,8 +95,9 @@ def row_of(index: int) -> int:
 
 @cute.jit
 def rescale(sums, factors, count: cutlass.Constexpr):
-    """Multiplies a thread's ``count`` accumulators by the factors of its two rows. The warp skips this if all of its
-    factors are 1."""
+    """Multiplies a thread's ``count`` accumulators by the factors of its two rows. If all factors of a warp are 1, the
+    warp skips the multiplications.
+    """
     needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
     if needed:
         for i in cutlass.range_constexpr(count):

@@ -1,10 +1,10 @@
 """Warpgroup MMA with the A operand in registers: D[64, N] += A[64, 16] B[N, 16]^T on four warps (sm_90a).
 
-The instruction runs asynchronously. Its registers, accumulators and A alike, belong to it from `fence` until a wait
-that covers its group. `fence` and the waits take registers and return them, so that the compiler moves no access
-across. Pass registers of A through `fence`, and use accumulators only as `wait_all` or `wait_for` returns them. The PTX
-manual, "Asynchronous warpgroup level matrix instructions", has fragments and descriptors; `layouts.fragments` proves
-the fragments.
+The instruction runs asynchronously. No other instruction may access its registers, A or accumulators, from `fence`
+until a wait that covers its commit group. `fence` and the waits take registers and return them, so that the compiler
+moves no access across them. Pass registers of A through `fence`, and use accumulators only as `wait_all` or `wait_for`
+returns them. The PTX manual, "Asynchronous warpgroup level matrix instructions", has fragments and descriptors;
+`layouts.fragments` proves the fragments.
 
 Fragments of lane (g, t) = (lane / 4, lane % 4) of warp w: register 0 of A has row 16 w + g, columns 2t and 2t + 1.
 Register 1 has row 16 w + g + 8, and registers 2 and 3 have the same two rows, eight columns on. Accumulator 4 j + i has
@@ -35,7 +35,7 @@ def descriptor(address) -> Uint32:
     """Returns the lower word of B's descriptor. B lies at a shared address, in rows of 128 bytes with the 128-byte
     swizzle.
 
-    The next 16 of a row's 64 columns begin ``STEP_BYTES`` later; see `advanced`.
+    A row has 64 columns. Each 16 columns are ``STEP_BYTES`` further; see `advanced`.
     """
     return (Uint32(address) >> 4) | Uint32(DESCRIPTOR_LOW)
 
@@ -64,39 +64,41 @@ def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=Non
 
 @dsl_user_op
 def fence(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
-    """Hands registers of A, and accumulators that were written before, over to the following MMAs. Returns the
-    registers."""
+    """Hands registers to the MMAs that follow: registers of A, and accumulators that other instructions have written.
+    Returns the registers.
+    """
     return _through("wgmma.fence.sync.aligned;", registers, Uint32, "r", loc=loc, ip=ip)
 
 
 @effect
 def commit() -> Asm[None]:
-    """Commits the MMAs since the last commit as one group."""
+    """Commits the MMAs since the last commit as one commit group."""
     return Asm("wgmma.commit_group.sync.aligned;")
 
 
 @effect
 def wait(pending: int) -> Asm[None]:
-    """Waits until at most the last ``pending`` groups are running."""
+    """Waits until at most the last ``pending`` commit groups are running."""
     return Asm(f"wgmma.wait_group.sync.aligned {pending};")
 
 
 @dsl_user_op
 def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
-    """Waits until no group is running. Returns the accumulators ``sums``."""
+    """Waits until no commit group is running. Returns the accumulators ``sums``."""
     return _through("wgmma.wait_group.sync.aligned 0;", sums, Float32, "f", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def wait_for(sums: Sequence[Float32], pending: int, *, loc=None, ip=None) -> list[Float32]:
-    """Waits until at most the last ``pending`` groups are running. The groups that still run must not write the
-    accumulators ``sums``, which are returned."""
+    """Waits until at most the last ``pending`` commit groups are running. Returns the accumulators ``sums``, which the
+    commit groups that still run must not write.
+    """
     return _through(f"wgmma.wait_group.sync.aligned {pending};", sums, Float32, "f", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
-    """Issues D += A B^T with N = 2 * len(sums) columns, 8 to 256. ``sums`` are a thread's accumulators, ``a`` its four
+    """Issues D += A B^T with N = 2 * len(sums) columns, 8 to 256. sums: a thread's accumulators. a: the thread's four
     registers of A.
 
     b_low: `descriptor` of B [N, 16], the same in all threads. dtype: "f16" or "bf16".
@@ -106,7 +108,9 @@ def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: s
 
 @dsl_user_op
 def first_mma(num_sums: int, a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
-    """Issues D = A B^T with ``num_sums`` accumulators, which need not be set before; otherwise as `mma`."""
+    """Issues D = A B^T with ``num_sums`` accumulators, which need no initial values. The other arguments are those of
+    `mma`.
+    """
     return _mma([], num_sums, a, b_low, dtype, loc=loc, ip=ip)
 
 
@@ -124,7 +128,7 @@ def multiply_bytes(
     B^T.
 
     For lane (g, t) of warp w, register 0 of A has row 16 w + g, columns 4t to 4t + 3, low byte first. Register 1 has
-    the row eight below, and registers 2 and 3 have the same two rows, 16 columns on. Accumulators lie as those of
+    row 16 w + g + 8, and registers 2 and 3 have the same two rows, 16 columns further. Accumulators have the layout of
     `mma`. An instruction takes 32 of the 128 bytes of a row of B; the next 32 begin `STEP_BYTES` later.
     """
     return _issue(sums, count, a, b_low, "k32.s32.s8.s8", "", Int32, "r", loc=loc, ip=ip)
@@ -145,11 +149,13 @@ def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32
 
 
 def _issue(sums, count: int, a, b_low, kind: str, scales: str, number, constraint: str, *, loc, ip) -> list:
-    """Issues one MMA. If ``sums`` is empty, the ``count`` results are the product alone. kind: the instruction's name
-    after m64nN.
+    """Issues one MMA. If ``sums`` is empty, the ``count`` results are the product alone.
 
-    scales: immediate operands after the predicate for accumulation. number: the accumulators' type. constraint: the
-        letter of their registers in inline assembly.
+    Args:
+        kind: the instruction's name after m64nN.
+        scales: immediate operands after the predicate for accumulation.
+        number: the accumulators' type.
+        constraint: the letter of the accumulators' registers in inline assembly.
     """
     d = ", ".join(f"${i}" for i in range(count))
     a_registers = ", ".join(f"${count + i}" for i in range(4))

@@ -74,14 +74,15 @@ def make_sums(n: int) -> Any:
 
 
 def part_of_sums(sums, n: int, part: int) -> Any:
-    """Returns a view of a wider product's accumulators: columns ``part * n`` to ``(part + 1) * n - 1``, as a 64 x n
-    product."""
+    """Returns a view of the accumulators of a wider product. The view has the columns ``part * n`` to ``(part + 1) * n
+    - 1``, as a 64 x n product.
+    """
     shape = mma(n).partition_shape_C((WARPGROUP_ROWS, n))
     return cute.make_tensor(sums.iterator + part * (n // 2), cute.make_layout(shape))
 
 
 def sum_place(index: int) -> tuple[int, int]:
-    """Returns (row, column) of a thread's ``index``-th accumulator, relative to its first one.
+    """Returns (row, column) of a thread's ``index``-th accumulator, relative to the thread's first accumulator.
 
     Lane l of warp w has its first accumulator in row 16 w + l / 4, column 2 (l % 4).
     """
@@ -91,9 +92,10 @@ def sum_place(index: int) -> tuple[int, int]:
 def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = False, steps: range | None = None) -> None:
     """Issues sums += A B^T, or sums = A B^T with ``zero``. The caller commits and waits.
 
-    a: K-major tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 16).
-    b: [n, k] in shared memory, from :func:`tile` or, with b_transposed, from :func:`transposed_tile`.
-    steps: numbers of the k16 steps to multiply; default: all.
+    Args:
+        a: K-major tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 16).
+        b: [n, k] in shared memory, from :func:`tile` or, with b_transposed, from :func:`transposed_tile`.
+        steps: indices of the k16 steps to multiply; by default all.
     """
     in_registers = a.memspace == cute.AddressSpace.rmem
     tiled = mma(n, a_in_registers=in_registers, b_transposed=b_transposed, dtype=b.element_type)
@@ -106,16 +108,17 @@ def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = Fal
 
 
 def begin() -> None:
-    """Makes earlier writes of registers visible to the MMAs of a group; call it before the group's first
-    :func:`multiply`."""
+    """Makes earlier writes of registers visible to the MMAs of a commit group. Call it before the commit group's first
+    :func:`multiply`.
+    """
     warpgroup.fence()
 
 
 def commit() -> None:
-    """Commits the MMAs since the last commit as one group."""
+    """Commits the MMAs since the last commit as one commit group."""
     warpgroup.commit_group()
 
 
 def wait(pending: int = 0) -> None:
-    """Waits until at most ``pending`` groups are running."""
+    """Waits until at most ``pending`` commit groups are running."""
     warpgroup.wait_group(pending)

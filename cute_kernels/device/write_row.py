@@ -1,4 +1,4 @@
-"""Writes one row of a KV cache by a team of lanes. `divide_by` divides by a number of the host."""
+"""Writes one row of a KV cache; several lanes share the row. `divide_by` divides by a value that the host knows."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,11 +9,12 @@ from cute_kernels.device import numbers
 
 @cute.jit
 def encode_row(cache_row, values, given):
-    """Encodes a row for `store_row`. A team of lanes shares the row; all lanes of the warp take part.
+    """Encodes a row for `store_row`. Several lanes share the row; all lanes of the warp call the function.
 
-    cache_row: the row object of the cache's format, such as a :class:`cute_kernels.kv_cache.rows.CodedRow`. values:
-        register tensor of the lane's fp32 numbers; NaN and numbers out of range are replaced. given: the result of
-        `load_given`.
+    Args:
+        cache_row: the row object of the cache's format, such as a :class:`cute_kernels.kv_cache.rows.CodedRow`.
+        values: register tensor of the lane's fp32 numbers; NaN and numbers out of range are replaced.
+        given: the result of `load_given`.
     """
     statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
     steps = cute.make_rmem_tensor(max(cache_row.num_steps, 1), Float32)

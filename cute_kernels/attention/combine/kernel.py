@@ -31,11 +31,16 @@ WARP_COLUMNS = WARP_THREADS * LANE_COLUMNS
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts to combine, and the destination of the result: addresses and run-time numbers.
+    """The parts to combine, and the destination of the result: addresses and run-time integers.
 
-    values: address of the first part's values [rows, head_dim]. sums: address of the first part's log-sum-exps, fp32
-    [rows]. value_stride, sum_stride: bytes from a part's values, or sums, to the next part's. count: parts. lse:
-    address of fp32 [rows], or 0. sinks: address of fp32 [num_heads], or 0. rows: queries times heads.
+    Attributes:
+        values: address of the first part's values [rows, head_dim].
+        sums: address of the first part's log-sum-exps, fp32 [rows].
+        value_stride, sum_stride: bytes from one part's values, or sums, to those of the next part.
+        count: number of parts.
+        lse: address of fp32 [rows], or 0.
+        sinks: address of fp32 [num_heads], or 0.
+        rows: number of queries times number of heads.
     """
 
     values: Int64
@@ -115,7 +120,8 @@ class CombineKernel:
     @cute.jit
     def add_up(self, parts, row: Int32, lane: Int32, share, first: Int32):
         """Adds up 128 columns of a row over all parts, from column ``first`` on, and stores them; four columns a lane.
-        share: the normalised weight of part ``lane``."""
+        share: in lane i, the normalised weight of part i.
+        """
         column = first + lane * LANE_COLUMNS
         exists = column < parts.head_dim
         place = Int64(row) * parts.head_dim + cutlass.select_(exists, column, first)

@@ -1,14 +1,15 @@
-"""Combines the warps' accumulators into the output: in shared memory, then over the splits of a row through memory.
+"""Combines the warps' accumulators into the output: in shared memory, then over the splits of a row through global
+memory.
 
-A split's result travels without a fence or a counter: its words are flags as well. Between launches the workspace holds
+A split's result needs no fence and no counter: its words are flags as well. Between launches the workspace holds
 ``EMPTY`` in every word. A split stores its partial result over these words and is done. The last splits of the row, the
 *combiners*, poll until no word is EMPTY, add up in a fixed order, and put EMPTY back. So one store and one load lie
-between a split's result and the combined output. (NCCL's LL protocol has the idea of data that announces itself.)
+between a split's result and the combined output. (NCCL's LL protocol also has data that announces itself.)
 
 EMPTY is a NaN that no arithmetic yields: the hardware's own NaN is 0x7fffffff. A combiner waits for CTAs of lower
 index, and for other combiners of its row; combiners store their own results before they wait. CTAs of a grid start in
-the order of their index. So a CTA that a combiner waits for has started, or is among fewer CTAs than the GPU holds:
-docs/design/forward_progress.md.
+the order of their index. So every CTA that a combiner waits for has started, or will start because the GPU has room for
+it: docs/design/forward_progress.md.
 """
 
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values
 
 @dataclass(frozen=True)
 class Share:
-    """A CTA's share of combining a row: the vectors that it adds up over all splits, and how its threads divide them;
-    run-time integers."""
+    """A CTA's share of combining a row; run-time integers. They say which vectors the CTA adds up over all splits, and
+    how its threads divide them.
+    """
 
     first: Int32  # vector
     count: Int32
@@ -58,8 +60,9 @@ class Share:
 
 
 class Merger:
-    """The last phase of a CTA. Merges the accumulators of the CTA's warps, then the partial results of its row's
-    splits, into the output."""
+    """Merges the accumulators of a CTA's warps, then the partial results of its row's splits, into the output. It is
+    the last phase of a CTA.
+    """
 
     def __init__(self, config: DecodeConfig, value_reader):
         self.config = config
@@ -97,9 +100,11 @@ class Merger:
 
     @cute.jit
     def finish_row(self, work, results, ring, warp, lane):
-        """Combines the CTA's share of its last row, if the row has several splits and the CTA has a share. ``work``:
-        the CTA's last unit, which is finished. The CTA waits here for other CTAs, so it may have no further unit that
-        others wait for."""
+        """Combines the CTA's share of its last row, if the row has several splits and the CTA has a share. In this
+        method the CTA waits for other CTAs. So it must have no unfinished unit left, for which they would wait.
+
+        work: the CTA's last unit, which is finished.
+        """
         if (work.num_parts > 1) & (work.part < work.num_parts):
             share = self.share_of(work, results)
             if share.first >= 0:
@@ -111,8 +116,9 @@ class Merger:
         return ring.toint() + self.config.merge_offset
 
     def share_of(self, work, results) -> Share:
-        """Returns the CTA's share of a row of several splits. The share's ``first`` is negative if the CTA combines
-        nothing."""
+        """Returns the CTA's share of a row that has several splits. The share's ``first`` is negative if the CTA is no
+        combiner.
+        """
         active = work.num_parts
         able = active
         if self.config.units:
@@ -128,13 +134,16 @@ class Merger:
 
     @property
     def direct_log2(self) -> int:
-        """log2 of the least number of combiners with which each CTA has a thread for every vector that it combines."""
+        """log2 of the smallest number of combiners with which every CTA has at least one thread for each vector that it
+        combines.
+        """
         return (-(-self.num_vectors // self.config.num_threads) - 1).bit_length()
 
     @property
     def most_combiners_log2(self) -> int:
-        """log2 of the most CTAs that can combine a row. Each takes whole query heads. If V's rotation has to be undone,
-        each takes whole warps of vectors, too."""
+        """log2 of the largest number of CTAs that can combine a row. Each combines whole query heads and, if V's
+        rotation has to be undone, whole warps of vectors.
+        """
         halves = 1 if self.config.features.v_rotation > 1 and self.vectors_per_row < WARP_THREADS else 0
         return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
@@ -214,8 +223,9 @@ class Merger:
 
     @cute.jit
     def combine_in_groups(self, work, results, share, address, tid, keep):
-        """Adds up this CTA's share and stores it, where there are more threads than vectors. Each group of threads adds
-        up some of the splits; then the groups' sums are added up through shared memory."""
+        """Adds up this CTA's share and stores it, if there are more threads than vectors. Threads form sets: each set
+        adds up some of the splits, and the sums of all sets are added up through shared memory.
+        """
         step = self.config.num_threads >> share.groups_log2
         group, member = tid // step, tid % step
         index = share.first + member
@@ -247,14 +257,15 @@ class Merger:
 
     @property
     def vectors_at_once(self) -> int:
-        """The number of vectors whose partial results a thread waits for at a time, if it combines several."""
+        """The number of vectors for which a thread waits at a time, if it combines several vectors."""
         return min(MOST_VECTORS, -(-self.num_vectors // self.config.num_threads))
 
     @cute.jit
     def gather(self, work, results, share, address, indices, exist, group):
-        """Adds up the vectors ``indices`` over the splits of the thread's group: every 2**groups_log2-th split from
-        ``group`` on. Group 0 also adds the CTA's own results. Vectors that do not ``exist`` are not read. Returns
-        (maximum, sum, four values) of each vector, one after the other."""
+        """Adds up the vectors ``indices`` over splits ``group``, ``group + 2**groups_log2`` and so on. Group 0 also
+        adds the CTA's own results. Vectors that do not ``exist`` are not read. Returns (maximum, sum, four values) of
+        each vector, one after the other.
+        """
         sums = cute.make_rmem_tensor(6 * len(indices), Float32)
         sums.fill(0.0)
         sources, valid = [], []
@@ -300,8 +311,9 @@ class Merger:
 
     @cute.jit
     def clear(self, work, results, share, index, group):
-        """Resets to EMPTY the words of the workspace that this thread has gathered. Called once the output's stores are
-        issued."""
+        """Resets the words of the workspace that this thread has gathered to EMPTY. It is called after the stores of
+        the output have been issued.
+        """
         row, d = self.vector(index)
         query_row, _, valid = work.query_row(self.config, row)
         if valid:
@@ -322,7 +334,7 @@ class Merger:
         return results.workspace + work.partial_row(query_row, part) * (4 * self.config.partial_words)
 
     def partial_offset(self, work, part):
-        """Returns the bytes in the workspace from part 0's partial result to the partial result of ``part``."""
+        """Returns the distance in bytes, in the workspace, from the partial result of part 0 to that of ``part``."""
         shape = work.place.shape
         return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 

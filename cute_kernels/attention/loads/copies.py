@@ -32,8 +32,8 @@ class TileCopier:
 
     Attributes:
         operands: the loader of K and the loader of V.
-        arrivals: how many arrivals a stage's barrier waits for, besides bytes.
-        lane_tokens: how many tokens of a tile each lane copies in bulk; they lie in one page.
+        arrivals: number of arrivals that a stage's full barrier waits for, in addition to bytes.
+        lane_tokens: number of tokens of a tile that each lane copies in bulk; they lie in one page.
     """
 
     def __init__(self, config: DecodeConfig):
@@ -51,7 +51,9 @@ class TileCopier:
         self.lane_tokens = lane_tokens(config)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        """Returns (K's source, V's source): tensors or tensor maps, which the kernel takes instead of the caches."""
+        """Returns (K's source, V's source): tensors or tensor maps, which are passed to the kernel instead of the
+        caches.
+        """
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
     def open(self, source, ring, pipeline, place, pages) -> Tiles:
@@ -60,7 +62,7 @@ class TileCopier:
         return Tiles(ring.toint(), pipeline, opened, place.shape.max_seq_len, pages)
 
     def enter(self, tiles, request) -> Tiles:
-        """Narrows ``tiles`` to copies of one request's tokens."""
+        """Returns ``tiles``, narrowed to one request's tokens."""
         if self.config.page_tokens:
             return tiles
         opened = tuple(op.enter(part, request) for op, part in zip(self.operands, tiles.opened, strict=True))
@@ -85,7 +87,7 @@ class TileCopier:
     ):
         """Starts copying the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
-        producer: number of the warp among the producers, which share the copies. page, place: the result of
+        producer: index of the warp among the producer warps, which share the copies. page, place: the result of
         :meth:`find_pages` for this tile.
         """
         config = self.config
@@ -121,7 +123,7 @@ class TileCopier:
     def find_pages(self, tiles, request, token, lane):
         """Returns where a lane's share of the tile that begins with ``token`` lies: (page, row of the page).
 
-        Callers ask one tile ahead, because the block table lies in global memory.
+        Callers call it one tile ahead, because the block table lies in global memory.
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
@@ -129,8 +131,9 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
-        """Issues bulk copies, one for each run of tokens; every lane issues its own. Rows past the request's end are
-        left out, since their page may not exist."""
+        """Issues bulk copies, one for each run of tokens; every lane issues its own. Rows beyond the request's end are
+        left out, since their page may not exist.
+        """
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (producer == 0)
         if const_expr(share < config.tile_tokens):
@@ -215,8 +218,9 @@ class TileCopier:
 
     @cute.jit
     def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """Writes zeros over a stage's rows of V before token ``end``, or over all its rows if ``end`` lies past the
-        tile. All consumer threads call it together."""
+        """Writes zeros over a stage's rows of V before token ``end``, or over all its rows if ``end`` lies beyond the
+        tile. All consumer threads call it together.
+        """
         operand = self.operands[1]
         address = operand.stage_address(tiles.ring, stage)
         size = operand.row_start(cutlass.min(end, self.config.tile_tokens))
@@ -255,13 +259,16 @@ class _Operand:
         return self.stage_address(tiles.ring, stage)
 
     def enter(self, source, block):
-        """Returns the source narrowed to one block. In this class it returns ``source`` unchanged, since each copy
-        names its block."""
+        """Returns the source narrowed to one block of the cache. In this class it returns ``source`` unchanged, since
+        each copy names its block.
+        """
         return source
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of a run. A run is some or all columns of every token of the tile, in order."""
+        """Bytes of a run. A run is the same columns of every token of a tile, in the order of the tokens; it may be all
+        columns.
+        """
         raise NotImplementedError
 
     def row_start(self, first: Int32):
@@ -278,8 +285,9 @@ class RowSource:
     token_bytes: Index  # from one token to the next, 32 bits, or known at compile time
 
     def address(self, block, token):
-        """Returns the address of a token's rows. ``block``: None if :meth:`AddressedRows.enter` has narrowed the
-        source."""
+        """Returns the address of a token's rows. block: index of the token's block; None if :meth:`AddressedRows.enter`
+        has narrowed the source to a block.
+        """
         address = self.base + Int64(token) * self.token_bytes
         return address if block is None else address + Int64(block) * self.block_bytes
 
@@ -319,14 +327,16 @@ class AddressedRows(RowOperand):
         return RowSource(base, block_bytes, known)
 
     def enter(self, source: RowSource, block) -> RowSource:
-        """Returns the source narrowed to one block. Addresses of the block's tokens need no 64-bit multiplications,
-        which saves 80 cycles a tile."""
+        """Returns the source narrowed to one block of the cache. Addresses of the block's tokens then need no 64-bit
+        multiplications, which saves 80 cycles a tile.
+        """
         return replace(source, base=ptx.pinned(source.base + Int64(block) * source.block_bytes))
 
 
 class BulkOperand(AddressedRows):
-    """The loader by cp.async.bulk. One lane of a producer warp copies a run of whole tokens; the stage's barrier counts
-    the bytes."""
+    """The loader by cp.async.bulk. One lane of a producer warp copies a run of whole tokens. The stage's barrier counts
+    the bytes.
+    """
 
     copy = "bulk"
 
@@ -365,7 +375,8 @@ class WordOperand(AddressedRows):
 @dataclass(frozen=True)
 class RowMapSource:
     """A tensor map over the words of a cache's tokens, and the ring; run-time values. The map begins at the CTA's first
-    head, or up to three words before the head."""
+    head, or up to three words before it.
+    """
 
     atom: cute.CopyAtom
     cache: cute.Tensor
@@ -374,10 +385,10 @@ class RowMapSource:
 
 
 class RowMapOperand(RowOperand):
-    """The loader of some heads' raw rows by tensor maps. One load takes a page's tokens; a bulk copy would take one
-    token.
+    """The loader of some heads' raw rows by tensor maps. One load takes all tokens of a page; a bulk copy would take
+    one token.
 
-    Loads also fill the padding after a token's words in shared memory, with the cache's next words or with zeros.
+    In shared memory, a token's words are followed by padding. Loads fill it with the cache's next words or with zeros.
     """
 
     copy = "map"
@@ -410,8 +421,9 @@ class RowMapOperand(RowOperand):
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
     def begin(self, head):
-        """Returns (the first word of each token that is loaded, bytes from that word to the row of the CTA's first
-        head)."""
+        """Returns (index of the first word of each token that is loaded, bytes from that word to the row of the CTA's
+        first head).
+        """
         first = head * self.tile.row_words
         if not self.begins_before:
             return first, 0
@@ -489,8 +501,9 @@ class TensorMapOperand(_Operand):
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(self.box_tokens), shape)
 
     def _layout(self, *modes: int):
-        """Returns the swizzled layout of tiles [tokens, row] of one head in shared memory. modes: the tokens of a tile,
-        then the sizes of further dimensions that repeat the tile."""
+        """Returns the swizzled layout in shared memory of tiles [tokens, row] of one head. modes: the number of tokens
+        of a tile, then the sizes of further dimensions that repeat the tile.
+        """
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if self.tile.row_bytes == PANEL_BYTES else kinds.K_SW64
         atom = warpgroup.make_smem_layout_atom(kind, self.element_type)

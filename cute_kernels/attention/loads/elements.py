@@ -16,8 +16,9 @@ class Elements:
 
     Attributes:
         type: the element type of tensors.
-        pack: packs two fp32, rounded to nearest, into a word, the first in the lower half.
-        halves: functions that return a word's lower and its upper number as fp32.
+        pack: a function that rounds two fp32 numbers to nearest and packs them into a word, the first in the lower
+            half.
+        halves: two functions; the first returns a word's lower half as fp32, the second its upper half.
     """
 
     type: type[Numeric]

@@ -30,18 +30,19 @@ KEYS, VALUES = 0, 1
 
 @dataclass(frozen=True)
 class ExtendMemory:
-    """The shared memory of an extend attention CTA; a tile is found by its operand (KEYS or VALUES) and stage.
+    """The shared memory of an extend attention CTA. A tile is addressed by its operand (KEYS or VALUES) and its stage.
 
     Attributes:
-        tile_pointer, tiles: pointer to, and address of, the tiles of K's stages, then of V's.
-        query_pointer, queries: pointer to, and address of, the warpgroups' queries.
-        code_pointer, codes: pointer to, and address of, the queries in E4M3. Without FP8 products they are equal to
+        tile_pointer, tiles: pointer to the tiles, and their address: tiles of all of K's stages, then of V's stages.
+        query_pointer, queries: pointer to the queries of all warpgroups, and their address.
+        code_pointer, codes: pointer to the queries in E4M3, and their address. Without FP8 products they are equal to
             query_pointer and queries.
         scales: [2, stages, 4] words. K's words hold a tile's powers of 2, as in :class:`.unpack.UnpackTarget`, or one
             :func:`.powers.word_of` for each decoding warp.
         query_scales: fp32 [128]: for each row of converted queries, the power of 2 that restores it by multiplication.
         slots: address of the work tiles that the first producer warp has published.
-        pipelines: the pipelines of K's tiles and of V's, which producer warps fill and all consumer warps empty.
+        pipelines: the pipelines of K's tiles and of V's tiles. Producer warps fill them and all consumer warps empty
+            them.
         work: the pipeline of the slots.
     """
 
@@ -98,7 +99,7 @@ class ExtendMemory:
         fence_init()
 
     def number(self, operand: int, stage):
-        """Returns the number of a tile: K's tiles are numbered by stage, V's tiles come after them."""
+        """Returns the index of a tile among all tiles: K's tiles by stage, then V's tiles by stage."""
         return operand * self.config.pipeline.num_stages + stage
 
     def tile(self, operand: int, stage):
@@ -154,8 +155,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """The caches of a launch; run-time values. maps: the producer's tensor maps of K and V; None if it uses none.
-    tile_scales: for unpacked keys, the address of ``tile_scales`` of :class:`.unpack.UnpackTarget`."""
+    """The caches of a launch; run-time values.
+
+    Attributes:
+        maps: the producer's tensor maps of K and V; None if it uses none.
+        tile_scales: for unpacked keys, the address of ``tile_scales`` of :class:`.unpack.UnpackTarget`.
+    """
 
     keys: Rows
     values: Rows

@@ -1,9 +1,10 @@
-"""Powers of 2 that rows of a tile share: a code times its row's scale, divided by the power, fits fp16.
+"""Powers of 2 that rows of a tile share. A code times its row's scale, divided by the shared power, fits fp16.
 
-A power brings the greatest of the rows' scales below 2**6, and its product with a code below 2**15. Scales from 2**-50
-to 2**40 keep 11 significant bits unless they are much smaller than the greatest scale: 2**29 times if only the product
-is rounded (:mod:`.unpack`), 2**19 times if the scale is rounded, too (:mod:`.rows`). Scales that are smaller still are
-rounded to multiples of 2**-30 of the greatest scale. Scales above 2**40 become infinite.
+The power is chosen so that the largest of the rows' scales, divided by it, is below 2**6, and its product with a code
+below 2**15. Scales from 2**-50 to 2**40 keep 11 significant bits unless they are much smaller than the largest scale:
+2**29 times if only the product is rounded (:mod:`.unpack`), 2**19 times if the scale is rounded, too (:mod:`.rows`).
+Scales that are smaller still are rounded to multiples of 2**-30 of the largest scale. Scales above 2**40 become
+infinite.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LEAST_EXPONENT, GREATEST_EXPONENT = -40, 40  # limits of the greatest scale's ex
 
 
 def exponent_beside(top: Float32) -> Int32:
-    """Returns the exponent of the power of 2 for rows whose greatest scale is ``top``."""
+    """Returns the exponent of the power of 2 that rows share if their largest scale is ``top``."""
     exponent = (numbers.bits(top) >> Uint32(23)).to(Int32) - 127
     exponent = cutlass.min(cutlass.max(exponent, Int32(LEAST_EXPONENT)), Int32(GREATEST_EXPONENT))
     return exponent + (1 + CODE_EXPONENT - TOP_EXPONENT)
@@ -30,13 +31,16 @@ def power_of_2(exponent: Numeric) -> Float32:
 
 
 def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
-    """Packs K's power of 2 and V's exponent, of one part of a tile, into a word. As fp32 numbers their lower halves are
-    zero, so the word holds the upper halves."""
+    """Packs K's power of 2 and the exponent of V's power of 2, for one part of a tile, into a word. The lower halves of
+    both fp32 numbers are zero, so the word holds their upper halves.
+    """
     exponent = numbers.bits(value_exponent.to(Float32))
     return numbers.bits(power_of_2(key_exponent)) | (exponent >> Uint32(16))
 
 
 def powers_in(word: Uint32) -> tuple[Float32, Float32, Float32]:
-    """Unpacks a word of :func:`word_of`. Returns (K's power of 2, V's exponent, the reciprocal of V's power of 2)."""
+    """Unpacks a word of :func:`word_of`. Returns (K's power of 2, exponent of V's power of 2, reciprocal of V's power
+    of 2).
+    """
     exponent = numbers.from_bits(word << Uint32(16))
     return numbers.from_bits(word & Uint32(0xFFFF0000)), exponent, ptx.exp2(-exponent)

@@ -41,20 +41,21 @@ class RingFiller:
 
     @cute.jit
     def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
-        """Starts loading the pages of tiles into ``pages``. The first tile begins with ``token``, each next one
-        ``stride`` tokens later."""
+        """Starts loading the pages of tiles into ``pages``. The first tile begins with ``token``, the following tiles
+        begin ``stride`` tokens apart.
+        """
         for i in cutlass.range_constexpr(self.config.pipeline.num_stages + 1):
             page, place = self.copier.find_pages(tiles, row, token + i * stride, lane)
             pages[2 * i], pages[2 * i + 1] = page, place
 
     @cute.jit
     def start(self, tiles, row, part, parts, pages, early, producer, lane):
-        """Initialises the barriers, unless ``writes_rows`` says that the kernel has done so. Starts loading the
-        expected tile, which is the first tile of the unit that the CTA expects. That happens only if the configuration
-        has an early tile and ``early`` holds. The tile may lie past the request's end.
+        """Initialises the barriers, unless the kernel has done so (``writes_rows``). Then starts loading the tile that
+        the CTA expects to be the first of its unit, if the configuration has an early tile and ``early`` holds. The
+        tile may lie beyond the request's end.
 
-        Unless ``pages`` is None, starts loading the pages of the expected unit's first tiles into ``pages``. If the CTA
-        gets another unit, tile and pages are not used.
+        pages: registers for the pages of the expected unit's first tiles, whose loads are started, too; None: no pages
+        are loaded. If the CTA gets another unit, tile and pages are not used.
         """
         config = self.config
         alone = config.filling_warps == 1
@@ -80,7 +81,9 @@ class RingFiller:
 
     @cute.jit
     def init_barriers(self, pipeline, begin: int, end: int, producer, lane):
-        """Initialises barriers ``begin`` to ``end`` - 1, where the full barriers are numbered before the empty ones."""
+        """Initialises barriers ``begin`` to ``end`` - 1. Full barriers have the lower indices, empty barriers the
+        higher ones.
+        """
         if const_expr(begin < end):
             if producer == 0:
                 if lane == 0:
@@ -95,8 +98,10 @@ class RingFiller:
         """Loads the tiles of one unit as stages become free. Loads of the unit's first ``issued`` tiles have been
         issued already.
 
-        state: the consumer warps' pipeline state. known: whether ``pages``, if any, are the pages of this unit's tiles.
-        later: whether the CTA had a unit before.
+        Args:
+            state: the consumer warps' pipeline state.
+            known: whether ``pages``, if any, are the pages of this unit's tiles.
+            later: whether the CTA has processed a unit before.
         """
         config, lane = self.config, cta.lane
         producer = cta.warp - config.num_warps
@@ -142,10 +147,10 @@ class RingFiller:
     def acquire(self, pipeline, state: PipelineState, work, token: Int32):
         """Waits until a tile's stage is empty and the tile's tokens are in the cache.
 
-        Some warps may have nothing to copy of a partial tile. The tile can then be filled, read and released without
-        them. If such a warp is late, it mistakes the stage's next phase for this phase. So producer warps wait for each
-        other before a partial tile. With copies of words they do not wait, since every producer thread arrives for each
-        tile.
+        A warp may have nothing to copy of a partial tile. The tile can then be filled, read and released without this
+        warp. If the warp is late, it mistakes the stage's next phase for this phase. So producer warps wait for each
+        other before a partial tile. With copies by words they need not wait, since every producer thread arrives for
+        each tile.
         """
         pipeline.producer_acquire(state)
         if const_expr("word" not in self.config.copies):
@@ -154,15 +159,16 @@ class RingFiller:
         self.await_append(work, token)
 
     def finish(self) -> None:
-        """Ends the producers' work. Called when all tiles of the CTA's units are in flight."""
+        """Ends the producers' work. It is called when all tiles of the CTA's units are in flight."""
         self.copier.drain()
         self.let_next_begin()
 
     def let_next_begin(self) -> None:
-        """After an append, lets the next launch begin where an SM has room, once all tiles of this CTA are in flight.
+        """Lets the next launch begin, once all tiles of this CTA are in flight and the append has ended. It does so
+        only in kernels that follow an append.
 
-        If the next launch began together with this CTA, the two would only compete. The append has ended by now. This
-        function waits for the append, so that the next launch finds all earlier launches finished.
+        If the next launch began together with this CTA, the two would only compete. It also waits for the append so
+        that the next launch finds all earlier launches finished; the append has usually ended by now.
         """
         if const_expr(self.config.after_append):
             cute.arch.griddepcontrol_wait()
@@ -172,9 +178,9 @@ class RingFiller:
     def await_append(self, work, token):
         """Waits until a tile's new tokens are in the cache, before the tile is loaded. Waiting again costs nothing.
 
-        In a kernel that writes the newest rows itself, only a tile that may hold the newest token waits. After an
-        append kernel, a unit's first tile waits only if it has new tokens; all later tiles wait. Earlier loads of later
-        tiles would delay the append's own loads, and would not be used any earlier.
+        In a kernel that writes the newest rows itself, only a tile that may hold the newest token waits. In a kernel
+        after an append, a unit's first tile waits only if it has new tokens; all later tiles wait. Loading later tiles
+        during the append would delay the append's loads, and would save no time.
         """
         if const_expr(self.writes_rows):
             if token + self.config.tile_tokens >= work.length:

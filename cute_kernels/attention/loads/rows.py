@@ -2,8 +2,8 @@
 queries.
 
 A warp loads 32 neighbouring words of a row, or of several consecutive rows. A lane's word has 4 or 8 codes, which
-become 8 or 16 bytes of the tile. So neither loads nor stores have bank conflicts. The address of a store is one of a
-lane's few addresses plus a constant.
+become 8 or 16 bytes of the tile. So stores have no bank conflicts. A store's address is one of a few addresses that a
+lane keeps, plus a constant.
 
 Half of the warps decode K, half V. When a warp has decoded its rows of one tile, it issues the loads of the next tile's
 rows, then waits until that tile is free. A warp issues no loads while it decodes: the hardware counts a thread's loads
@@ -88,9 +88,13 @@ class Int4Words:
 
 @dataclass(frozen=True)
 class Held:
-    """The registers in which a warp holds its part of a tile. words: a lane's codes, a word for each load. headers:
-    INT4 scale and shift, a word for each load. scales: fp32 scales of rows of bytes; `CodedRows.scale_place` says which
-    scales a lane has."""
+    """The registers in which a warp holds its part of a tile.
+
+    Attributes:
+        words: a lane's codes, a word for each load.
+        headers: INT4 scale and shift, a word for each load.
+        scales: fp32 scales of rows of 8-bit codes; `CodedRows.scale_place` says which scales a lane has.
+    """
 
     words: RegisterTensor[Uint32]
     headers: RegisterTensor[Uint32]
@@ -99,15 +103,17 @@ class Held:
 
 @dataclass(frozen=True)
 class Places:
-    """The places in the cache of a warp's rows of a tile, in registers. entries, places: for each run of rows, the
-    results of :meth:`.pages.Pages.ask` for the run's first row."""
+    """The places in the cache of a warp's rows of a tile, in registers.
+
+    entries, places: for each run of rows, both results of :meth:`.pages.Pages.ask` for the run's first row.
+    """
 
     entries: RegisterTensor[Int32]
     places: RegisterTensor[Int32]
 
 
 class RowRuns:
-    """A warp's rows of a tile of K or V, as runs. The rows of a run always lie together in the cache."""
+    """A warp's rows of a tile of K or V, as runs. The rows of a run are always contiguous in the cache."""
 
     def __init__(self, config: ExtendConfig | UnpackConfig, warp_rows: int):
         self.tile_tokens, self.warp_rows, self.paged = config.tile_tokens, warp_rows, config.page_tokens > 0
@@ -132,7 +138,9 @@ class RowRuns:
                 places.entries[run], places.places[run] = work.request, token
 
     def block(self, source, places: Places, run: int):
-        """Returns the block of the cache (page or request) that has a run's rows. Waits for the page's number."""
+        """Returns the block of the cache (page or request) that has a run's rows. Waits for the load of the page
+        index.
+        """
         return source.pages.existing(places.entries[run]) if self.paged else places.entries[run]
 
     def bases(self, source, rows, places: Places, head) -> list[Int64]:
@@ -215,18 +223,19 @@ class CodedRows:
             scales[k] = load_word_below(row - low, count, address)
 
     def scale_place(self, lane, k: int) -> tuple[Any, Any]:
-        """Returns (row, group) of a lane's ``k``-th scale; the row is counted among the warp's."""
+        """Returns (row, group) of a lane's ``k``-th scale. row: index among the warp's rows."""
         if self.num_groups == 1:
             return lane % self.warp_rows, 0
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
 
     def units_before(self, work):
-        """Returns how many words of a row lie before the work tile's part of the row."""
+        """Returns the number of words of a row that lie before the work tile's part of the row."""
         return work.value_part * self.real_units if self.parts > 1 else 0
 
     def scale_of(self, scales, work, lane, k: int):
-        """Returns the scale of a lane's word of load ``k``. Another lane may hold the scale in its registers
-        ``scales``."""
+        """Returns the scale for a lane's word of load ``k``. The lane may get the scale from another lane's registers
+        ``scales``.
+        """
         row, part = k * WARP_THREADS // self.row_units, k * WARP_THREADS % self.row_units
         below, word = self.lane_place(lane)
         if self.num_groups == 1:
@@ -237,8 +246,9 @@ class CodedRows:
         return cute.arch.shuffle_sync(scales[row // self.scale_rows], holder)
 
     def load_words(self, held: Held, rows, bases, units, low, count, lane) -> None:
-        """Starts loading words and headers of rows. units: the result of :meth:`units_before`. count: how many rows
-        from ``low`` on exist; None if all rows do, which saves two instructions a word."""
+        """Starts loading words and headers of rows. units: the result of :meth:`units_before`. low, count: rows ``low``
+        to ``low + count`` - 1 exist. count is None if all rows exist, which saves two instructions a word.
+        """
         below, word = self.lane_place(lane)
         unit = word + units
         for k in range(self.num_loads):
@@ -261,13 +271,13 @@ class CodedRows:
         return ptx.load_global_words(address, offset, 1)[0]
 
     def lane_place(self, lane) -> tuple[Int32, Int32]:
-        """Returns (row, word) of a lane's part of a load; both are counted within the load."""
+        """Returns (row, word) of a lane's part of a load, as indices within the load."""
         if self.row_units < WARP_THREADS:
             return lane // self.row_units, lane % self.row_units
         return Int32(0), lane
 
     def numbers(self, held: Held, k: int):
-        """Decodes a lane's word of a load to packed pairs, without a row's scale."""
+        """Decodes a lane's word of a load to packed pairs of numbers. A scale of the row is not applied."""
         return self.decoder.numbers(held.words[k], held.headers[k] if self.has_headers else None)
 
 
@@ -281,7 +291,7 @@ class TileWriter:
         self.rows = CodedRows(config, operand, looks_first=reader is not None and reader.scales == "groups")
 
     def place(self, warp, lane):
-        """Returns the byte offset in a tile of the numbers of a lane's first word."""
+        """Returns the byte offset in a tile at which a lane stores the numbers of its first word."""
         word_codes = self.rows.word_codes
         below, word = self.rows.lane_place(lane)
         column = word * word_codes
@@ -291,8 +301,10 @@ class TileWriter:
 
     @cute.jit
     def store(self, held: Held, value_scales, work, memory, stage: Int32, place: Int32, warp: Int32, lane: Int32):
-        """Decodes a warp's loaded words into its rows of a free tile. place: the result of :meth:`place`. value_scales:
-        the scales of V's rows, which K's warps hold."""
+        """Decodes a warp's loaded words into its rows of a tile whose stage is free.
+
+        place: the result of :meth:`place`. value_scales: the scales of V's rows, which K's warps hold.
+        """
         row_words, word_codes = self.rows.row_units, self.rows.word_codes
         place = place + (memory.tiles + memory.tile(self.operand, stage))
         exponent = self.exponent_of(held.scales, self.config.scale_words[self.operand])
@@ -329,7 +341,9 @@ class TileWriter:
 
     @cute.jit
     def tell(self, word: Uint32, address: Int32, lane: Int32):
-        """Publishes ``word``, which has K's and V's powers of 2, for the consumers. They read it with K's tile."""
+        """Publishes ``word``, which has the powers of 2 of K and V, for the consumers. They read it together with K's
+        tile.
+        """
         if lane == 0:
             ptx.store_shared(address, 0, [word])
 
@@ -337,9 +351,10 @@ class TileWriter:
 class RowProducer:
     """The producer warps of caches in which K, V or both have codes. Half of the warps fill K's tiles, half V's.
 
-    If K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`. Consumers want V's powers of 2 with
-    K's tile. So if V's rows have scales and K is not decoded, K's warps read V's scales. Each of them reads the scales
-    of one V warp's rows.
+    If K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`.
+
+    Consumers read V's powers of 2 together with K's tile. So if V's rows have scales and K is not decoded, K's warps
+    read V's scales. Each of them reads the scales of one V warp's rows.
     """
 
     def __init__(self, config: ExtendConfig):
@@ -374,8 +389,9 @@ class RowProducer:
 
     @cute.jit
     def decode_tiles(self, operand: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """Decodes the tiles of K or of V. warp: the warp's number among K's or V's warps. Returns the next pipeline
-        state."""
+        """Decodes the tiles of K or of V. warp: index of the warp among the warps of K, or of V. Returns the next
+        pipeline state.
+        """
         source, work, first_valid = filling.source, filling.work, filling.first_valid
         pipeline = filling.memory.pipelines[operand]
         held, places = self.writers[operand].rows.make(), self.runs.make()
@@ -404,7 +420,7 @@ class RowProducer:
 
     @cute.jit
     def copy_tile(self, operand: cutlass.Constexpr, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """Copies a tile of 16 bits. warp: the warp's number among K's or V's warps."""
+        """Copies a 16-bit tile. warp: index of the warp among the warps of K, or of V."""
         if const_expr(operand == KEYS and self.config.tile_scales[VALUES]):
             self.tell_powers(filling, at.block, warp, lane, state)
         if warp == 0:
@@ -412,8 +428,9 @@ class RowProducer:
 
     @cute.jit
     def tell_powers(self, filling, block: Int32, warp: Int32, lane: Int32, state: PipelineState):
-        """Publishes the power of 2 that a V warp's rows share, with K's tile. First waits until the stage of K's tile
-        is free. All warps but the first then arrive for the tile; the first warp arrives with its copy."""
+        """Publishes the power of 2 that a V warp's rows share, together with K's tile. First waits until the stage of
+        K's tile is free. All warps except the first then arrive for the tile; the first warp arrives with its copy.
+        """
         source, work, memory = filling.source, filling.work, filling.memory
         writer = self.writers[VALUES]
         places, scales = self.runs.make(), cute.make_rmem_tensor(self.config.scale_words[VALUES], Uint32)

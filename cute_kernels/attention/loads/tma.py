@@ -79,8 +79,9 @@ class TmaTileProducer:
 
     @cute.jit
     def fill_by(self, copy: cutlass.Constexpr, filling, span, warp: Int32, lane: Int32, state: PipelineState):
-        """Fills the tiles of a work tile by calling ``copy``, which has the arguments of `copy_warps`, for each
-        block."""
+        """Fills the tiles of a work tile. For each block it calls ``copy``, a function with the arguments of
+        `copy_warps`.
+        """
         found, place = self.locate(filling, cutlass.max(span.end - 1, 0), lane)
         for i in cutlass.range(span.begin, span.end, 1, unroll=1):
             block = span.end - 1 - (i - span.begin)
@@ -92,7 +93,9 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_warps(self, filling, at, warp: Int32, lane: Int32, state: PipelineState):
-        """Copies a block's tiles of K and V. A single producer warp copies both; of two warps, each copies one."""
+        """Copies a block's tiles of K and V. If there is one producer warp, it copies both. If there are two, each
+        copies one of them.
+        """
         if const_expr(self.config.filling_warps == 1):
             for operand in cutlass.range_constexpr(2):
                 self.copy(operand, filling, at, lane, state)
@@ -132,8 +135,9 @@ class TmaTileProducer:
         return source.pages.existing(entry), place
 
     def first_tile(self, source, work):
-        """Returns the number, among all tiles of unpacked keys, of the first tile of the work tile's request and
-        head."""
+        """Returns an index among all tiles of unpacked keys: that of the first tile of the work tile's request and
+        head.
+        """
         rows, config = source.keys, self.config
         offset = Int64(work.request) * rows.block_bytes + Int64(work.head) * rows.head_bytes
         return offset // (config.tile_tokens * config.head_dim * ELEMENT_BYTES)

@@ -3,18 +3,18 @@
 A producer that decodes rows again for every 128 rows of queries cannot keep up with the MMAs. This kernel decodes each
 row once for all queries, at the speed of memory. Attention then loads tiles by TMA as it does from a 16-bit cache.
 
-For FP8 products rows stay codes: K's as they are, V's with rows and columns exchanged.
+For FP8 products rows stay codes. K's tiles are copied unchanged, V's tiles are transposed.
 
 A CTA takes a tile of one KV head, of K or of V. All of its UNPACK_WARPS warps run the same code. They wait for each
-other only at barrier 0, and only where tiles have a scale. A warp issues the loads of all of its rows at once, and
+other only at barrier 0, and only if tiles have a scale. A warp issues the loads of all of its rows at once, and
 decodes them when they have arrived (:mod:`.rows` says how). Other CTAs of the SM keep memory busy meanwhile.
 
-A tile holds the numbers that a decoding producer would have written, with one difference: a row's fp32 scale is
-multiplied in, and the product with the code is rounded once, to fp16. To allow any scale, a tile has a power of 2 that
-its numbers are to be multiplied by (:mod:`.powers`). The tile's warps find it from their rows' greatest scale, and
-attention loads it with the tile.
+A tile holds the numbers that a decoding producer would have written, with one difference: a code is multiplied by its
+row's fp32 scale, and the product is rounded once, to fp16. To allow any scale, attention multiplies a tile's numbers by
+a power of 2 (:mod:`.powers`). The tile's warps compute the power from their rows' largest scale, and attention loads
+it with the tile.
 
-Code that runs once a tile must be short, since it has to come through the instruction cache.
+Code that runs once a tile must be short, since it is loaded through the instruction cache.
 
 Tokens that no query of a request sees become zeros, and requests without queries are skipped.
 """
@@ -48,11 +48,15 @@ SHARED_PERCENT = 8  # share of an SM's memory that is no L1: what its CTAs' tops
 
 @dataclass(frozen=True)
 class UnpackSizes:
-    """Run-time numbers of a launch.
+    """Run-time integers of a launch.
 
-    total_q: queries of all requests. batch: requests. kv_heads: KV heads. max_seq_len: tokens that a request may have.
-    window: keys that a query sees, itself included; 0 for all. room: tokens that the target has for each request, in
-    whole tiles.
+    Attributes:
+        total_q: number of queries of all requests.
+        batch: number of requests.
+        kv_heads: number of KV heads.
+        max_seq_len: number of tokens that a request may have.
+        window: number of keys that a query sees, its own key included; 0 for all.
+        room: number of tokens that the target has for each request, a multiple of a tile's.
     """
 
     total_q: Int32
@@ -65,9 +69,13 @@ class UnpackSizes:
 
 @dataclass(frozen=True)
 class UnpackTarget:
-    """The addresses that rows are written to. keys, values: [batch, kv_heads, room, head_dim] of 16 bits. tile_scales:
-    fp32 [batch, kv_heads, tiles, 4]. A tile's four numbers are the factor of K's tile, 0, log2 of the factor of V's
-    tile, and the reciprocal of V's factor."""
+    """The addresses that rows are written to.
+
+    Attributes:
+        keys, values: [batch, kv_heads, room, head_dim] of 16 bits.
+        tile_scales: fp32 [batch, kv_heads, tiles, 4]. The four numbers of a tile are the factor of K's tile, 0, log2 of
+            the factor of V's tile, and the reciprocal of V's factor.
+    """
 
     keys: Int64
     values: Int64
@@ -79,8 +87,9 @@ class UnpackTarget:
 
 @dataclass(frozen=True)
 class UnpackWork:
-    """A tile to unpack: its request, head and block. Some query of the request sees each of tokens first_valid to
-    kv_stop - 1."""
+    """A tile to unpack: its request, head and block. Tokens first_valid to kv_stop - 1 are those that some query of the
+    request sees.
+    """
 
     request: Int32
     head: Int32
@@ -131,9 +140,11 @@ class UnpackKernel:
 
     @cute.jit
     def unpack(self, shape, source, target, lengths, tops: Int32, item: Int32, stride: Int32, warp: Int32, lane: Int32):
-        """Unpacks a CTA's tiles: every ``stride``-th tile from ``item`` on. Tiles are numbered over requests, blocks,
-        heads, and K and V. Heads and operands are innermost, so that CTAs that run at the same time read the same
-        tokens. tops: address of shared memory for the warps' greatest scales; two buffers alternate from tile to tile.
+        """Unpacks a CTA's tiles: every ``stride``-th tile from ``item`` on. tops: address of shared memory for the
+        warps' largest scales; two buffers alternate from tile to tile.
+
+        Tiles are ordered by request, then block, then head, then K and V. So CTAs that run at the same time read the
+        same tokens.
         """
         for first in cutlass.range(0, shape.batch, WARP_THREADS):
             first_valid, kv_stop = self.tokens(shape, lengths, first + lane)
@@ -170,7 +181,7 @@ class UnpackKernel:
 
     @cute.jit
     def unpack_tile(self, shape, source, target, work: UnpackWork, index: Int32, tops: Int32, warp: Int32, lane: Int32):
-        """Unpacks a tile of K or V. index: number of the tile in its request, where K's and V's tiles alternate."""
+        """Unpacks a tile of K or V. index: the tile's index in its request, where K's and V's tiles alternate."""
         if (index & 1) == KEYS:
             self.copy(KEYS, shape, source, target, work, tops, warp, lane)
         else:
@@ -205,8 +216,9 @@ class UnpackKernel:
 
     @cute.jit
     def scale_tile(self, operand: cutlass.Constexpr, held, address: Int64, tops: Int32, warp: Int32, lane: Int32):
-        """Writes a tile's power of 2 to ``address``. Returns the power's reciprocal, by which rows' scales are to be
-        multiplied."""
+        """Writes a tile's power of 2 to ``address``. Returns the power's reciprocal, by which rows' scales are
+        multiplied.
+        """
         exponent = Int32(0)
         if const_expr(self.config.tile_scales[operand]):
             top = lane_max(Float32(held.scales[0].bitcast(Float32)), neighbours(WARP_THREADS))
@@ -223,7 +235,7 @@ class UnpackKernel:
 
     @cute.jit
     def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
-        """Returns the greatest ``top`` of all warps of the CTA. No second barrier is needed, since the next tile's
+        """Returns the largest ``top`` of all warps of the CTA. No second barrier is needed, since the next tile's
         values have other addresses."""
         self.publish(top, tops + 4 * warp, lane)
         cute.arch.barrier()
@@ -232,14 +244,15 @@ class UnpackKernel:
 
     @cute.jit
     def publish(self, top: Float32, address: Int32, lane: Int32):
-        """Publishes a warp's greatest scale for the CTA's other warps."""
+        """Publishes a warp's largest scale for the CTA's other warps."""
         if lane == 0:
             ptx.store_shared(address, 0, [top])
 
     @cute.jit
     def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
         """Decodes a warp's loaded words of a tile into the target's rows, of which the first begins at ``address``.
-        factor: the number that rows' scales are multiplied by."""
+        factor: a factor for all rows' scales.
+        """
         below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
         unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane
         own = address + Int64(below * self.row_bytes + unit * rows.unit_bytes)

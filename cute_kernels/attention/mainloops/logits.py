@@ -1,8 +1,8 @@
-"""Turns raw scores into the softmax's logits: score options change them, by their terms
+"""Turns raw scores into the softmax's logits. Score options change scores by their terms
 (`cute_kernels.formats.scores.terms`), and masks hide keys from a query.
 
-A request's queries are its last tokens: query ``place`` of q_len stands at position length - q_len + place. Logits are
-in powers of two (times log2 e), since the softmax uses exp2 alone.
+A request's queries are its last tokens: query ``place`` of q_len has position length - q_len + place. Logits are
+multiplied by log2 e, since the softmax uses exp2 alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Logits:
         self.shifts = self.features.shift and self.features.soft_cap
 
     def open(self, values: FeatureValues, work, roles, t, softmax_scale):
-        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles, t: they
-        identify the lane's queries."""
+        """Makes the state that a warp keeps for a unit: the inputs that score terms need for each query. roles, t:
+        identify the lane's queries.
+        """
         state = LogitState()
         state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
         state.place, state.roles, state.t = work.place, roles, t
@@ -57,10 +58,10 @@ class Logits:
 
     @cute.jit
     def apply(self, state, s, score_scale: Float32, tokens, masked):
-        """Turns raw scores s [rows x columns] into logits, in place. tokens: each row's key position.
+        """Turns raw scores s [rows x columns] into logits, in place. Returns a factor by which the results still have
+        to be multiplied.
 
-        masked: whether some key of the tile is hidden from some query. Returns the factor by which the logits still
-        have to be multiplied.
+        tokens: the key position of each row. masked: whether some key of the tile is hidden from some query.
         """
         if const_expr(self.transforms):
             for j in cutlass.range_constexpr(len(tokens)):
@@ -85,7 +86,7 @@ class Logits:
                     s[self.columns * j + column] = Float32(-Float32.inf)
 
     def ask(self, state, tokens):
-        """Starts loading inputs of score options: those for the keys at positions ``tokens``."""
+        """Starts loading the inputs that score options need for keys at positions ``tokens``."""
         self.terms.ask(state, tokens)
 
     def is_hidden(self, state, position, token):

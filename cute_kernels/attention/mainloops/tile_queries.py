@@ -1,10 +1,12 @@
 """Loads queries of a warpgroup's 64 rows into shared memory. The warps that multiply the queries also load them.
 
 The loads begin once the last scores of the previous work tile are computed, and arrive during that tile's last MMAs.
-For keys that are codes, bf16 queries become fp16. Each row is multiplied by a power of 2 that brings its greatest
-number below 2**15; numbers 2**28 times smaller are still exact. For FP8 products queries become E4M3, in another
-buffer. Each row is multiplied by a power of 2 that brings its greatest number below 2**8; numbers up to 2**13 times
-smaller keep 4 bits.
+
+For keys that are codes, bf16 queries become fp16. Each row is multiplied by a power of 2 that brings its largest
+magnitude below 2**15; numbers that are 2**28 times smaller are still exact.
+
+For FP8 products queries become E4M3, in another buffer. Each row is multiplied by a power of 2 that brings its largest
+magnitude below 2**8; numbers up to 2**13 times smaller keep 4 bits.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
 
 
 def query_row(shape, work, row):
-    """Returns (row of out, query, head) of a packed row of a work tile. The row of out is numbered in [total_q *
-    num_q_heads], the query in its request."""
+    """Returns (row of out, query, head) of a packed row of a work tile. Row of out: index in [total_q * num_q_heads].
+    query: index of the query in its request.
+    """
     place, member = shape.group.divide_int(row)
     head = work.head * shape.group.value + member
     return (work.q_start + place) * shape.num_q_heads + head, place, head
@@ -42,8 +45,9 @@ def query_row(shape, work, row):
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The place of queries in global memory; run-time values. A query's heads lie together. token_bytes: bytes from a
-    query to the next one."""
+    """The place of queries in global memory; run-time values. A query's heads are contiguous. token_bytes: bytes from
+    one query to the next.
+    """
 
     base: Int64
     token_bytes: Int64
@@ -75,13 +79,15 @@ class QueryLoader:
         self.num_steps = WARP_ROWS // self.step_rows
 
     def places(self, tile, warp, lane, step: Index) -> list[Any]:
-        """Returns the shared addresses of a lane's pieces of a row: one piece in each part of the row."""
+        """Returns the shared addresses of a lane's pieces of a row, one piece in each part of the row."""
         row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         first = tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
         return [first + part * (self.row_lanes // 8 * SLAB_BYTES) for part in range(self.parts)]
 
     def code_place(self, codes, warp, lane, step: Index):
-        """Returns the shared address of the half piece in E4M3 that a lane's 16-bit piece becomes."""
+        """Returns the shared address of the E4M3 codes that a lane's 16-bit piece is converted to; they take half a
+        piece.
+        """
         row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)
 
@@ -111,8 +117,8 @@ class QueryLoader:
 
     @cute.jit
     def finish(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Waits for this thread's loads, and converts the queries if the configuration wants it. The warpgroup has to
-        synchronise before MMAs read the queries.
+        """Waits for this thread's loads, and converts the queries if the configuration requires it. The warpgroup has
+        to synchronise before MMAs read the queries.
 
         codes: shared address of the warpgroup's queries in E4M3. scales: address of the factors of the warpgroup's
         rows.
@@ -124,8 +130,9 @@ class QueryLoader:
 
     @cute.jit
     def convert(self, operands, work, tile: Int32, codes: Int32, scales: Int32, warp: Int32, lane: Int32):
-        """Converts a warp's rows to fp16 or E4M3. Each row is multiplied by a power of 2 and, where K's columns have
-        scales, by these scales."""
+        """Converts a warp's rows to fp16 or E4M3. Each row is multiplied by a power of 2 and, if K's columns have
+        scales, by these scales.
+        """
         channels: list[Float32] = []
         if const_expr(self.config.channel_scales[0]):
             channels = self.channel_scales(operands, work, lane)
@@ -185,7 +192,9 @@ class QueryLoader:
         return [word.bitcast(Float32) for half in words for word in half]
 
     def powers_of(self, top: Float32) -> tuple[Float32, Float32]:
-        """Returns (the power of 2 that a row with greatest number ``top`` is multiplied by, the power's reciprocal)."""
+        """Returns (power of 2 by which a row is multiplied, the power's reciprocal). top: the row's largest
+        magnitude.
+        """
         wanted = TOP_EXPONENTS["e4m3" if self.config.fp8 else "fp16"]
         exponent = (numbers.bits(top) >> 23).to(Int32) - 127
         exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))

@@ -129,8 +129,9 @@ class ResultWriter:
         return [factor * scale.bitcast(Float32) for scale in scales]
 
     def merge(self, operands, work, number, reference, total, lane) -> tuple[Any, ...]:
-        """Merges a row with the other launch's result. Returns (common reference, total, factor of this launch's
-        accumulators, the other result's values times their weight). Values are in the order of the thread's columns."""
+        """Merges a row with another launch's result. Returns (common reference, total, factor of this launch's
+        accumulators, the other launch's values times their weight). Values are in the order of the thread's columns.
+        """
         other = load_float(operands.other_lse + Int64(number) * 4) * ptx.LOG2_E
         common, (own, weight) = weights_of([reference, other])
         address = operands.other_out + Int64(number) * (self.config.head_dim * ELEMENT_BYTES)

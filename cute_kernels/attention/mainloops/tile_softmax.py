@@ -1,6 +1,6 @@
 """Online softmax over the accumulators of a 64-row MMA: two rows a thread, four threads a row.
 
-Where V's rows have scales, the reference also bounds probability times scale, which fp16 has to hold.
+If V's rows have scales, the reference also bounds the product of probability and scale, which must fit fp16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rows:
         positions: the rows' query positions in the request.
         scales: factors that turn scores into exponents of 2.
         state: the state of score options for both rows.
-        masks: the numbers of both rows in the tree's mask; empty without a tree.
+        masks: the indices of both rows in the tree's mask; empty without a tree.
         online: the softmax references and totals of both rows.
     """
 
@@ -45,7 +45,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class TileScale:
-    """The powers of 2 of a part of a tile: K's factor, log2 of V's factor, and the reciprocal of V's factor."""
+    """The scales of a part of a tile: K's factor, log2 of V's factor, and the reciprocal of V's factor. Factors are
+    powers of 2.
+    """
 
     key: Any
     value_log: Any
@@ -73,9 +75,10 @@ class Softmax:
         return ptx.load_shared_vector(address, 0, TILE_SCALE_BYTES // 4 if self.runs == 1 else self.runs)
 
     def scales_in(self, words) -> list[TileScale]:
-        """Returns the scales of each part of a tile; 1 where tiles have none. Callers convert words as late as
-        possible. Scales take three times as many registers as words, and registers are scarce while scores and
-        accumulators are live."""
+        """Returns the scales of each part of a tile; 1 if tiles have none. Callers convert words as late as possible,
+        since scales take three times as many registers, and registers are scarce while scores and accumulators are
+        live.
+        """
         if not words:
             return [TileScale(Float32(1.0), Float32(0.0), Float32(1.0))]
         if self.runs > 1:
@@ -88,8 +91,7 @@ class Softmax:
         return sum_place(index)[1] * self.runs // self.tokens
 
     def place(self, index: int) -> tuple[int, int]:
-        """Returns the key and the row of a thread's ``index``-th accumulator: (number among the thread's keys of a
-        block, row 0 or 1)."""
+        """Returns (index among the thread's keys of a block, row 0 or 1) of a thread's ``index``-th accumulator."""
         return index // 4 * 2 + index % 2, row_of(index)
 
     @cute.jit
@@ -126,9 +128,10 @@ class Softmax:
                             scores[i] = cutlass.select_(hidden, -Float32.inf, scores[i])
 
     def tree_bits(self, address: Int64, num_words: Int32, first: Int32, lane) -> list[Any]:
-        """Returns words of a query's mask of a block, shifted for the lane. The accumulator in column c belongs to bit
-        c % 32 of word c // 32. first: the block's first token, counted from the request's first new token. Older
-        tokens, below 0, are always seen."""
+        """Returns words of a query's tree mask for a block, shifted for the lane. The accumulator in column c belongs
+        to bit c % 32 of word c // 32. first: the block's first token, counted from the request's first new token. Older
+        tokens, below 0, are always seen.
+        """
         whole, shift = first >> 5, Uint32(first & 31)
         words = []
         for k in range(self.tokens // 32 + 1):
@@ -142,15 +145,18 @@ class Softmax:
         return bits
 
     def scale_of(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor that turns the scores of a part of a tile into exponents of 2. A row of zeros, or keys of
-        zeros, have very small scales. Masked scores are -inf, so the factor may not be 0."""
+        """Returns the factor that turns the scores of a part of a tile into exponents of 2. The factor is never 0,
+        since masked scores are -inf: a row of zeros, or keys of zeros, would otherwise have a scale so small that the
+        factor rounds to 0.
+        """
         if not self.tile_scales[0]:
             return rows.scales[row]
         return ptx.fmax(rows.scales[row] * scale.key, Float32(MIN_SCORE_SCALE))
 
     def factor(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor that turns scores into exponents of 2 after :meth:`take`. The factor is 1 if :meth:`take`
-        has multiplied by it."""
+        """Returns the factor that turns scores into exponents of 2 after :meth:`take`. It is 1 if :meth:`take` has
+        already applied it.
+        """
         return Float32(1.0) if const_expr(self.terms.change_scores) else self.scale_of(rows, scale, row)
 
     def own(self, row: int, run: int) -> list[int]:
@@ -158,7 +164,9 @@ class Softmax:
         return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
     def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
-        """Returns the maximum, over a row's keys, of the exponent of 2 plus log2 of the scale of V's tile."""
+        """Returns the maximum over a row's keys of the score as an exponent of 2, plus log2 of the scale of V's
+        tile.
+        """
         tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
         if self.runs == 1:
             tops = [lane_max(tops[0], ROW_LANES)]
@@ -170,8 +178,11 @@ class Softmax:
 
     def weigh(self, scores, rows: Rows, factors, tile) -> None:
         """Turns scores into probabilities times the scale of V's tile. Adds the probabilities to the totals, unless
-        MMAs do. Stores in ``factors``, fp32 [2] in registers, the factors by which earlier accumulators of the two rows
-        are to be multiplied."""
+        MMAs do.
+
+        factors: fp32 [2] in registers. It receives the factors by which earlier accumulators of the two rows have to be
+        multiplied.
+        """
         scales = self.scales_in(tile)
         for row in range(2):
             factors[row] = rows.online.follow(row, self.highest(scores, rows, scales, row), self.headroom)

@@ -3,7 +3,7 @@
 A block's softmax overlaps with the PV MMAs of the block before, as in FlashAttention-3 (Shah et al. 2024). The two
 warpgroups take turns issuing MMAs, so that the softmax also overlaps with the other warpgroup's MMAs.
 
-    tensor cores   Q K^T (b) | P V (b - 1) | ...        of the one warpgroup, then of the other
+    tensor cores   Q K^T (b) | P V (b - 1) | ...        of one warpgroup, then of the other
     softmax                  | of block b
 """
 
@@ -36,8 +36,13 @@ from cute_kernels.formats.scores.terms import QueryColumn, ScoreState
 
 @dataclass(frozen=True)
 class Features:
-    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]. tree_mask: address
-    of int32 [total_q, tree_words]. tensors: addresses of the tensors of registered score options, by name."""
+    """Run-time values of a launch's features.
+
+    Attributes:
+        sinks, alibi_slopes: addresses of fp32 [num_q_heads].
+        tree_mask: address of int32 [total_q, tree_words].
+        tensors: addresses of the tensors of registered score options, by name.
+    """
 
     window: Int32
     soft_cap: Float32
@@ -57,12 +62,15 @@ class Features:
 
 @dataclass(frozen=True)
 class Operands:
-    """Addresses and numbers that a launch passes to consumers.
+    """Addresses and strides that a launch passes to consumers.
 
-    q, out: [total_q, num_q_heads, head_dim]. lse: fp32 [total_q, num_q_heads], or 0. other_out, other_lse: another
-    launch's result to merge with, shaped as out and lse. partials: fp32 [splits, total_q, num_q_heads, head_dim], then
-    [splits, total_q, num_q_heads] of log2 sums. k_scale, v_scale: fp32 scales beside the cache; ``*_scale_stride``
-    elements lie from a KV head's scales to the next head's. A head's column scales are contiguous.
+    Attributes:
+        q, out: [total_q, num_q_heads, head_dim].
+        lse: fp32 [total_q, num_q_heads], or 0.
+        other_out, other_lse: another launch's result to merge with, shaped as out and lse.
+        partials: fp32 [splits, total_q, num_q_heads, head_dim], then [splits, total_q, num_q_heads] of log2 sums.
+        k_scale, v_scale: fp32 scales beside the cache. The scales of a KV head begin ``*_scale_stride`` elements after
+            those of the previous head. Column scales of a head are contiguous.
     """
 
     q: QueryRows
@@ -175,7 +183,9 @@ class Consumer:
         self.products.pack(values, packed)
 
     def go_on(self, features, work, span, rows, sums, packed, factors, memory, group, lane, block, state) -> None:
-        """Adds P V of the block in stage ``state``, and computes the probabilities of the next block, ``block``."""
+        """Adds P V of the block before, whose values are in stage ``state``, and computes the probabilities of block
+        ``block``.
+        """
         if self.two_level is not None:
             given = (features, work, span, rows, sums, packed, factors, memory, group, lane, block, state)
             self.two_level.go_on(*given)
@@ -216,8 +226,9 @@ class Consumer:
         self.products.multiply_values(sums, packed, memory, state.stage)
 
     def finish_scores(self, scores, memory, state, lane, pending: int) -> Any:
-        """Waits for scores, releases K's stage and returns the scores. The function waits twice: the second wait keeps
-        LLVM from copying the scores before the first."""
+        """Waits for scores, releases K's stage and returns the scores. There are two waits, because LLVM would copy the
+        scores before a single wait.
+        """
         count = self.config.tile_tokens // 2
         wgmma_tiles.wait(pending)
         found = wgmma.wait_for([scores[i] for i in range(count)], pending)
@@ -228,8 +239,7 @@ class Consumer:
         return values
 
     def finish_values(self, sums, memory, state, lane) -> None:
-        """Waits for P V and releases V's stage. The function waits twice, for the reason that :meth:`finish_scores`
-        names."""
+        """Waits for P V and releases V's stage. There are two waits, as in :meth:`finish_scores`."""
         count = self.config.operand_columns[VALUES] // 2
         wgmma_tiles.wait()
         found = wgmma.wait_all([sums[i] for i in range(count)])
@@ -239,10 +249,10 @@ class Consumer:
 
     @cute.jit
     def weigh(self, features, work, span, rows, values, factors, tile, lane, block):
-        """Computes probabilities of a block from its scores, and the factors by which earlier accumulators shrink.
+        """Computes probabilities of a block from its scores, and the factors that rescale earlier accumulators.
 
         ptxas moves a wait for MMAs to the beginning of its basic block, before instructions that do not need the MMAs.
-        To keep the softmax before the wait, there is a branch between them. The branch is always taken, but the
+        A branch between softmax and wait keeps the softmax before the wait. The branch is always taken, but the
         compiler cannot know this.
         """
         masked = self.worker.is_masked(work, span, block)

@@ -1,9 +1,9 @@
 """Two-level accumulation: tensor cores add up P V within a block, and fp32 sums in registers add up the blocks.
 
 The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. So each block's
-accumulators begin at zero, and are then added to the thread's fp32 sums. The same operation multiplies the fp32 sums by
-the factors by which earlier sums shrink. MMAs also multiply probabilities with ones. Their results are a block's sums
-of rounded probabilities, so weights add up to 1.
+accumulators begin at zero, and are then added to the thread's fp32 sums. The same instruction rescales the earlier fp32
+sums. MMAs also multiply probabilities with ones, which computes a block's sums of rounded probabilities. So the weights
+add up to 1.
 
 P V of a block is computed before the next block's scores, in the same registers: 132 accumulators a thread. If P V were
 computed during the next block's softmax, as in :mod:`.tiles`, a thread would need 212. The other warpgroup keeps the

@@ -1,5 +1,6 @@
-"""The consumer warps of decode attention. Each computes scores, online softmax and P V of its part of a unit's
-tiles."""
+"""The consumer warps of decode attention. Each warp computes scores, online softmax and P V of its part of a unit's
+tiles.
+"""
 
 from dataclasses import dataclass
 
@@ -81,14 +82,15 @@ class WarpMainloop:
 
     @cute.jit
     def recentre(self, state, tile: PipelineState):
-        """Recentres V's accumulators at the last tile of every second round of the ring. That is often enough. The
-        pipeline's state tells the round, so no counter is needed."""
+        """Recentres V's accumulators at the last tile of every second round of the ring, which is often enough. The
+        pipeline's state says which round it is, so no counter is needed.
+        """
         if (tile.stage == self.config.pipeline.num_stages - 1) & (tile.phase == 1):
             self.value_reader.recentre(state.values)
 
     @cute.jit
     def await_tile(self, cta, work, token: Int32, tile: PipelineState):
-        """Waits for the tile that begins with ``token``, and writes zeros over its rows of V that no query sees."""
+        """Waits for the tile that begins with ``token``. Writes zeros over rows of V that no query sees."""
         config, warp, lane = self.config, cta.warp, cta.lane
         cta.pipeline.consumer_wait(tile)
         if token + config.tile_tokens > work.length:
@@ -184,8 +186,9 @@ class WarpMainloop:
 
     @cute.jit
     def update_maximum(self, state, s, scale, headers):
-        """Raises the softmax reference if a probability would exceed 2**RESCALE_SLACK. That is rare after the first
-        blocks."""
+        """Raises the softmax reference if a probability would exceed 2**RESCALE_SLACK. After the first blocks this is
+        rare.
+        """
         columns = self.config.columns
         log_scales = [self.value_reader.log_scale(headers, j) for j in range(4)]
         block_max = []
@@ -207,6 +210,7 @@ class WarpMainloop:
 
 
 def _bound(score, score_scale, log_scale):
-    """Returns log2 of a token's probability times its scale of V, before the softmax reference is subtracted. It is the
-    scaled score, plus log2 of the scale where V's rows have scales."""
+    """Returns log2 of a token's probability times its scale of V, before the softmax reference is subtracted: the
+    scaled score, plus log2 of the scale if V's rows have scales.
+    """
     return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)

@@ -5,9 +5,9 @@ weighted by the probabilities. K and V may have different formats. `int4` and `b
 `rows` and `dense` say where codes lie. `dense` also reads 16-bit elements. `common` has the parts that all readers
 share. `decoded` reads the rows of any format that can make fp16 numbers of its codes.
 
-Every method runs in all lanes of a warp. ``g = lane // 4`` and ``t = lane % 4``. ``j`` in 0..3 numbers the row halves
-of a block: a lane holds the scores of tokens ``(g, j)``. ``column`` numbers the lane's query heads: column ``2 block +
-c`` is query head ``2t + c`` of a block of 8.
+Every method runs in all lanes of a warp. ``g = lane // 4`` and ``t = lane % 4``. A block of tokens has four row halves
+of 8 tokens, ``j`` = 0 to 3; a lane holds the scores of row g of each. ``column`` is an index of the lane's query heads:
+column ``2 block + c`` is query head ``2t + c`` of a block of 8.
 """
 
 from typing import Any

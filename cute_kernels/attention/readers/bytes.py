@@ -1,4 +1,4 @@
-"""Turns INT8, E4M3 and E5M2 rows into MMA operands. Rows are raw with scales in front, or bare in swizzled tiles.
+"""Turns INT8, E4M3 and E5M2 rows into MMA operands. Rows have scales in front, or are bare codes in swizzled tiles.
 
 Every code is a number that fp16 holds exactly, so bytes become operands without loss:
 
@@ -9,10 +9,10 @@ Every code is a number that fp16 holds exactly, so bytes become operands without
   no addition is needed. Every dot product is 128 * sum(Q) too large, so accumulators begin at -128 * sum(Q). The usual
   magic number (a byte 0x64 in front, FasterTransformer) costs a register, or a move for each use.
 
-A row's own scale is not multiplied into the elements. Scores and the MMA's probabilities are multiplied by it, and the
-softmax reference bounds the probabilities' product (see :mod:`.int4`). A scale of a head or tensor beside the cache
-only changes the score scale and the outputs. Scales of columns beside the cache only change the queries and the
-outputs.
+Elements are not multiplied by their row's scale. Instead, scores are multiplied by the scales of K's rows, and
+probabilities by the scales of V's rows. The softmax reference bounds the product of probability and scale (see
+:mod:`.int4`). A scale of a head or tensor beside the cache only changes the score scale and the outputs. Scales of
+columns beside the cache only change the queries and the outputs.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ class Codes:
         raise NotImplementedError
 
     def columns(self, word) -> list[Any]:
-        """Decodes a word with the codes of two tokens in two columns; each token's columns are neighbours. Returns a
-        pair for each column, with both tokens' numbers."""
+        """Decodes a word that has the codes of two tokens in two columns. In the word, a token's two columns are
+        neighbours. Returns a pair for each column, with the numbers of both tokens.
+        """
         return self.keys(word)
 
     def align(self, word):
-        """Prepares a word of a transposed load for :meth:`columns`. The word has two tokens' codes in two columns; each
-        token's columns are neighbours."""
+        """Prepares a word of a transposed load for :meth:`columns`. The word has the codes of two tokens in two
+        columns; a token's two columns are neighbours.
+        """
         return word
 
 
@@ -106,7 +108,7 @@ def codes_of(form: KvFormat) -> Codes:
 
 
 class _ByteKeys(CodeKeyReader):
-    """The part of key readers of bytes that prepares queries, for raw rows and for swizzled tiles."""
+    """The base of key readers of bytes, for raw rows and for swizzled tiles. It prepares queries."""
 
     lane_codes = LANE_COLUMNS  # of a unit of columns
 
@@ -129,8 +131,9 @@ class _ByteKeys(CodeKeyReader):
         ]
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """Returns the accumulators that a group's dot products begin with, for each block of queries. They subtract the
-        codes' offset. query_sums: the group's sums of queries, [column]."""
+        """Returns initial accumulators for the dot products of a group of columns, for each block of queries. They
+        subtract the offset of the codes. query_sums: the group's sums of queries, [column].
+        """
         if self.sum_factor is None:
             return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
         return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.mainloop.blocks_per_warp)]
@@ -145,8 +148,9 @@ class RowKeyByteReader(_ByteKeys, RowKeyReader):
         self._take_codes(config.formats[0])
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block. addresses: addresses of these query
-        heads."""
+        """Starts loading the query columns of a lane, in every block of queries. addresses: for each block, the address
+        of the lane's query head.
+        """
         return Query(self._fetch_words(addresses, self.tile.k_units, lane))
 
     def unit_operands(self, state: State, low_row, high_row):
@@ -194,16 +198,18 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         self.units_per_group = self.tile.num_chunks
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix; ``take_query`` adds the
-        queries."""
+        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix. ``take_query`` adds the
+        queries.
+        """
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         return state
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block, and the scales of these columns.
+        """Starts loading the query columns of a lane, in every block of queries, and the scales of these columns.
 
-        addresses: addresses of the query heads. given_scale: address of the KV head's scale or scales.
+        addresses: for each block, the address of the lane's query head. given_scale: address of the KV head's scale, or
+        of its columns' scales.
         """
         words = self._fetch_words(addresses, self.tile.num_chunks, lane)
         if self.given_scale is None:
@@ -235,8 +241,9 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
 
 
 class SwizzledValueByteReader(SwizzledLoads, ValueReader):
-    """The value reader of bare bytes. Transposed loads give a lane two neighbouring columns, which become output rows g
-    and g + 8."""
+    """The value reader of bare bytes. Transposed loads give a lane two neighbouring columns of V, which become rows g
+    and g + 8 of the MMA's output.
+    """
 
     def __init__(self, config: DecodeConfig):
         self._take_tile(config, 1)
@@ -286,7 +293,9 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         return result
 
     def _output_scales(self, state: State, chunk: int):
-        """Returns the factors of the lane's two columns of a chunk; None if outputs need no factor."""
+        """Returns the scales by which the lane's two columns of a chunk are multiplied; None if outputs need no
+        scale.
+        """
         if self.given_scale is None:
             return None if self.codes.unit == 1.0 else [self.codes.unit] * 2
         if self.given_scale != "channel":

@@ -4,16 +4,17 @@ A key is k_tc = scale_c q_tc + shift_c, for tokens t of a block and codes q_tc. 
 
     S_t = sum_c q_tc (scale_c Q_c) + sum_c shift_c Q_c
 
-Scales are multiplied into the queries once a block. For each B register of the codes' MMAs, one instruction multiplies
-two fp16 numbers. The second sum is an MMA whose A operand has the shifts in all rows. Its accumulators are alike in all
-rows, and the codes' MMAs start from them. For 32 tokens and 128 columns this takes 16 packed products (8 more for the
-shifts) and 8 MMAs. Rows with four groups would take a conversion, a product and a sum for each group, row and query.
+Queries are multiplied by scales once a block of tokens. For each B register of the codes' MMAs, one instruction
+multiplies two fp16 numbers. An MMA computes the second sum: all rows of its A operand are the shifts. All rows of its
+accumulators are equal, and the codes' MMAs start from them. For 32 tokens and 128 columns this takes 16 packed products
+(8 more for the shifts) and 8 MMAs. With scales per row and four groups, it would take a conversion, a product and a sum
+for each group, row and query.
 
 The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6. Registers of high
 nibbles hold a 16th of their queries (see `.int4`); 16 times a shift is an fp16 number, too.
 
-**The tail.** The block that is not full yet lies in 16 bits beside the cache, in a ring of 64 rows a sequence. Its rows
-are A operands as they lie; the queries' pairs are put in the same order.
+**The tail.** The block that is not full yet is kept in 16 bits outside the cache, in a ring of 64 rows a sequence. Its
+rows are A operands without a change; the pairs of the queries are put in the same order.
 """
 
 from __future__ import annotations
@@ -101,8 +102,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return self._by_token([[_added(parts) for parts in of_tile] for of_tile in dots])
 
     def _shift_dots(self, state: State, tile_address: Int32, block_offset: int) -> list[list[Any]]:
-        """Returns the accumulators that the codes' products begin with: shifts times queries, for each block of
-        queries."""
+        """Returns the initial accumulators of the codes' products, for each block of queries: shifts times queries."""
         dots = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.config.mainloop.blocks_per_warp)]
         for unit in range(self.tile.k_units):
             shifts = self.parameters(state, tile_address, block_offset, 1, unit)
@@ -134,8 +134,9 @@ class ChannelBlockKeyReader(Int4KeyReader):
         state.length = work.length
 
     def in_tail(self, state: State, first_token: Int32):
-        """Returns whether the block that begins with ``first_token`` lies in the tail: it has tokens, but is not
-        full."""
+        """Starts loading the index of a request's slot of the tail. Computes where the rows of a KV head lie in that
+        slot. Does not wait.
+        """
         return (first_token < state.length) & (first_token + BLOCK_TOKENS > state.length)
 
     @cute.jit
@@ -181,13 +182,14 @@ class ChannelBlockKeyReader(Int4KeyReader):
 
 
 def _added(parts: list[list[Any]]) -> list[Any]:
-    """Returns the sum of one or two accumulators."""
+    """Returns the sum of accumulators, of which there are one or two sets."""
     return parts[0] if len(parts) == 1 else [first + second for first, second in zip(*parts, strict=True)]
 
 
 def _in_order(registers: list[Any]) -> list[Any]:
-    """Returns B registers with pairs of neighbouring columns. ``registers`` have pairs of columns r and r + 4, r =
-    0..3. Odd ``registers`` hold a 16th of their queries."""
+    """Reorders B registers. ``registers`` have pairs of columns r and r + 4, r = 0..3; the result has pairs of
+    neighbouring columns. Odd ``registers`` hold queries divided by 16.
+    """
     even = [registers[i] for i in (0, 2)]
     odd = [ptx.mul_f16x2(registers[i], Uint32(SIXTEEN)) for i in (1, 3)]
     return [ptx.prmt(even[i], odd[i], Uint32(half)) for half in (LOW_HALVES, HIGH_HALVES) for i in range(2)]

@@ -67,7 +67,7 @@ class Query:
 
 
 def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> list[Any]:
-    """Loads words of a query in one access. An address of 64 bits is in global memory, one of 32 bits in shared memory.
+    """Loads words of a query in one access. A 64-bit address is in global memory, a 32-bit address in shared memory.
 
     After an append, queries in global memory are not constants: another kernel writes them while this one runs.
     """
@@ -77,19 +77,20 @@ def load_queries(config: DecodeConfig, address, offset: int, num_words: int) -> 
 
 
 class CodeKeyReader:
-    """The base of readers of keys that are codes. Scales the queries by a power of 2, so that they are fp16 operands.
+    """The base of readers of keys that are codes. It multiplies the queries by a power of 2, so that they are fp16
+    operands.
 
-    Subclasses say which codes of a unit of columns a lane holds, and how they pair up.
+    Subclasses say which codes of a unit of columns a lane holds, and how they form pairs.
 
     Attributes:
-        num_groups: groups of columns, each with its own sum of queries.
-        units_per_group: units of columns of a group.
+        num_groups: number of groups of columns, each with its own sum of queries.
+        units_per_group: number of units of columns in a group.
         pairs: for each B register of a unit, the two of the lane's codes that meet its low and its high half.
-        factors: for each B register of a unit, the factor of its queries. A factor below 1 makes up for operands of
-            codes that are too large by 1 / factor.
+        factors: for each B register of a unit, the factor of its queries. If operands of codes are too large by 1 /
+            factor, the factor of the queries corrects this.
         code_unit: 1 / v, where v is the operand that stands for code 1.
         sum_factor: the factor by which sums of queries are multiplied; None if the reader needs no such sums.
-        query_exponent: the largest query is brought into [2**query_exponent, 2**(query_exponent + 1)).
+        query_exponent: queries are scaled so that the largest lies in [2**query_exponent, 2**(query_exponent + 1)).
     """
 
     config: DecodeConfig
@@ -150,8 +151,9 @@ class CodeKeyReader:
         return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
 
     def sums_of_group(self, state: State, group: int) -> list[Any]:
-        """Returns a group's sum of queries, times ``sum_factor``, for each column of the lane. Returns None for each
-        column if no sums are needed."""
+        """Returns the sum of a group's queries, times ``sum_factor``, for each column of the lane. Returns None for
+        each column if no sums are needed.
+        """
         if self.sum_factor is None:
             return [None] * self.config.columns
         if not self.config.shares_queries:
@@ -160,8 +162,9 @@ class CodeKeyReader:
         return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
 
     def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
-        """Returns which pairs of row halves are scored together. If queries lie in shared memory, it is all pairs, so
-        that queries are loaded once."""
+        """Returns which row halves are scored at the same time, as pairs of row halves. If queries lie in shared
+        memory, all pairs are scored at the same time, so that queries are loaded once.
+        """
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
@@ -181,8 +184,9 @@ class CodeKeyReader:
         return registers, sums
 
     def _sums_of_columns(self, state: State, sums) -> list[Any]:
-        """Exchanges sums of queries between lanes. sums: for each group, the lane's own sum for query head g. Returns
-        [c][group]: the sums for the query heads of the lane's columns c = 0 and 1."""
+        """Exchanges sums of queries between lanes. Returns [c][group]: the sums for the query heads of the lane's
+        columns c = 0 and 1. sums: for each group, the lane's own sum, which is for query head g.
+        """
         if self.sum_factor is None:
             return []
         totals = [lane_sum(value, (1, 2)) * self.sum_factor for value in sums]
@@ -193,7 +197,7 @@ class ValueReader:
     """The base of value readers. Manages the accumulators of P V.
 
     Attributes:
-        num_accumulators: how many accumulators a lane has for one block of 8 query heads.
+        num_accumulators: number of a lane's accumulators for one block of 8 query heads.
     """
 
     config: DecodeConfig
@@ -206,7 +210,7 @@ class ValueReader:
         return accumulators
 
     def place(self, mma: int, half: int, column: int) -> int:
-        """Returns the index of a lane's accumulator of row g + 8 * half and of a column, in the output of an MMA."""
+        """Returns the index of a lane's accumulator for row g + 8 * half and a column of an MMA's output."""
         return column // 2 * self.num_accumulators + 4 * mma + 2 * half + column % 2
 
     def multiply_add(self, state: State, mma: int, a, operands, dtype: str):
@@ -226,19 +230,20 @@ class ValueReader:
                 state.accumulators[index] = state.accumulators[index] * factor
 
     def recentre(self, state: State):
-        """Does nothing: only accumulators of codes of one sign need centring."""
+        """Does nothing. Only readers whose codes all have one sign recentre their accumulators."""
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
         """Loads the headers of the block's rows for :meth:`log_scale` and ``accumulate``. Returns None in this class,
         whose rows have no headers."""
 
     def log_scale(self, headers, j: int):
-        """Returns log2 of the largest scale of row half j; the MMA's probabilities are multiplied by these scales."""
+        """Returns log2 of the largest scale of row half j. Probabilities are multiplied by these scales."""
 
 
 def query_vectors(state: State) -> list[list[Any]]:
-    """Returns the queries of a warp as vectors for shared memory, with a word for each block of queries. There is a
-    vector for each B register, then two for each group's sums."""
+    """Returns the queries of a warp as vectors for shared memory. A vector has a word for each block of queries. There
+    is a vector for each B register, then two vectors for each group's sums.
+    """
     vectors = [list(words) for words in zip(*state.query, strict=True)]
     for group in range(len(state.query_sums[0]) if state.query_sums else 0):
         for c in range(2):
@@ -249,8 +254,8 @@ def query_vectors(state: State) -> list[list[Any]]:
 def store_vectors(address: Int32, vectors):
     """Stores the result of :func:`query_vectors`.
 
-    address: where the lane's first vector goes. Vectors of a warp's lanes are neighbours, so that no access has bank
-    conflicts.
+    address: where the lane's first vector is stored. Vectors of neighbouring lanes are neighbours, so that no access
+    has bank conflicts.
     """
     for index, words in enumerate(vectors):
         ptx.store_shared(address, _vector_offset(index), words)
@@ -266,14 +271,16 @@ def _products(values, factors) -> list[Any]:
 
 
 def _nan_if_infinite(value: Float32) -> Float32:
-    """Returns the value, or NaN if it is infinite. The maximum of queries ignores NaN. So an infinite query spoils only
-    the scores of its own row."""
+    """Returns the value, or NaN if it is infinite. The maximum over all queries, from which they are scaled, ignores
+    NaN. So an infinite query changes only the scores of its own row.
+    """
     return ptx.fma(value, Float32(0.0), value)
 
 
 def _query_scale(largest: Float32, wanted: int):
-    """Returns (2**k, 2**-k), where 2**k brings the largest query into [2**wanted, 2**(wanted + 1)). k is bounded, so
-    that both numbers are normal."""
+    """Returns (2**k, 2**-k). 2**k scales the largest query into [2**wanted, 2**(wanted + 1)). k is bounded, so that
+    both results are normal numbers.
+    """
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, -100)
     to_fp16 = ((127 + wanted - exponent) << 23).bitcast(Float32)
     from_fp16 = ((127 - wanted + exponent) << 23).bitcast(Float32)

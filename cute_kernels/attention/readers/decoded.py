@@ -3,7 +3,7 @@
 Such a row is an fp32 scale for each group of columns and then the codes. A lane takes a run of codes: the fewest words
 that hold whole codes (:meth:`layouts.kv.tile.RowTile.run_codes`). The format's class turns the run into packed pairs.
 Scales are not multiplied into the elements, as in :mod:`.bytes`. The readers :mod:`.int4` and :mod:`.bytes` are faster,
-since they keep more of a format's arithmetic out of the loop. This reader is their yardstick.
+since they keep more of a format's arithmetic out of the loop. Tests compare them with this reader.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Codes(Protocol):
     arguments."""
 
     def pairs(self, words: list[Any]) -> list[Any]:
-        """Returns the exact numbers of a run's codes as packed pairs of fp16: neighbours in order. words: the run's
-        words."""
+        """Returns the exact numbers of a run's codes as packed pairs of fp16, in order. A pair has two neighbouring
+        codes. words: the run's words.
+        """
         ...
 
 
@@ -51,8 +52,9 @@ class DecodedKeyReader(RowKeyReader):
         self.factors = (1.0,) * len(self.pairs)
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block. addresses: addresses of these query
-        heads."""
+        """Starts loading the query columns of a lane, in every block of queries. addresses: for each block, the address
+        of the lane's query head.
+        """
         column_bytes = 2 * self.lane_codes
         first = lane % 4 * column_bytes
 
@@ -71,8 +73,9 @@ class DecodedKeyReader(RowKeyReader):
 
 
 class DecodedValueReader(RowValueReader):
-    """The value reader of decoded rows. MMAs take pairs of two tokens in one column, which are made from two tokens'
-    pairs of columns."""
+    """The value reader of decoded rows. An MMA takes pairs of two tokens in one column. They are made from the two
+    tokens' pairs of columns.
+    """
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)

@@ -37,9 +37,9 @@ class SwizzledLoads:
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:
-        """Returns a lane's ldmatrix addresses, as offsets in bytes from the tile. There is an offset for each load of a
-        panel or, if queries are shared, for the first load alone. Because of the swizzle the offsets are not equally
-        far apart."""
+        """Returns a lane's ldmatrix addresses, as offsets in bytes from the tile: one for each load of a panel or, if
+        queries are shared, one for the first load. The swizzle makes the distances between offsets unequal.
+        """
         tile = self.tile
         token, chunk = (tile.v_row if self.transposed else tile.k_row)(lane)
         base = Int32(head * tile.head_bytes) + slice_index * (self.config.slice_tokens * tile.row_bytes)
@@ -68,15 +68,17 @@ class DenseKeyReader(SwizzledLoads):
         self.dtype = _MMA_DTYPES[config.k.format]
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
-        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix; ``take_query`` adds the
-        queries."""
+        """Makes the registers that a warp keeps throughout a unit: lane offsets of ldmatrix. ``take_query`` adds the
+        queries.
+        """
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)
         return state
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's B operands of its query head in every block. addresses: addresses of these query
-        heads."""
+        """Starts loading the lane's B operands, in every block of queries. addresses: for each block, the address of
+        the lane's query head.
+        """
         column = 2 * (lane % 4)
         places = range(2 * self.num_loads)
 

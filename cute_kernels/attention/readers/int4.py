@@ -7,7 +7,7 @@ and four masks. V's pairs run along tokens, which costs two more byte permutes f
 decode (Kim et al. 2022, "Who says elephants can't run", FasterTransformer) also needs an exact subtraction for each
 pair.
 
-Scale and shift are not multiplied into the elements. With x = q * scale + shift,
+Elements are not multiplied by their scale. With x = q * scale + shift,
     S = scale_t * (q_t . Q) + shift_t * sum(Q)            per group of columns
     O = sum_t (P_t scale_t) q_t + sum_t P_t shift_t        per group of columns
 so scale and shift change only scores and probabilities. The MMA takes P * scale as fp16. To bound it by a constant,
@@ -33,8 +33,9 @@ HIGH_NIBBLE_UNIT = 2.0**20
 
 
 class Int4KeyReader(RowKeyReader):
-    """The key reader of INT4 rows. Nibbles n and n + 4 of a lane's word, or of its share of a word, make one packed
-    pair."""
+    """The key reader of INT4 rows. A packed pair has nibbles n and n + 4 of the lane's word. If lanes share a word, it
+    has nibbles of the lane's share.
+    """
 
     code_unit = LOW_NIBBLE_UNIT
     sum_factor = 1.0 / LOW_NIBBLE_UNIT
@@ -53,8 +54,9 @@ class Int4KeyReader(RowKeyReader):
         return state
 
     def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
-        """Starts loading the lane's columns of its query head in every block. addresses: addresses of these query
-        heads."""
+        """Starts loading the query columns of a lane, in every block of queries. addresses: for each block, the address
+        of the lane's query head.
+        """
         t = lane % 4
         column = {8: 8 * t, 4: 8 * (t // 2) + 2 * (t % 2), 2: 2 * (t // 2)}[self.lane_codes]
         words = []
@@ -145,8 +147,8 @@ class Int4ValueReader(RowValueReader):
     def recentre(self, state: State):
         """Moves the mean of the accumulators of each group of columns to the shift sums.
 
-        Codes are positive, so the accumulators grow with every token, while shifts and codes cancel in the output.
-        Tensor cores round sums toward zero. Over 100,000 tokens the error of large accumulators would outgrow the
+        Codes are positive, so the accumulators grow with every token, and in the output they cancel with the shifts.
+        Tensor cores round sums toward zero: over 100,000 tokens the error of large accumulators would exceed the
         output. The mean is no larger than the largest accumulator. So moving it adds no more error than rounding does,
         whatever the rows' scales are.
         """
@@ -184,6 +186,7 @@ class Int4ValueReader(RowValueReader):
 
 
 def unit_of(code: int) -> float:
-    """Returns the output that an accumulator of 1 stands for. The output depends on whether nibble ``code`` is the
-    lower or the upper nibble of its byte."""
+    """Returns the output that an accumulator of 1 stands for. It depends on whether nibble ``code`` is the lower or the
+    upper nibble of its byte.
+    """
     return HIGH_NIBBLE_UNIT if code % 2 else LOW_NIBBLE_UNIT

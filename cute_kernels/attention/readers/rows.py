@@ -28,13 +28,14 @@ class RowLoads:
         return head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
 
     def _row_g(self, state: State):
-        """Returns the offset in words from the block's first row to row g. The lane holds this row's score."""
+        """Returns the offset in words from the block's first row to row g, whose score the lane holds."""
         strides = self.tile.row_strides()
         return (state.g % 2) * strides[0] + (state.g // 2 % 2) * strides[1] + (state.g // 4) * strides[2]
 
     def _row_offset(self, j: int, parity: int = 0) -> int:
-        """Returns the offset in words of row half j. parity: 1 for the odd row of the pair of V's rows that a lane
-        reads, else 0."""
+        """Returns the offset in words of row half j. parity: of V, a lane reads rows in pairs; 1 for the odd row of a
+        pair, 0 for the even row and for K.
+        """
         strides = self.tile.row_strides()
         return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
 
@@ -45,7 +46,7 @@ class RowLoads:
         return [ptx.load_shared(address, offset + WORD_BYTES * i) for i in range(self.tile.run_words)]
 
     def _load_header(self, address: Int32, block_offset: int, j: int) -> list[Any]:
-        """Loads the header of the lane's row of row half j: one word for each group."""
+        """Loads the header of the row that the lane has in row half j: one word for each group."""
         words: list[Any] = []
         for first in range(0, self.tile.header_words, self.tile.header_vector):
             offset = block_offset + WORD_BYTES * (self._row_offset(j) + first)
@@ -73,8 +74,9 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         raise NotImplementedError
 
     def first_dots(self, query_sums) -> list[list[Any]]:
-        """Returns the accumulators that a group's dot products begin with, for each block of queries; zeros in this
-        class. query_sums: the group's sums of queries, [column]."""
+        """Returns initial accumulators for the dot products of a group of columns, for each block of queries; zeros in
+        this class. query_sums: the group's sums of queries, [column].
+        """
         return [[Float32(0.0)] * 4 for _ in range(self.config.mainloop.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
@@ -164,7 +166,9 @@ class RowValueReader(RowLoads, ValueReader):
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """Adds the contribution of a token's header to the outputs, apart from its scale; none in this class."""
+        """Adds the contribution of a token's header to the outputs, except that of the scale. In this class it adds
+        nothing.
+        """
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
         """Returns packed pairs (even token, odd token), one for each of the lane's neighbouring output rows. even, odd:
@@ -200,11 +204,11 @@ class RowValueReader(RowLoads, ValueReader):
         return ptx.log2(largest)
 
     def group_of(self, unit: int) -> int:
-        """Returns the number of the group of columns in which a unit of the output lies."""
+        """Returns the index of the group of columns that has a unit of the output."""
         return unit * self.tile.v_unit // self.tile.group_width
 
     def accumulator(self, unit: int, code: int, column: int) -> int:
-        """Returns the number of the lane's accumulator for its ``code``-th output row of a unit."""
+        """Returns the index of the lane's accumulator for its ``code``-th output row of a unit."""
         return self.place(unit * self.unit_mmas + code // 2, code % 2, column)
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):

@@ -1,8 +1,8 @@
-"""Turns rows of codes in shared memory into A operands of wgmma: keys as they lie, values transposed.
+"""Turns rows of codes in shared memory into A operands of wgmma: keys unchanged, values transposed.
 
 A warp's keys are 16 rows of tokens; its values are 32 columns of all 64 tokens of its warpgroup. ldmatrix moves pairs
-of bytes. Of keys a lane gets one word of a row; of values, transposed, the same two bytes of two tokens. Any columns
-may go to a lane, as long as the queries' operand and the writer of the sums assign them alike:
+of bytes. For keys, a lane gets one word of a row; for values, transposed, it gets the same two bytes of two tokens. Any
+columns may go to a lane, as long as the queries' operand and the writer of the sums assign the same columns:
 
     bytes    keys: step s of 16 columns has 16 s + 4 t + (0, 1) and (2, 3)
              values: sum (m, i) is column 32 w + 16 m + 2 g + i; after a scale 32 w + 4 g + 2 m + i
@@ -42,11 +42,11 @@ HALF = 0x38003800  # 2**-1 in fp16, twice
 
 
 def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
-    """Returns three words: both numbers of `MAGIC`, and a prmt selector. A lane of `PairedNibbleRows` takes halves of
-    two words with this selector. `MAGIC` is hidden from the compiler, since an instruction that masks and combines
-    nibbles has room for one constant.
+    """Returns three words: both constants of `MAGIC`, and a selector for prmt. A lane of `PairedNibbleRows` takes
+    halves of two words with this selector.
 
-    number: any number of at most 31 bits.
+    number: any integer of at most 31 bits. It hides the constants from the compiler: an instruction that masks and
+    combines nibbles can encode only one constant, so they have to be in registers.
     """
     low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
     return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
@@ -54,8 +54,9 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
 
 @pure
 def twice(word: Uint32, half: int) -> Asm[Uint32]:
-    """Copies half 0 or 1 of a word to both halves. The move costs nothing: instructions that multiply with the result
-    absorb it."""
+    """Copies half 0 or 1 of a word to both halves. The move takes no time: instructions that multiply with the result
+    absorb it.
+    """
     own = ("low", "high")[half]
     return Asm(f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{own}, {own}}}; }}")
 
@@ -80,12 +81,12 @@ class ByteRows:
         return group * (GROUP_TOKENS * self.row_bytes)
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Returns zeros, since these rows are not shifted (see :meth:`ScaledByteRows.shifts`)."""
+        """Returns zeros: rows of this format begin aligned in shared memory (compare :meth:`ScaledByteRows.shifts`)."""
         return 0, 0, 0
 
     @staticmethod
     def swizzle(row):
-        """Returns the number that the indices of a row's chunks are xored with."""
+        """Returns the number with which the indices of a row's chunks are xored."""
         return row % 8
 
     # -- keys -----------------------------------------------------------------------------------------------------
@@ -103,8 +104,9 @@ class ByteRows:
         ]
 
     def header_start(self, memory, operand: int, stage) -> Any:
-        """Returns the address that offsets of `key_header_place` and `value_header_place` are added to. Here it is 0,
-        since there are no headers."""
+        """Returns the address to which offsets of `key_header_place` and `value_header_place` are added. Here it is 0,
+        since there are no headers.
+        """
         return 0
 
     def key_header_place(self, group, warp, lane) -> Any:
@@ -113,7 +115,7 @@ class ByteRows:
         return 0
 
     def load_key_headers(self, address) -> list[Any]:
-        """Returns no words. These rows have no headers; any scale is applied to scores and probabilities."""
+        """Returns an empty list. These rows have no headers; any scale is applied to scores and probabilities."""
         return []
 
     def key_operands(self, words, headers, magic) -> list[list[Uint32]]:
@@ -132,7 +134,8 @@ class ByteRows:
 
     def load_values(self, address, odd, tokens: int) -> list[Any]:
         """Loads the words of a warp's columns that :meth:`value_operands` needs. odd: bytes from ``address`` to the
-        same columns of the next token; used where rows are shifted."""
+        same columns of the next token; it is used for rows that are shifted in shared memory.
+        """
         return [
             word
             for first in range(0, tokens, 16)
@@ -167,8 +170,9 @@ class ByteRows:
 
     @staticmethod
     def query_columns(lane) -> tuple[Int32, int]:
-        """Returns which two words of a query a lane reads: (first column of the first word, columns from there to the
-        second word)."""
+        """Returns which two words of a query a lane reads: (first column of the first word, distance in columns from
+        the first word to the second).
+        """
         return 4 * lane, 2
 
     @staticmethod
@@ -182,7 +186,7 @@ class ScaledByteRows(ByteRows):
 
     Rows are copied in aligned pieces of 16 bytes. So shared memory also holds up to 12 bytes before a row, which shift
     the row. ldmatrix cannot read shifted rows: lanes load words. In shared memory, rows lie 36 words apart. Bank
-    conflicts (two ways at most) only occur if neighbouring rows are shifted differently.
+    conflicts, two-way at most, occur only if neighbouring rows have different shifts.
     """
 
     row_bytes = SCALED_ROW_BYTES
@@ -193,9 +197,12 @@ class ScaledByteRows(ByteRows):
         return row * 0
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Returns three numbers of bytes: the shift of the lane's keys, the shift of its even tokens' values, and the
-        additional shift of its odd tokens' values. Of every 8 tokens, a lane has the keys of token g and the values of
-        tokens 2 t and 2 t + 1. Blocks of the cache begin at multiples of 16 bytes and have multiples of 4 tokens."""
+        """Returns three numbers of bytes: the shift of the lane's keys, the shift of the values of its even tokens, and
+        the additional shift of the values of its odd tokens.
+
+        Of every 8 tokens, lane (g, t) has the keys of token g and the values of tokens 2 t and 2 t + 1. Blocks of the
+        cache begin at multiples of 16 bytes and have multiples of 4 tokens.
+        """
         start = head * rows.head_bytes.to(Int32)
 
         def shift(token):
@@ -205,8 +212,9 @@ class ScaledByteRows(ByteRows):
         return shift(lane // 4), even, shift(lane % 4 * 2 + 1) - even
 
     def scale_place(self, group, row):
-        """Returns the byte offset in a tile of a row's scale, without the row's shift. row: counted among the
-        warpgroup's rows."""
+        """Returns the byte offset in a tile of a row's scale, without the row's shift. row: index among the warpgroup's
+        rows.
+        """
         return self.group_place(group) + row * self.row_bytes
 
     # -- keys -----------------------------------------------------------------------------------------------------
@@ -248,9 +256,12 @@ class ScaledByteRows(ByteRows):
 
 
 class PairedByteRows(ScaledByteRows):
-    """Rows of bytes of two neighbouring heads, one head for each warpgroup. A token's two rows lie one after the other;
-    tokens lie 68 words apart. In global memory tokens begin at multiples of 16 bytes, so all rows of a head are shifted
-    alike."""
+    """Rows of bytes of two neighbouring heads, one head for each warpgroup. In memory, the second head's row of a token
+    follows the first head's row.
+
+    In shared memory, tokens lie 68 words apart. In global memory tokens begin at multiples of 16 bytes, so all rows of
+    a head have the same shift.
+    """
 
     row_bytes = PAIRED_ROW_BYTES
     heads = 2
@@ -284,7 +295,9 @@ class NibbleRows:
         return row // 2 % 4
 
     def numbers(self, word, magic, scales, shifts) -> list[Uint32]:
-        """Decodes a word to four pairs of numbers; pair i has nibbles i and i + 4. shifts: halves of the shifts."""
+        """Decodes a word to four pairs of numbers; pair i has nibbles i and i + 4. shifts: shifts of the codes, divided
+        by 2.
+        """
         result = []
         for index in range(4):
             own = word if index < 2 else word >> 8
@@ -294,7 +307,7 @@ class NibbleRows:
         return result
 
     def made(self, scales, shifts) -> tuple[Uint32, Uint32]:
-        """Returns the scales, and halves of the shifts, as :meth:`numbers` takes them."""
+        """Returns scales, and shifts divided by 2, in the form that :meth:`numbers` takes."""
         return scales, ptx.mul_f16x2(shifts, Uint32(HALF))
 
     def key_place(self, warp, lane):
@@ -347,8 +360,9 @@ class NibbleRows:
         return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
-        """Loads scales, and halves of shifts, of the lane's two tokens of every 8. All lanes with the same t need the
-        same headers. So each of these lanes converts the headers of two tokens and broadcasts them."""
+        """Loads scales, and shifts divided by 2, of the lane's two tokens of every 8. All lanes with the same t need
+        the same headers. So each of these lanes converts the headers of two tokens and broadcasts them.
+        """
         even, odd = self.load_two_headers(address)
         scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))
         return [[of_lanes(own, index) for own in (scales, shifts)] for index in range(tokens // 8)]
@@ -385,8 +399,9 @@ class NibbleRows:
 
 
 class HeadedNibbleRows(NibbleRows):
-    """Rows of INT4 with four groups, 80 bytes each, header and codes, as they lie in the cache. They have no bank
-    conflicts."""
+    """Rows of INT4 with four groups. A row has 80 bytes, a header and codes, and is copied unchanged from the cache.
+    Such rows have no bank conflicts.
+    """
 
     row_bytes = HEADED_ROW_BYTES
     headed = True
@@ -480,7 +495,9 @@ class PairedNibbleRows(HeadedNibbleRows):
 
 
 def rows_of(form: KvFormat, paired: bool = False) -> ByteRows | NibbleRows:
-    """Returns the object that makes operands of a format's rows. paired: whether the rows of two heads lie together."""
+    """Returns the object that makes operands of a format's rows. paired: whether the rows of two heads are contiguous
+    in shared memory.
+    """
     if form.code_bits < 8:
         if paired:
             return PairedNibbleRows()

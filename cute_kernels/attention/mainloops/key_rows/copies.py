@@ -1,10 +1,10 @@
 """Producer warps that copy raw rows of codes into the order that ldmatrix reads, without decoding.
 
-Tensor maps copy rows of 128 bytes and, where `ExtendConfig.mapped` says so, rows with their headers. Tokens that no
-query sees become zeros, which no tensor map writes. So cp.async copies the rows of tiles with such tokens, and all rows
-of other configurations. It copies pieces of 16 bytes if rows are multiples of 16 bytes, else words. A row of a scale
-and bytes is copied from the multiple of 16 bytes at or before its start, see `codes.ScaledByteRows`. Copies arrive on a
-tile's barrier asynchronously, so a warp issues tiles as long as there are free stages.
+Tensor maps copy rows of 128 bytes and, if `ExtendConfig.mapped` is True, rows with their headers. Tokens that no query
+sees become zeros, which no tensor map writes. So tiles with such tokens are copied by cp.async, as all tiles of the
+remaining configurations are. cp.async copies pieces of 16 bytes if rows are multiples of 16 bytes, else words. A row of
+a scale and bytes is copied from the multiple of 16 bytes at or before its start, see `codes.ScaledByteRows`. Copies
+arrive on a tile's barrier asynchronously, so a warp issues tiles as long as there are free stages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def _aligned(address: Int64) -> Int64:
 
 
 class TileRows:
-    """The copies of a producer warp's rows of K or V. by_tma: whether tensor maps copy the rows if all of them
-    exist."""
+    """The copies of a producer warp's rows of K or V.
+
+    by_tma: whether tensor maps copy the rows of a tile in which all rows exist.
+    """
 
     def __init__(self, config: ExtendConfig, operand: int, runs: RowRuns, by_tma: bool):
         form = config.formats[operand]
@@ -50,15 +52,17 @@ class TileRows:
         self.runs, self.by_tma = runs, by_tma
 
     def lane_place(self, lane):
-        """Returns which piece of a step a lane copies: (row of the step, byte of the row's codes, offset in the tile
-        from the step's first row)."""
+        """Returns the piece of a step that a lane copies: (row of the step, byte of the row's codes, offset in the tile
+        from the step's first row).
+        """
         below, first = lane // self.row_pieces, lane % self.row_pieces * self.piece_bytes
         place = below * self.rows.row_bytes + (first ^ (self.rows.swizzle(below) * CHUNK_BYTES))
         return below, first, place
 
     def copy_headed_rows(self, bases, token_bytes, tile, low, high, lane) -> None:
-        """Starts copying rows with their headers, in all pieces that the rows touch. Reads no byte after a row. low,
-        high: as for :meth:`copy_rows`."""
+        """Starts copying rows with their headers, in all pieces of 16 bytes that the rows touch. No byte after a row is
+        read. low, high: as for :meth:`copy_rows`.
+        """
         pieces, somewhere = self.rows.row_bytes // CHUNK_BYTES, _aligned(bases[0])
         total, behind = self.warp_rows * pieces, self.heads * self.cache_bytes - (pieces - 1) * CHUNK_BYTES
         for first in range(0, total, WARP_THREADS):
@@ -170,8 +174,9 @@ class TileRows:
             cute.copy(atom, origin[(None, row, 0, *heads, block)], target, tma_bar_ptr=barrier)
 
     def copy_rows(self, bases, token_bytes, tile, headers, low, high, lane) -> None:
-        """Starts copying rows without headers, and headers that lie apart. low, high: rows [low, high) exist; None if
-        all do."""
+        """Starts copying rows without headers, and headers that lie apart. low, high: rows ``low`` to ``high`` - 1
+        exist; None if all rows do.
+        """
         below, first, place = self.lane_place(lane)
         step_bytes = Int64(token_bytes) * self.step_rows
         start = Int64(below) * Int64(token_bytes) + Int64(first + self.header_bytes)

@@ -35,25 +35,28 @@ def store_word_if(condition: Int32, address: Int32, word: Int32) -> Asm[None]:
 
 @effect
 def store_matrix_x2(address: Int32, offset: int, words: Sequence[Uint32]) -> Asm[None]:
-    """Stores two 8x8 matrices transposed, as `ptx.store_matrix_x4` stores four. Lanes 16 to 31 give no address: theirs
-    are ignored."""
+    """Stores two 8x8 matrices transposed, as `ptx.store_matrix_x4` stores four. Addresses of lanes 16 to 31 are
+    ignored.
+    """
     return Asm(f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0 + {offset}], {{$1, $2}};")
 
 
 @dataclass(frozen=True)
 class KeyRowsMemory:
-    """The shared memory of a CTA with key rows; a tile is found by its operand (KEYS or VALUES) and stage.
+    """The shared memory of a CTA with key rows. A tile is addressed by its operand (KEYS or VALUES) and its stage.
 
     Attributes:
-        tile_pointer, tiles: pointer to, and address of, the raw codes of K's stages, then of V's.
+        tile_pointer, tiles: pointer to the raw codes, and their address: codes of all of K's stages, then of V's
+            stages.
         headers: [stage][header words of K, then of V][token], a word each.
         queries: for each head a B operand [tile_rows, head_dim], in slabs of 64 columns.
         probabilities: for each warpgroup two B operands [tile_rows, 64 tokens].
-        told: fp32 numbers that a warpgroup's warps exchange: [warpgroup], and in each [warp][tile_rows], then
-            [tile_rows].
-        tops: fp32 [8], the greatest number among each warp's queries. Then a word for each warpgroup, see `flag`.
+        told: fp32 values that a warpgroup's warps exchange. For each warpgroup there are [warp][tile_rows], then
+            [tile_rows] for all warps together.
+        tops: fp32 [8], the largest magnitude among each warp's queries. After them, a word for each warpgroup, see
+            `flag`.
         slots, work: as in `loads.memory.ExtendMemory`.
-        tile_pipeline: the pipeline of K's and V's tiles together: a consumer waits once a block, and arrives once.
+        tile_pipeline: one pipeline for K's and V's tiles: a consumer waits once and arrives once for each block.
     """
 
     config: ExtendConfig

@@ -6,9 +6,10 @@ four warps share probabilities and a softmax reference. They write probabilities
 barrier after which probabilities are read also tells whether one of them was too large. Only then do the warps raise
 the reference and write their probabilities again.
 
-A warpgroup issues all of its MMAs in one turn: scores of a block, then P V of the block before. It turns values into
-operands while the scores are computed. Its softmax overlaps with the other warpgroup's turn. A warp that issues MMAs
-with register operands waits for its earlier MMAs, so all other work stands before or after a turn.
+The warpgroups take turns issuing MMAs. In a turn, a warpgroup issues the scores of a block, then P V of the block
+before. It turns values into operands while the scores are computed. Its softmax overlaps with the other warpgroup's
+turn. A warp that issues MMAs with register operands waits for its earlier MMAs, so all other work stands before or
+after a turn.
 
 A block is a chain of waits, so codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are
 loaded at the end of the block before. That block's softmax hides the test whether they have arrived.
@@ -68,14 +69,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Ahead:
-    """The next block of tokens, whose keys are loaded ahead.
+    """The next block of tokens, whose keys are loaded before the current block ends.
 
     Attributes:
-        codes: the words that `KeyRowsConsumer.fetch_keys` loads for its keys.
-        state: the pipeline state of its tiles.
-        missing: whether the next block exists, but had not arrived when tested.
-        source: the stage that ``codes`` are loaded from. In the last block it is the current stage, and the codes are
-            not used.
+        codes: the words that `KeyRowsConsumer.fetch_keys` loads for the block's keys.
+        state: the pipeline state of the block's tiles.
+        missing: whether the block exists, but had not arrived when it was tested.
+        source: the stage from which ``codes`` are loaded. If there is no next block, it is the current stage, and the
+            codes are not used.
         start: the address of the lane's keys in stage ``source``.
     """
 
@@ -88,11 +89,18 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Lane:
-    """The position of a thread, and its addresses. group: the warpgroup, 0 or 1. warp: the warp of the group, 0 to 3.
-    keys, values: bytes from a tile to the lane's codes. probabilities: the lane's shared address in the first of the
-    warpgroup's buffers. headers: bytes from the start of K's headers, and of V's, to the lane's headers. scales: shifts
-    in bytes of the lane's rows of K, and of V. next_value: bytes from the values of the lane's first token to those of
-    its second. magic: the result of `magic_of`."""
+    """The position of a thread, and its addresses.
+
+    Attributes:
+        group: the warpgroup, 0 or 1.
+        warp: the warp of the warpgroup, 0 to 3.
+        keys, values: bytes from a tile's start to the lane's codes of K, and of V.
+        probabilities: the lane's shared address in the first of the warpgroup's buffers.
+        headers: bytes from the start of K's headers, and of V's, to the lane's headers.
+        scales: shifts in bytes of the lane's rows of K, and of V.
+        next_value: bytes from the values of the lane's first token to the values of its second token.
+        magic: the result of `magic_of`.
+    """
 
     group: Int32
     warp: Int32
@@ -158,8 +166,9 @@ class KeyRowsConsumer:
         )
 
     def with_probabilities(self, start: Lane, memory) -> Lane:
-        """Returns ``start`` with the lane's address of probabilities instead of an offset, so that no block computes it
-        again."""
+        """Returns ``start`` with an address of the lane's probabilities instead of an offset, so that it is not
+        computed again in each block.
+        """
         return replace(
             start, probabilities=ptx.pinned(Int32(self.own_probabilities(memory, start) + start.probabilities))
         )
@@ -270,18 +279,19 @@ class KeyRowsConsumer:
 
     @property
     def key_words(self) -> int:
-        """How many words :meth:`fetch_keys` loads for a lane: codes and headers."""
+        """Number of words that :meth:`fetch_keys` loads for a lane: codes and headers."""
         return self.keys.key_words + self.keys.key_header_words
 
     def look_ahead(self, memory, place, codes, more, state, current) -> Ahead:
-        """Tests whether the next block has arrived. The test comes early, since its latency would delay the loads of
-        codes."""
+        """Tests whether the next block has arrived. The test is made early, since its latency would otherwise delay the
+        loads of codes.
+        """
         missing = more & ~memory.tile_pipeline.has_filled(state)
         source = cutlass.select_(more, state.stage, current)
         return Ahead(codes, state, missing, source, ptx.pinned(Int32(place.keys + memory.tile(KEYS, source))))
 
     def fetch_keys(self, memory, place, codes, stage, start=None) -> None:
-        """Loads the codes of the warp's 16 tokens, and their headers."""
+        """Loads the codes and headers of the warp's 16 tokens of K."""
         words = self.keys.load_keys(place.keys + memory.tile(KEYS, stage) if start is None else start)
         headers = self.keys.load_key_headers(self.keys.header_start(memory, KEYS, stage) + place.headers[KEYS])
         for index, word in enumerate([*words, *(word for rows in headers for word in rows)]):
@@ -346,7 +356,7 @@ class KeyRowsConsumer:
         return finished[len(own) :]
 
     def _places(self, mma: int) -> range:
-        """Returns the indices of an MMA's accumulators, in the order of its registers."""
+        """Returns the indices of an MMA's accumulators in the order of registers."""
         return range(2 * self.columns * mma, 2 * self.columns * (mma + 1))
 
     def _set(self, sums, values) -> None:
@@ -402,8 +412,9 @@ class KeyRowsConsumer:
         return ptx.pinned(Int32(cutlass.select_(masked, Int32(1), Int32(0))))
 
     def load_scales(self, memory, place, operand: int, stage, row) -> list[Any]:
-        """Loads the scales of the lane's two tokens. Returns an empty list where rows have no scales. row: the first
-        token's row among the warpgroup's. The loads overlap with MMAs."""
+        """Loads the scales of the lane's two tokens; an empty list if rows have no scales. The loads overlap with MMAs.
+        row: index of the first token's row among the warpgroup's rows.
+        """
         if not (self.key_scale, self.value_scale)[operand]:
             return []
         rows = (self.keys, self.values)[operand]
@@ -475,8 +486,8 @@ class KeyRowsConsumer:
         Returns whether some product is too large for fp16.
 
         target: the lane's address. bounds: None, or the result of `bounds_of` once the reference has been raised.
-        Bounds clamp logits, so that no product exceeds 1. A raised reference is not always enough, since fp32 rounds
-        logits near 2^30 coarsely.
+        Bounds limit logits, so that no product exceeds 1. A raised reference alone does not ensure this, since fp32
+        rounds logits near 2^30 coarsely.
         """
         largest: Any = None
         for first in range(0, self.blocks, 2):
@@ -503,13 +514,14 @@ class KeyRowsConsumer:
         return product > 2.0**RESCALE_SLACK
 
     def logit(self, sums, s, lines, column: int, half: int, start=None):
-        """Returns a logit, as an exponent of 2, plus ``start``; by default minus the reference."""
+        """Returns a logit plus ``start``, as an exponent of 2. start: by default minus the softmax reference."""
         start = -sums.softmax.references[column] if start is None else start
         return ptx.fma(s[sum_index(column, half)], lines[half], start)
 
     def bounds_of(self, value_scales) -> list[Any]:
-        """Returns the bounds: log2 of V's scales of the lane's two tokens. If the reference is at least logit + bound,
-        P times V's scale is at most 1."""
+        """Returns log2 of V's scales of the lane's two tokens. They are the bounds of `write_probabilities`: if the
+        reference is at least logit + bound, P times V's scale is at most 1.
+        """
         if not self.value_scale:
             return [Float32(0.0)] * 2
         return [ptx.log2(ptx.fmax(scale, Float32(MIN_VALUE_SCALE))) for scale in value_scales]

@@ -1,4 +1,6 @@
-"""Writes the queries of a work tile as the B operand of MMAs with keys: fp16 numbers, all times one power of 2."""
+"""Writes the queries of a work tile as the B operand of MMAs with keys. They become fp16 numbers, all multiplied by one
+power of 2.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,14 @@ class QueryWriter:
         self.tile_bytes = config.key_rows.query_bytes
 
     def tile(self, memory, group):
-        """Returns the address of the queries that a warpgroup multiplies with."""
+        """Returns the address of the queries of a warpgroup."""
         return memory.queries if self.heads == 1 else memory.queries + group * self.tile_bytes
 
     @cute.jit
     def write(self, shape, operands, work, memory, group: Int32, warp: Int32, lane: Int32):
-        """Writes the queries times a power of 2. Returns the power's reciprocal, by which scores are to be multiplied.
-        Callers ensure that no MMA still reads the previous work tile's queries."""
+        """Writes the queries times a power of 2. Returns the power's reciprocal, by which scores have to be multiplied.
+        Callers ensure that no MMA still reads the previous work tile's queries.
+        """
         own_tops = memory.tops + 4 * (group * WARPGROUP_WARPS)
         if const_expr(self.heads == 1):
             warp = group * WARPGROUP_WARPS + warp
@@ -74,8 +77,9 @@ class QueryWriter:
         return from_fp16
 
     def size_of(self, value) -> Any:
-        """Returns the size of a number for the choice of the power of 2: the absolute value, or 0 for infinity. An
-        infinite maximum would turn the numbers of all other rows into zeros."""
+        """Returns the magnitude of a number, or 0 for infinity. The power of 2 is chosen from the largest magnitude;
+        an infinite one would turn the numbers of all other rows into zeros.
+        """
         size = ptx.absolute(value)
         return cutlass.select_(size < math.inf, size, Float32(0.0))
 

@@ -1,9 +1,10 @@
 """Scales the accumulators of two warpgroups, and writes them as the result or a split's part of the result.
 
-One thread per row computes the numbers that all threads need: the factor of each warpgroup's sums, and the row's
-destination. A warpgroup with a KV head of its own then writes the columns of both its MMAs. Otherwise both warpgroups
-have one head, and half of the keys each. Then each warpgroup keeps one MMA's columns. It sends the other MMA's columns
-to the other warpgroup, through its buffers of probabilities.
+One thread per row computes what all threads need: the factor of each warpgroup's sums, and the row's destination.
+
+If a work tile has two KV heads, each warpgroup has one head and writes the columns of both its MMAs. Otherwise both
+warpgroups have one head, and half of the keys each. Then each warpgroup keeps one MMA's columns. It sends the other
+MMA's columns to the other warpgroup, through its buffers of probabilities.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NOWHERE = -1  # the number of a row that the request does not have
 
 
 def sum_index(column: int, half: int) -> int:
-    """Returns the number of an MMA's accumulator in a lane, for ``column`` = 2 * block + c and row half ``half``."""
+    """Returns the index of an MMA's accumulator in a lane, for ``column`` = 2 * block + c and row half ``half``."""
     return column // 2 * 4 + 2 * half + column % 2
 
 
@@ -84,7 +85,8 @@ class KeyRowsResults:
 
     def hear(self, memory, row, first) -> tuple[list[Any], list[Any]]:
         """Loads the references and totals of a row, which `tell` has published. Returns (references, totals), each with
-        one number for every warpgroup of the row's KV head. first: the head's first warpgroup."""
+        one element for every warpgroup of the row's KV head. first: the head's first warpgroup.
+        """
         references, totals = [], []
         for index in range(self.warpgroups):
             group = index if self.heads == 1 else first
@@ -99,7 +101,7 @@ class KeyRowsResults:
 
     @property
     def warpgroups(self) -> int:
-        """How many warpgroups share a KV head."""
+        """Number of warpgroups that share a KV head."""
         return MMA_WARPGROUPS // self.heads
 
     def factors(self, memory, first, index):
@@ -109,14 +111,16 @@ class KeyRowsResults:
         return queries + index * (4 * self.config.tile_rows)
 
     def numbers(self, memory, first):
-        """Returns the address of the rows' numbers. A row's number says where it goes, in the output or among the
-        partial results. Rows that do not exist have the number NOWHERE."""
+        """Returns the address of the rows' destinations: for each row, its index in the output or among the partial
+        results, or NOWHERE if the row does not exist.
+        """
         return self.factors(memory, first, self.warpgroups)
 
     @cute.jit
     def finish_row(self, shape, operands, features, work, memory, row: Int32, first: Int32):
-        """Computes one row's factors and number, and publishes them. Stores the row's log-sum-exp or, with splits, its
-        weight. first: the first warpgroup of the row's KV head."""
+        """Computes one row's factors and destination, and publishes them. Stores the row's log-sum-exp or, with splits,
+        its weight. first: the first warpgroup of the row's KV head.
+        """
         config = self.config
         exists = work.first_row + row < work.num_rows
         number, _, head = query_row(shape, work, cutlass.select_(exists, work.first_row + row, work.first_row))
