@@ -96,8 +96,8 @@ def mla_decode(
     """Computes softmax(q K^T * softmax_scale) V for the newest tokens of each request. K is the cached tokens, V their
     first 512 columns.
 
-    Query i of request b stands at position seq_lens[b] - q_len + i: the queries are the last tokens, and they are in
-    the cache already. All heads see the same tokens.
+    Query i of request b has position seq_lens[b] - q_len + i: the queries are the last tokens, and they are in the
+    cache already. All heads see the same tokens.
 
     Args:
         q: [batch, q_len, num_heads, head_dim], q_len 1 to 16, 1 to 128 heads: the absorbed queries, latent columns then
@@ -113,13 +113,13 @@ def mla_decode(
             block_table[b, t // page_size]. Entries beyond a request's tokens may hold anything.
         softmax_scale: a positive number, default head_dim ** -0.5. A model scales by its head size before absorption,
             so DeepSeek-V3 has 192 ** -0.5 times YaRN's factor.
-        causal: whether a query sees no token after its own position; matters for q_len > 1 alone.
+        causal: whether a query sees no token after its own position. It makes no difference if q_len is 1.
         return_lse: also return the log-sum-exp of the scores.
         out: the tensor for the result, contiguous.
 
     Returns:
         out [batch, q_len, num_heads, 512] in q's dtype; with ``return_lse`` also fp32 [batch, q_len, num_heads],
-        natural log. A query that sees no token has out 0 and lse -inf, as `merge_states` wants it. FlashMLA and
+        natural log. A query that sees no token has out 0 and lse -inf, as `merge_states` requires. FlashMLA and
         :mod:`cute_kernels.compat.flash_mla` have lse +inf there. Softmax and accumulation are fp32. Equal inputs give
         bitwise equal outputs.
 
@@ -192,11 +192,12 @@ def sparse_mla_decode(
     Args:
         q, cache, kv_format, softmax_scale, return_lse, out: as for `mla_decode`, with any q_len.
         indices: int32 [batch, q_len, topk], contiguous, any topk: page * page_size + offset, -1 for none. An index
-            outside the cache counts as -1; one that comes twice counts twice.
-        topk_length: int32 [batch]: how many of a request's indices count, from the first one on. Default: all.
+            outside the cache is treated as -1. If an index occurs twice, its token is counted twice.
+        topk_length: int32 [batch]: the number of a request's indices that are used, from the first one on. Default:
+            all.
         sinks: fp32 [num_heads], one more logit for each head. It adds exp(sink) to the softmax's denominator and has no
             value, so out is multiplied by exp(lse) / (exp(lse) + exp(sink)). -inf: no sink; +inf: out is 0. lse does
-            not count sinks.
+            not include sinks.
         extra_cache, extra_indices, extra_topk_length: a second cache in the same format, its indices and their numbers.
             Queries see its chosen tokens, too. Its pages may have another size.
 

@@ -1,4 +1,4 @@
-"""The launch arguments of MLA decode's kernels; they are listed nowhere else.
+"""The launch arguments of MLA decode's kernels.
 
 Dense and sparse decode both have `ROWS`. q is bf16 or fp16 [batch, q_len, num_heads, head_dim]. The addresses are those
 of out [batch, q_len, num_heads, 512] in q's dtype, lse fp32 [batch, q_len, num_heads], max_logits (like lse, or 0) and

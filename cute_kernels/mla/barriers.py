@@ -1,4 +1,4 @@
-"""The beginning of a CTA: one warp initialises the barriers in shared memory, and all other warps wait for it."""
+"""The first steps of a CTA: one warp initialises the barriers in shared memory, and all other warps wait for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ CONSUMERS_READY, PRODUCERS_READY = 1, 8
 
 
 def announce_barriers(config: MlaConfig) -> None:
-    """Announces that the barriers are initialised. The warp that initialised them calls it, then waits like all
-    others."""
+    """Announces that the barriers are initialised. The warp that initialised them calls it, then waits as all other
+    warps do.
+    """
     if not config.crossover:  # pairs arrive at their cluster's barrier
         cute.arch.barrier_arrive(barrier_id=PRODUCERS_READY, number_of_threads=_producer_threads(config))
 

@@ -206,7 +206,7 @@ def check_dense_values(problem: DenseProblem, block_table: torch.Tensor, seq_len
 
 
 def check_sparse_values(name: str, shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None) -> None:
-    """Raises ValueError if a length is out of range, or if an index that counts is neither -1 nor in the cache.
+    """Raises ValueError if a length is out of range, or if an index that is used is neither -1 nor in the cache.
 
     The message names the request, and an index's query and position. Waits for the device. name: "indices" or
     "extra_indices", for the message.

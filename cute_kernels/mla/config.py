@@ -71,10 +71,10 @@ class PartialForm:
     """The form in which a part of a row is stored for the kernel that adds up the parts.
 
     Attributes:
-        value_bytes: bytes of a value: 4 for fp32, 2 for fp16. fp16 values are scaled so that the greatest of half a row
-            is between 2**14 and 2**15.
-        stats_bytes: bytes of a row's fp32 statistics: its maximum (as an exponent of 2) and its sum of weights. With
-            fp16 values the statistics also have two powers of 2; the combine multiplies each half of the row by one.
+        value_bytes: number of bytes of a value: 4 for fp32, 2 for fp16. fp16 values are scaled so that the largest
+            magnitude of half a row is between 2**14 and 2**15.
+        stats_bytes: number of bytes of a row's fp32 statistics: its maximum (as an exponent of 2) and its sum of
+            weights. With fp16 values, also two powers of 2, by which the combine multiplies the two halves of the row.
     """
 
     value_bytes: int
@@ -82,7 +82,7 @@ class PartialForm:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's values, its statistics not counted."""
+        """Bytes of a row's values, without its statistics."""
         return V_HEAD_DIM * self.value_bytes
 
 
@@ -94,11 +94,13 @@ SCALED_PARTIALS = "fp16"
 class MlaConfig:
     """One variant of MLA decode.
 
-    tokens: "sparse": the tokens that indices name; "paged": the first tokens of every request, by its block table.
-    form: name of the cache's format.
-    head_dim: columns of a key, one of the format's.
-    tiles: how tiles are filled and multiplied, and partial results combined: see :mod:`.policies`. With crossover a row
-        must have an even number of blocks of 64 heads.
+    Attributes:
+        tokens: "sparse": queries see the tokens that indices name. "paged": they see the first tokens of every request,
+            which its block table lists.
+        form: name of the cache's format.
+        head_dim: number of columns of a key, one of the format's.
+        tiles: how tiles are filled and multiplied, and partial results combined: see :mod:`.policies`. With crossover a
+            row must have an even number of blocks of 64 heads.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -138,14 +140,15 @@ class MlaConfig:
 
     @property
     def layout(self) -> TokenLayout:
-        """The layout of a token: which of its bytes become which columns of a tile."""
+        """The layout of a token: which bytes of the token become which columns of a tile."""
         return layout_of(self.form, self.head_dim)
 
     @property
     def partials(self) -> str:
         """The key in `PARTIALS` of the form in which a part of a row is stored. fp16 saves time: writing and reading 64
         heads in fp32 takes as long as two blocks. A half that has both scaled codes and RoPE columns needs fp32, as one
-        power of 2 does not fit codes and RoPE columns alike."""
+        power of 2 cannot fit both.
+        """
         scaled_in_part = 0 < self.layout.code_slabs < VALUE_SLABS
         return "fp32" if scaled_in_part else SCALED_PARTIALS
 
@@ -161,13 +164,14 @@ class MlaConfig:
 
     @property
     def value_columns(self) -> int:
-        """N of an MMA of weights and values. With eight producer warps a thread begins with 128 registers. ptxas then
-        refuses an MMA with 128 accumulators a thread, so N is halved."""
+        """The N of an MMA of weights and values. With eight producer warps a thread begins with 128 registers. ptxas
+        then refuses an MMA with 128 accumulators a thread, so N is halved.
+        """
         return V_HEAD_DIM // 2 if self.producer_warps == PRODUCER_WARPS[0] else V_HEAD_DIM // 4
 
     @property
     def warp_groups(self) -> int:
-        """The number of groups of 8 tokens that a producer warp loads of each block."""
+        """The number of groups of 8 tokens that a producer warp loads in each block."""
         return BLOCK_TOKENS // GROUP_TOKENS // self.producer_warps // self.cluster
 
     @property
@@ -196,7 +200,7 @@ class MlaConfig:
 
     @property
     def held_steps(self) -> int:
-        """Steps of 16 columns of the queries that the mainloop "delayed_pv" keeps in registers."""
+        """Number of k16 steps of the queries that the mainloop "delayed_pv" keeps in registers."""
         return CROSSOVER_HELD_STEPS[self.form] if self.crossover and not self.copies else HELD_STEPS
 
     @property
@@ -227,13 +231,14 @@ class MlaConfig:
 
     @property
     def launch_registers(self) -> int:
-        """Registers of a thread when a CTA begins."""
+        """Number of registers of a thread when a CTA begins."""
         return LAUNCH_REGISTERS[self.producer_warps]
 
     @property
     def entry_lead(self) -> int:
-        """How many blocks ahead of use a producer warp loads entries: as many as it prefetches tokens ahead, but at
-        least two."""
+        """How many blocks before its use an entry is loaded by a producer warp: as many as tokens are prefetched ahead,
+        but at least two.
+        """
         return max(self.tiles.load.prefetch, 2)
 
     @property
@@ -243,7 +248,7 @@ class MlaConfig:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of shared memory for entries; 0 where tokens are not decoded."""
+        """Bytes of shared memory for entries; 0 if tokens are not decoded."""
         return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
 
     @property
@@ -280,9 +285,10 @@ COMBINE_SLOTS = (1, 8)
 class CombineConfig:
     """The kernel that adds up the parts of split rows.
 
-    dtype: the result's dtype, "bf16" or "fp16".
-    slots: groups of 128 threads in a CTA. 1 for many rows: an SM then holds many CTAs. 8 for few rows: an SM then holds
-        one CTA, so that CTAs spread over all SMs.
+    Attributes:
+        dtype: the result's dtype, "bf16" or "fp16".
+        slots: number of groups of 128 threads in a CTA. 1 for many rows: an SM then holds many CTAs. 8 for few rows: an
+            SM then holds one CTA, so that CTAs are spread over all SMs.
     partials: the key in `PARTIALS` of the form in which parts are stored.
     """
 
@@ -292,7 +298,7 @@ class CombineConfig:
 
     @property
     def num_threads(self) -> int:
-        """Threads of a CTA; each has a vector of 4 columns."""
+        """Number of threads of a CTA; each has a vector of 4 columns."""
         return self.slots * (V_HEAD_DIM // 4)
 
     @property
@@ -308,9 +314,10 @@ class CombineConfig:
 
 
 def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
-    """Returns whether crossover (CTAs in pairs) supports a call. Its tokens must be chosen FP8 tokens, whole contexts
-    of 656-byte tokens, or tokens that TMA loads (see `fits_tma_tiles`). A row must have an even number of blocks of 64
-    heads."""
+    """Returns whether crossover (CTAs in pairs) supports a call. A row must have an even number of blocks of 64 heads.
+    Tokens must be one of three kinds: chosen FP8 tokens, whole contexts of 656-byte tokens, or tokens that TMA loads
+    (see `fits_tma_tiles`).
+    """
     wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
@@ -337,11 +344,16 @@ def served_config(
     eager: bool = False,
     cooperative: bool = False,
 ) -> MlaConfig:
-    """Returns the variant that calls use.
+    """Returns the variant for calls with these properties.
 
-    head_dim: default the format's only or wider one. crossover: see `fits_crossover`. mma_bound: `is_mma_bound`.
-    tma_tiles: `fits_tma_tiles`. eager: whether work tiles are long and limited by loading tiles, see `.schedule`;
-    counts with crossover or TMA tiles only. cooperative: whether the CTAs of one launch combine the parts of rows.
+    Args:
+        head_dim: by default the format's only one, or its wider one.
+        crossover: see `fits_crossover`.
+        mma_bound: see `is_mma_bound`.
+        tma_tiles: see `fits_tma_tiles`.
+        eager: whether work tiles are long and limited by loading tiles, see `.schedule`; used only with crossover or
+            TMA tiles.
+        cooperative: whether the CTAs of one launch combine the parts of rows.
     """
     tiles: Tiles
     scales = SCALES[form][0] if form in SCALES else ""

@@ -16,7 +16,8 @@ class ElementType:
 
     Attributes:
         type: the CuTe type of tensors of such numbers.
-        pack: rounds two fp32 to nearest and packs them into a word, the first in the lower half.
+        pack: a function that rounds two fp32 numbers to nearest and packs them into a word, the first in the lower
+            half.
     """
 
     type: type[Numeric]

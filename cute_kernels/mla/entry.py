@@ -18,7 +18,7 @@ from cute_kernels.mla.work import MlaSizes, Results
 
 
 class DecodeEntry:
-    """The host side of a kernel. kernel: `MlaKernel` or `FewHeadsKernel`."""
+    """The host side of a kernel, which makes a launch's run-time values. kernel: `MlaKernel` or `FewHeadsKernel`."""
 
     def __init__(self, kernel: MlaKernel | FewHeadsKernel):
         self.kernel, self.config = kernel, kernel.config
@@ -26,10 +26,12 @@ class DecodeEntry:
     def launch(self, given, stream):
         """Launches the kernel; ``given`` has the arguments of :func:`.arguments.arguments_of`.
 
-        If each query has tokens of its own, a row is a query. Work tiles are then (rows x blocks of its heads, parts).
-        If a request's queries share tokens, a row is a request with the heads of all its queries. If num_parts is 0,
-        CTAs have work ranges of equal size over all rows, see :mod:`.stream_k`. num_ctas is then a multiple of a row's
-        blocks of heads.
+        In sparse decode each query has its own tokens, so a row is a query. In paged decode a request's queries share
+        tokens, so a row is a request with the heads of all its queries. The grid of work tiles is (rows x blocks of
+        heads, parts).
+
+        If num_parts is 0, CTAs have work ranges of equal size over all rows, see :mod:`.stream_k`. num_ctas is then a
+        multiple of a row's number of blocks of heads.
         """
         batch, q_len, num_heads = extents(given.q)[:3]
         # Who asks for the greatest scores gets running maxima that are.
@@ -52,7 +54,7 @@ class DecodeEntry:
         return Pages.of(given.cache, given.page_stride, given.token_stride, given.page_size)
 
     def paged(self, given) -> PagedSource:
-        """Describes the tokens of requests by their block table, with a tensor map where TMA loads them."""
+        """Describes the tokens of requests by their block table, with a tensor map if TMA loads them."""
         table = given.table, given.table_stride, given.max_pages
         source = PagedSource(self.pages(given), given.num_pages, *table, given.seq_lens)
         if not self.config.tma_tiles:

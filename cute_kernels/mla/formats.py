@@ -1,4 +1,4 @@
-"""The formats of MLA caches: what a token's bytes are, and where they lie in a page. A format is one object.
+"""The formats of MLA caches: the bytes of a token, and where they lie in a page. A format is one object.
 
 :mod:`layouts.kv.mla` describes and packs the bytes of a token. This module reads them from tensors and writes them to
 tensors. A cache is [num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
@@ -26,8 +26,8 @@ class MlaFormat:
         name: the name that callers pass as ``kv_format``.
         q_dtype: dtype of the queries and of dequantised tokens.
         cache_dtypes: dtypes that a cache tensor may have.
-        tokens: the format's token in each width, as objects of :mod:`layouts.kv`.
-        split_pages: whether a page holds first the data of all its tokens, then their scales. Else it holds whole
+        tokens: for each head_dim, the object of :mod:`layouts.kv` that describes a token.
+        split_pages: whether a page holds first the data of all its tokens, then their scales. If not, it holds whole
             tokens.
     """
 

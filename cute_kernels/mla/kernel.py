@@ -65,7 +65,9 @@ def make_consumers(config: MlaConfig) -> PersistentConsumers | PartConsumers:
 
 
 class MlaKernel:
-    """One compiled variant; :class:`MlaConfig` says which. :class:`.entry.DecodeEntry` is its host side."""
+    """One compiled variant of MLA decode, as :class:`MlaConfig` describes it. :class:`.entry.DecodeEntry` is its host
+    side.
+    """
 
     def __init__(self, config: MlaConfig):
         self.config = config

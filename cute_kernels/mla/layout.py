@@ -1,7 +1,7 @@
-"""The layout of a token: which of its bytes become which columns of a tile. No GPU types here.
+"""The layout of a token: which bytes of the token become which columns of a tile. No GPU types here.
 
 The layout is derived from the format's description in :mod:`layouts.kv.mla`. A tile is made of slabs of 64 columns,
-[tokens, 64] each: the latent columns' slabs, then the RoPE columns' slab. Where keys have 512 columns, the RoPE slab is
+[tokens, 64] each: the latent columns' slabs, then the RoPE columns' slab. If keys have 512 columns, the RoPE slab is
 part of the value.
 """
 
@@ -24,13 +24,13 @@ class TokenLayout:
 
     Attributes:
         dtype: dtype of queries, tiles and results, "bf16" or "fp16".
-        num_slabs: slabs of a key.
-        data_bytes: a token's contiguous bytes; the scales of split pages lie elsewhere.
+        num_slabs: number of slabs of a key.
+        data_bytes: number of a token's contiguous bytes. In split pages the token's scales are not among them.
         code_slabs: how many of a key's slabs, from the first on, are stored as E4M3 codes; 0 for 16-bit tokens.
         rope_offset: the RoPE columns' first byte in an FP8 token.
-        num_scales: scales of a token; all belong to the same number of code slabs.
-        scale_bytes: bytes of all scales of a token, which are loaded at once.
-        scales_offset: the scales' first byte in the token; None where they lie after all tokens of the page.
+        num_scales: number of scales of a token. Each belongs to the same number of code slabs.
+        scale_bytes: number of bytes of all scales of a token, which are loaded at once.
+        scales_offset: the scales' first byte in the token; None for split pages.
     """
 
     dtype: str

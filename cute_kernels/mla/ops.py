@@ -106,7 +106,7 @@ def dense(call: DenseCall) -> Results:
 
 
 class SparseCall(NamedTuple):
-    """The arguments of :func:`cute_kernels.mla.sparse_mla_decode`. with_max: whether the greatest scores are wanted."""
+    """The arguments of :func:`cute_kernels.mla.sparse_mla_decode`. with_max: whether the largest scores are wanted."""
 
     q: torch.Tensor
     cache: torch.Tensor
@@ -129,10 +129,10 @@ class SparseCall(NamedTuple):
 
 
 def sparse(call: SparseCall) -> SparseResults:
-    """Computes (out, lse, greatest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors
+    """Computes (out, lse, largest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors
     are.
 
-    The greatest scores are fp32 [batch, q_len, num_heads] if ``with_max`` is set, else empty.
+    The largest scores are fp32 [batch, q_len, num_heads] if ``with_max`` is set, else empty.
     """
     given = {name: tensor for name, tensor in call.tensors.items() if tensor is not None}
     return route(cuda=launch_sparse, cpu=_sparse_here, operator=_sparse_through_operator, **given)(call)

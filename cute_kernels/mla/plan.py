@@ -1,4 +1,4 @@
-"""Launches the CUDA kernels of MLA decode on tensors that have been checked."""
+"""Launches the CUDA kernels of MLA decode on checked tensors."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class MlaPlan:
         send: the compiled kernel; takes by name the launch arguments that differ between launches.
         combine: the compiled kernel of the second launch, which adds up parts; takes arguments by name. None if there
             is no second launch.
-        num_parts: parts of a row; STREAM_K for work ranges over all rows.
-        num_ctas: CTAs of the launch; 0 for the kernel for few heads.
-        part_words: 4-byte words of all partial results; 0 if rows are not cut.
-        flag_words: workspace words for flags, under stream-K or a cooperative combine; else 0.
+        num_parts: number of parts of a row; STREAM_K for work ranges over all rows.
+        num_ctas: number of CTAs of the launch; 0 for the kernel for few heads.
+        part_words: number of 4-byte words of all partial results; 0 if rows are not cut.
+        flag_words: number of workspace words for flags, under stream-K or a cooperative combine; else 0.
     """
 
     send: Callable[..., Any]
@@ -114,8 +114,9 @@ def sparse_plan(problem: SparseProblem) -> MlaPlan:
 
 
 def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
-    """Returns (rows, heads of a row, most tokens of a row) of a dense launch. A row has the heads of all queries of a
-    request."""
+    """Returns (number of rows, heads of a row, largest number of tokens of a row) of a dense launch. A row has the
+    heads of all queries of a request.
+    """
     return problem.batch, problem.q_len * problem.num_heads, problem.max_pages * problem.cache.page_size
 
 

@@ -1,7 +1,7 @@
 """The policies of the kernel for 64 heads, as values. There are no GPU types here.
 
 A load fills tiles. :class:`WholeTiles`, :class:`SplitTiles` and :class:`CooperativeTiles` say which loads, mainloops
-and combines go together; other combinations cannot be written down. A load also says how many registers each kind of
+and combines can be combined; only these combinations can be expressed. A load also says how many registers each kind of
 warpgroup has, and how many arrivals mark a tile as full.
 """
 
@@ -31,13 +31,15 @@ SPLIT_REGISTERS: Registers = (240, 176, 88)
 class Decode:
     """The load of FP8 tokens that a CTA gathers and decodes by itself.
 
-    scales: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
-    fence: who makes stores of a tile visible to wgmma: producers ("writer") before they arrive, or consumers ("reader")
-        after they have waited.
-    prefetch: how many blocks ahead tokens are prefetched into L2; 0 for not at all.
-    chunk: after how many decoded pieces of 16 bytes, at most, new loads into their registers are issued; WHOLE: the
-        compiler decides.
-    warps: producer warps.
+    Attributes:
+        scales: "fp32" or "ue8m0": any scale that a cache may hold is supported. "power_of_2": only powers of 2 up to
+            2**7.
+        fence: which warps make stores of a tile visible to wgmma: producers ("writer") before they arrive, or consumers
+            ("reader") after they have waited.
+        prefetch: how many blocks ahead tokens are prefetched into L2; 0: not at all.
+        chunk: the largest number of 16-byte pieces that are decoded before new loads into their registers are issued;
+            WHOLE: the compiler decides.
+        warps: number of producer warps.
     """
 
     scales: str = "fp32"
@@ -114,7 +116,7 @@ class SplitCrossover:
 
 @dataclass(frozen=True)
 class Copies:
-    """The load of 16-bit tokens by asynchronous copies. No producer waits for them: consumers issue the fence."""
+    """The load of 16-bit tokens by asynchronous copies. No producer waits for the copies: consumers issue the fence."""
 
     kind: str = field(default="copies", init=False)
     scales: ClassVar[str] = "fp32"
@@ -134,13 +136,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class TmaTiles:
-    """The load of 16-bit tokens by TMA, where every 64 tokens are contiguous in a page.
+    """The load of 16-bit tokens by TMA, for pages in which every 64 tokens are contiguous.
 
+    Attributes:
     pair: whether two CTAs with different heads load half of the tokens each, and every load goes to both (TMA
         multicast).
-    prefetch: how many blocks ahead tokens are prefetched into L2, 0 or 1.
-    eager: whether the right half of a block is added as soon as the left one is. Its part of a tile is then released
-        earlier, which helps where loads are the bottleneck, not the tensor cores.
+        prefetch: how many blocks ahead tokens are prefetched into L2, 0 or 1.
+        eager: whether the right half of a block is added as soon as the left half is. The right part of a tile is then
+            released earlier. This helps if loads, and not the tensor cores, are the bottleneck.
     """
 
     pair: bool = False
@@ -169,7 +172,7 @@ class WholeTiles:
     launch, chosen at run time.
 
     mainloop: "plain" computes all weights of a tile, then P V. "stepped" computes the weights of 16 tokens at a time,
-    and takes four producer warps.
+    and requires four producer warps.
     """
 
     load: Decode | Crossover | Copies

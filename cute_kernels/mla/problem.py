@@ -1,4 +1,5 @@
-"""The problem of a call: its shapes, formats and strides, without the tensors. It is hashable and decides the plan.
+"""The problem of a call: its shapes, formats and strides, without the tensors. It is hashable, and plans are made from
+it.
 
 Two calls with equal problems run the same compiled function with the same schedule.
 """
@@ -19,10 +20,11 @@ class CacheShape:
 
     Attributes:
         form: the cache's format.
-        num_pages, page_size: pages of the cache, tokens of a page; at least 1 token.
+        num_pages: number of pages of the cache.
+        page_size: number of tokens of a page, at least 1.
         page_stride: bytes from one page to the next; pages may be padded.
-        token_stride: bytes from one token of a page to the next. It exceeds a token's bytes only where tokens of 16
-            bits lie further apart. It is unused for split pages, where tokens' data lie 576 bytes apart.
+        token_stride: bytes from one token of a page to the next. 16-bit tokens may have gaps between them, other tokens
+            have none. It is unused for split pages, in which tokens' data lie 576 bytes apart.
     """
 
     form: MlaFormat
@@ -100,9 +102,9 @@ class SparseProblem(Queries):
     """Decode over chosen tokens.
 
     Attributes:
-        topk: the number of a query's indices.
+        topk: number of indices of a query.
         extra: a second cache, of the same format, or None.
-        extra_topk: the number of a query's indices into ``extra``; 0 without ``extra``.
+        extra_topk: number of indices of a query into ``extra``; 0 without ``extra``.
     """
 
     topk: int

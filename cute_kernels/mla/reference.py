@@ -1,4 +1,4 @@
-"""The reference of MLA decode in PyTorch: the implementation on the CPU, and the yardstick for kernels.
+"""The reference of MLA decode in PyTorch. CPU tensors run it, and tests compare kernels with it.
 
 After DeepSeek-V2's absorption of the up-projections, decode is multi-query attention over one head of cached tokens
 (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1). All of a token is the key, its first 512 columns are the value. Tokens
@@ -38,8 +38,8 @@ def mla_decode_reference(
 
     compute_dtype: float32, or float64 for use as a yardstick.
 
-    Returns out [batch, q_len, num_heads, 512] and lse [batch, q_len, num_heads], both in `compute_dtype`, so not
-    rounded to q's dtype. Works on CPU and CUDA; reads lengths on the host.
+    Returns out [batch, q_len, num_heads, 512] and lse [batch, q_len, num_heads], both in `compute_dtype`. Works on CPU
+    and CUDA; reads lengths on the host.
 
     Raises TypeError and ValueError as `mla_decode`, also for lengths out of range and pages outside the cache.
     """
@@ -64,7 +64,7 @@ def mla_decode_reference(
 
 
 def _seen_by(problem: DenseProblem, length: int, keys_at: torch.Tensor, queries: slice) -> torch.Tensor:
-    """Returns which tokens each query sees, bool [queries, tokens]. The queries stand at a request's last positions."""
+    """Returns which tokens each query sees, bool [queries, tokens]. The queries are the last tokens of a request."""
     at = torch.arange(queries.start, queries.stop, device=keys_at.device) + (length - problem.q_len)
     if not problem.causal:
         return torch.ones((at.shape[0], length), dtype=torch.bool, device=keys_at.device)
@@ -84,8 +84,8 @@ def sparse_mla_decode_reference(
     """Computes sparse decode; arguments as :func:`cute_kernels.mla.sparse_mla_decode`, ``compute_dtype`` as
     `mla_decode_reference`. optional: fields of `SparseExtras`, by name.
 
-    Returns out [batch, q_len, num_heads, 512], lse and the greatest scaled score, both [batch, q_len, num_heads], all
-    in `compute_dtype`. A query that sees nothing has out 0, lse +inf and greatest score -inf. Works on CPU and CUDA.
+    Returns out [batch, q_len, num_heads, 512], lse and the largest scaled score, both [batch, q_len, num_heads], all
+    in `compute_dtype`. A query that sees nothing has out 0, lse +inf and largest score -inf. Works on CPU and CUDA.
 
     Raises TypeError and ValueError as `sparse_mla_decode`.
     """
@@ -104,7 +104,7 @@ def sparse_mla_decode_reference(
 
 @dataclass(frozen=True)
 class _Source:
-    """A cache and the slots that queries chose, int64 [queries, topk]; a slot counts if ``seen`` is True for it."""
+    """A cache and the slots that queries chose, int64 [queries, topk]. ``seen`` is True for the slots that are used."""
 
     shape: CacheShape
     cache: torch.Tensor
@@ -112,8 +112,9 @@ class _Source:
     seen: torch.Tensor
 
     def fetch(self, queries: slice, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns tokens [queries, topk, head_dim], with 0 for slots that do not count, as the cache may hold NaN
-        there."""
+        """Returns tokens [queries, topk, head_dim], with 0 for slots that are not used, as the cache may hold NaN
+        there.
+        """
         slots, seen = self.slots[queries], self.seen[queries]
         if not self.shape.num_pages:
             return torch.zeros((*slots.shape, head_dim), dtype=dtype, device=slots.device)
@@ -124,7 +125,9 @@ class _Source:
 def _slots_of(
     shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (slots int64 [batch * q_len, topk], clamped to the cache; bool of the same shape: which slots count)."""
+    """Returns (slots int64 [batch * q_len, topk], clamped to the cache; bool of the same shape: which slots are
+    used).
+    """
     seen = (indices >= 0) & (indices < shape.num_slots)
     if length is not None:
         seen &= torch.arange(indices.shape[2], device=indices.device) < length[:, None, None]
@@ -135,7 +138,7 @@ def _slots_of(
 def _attend_to_chosen(
     problem: SparseProblem, q: torch.Tensor, sources: list[_Source], scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (out without sinks, lse, greatest score) over all sources together."""
+    """Returns (out without sinks, lse, largest score) over all sources together."""
     queries = q.flatten(0, 1)
     out = torch.zeros((*queries.shape[:2], V_DIM), dtype=dtype, device=q.device)
     lse = torch.full(out.shape[:2], torch.inf, dtype=dtype, device=q.device)
@@ -158,7 +161,7 @@ def _attend_to_chosen(
 class State:
     """The attention of some queries.
 
-    out: [queries, num_heads, 512]; lse, max (the greatest scaled score): [queries, num_heads]. A query that sees no
+    out: [queries, num_heads, 512]; lse, max (the largest scaled score): [queries, num_heads]. A query that sees no
     token has out 0, lse +inf and max -inf.
     """
 
@@ -170,7 +173,10 @@ class State:
 def attend(q: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor, scale: float) -> State:
     """Computes attention of each query over its own tokens, in the tokens' dtype.
 
-    q: [queries, num_heads, head_dim]; tokens: [queries, topk, head_dim], topk at least 1; seen: bool [queries, topk].
+    Args:
+        q: [queries, num_heads, head_dim].
+        tokens: [queries, topk, head_dim], topk at least 1.
+        seen: bool [queries, topk].
     """
     scores = (q.to(tokens.dtype) @ tokens.transpose(1, 2)) * scale
     scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
@@ -183,8 +189,9 @@ def attend(q: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor, scale: flo
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Returns out * exp(lse) / (exp(lse) + exp(sink)). out: [..., num_heads, 512]; lse: [..., num_heads], +inf where no
-    token is seen."""
+    """Returns out * exp(lse) / (exp(lse) + exp(sink)). out: [..., num_heads, 512]; lse: [..., num_heads], +inf for
+    queries that see no token.
+    """
     kept = torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == torch.inf, 0)  # inf - inf would be NaN
     return out * kept.unsqueeze(-1)
 

@@ -1,4 +1,4 @@
-"""Chooses the kernel of a call, and the number of parts that a row's tokens are cut into: plain Python, no GPU types.
+"""Chooses the kernel of a call, and the number of parts into which a row's tokens are cut. Plain Python, no GPU types.
 
 The model counts waves of CTAs, one CTA to an SM. A CTA's time is a constant plus a time for each block of tokens. Cut
 rows also cost a second launch that reads the parts, unless the CTAs of one launch add them up. The constants are fitted
@@ -45,11 +45,12 @@ class Rate:
     """The work and the time of one CTA of a kernel.
 
     Attributes:
-        heads: heads of a CTA.
+        heads: number of heads of a CTA.
         block_us: microseconds for a block of 64 tokens.
-        cta_us: microseconds of a CTA besides its blocks: for queries, the first tile and the output.
-        cluster: CTAs that compute the parts of a row and add them up; 1 if a second launch adds them up.
-        value_bytes: bytes of a value in a partial result.
+        cta_us: additional microseconds of a CTA: for queries, the first tile and the output.
+        cluster: number of CTAs of a cluster that compute the parts of a row and add them up; 1 if a second launch adds
+            them up.
+        value_bytes: number of bytes of a value in a partial result.
         cooperative: whether the CTAs of a launch add up the parts, see `.combine.cooperative`.
     """
 
@@ -78,9 +79,11 @@ FEW_HEADS = (
 class Workload:
     """The sizes that decide how rows are cut.
 
-    num_rows: rows, each with the heads that share its tokens. num_heads: heads of a row. num_tokens: the most tokens
-    that a row may have, an extra cache's included. tma_tiles: whether TMA loads the tokens, see
-    `.config.fits_tma_tiles`.
+    Attributes:
+        num_rows: number of rows; a row has all heads that share its tokens.
+        num_heads: number of heads of a row.
+        num_tokens: the largest number of tokens that a row may have, tokens of an extra cache included.
+        tma_tiles: whether TMA loads the tokens, see `.config.fits_tma_tiles`.
     """
 
     num_rows: int
@@ -95,11 +98,11 @@ class Workload:
         return max(1, -(-self.num_tokens // BLOCK_TOKENS))
 
     def num_ctas(self, heads: int) -> int:
-        """Returns how many CTAs of ``heads`` heads a launch has if no row is cut."""
+        """Returns how many CTAs a launch has if no row is cut. heads: number of heads of a CTA."""
         return self.num_rows * self.head_blocks(heads)
 
     def head_blocks(self, heads: int) -> int:
-        """Returns how many CTAs a row needs if each CTA has ``heads`` heads."""
+        """Returns how many CTAs a row needs. heads: number of heads of a CTA."""
         return -(-self.num_heads // heads)
 
     def cta_blocks(self, num_parts: int) -> int:
@@ -115,13 +118,14 @@ class Workload:
 
     @property
     def has_stream_k(self) -> bool:
-        """Whether stream-K supports these rows. There must be at least as many rows as teams, else a team would wait
-        for the team before it. Requests have to be few, since every warp adds up their lengths."""
+        """Whether stream-K supports these rows. There must be at least as many rows as teams; otherwise a team would
+        wait for the team before it. There must be few requests, since every warp adds up their lengths.
+        """
         return 0 < self.teams <= self.num_rows <= MAX_STREAM_K_REQUESTS
 
 
 def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
-    """Returns the modelled time of a launch in microseconds. num_parts: parts of a row, or STREAM_K."""
+    """Returns the modelled time of a launch in microseconds. num_parts: number of parts of a row, or STREAM_K."""
     if num_parts == STREAM_K:
         # The kernel keeps rows whole if they turn out to have equal lengths and that is the faster way.
         row_us = ROW_US + shape.num_blocks * rate.block_us
@@ -140,8 +144,9 @@ def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def possible_parts(shape: Workload, rate: Rate) -> list[int]:
-    """Returns the numbers of parts that rows may be cut into, STREAM_K included. Every part of the longest row has at
-    least one block."""
+    """Returns the possible numbers of parts of a row, STREAM_K included. Every part of the longest row has at least one
+    block.
+    """
     if rate.cluster > 1:
         return [rate.cluster]
     most = min(MAX_PARTS, shape.num_blocks)
@@ -154,8 +159,9 @@ def possible_parts(shape: Workload, rate: Rate) -> list[int]:
 
 
 def choose_parts(shape: Workload, rate: Rate = WIDE) -> int:
-    """Returns the cheapest number of parts, or STREAM_K; the smallest number if several cost the same. For clusters it
-    is the cluster's size."""
+    """Returns the cheapest number of parts, or STREAM_K. If several cost the same, returns the smallest. For clusters,
+    the result is the cluster's size.
+    """
     return min(possible_parts(shape, rate), key=lambda n: (cost_us(shape, n, rate), n))
 
 
@@ -170,8 +176,8 @@ def fits_cooperative(shape: Workload, num_parts: int) -> bool:
 
 
 def count_ctas(shape: Workload, num_parts: int) -> int:
-    """Returns the number of CTAs of the kernel for 64 heads: one for every work tile; under stream-K, the CTAs of all
-    teams.
+    """Returns the number of CTAs of the kernel for 64 heads. It is one for every work tile or, under stream-K, the CTAs
+    of all teams.
 
     Raises ValueError if stream-K does not fit.
     """
@@ -195,7 +201,7 @@ def choose_combine(shape: Workload) -> tuple[int, int]:
 
 
 def choose(tokens: str, form: str, head_dim: int, shape: Workload) -> tuple[MlaConfig | FewHeadsConfig, int]:
-    """Returns (the variant for a call, the number of parts)."""
+    """Returns (the variant for a call, the number of parts of a row)."""
     own = WIDE if form in SCALES else COPIES
     crossover = fits_crossover(tokens, form, shape.num_heads, shape.tma_tiles)
     wide = CROSSOVER if crossover and tokens == "sparse" else own

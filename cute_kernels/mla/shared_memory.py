@@ -13,10 +13,11 @@ from cute_kernels.mla.config import FLAG_BYTES, NUM_STAGES, ROW_VALUE_BYTES, WEI
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The addresses of regions (pointers where tensors are made of them), and the barriers.
+    """The regions and barriers of shared memory. A region is an address, or a pointer if tensors are made from it.
 
     A tile, or each part of a tile in two parts, has two mbarriers. Producers arrive on ``full``, which also counts
-    bytes of asynchronous copies. Consumer warps arrive on ``empty``, with crossover those of both CTAs of a pair.
+    bytes of asynchronous copies. Consumer warps arrive on ``empty``; with crossover, the consumer warps of both CTAs of
+    a pair do.
     """
 
     tile_pointer: cute.Pointer

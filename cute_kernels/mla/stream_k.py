@@ -1,14 +1,14 @@
 """Stream-K: the blocks of all rows, one row after the other, are cut into equal work ranges, one for each team of CTAs.
 
 A team has a CTA for each block of 64 heads; its CTAs process the same tokens together. A work range is the end of a
-row, whole rows, and the beginning of another row, whatever the lengths of rows (Osama et al. 2023). Where a row is cut,
-no combine follows. The team with the end of the row computes that part first, and publishes its accumulators, maxima
-and totals. The team with the beginning computes its part last, and resumes from the published numbers instead of zeros.
-So one launch is enough, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal
-length stay whole where that costs less than cuts: some teams then have one row more than others.
+row, whole rows, and the beginning of another row, whatever the lengths of rows (Osama et al. 2023). If a row is cut, no
+combine is needed. The team that has the end of the row computes that part first, and publishes its accumulators, maxima
+and totals. The team that has the beginning computes its part last, and resumes from the published values instead of
+zeros. So one launch is enough, no partial result is scaled, and the order of additions depends on lengths alone. Rows
+of equal length stay whole if that costs less than cuts: some teams then have one row more than others.
 
-Every launch ends: the first CTAs have the last work ranges. So a CTA waits only for a CTA of a lower number, which the
-hardware starts before it.
+Every launch ends, since the first CTAs have the last work ranges. So a CTA waits only for a CTA of a lower index, which
+the hardware starts before it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ WARP_HEADS = BLOCK_HEADS // WARPGROUP_WARPS
 
 
 def units_of(blocks):
-    """Returns the units of work of a row of ``blocks`` blocks: one for each block. An empty row counts as one unit, as
-    its result has to be written."""
+    """Returns the number of units of work of a row: one for each of its ``blocks`` blocks. An empty row has one unit,
+    as its result has to be written.
+    """
     return cutlass.max(blocks, Int32(1))
 
 
@@ -51,7 +52,9 @@ def units_of(blocks):
 class StreamK:
     """The work ranges of a launch; run-time values.
 
-    request_rows: rows of a request, all of one length. teams: the number of teams, as a `Divisor`.
+    Attributes:
+        request_rows: number of rows of a request, all of one length.
+        teams: the number of teams, as a `Divisor`.
     """
 
     locator: SparseLocator | PagedLocator
@@ -66,8 +69,8 @@ class StreamK:
         it together.
 
         A lane adds up the units of its share of the requests. Then it tests whether the work range begins in one of
-        these requests. Nothing is unrolled: with a cold cache, instructions that run once take longer to fetch than to
-        run.
+        these requests. Loops are not unrolled: with a cold cache, instructions that run once take longer to fetch than
+        to run.
         """
         per_lane = (self.requests + (WARP_THREADS - 1)) // WARP_THREADS
         own, longest = Int32(0), Int32(0)
@@ -96,8 +99,9 @@ class StreamK:
         return found * self.request_rows + row, offset - row * each, left
 
     def pieces(self, total, longest):
-        """Returns (units of a piece, number of pieces). Work ranges never cut a piece. A piece is a row if all rows are
-        equally long and cuts would cost more than they gain. Otherwise a piece is a unit."""
+        """Returns (units of a piece, number of pieces). A piece is what work ranges never cut: a row, if all rows are
+        equally long and cuts would cost more than they gain; otherwise a unit.
+        """
         rows = self.requests * self.request_rows
         turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))
         evenly, _ = self.teams.divide(Uint32(total))
@@ -117,7 +121,7 @@ class StreamK:
 
 @dataclass(frozen=True)
 class PartialExchange:
-    """The memory where partial results are published and loaded: addresses, and numbers of CTAs.
+    """The memory through which CTAs exchange partial results: addresses, and numbers of CTAs.
 
     Every warp exchanges by itself: a lane's registers go to the same lane of the same warp of another CTA, 16 bytes at
     a time. A flag is `EMPTY_WORD` between launches. The warp that has waited for a flag resets it.
@@ -146,8 +150,9 @@ class PartialExchange:
 
     @cute.jit
     def resume(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
-        """Waits until the same warp of the following CTA has published, and loads its numbers into ``acc`` and
-        ``stats``."""
+        """Waits until the same warp of the following CTA has published, and loads the published values into ``acc`` and
+        ``stats``.
+        """
         if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
             number = self.following * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
             flag = self.flags + Int64(number) * 4

@@ -15,8 +15,8 @@ from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 class MlaSizes:
     """Run-time integers of a launch.
 
-    A row is the queries that share tokens. With sparse decode it is one query with all its heads. With dense decode it
-    is a request with the heads of all its queries, in the order of memory.
+    A row consists of the queries that share tokens. In sparse decode it is one query with all its heads. In dense
+    decode it is a request with the heads of all its queries, in the order of memory.
     """
 
     rows: Int32
@@ -30,7 +30,7 @@ class MlaSizes:
 
 @dataclass(frozen=True)
 class Results:
-    """The addresses of results, and of ``sinks``, which is read. The address of an absent tensor is 0."""
+    """The addresses of results, and of the input ``sinks``. The address of an absent tensor is 0."""
 
     out: Int64  # bf16 or fp16 [rows, num_heads, 512]
     lse: Int64  # fp32 [rows, num_heads]
@@ -41,7 +41,9 @@ class Results:
 
 @dataclass(frozen=True)
 class WorkTile:
-    """A work tile: blocks [begin, end) of a row. Block ``main_blocks`` is the first one of the extra cache."""
+    """A work tile: blocks ``begin`` to ``end`` - 1 of a row. Block ``main_blocks`` is the first block of the extra
+    cache.
+    """
 
     shape: MlaSizes
     row: Int32
@@ -58,13 +60,16 @@ class WorkTile:
 
     @staticmethod
     def share(num_blocks, num_parts, part):
-        """Returns (begin, end) of a part in blocks. All parts have the same number of blocks, but the last ones may
-        have fewer or none."""
+        """Returns the range (begin, end) of blocks of a part. All parts have the same number of blocks, except that the
+        last ones may have fewer or none.
+        """
         return WorkTile.cut(num_blocks, (num_blocks + num_parts - 1) // num_parts, part)
 
     @staticmethod
     def cut(num_blocks, size, part):
-        """Returns (begin, end) of a part in blocks. size: blocks of a part; the last parts may have fewer or none."""
+        """Returns the range (begin, end) of blocks of a part. size: number of blocks of a part; the last parts may have
+        fewer or none.
+        """
         begin = cutlass.min(part * size, num_blocks)
         return begin, cutlass.min(begin + size, num_blocks)
 

@@ -1,7 +1,7 @@
 """The work tiles that a CTA computes one after the other, and the blocks of tokens of each work tile.
 
-A CTA computes several work tiles, so that its pipeline never runs dry. Producers load the blocks of the next work tile
-right after those of this one. They find blocks by a cursor of their own.
+Producers load the blocks of the next work tile right after those of the current one, so the pipeline never runs dry.
+They find blocks by a cursor of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
 
 @dataclass(frozen=True)
 class Counts:
-    """The numbers by which a kernel divides, as `Divisor`s made on the host."""
+    """The values by which a kernel divides, as `Divisor`s that the host makes."""
 
     of_part: Divisor  # work tiles of the first parts of all rows
     head_blocks: Divisor  # of a row
@@ -45,9 +45,10 @@ class Counts:
 class WorkTiles:
     """The work tiles of a CTA; run-time values.
 
-    A work tile is a part of a row for 64 of its heads. Without stream-K a CTA has one work tile. CTAs are numbered by
+    A work tile is a part of a row for 64 of its heads. Without stream-K a CTA has one work tile. CTAs are ordered by
     block of heads first, then row, then part, so the CTAs of a cluster share row and part. Under stream-K a CTA has a
-    work range of ``left`` units over successive rows. It begins with the ``start``-th unit of ``row``."""
+    work range of ``left`` units over successive rows. The range begins with the ``start``-th unit of ``row``.
+    """
 
     shape: MlaSizes
     source: SparseSource | PagedSource
@@ -72,8 +73,9 @@ class WorkTiles:
         return WorkTiles(shape, source, queries, locator, counts, exchange, head_block, row, start, left)
 
     def work(self, row, start, left) -> WorkTile:
-        """Returns the work tile of a row. start: its part, or under stream-K its first unit. left: the units that the
-        CTA still has."""
+        """Returns the work tile of a row. start: index of the part or, under stream-K, of the first unit. left: number
+        of units that the CTA still has.
+        """
         shape = self.shape
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         is_stream_k = shape.num_parts == 0
@@ -98,7 +100,9 @@ class WorkTiles:
         return WorkTile(self.shape, row, first_head, None, Int32(0), end, length, main_blocks, extra_length, left=left)
 
     def measure(self, row) -> tuple[Any, ...]:
-        """Returns (tokens, blocks of these tokens, blocks of both caches, tokens of the extra cache) of a row."""
+        """Returns (number of a row's tokens in the cache, blocks of these tokens, blocks of both caches, number of
+        tokens in the extra cache).
+        """
         request, _ = self.counts.request_rows.divide(Uint32(row))
         length, extra_length = self.locator.lengths(self.source, Int32(request))
         return length, *count_blocks(length, extra_length), extra_length
@@ -118,7 +122,7 @@ class PartTiles(WorkTiles):
         return PartTiles(shape, source, queries, locator, counts, exchange, head_block, row, Int32(part), Int32(1))
 
     def work(self, row, start, left) -> WorkTile:
-        """Returns the CTA's only work tile. start: its part."""
+        """Returns the CTA's only work tile. start: index of its part."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         part_size, _ = self.counts.cuts.divide(Uint32(num_blocks + self.shape.num_parts - 1))
         begin, end = WorkTile.cut(num_blocks, Int32(part_size), start)
@@ -165,7 +169,7 @@ class Cursor:
 
     @property
     def block(self):
-        """The number of the current block in its row."""
+        """The index of the current block in its row."""
         return Int32(self.state[BLOCK])
 
     @property

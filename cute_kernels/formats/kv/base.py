@@ -36,7 +36,7 @@ class DecodeReader:
     Args:
         keys, values: import paths of the readers of keys and of values, see :mod:`cute_kernels.attention.readers`.
             ``values`` is None for a format of keys alone.
-        cost: whose measured times the schedule uses: those of "dense" (16 bits), "int4" or "byte" formats.
+        cost: the kind of format whose measured times the schedule uses: "dense" (16 bits), "int4" or "byte".
         codes: import path of the class that converts codes to fp16, for the readers of :mod:`.readers.decoded`.
     """
 
@@ -59,12 +59,12 @@ class ExtendReader:
 
     Args:
         words: import path of the class that converts a word of codes, see `cute_kernels.attention.loads.rows`.
-        scales: where scales lie, and which numbers they multiply. "outside": beside the cache. Scales of channels then
-            multiply queries and the output. "row": fp32 numbers in front of the codes. A row's single scale multiplies
-            scores and probabilities; scales of groups multiply the decoded numbers. "groups": a word for each group in
-            front of the codes, applied to the decoded numbers.
+        scales: where scales are stored, and what they multiply. "outside": they are not in the cache; scales of
+            channels multiply queries and the output. "row": fp32 numbers in front of a row's codes. A row's single
+            scale multiplies scores and probabilities; scales of groups multiply the decoded numbers. "groups": a word
+            in front of a row's codes for each group, applied to the decoded numbers.
         registers: which of `cute_kernels.attention.extend_config.REGISTERS` the producers need: "bytes" or "int4".
-        unit: the number that a 1 in the tile stands for.
+        unit: the value that a 1 in the fp16 tile stands for.
     """
 
     words: str
@@ -79,26 +79,27 @@ class KvFormat:
 
     Args:
         name: a C identifier, unique.
-        codes: the stored type of an element: "bf16", "fp16" (the element itself), "u4", "int8", "e4m3", "e5m2" ...
+        codes: the stored type of an element: "bf16" or "fp16" for the element itself, or a type of codes such as "u4",
+            "int8", "e4m3", "e5m2".
         code_bits: bits of a stored element.
         cache_dtypes: dtypes that a cache tensor may have; new caches get the first.
         make_row: a function of head_dim that returns the row as an object of :mod:`layouts.kv`, which quantises,
             dequantises, packs, proves its layout and bounds its error. None if rows are the elements themselves.
         num_groups: number of groups of columns in a row. Each group has its own scales in the row.
         header_bytes: bytes of scales in front of a row's codes: 4 for each group, or 0.
-        given_scale: granularity of a scale that lies beside the cache ("tensor", "head" or "channel"), or None.
-        code_max: the largest code. Scales map the largest magnitude to it. None without such scales.
+        given_scale: granularity of a scale that is an argument of each call ("tensor", "head" or "channel"), or None.
+        code_max: the largest code, to which scales map the largest magnitude. None for formats without such scales.
         writer: import path of the class that quantises rows in registers, see :mod:`cute_kernels.kv_cache.rows`.
         decode: the reader of decode attention; None if decode attention cannot read such caches.
         extend: the reader of extend attention. None for 16-bit elements, which need no reader, and for formats that
             extend attention cannot read.
-        read_as: the format whose kernels read such caches; default: this one.
+        read_as: the format whose kernels read such caches; default: this format.
         block_tokens: number of neighbouring tokens of a head in a block. They share scales, one for each column. Blocks
             begin at multiples of this number. A block's rows are written when its last token arrives; until then its
             tokens wait in 16 bits (`layouts.kv.channel_blocks`). A row has a header word for every ``block_tokens``
             columns. For keys alone.
-        by_token: whether rows lie in the order of a call's tokens, not by position. `append_kv` passes keys to the
-            kernel that fills blocks in such a format.
+        by_token: whether rows are stored in the order of a call's tokens, not by position. `append_kv` uses such a
+            format to pass keys to the kernel that fills blocks.
     """
 
     name: str
@@ -171,7 +172,7 @@ class KvFormat:
         return self.block_tokens > 1
 
     def header_words(self, head_dim: int) -> int:
-        """Returns the number of words in front of a row's codes."""
+        """Returns the number of header words in front of a row's codes."""
         return head_dim // self.block_tokens if self.in_blocks else self.header_bytes // 4
 
     def row_bytes(self, head_dim: int) -> int:

@@ -59,7 +59,7 @@ class LayerFormats(Mapping[int, tuple[KvFormatName, KvFormatName]]):
         """Reads the formats of a file that `save` wrote.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             ValueError: the file holds no formats, or has a later version.
         """
         try:
@@ -102,8 +102,8 @@ def check_layers(kv_format: object, num_layers: int | None = None) -> None:
 
 
 def formats_of_layer(kv_format: object, layer: int) -> tuple[KvFormatName, KvFormatName]:
-    """Returns K's and V's formats in a layer. ``kv_format`` is a name, a pair, or a mapping by the layer's number (-1:
-    all others).
+    """Returns K's and V's formats in a layer. ``kv_format`` is a name, a pair, or a mapping from the layer's index; -1
+    stands for all layers that are not in the mapping.
 
     Raises TypeError for anything else, ValueError if a mapping has no format for the layer.
     """

@@ -21,8 +21,9 @@ _registered: dict[str, KvFormat] = {}  # formats from elsewhere, and those in bl
 
 
 def ship(module: ModuleType) -> None:
-    """Registers the formats of a module of this package. `FORMS` of the module has formats for every use, `BESIDE`
-    those for K alone or for `append_kv` alone."""
+    """Registers the formats of a module of this package. The module's `FORMS` are formats for every use; its `BESIDE`
+    are formats for K alone or for `append_kv` alone.
+    """
     shipped, beside = getattr(module, "FORMS", ()), getattr(module, "BESIDE", ())
     FORMATS.update({form.name: form for form in shipped})
     for form in beside:

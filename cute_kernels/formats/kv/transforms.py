@@ -11,10 +11,10 @@ for all keys, so a softmax does not depend on the shift. Three results do, so th
 (before the cap), an attention sink (whose logit competes with q . k), and the log-sum-exp. The log-sum-exp is needed to
 merge parts with different centers.
 
-The *center* removes the mean of K's channels, which would otherwise take much of a group's range. The *factors* move
-quantisation noise between channels of K and q, like SmoothQuant's (Xiao et al., 2023; `smoothing` folds such factors
-before RoPE). The *rotation* spreads what remains of an outlier over its block (QuIP#, Tseng et al., 2024; QuaRot,
-Ashkboos et al., 2024). Signs of the factors are the random signs of a randomised Hadamard matrix.
+Subtracting the *center* removes the mean of K's channels, which would otherwise take much of a group's range. The
+*factors* move quantisation noise between channels of K and q, like SmoothQuant's (Xiao et al., 2023; `smoothing` folds
+such factors before RoPE). The *rotation* spreads the remaining part of an outlier over its block (QuIP#, Tseng et al.,
+2024; QuaRot, Ashkboos et al., 2024). Signs of the factors are the random signs of a randomised Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class CacheTransform:
     Args:
         k_center: fp32 [num_kv_heads, head_dim], finite; subtracted from K after RoPE. None: nothing is subtracted.
         k_factor: fp32 [num_kv_heads, head_dim], magnitudes from 2**-14 to 2**14, any signs; None: 1.
-        k_rotation: columns of K's and q's Hadamard blocks: 1 (no rotation) or a power of two that divides head_dim.
-        v_factor: as k_factor, fp32 [num_kv_heads, v_head_dim].
-        v_rotation: as k_rotation, of V and of attention's output.
+        k_rotation: number of columns of the Hadamard blocks of K and q: 1 (no rotation) or a power of two that divides
+            head_dim.
+        v_factor: fp32 [num_kv_heads, v_head_dim], as k_factor.
+        v_rotation: as k_rotation, for V and attention's output.
 
     Raises:
         TypeError: an array is no fp32 tensor, or a width no int.
-        ValueError: an array is not finite, out of range, or does not fit the others in shape or device; a width is no
-            power of two, or does not divide the head_dim of an array.
+        ValueError: an array is not finite or out of range; arrays differ in shape or device; a width is no power of
+            two, or does not divide the head_dim of an array.
     """
 
     k_center: torch.Tensor | None = None
@@ -78,8 +79,9 @@ class CacheTransform:
         _ = self.q_factor, self.out_factor  # made now: not in the midst of a graph's capture
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copied or loaded object from its arguments. Kept properties, such as addresses, are computed again
-        for its own arrays."""
+        """Restores a copied or loaded object from its arguments. Cached properties, such as addresses, are computed
+        again for the object's own arrays.
+        """
         self.__init__(**{each.name: state[each.name] for each in fields(self)})
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -198,8 +200,9 @@ class CacheTransform:
         return (x * _per_q_head("q", q, self.k_center).to(x.dtype)).sum(-1)
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
-        """Recovers attention's output over v from the output over v', floating [..., num_q_heads, v_head_dim]. For
-        [..., num_kv_heads, v_head_dim] it is the inverse of `values`."""
+        """Recovers attention's output over v from the output over v', floating [..., num_q_heads, v_head_dim]. Applied
+        to [..., num_kv_heads, v_head_dim], it is the inverse of `values`.
+        """
         x = rotated(_wide(out), self.v_rotation)
         return (x if self.v_factor is None else x / _per_q_head("out", out, self.v_factor).to(x.dtype)).to(out.dtype)
 
@@ -234,7 +237,7 @@ PART_NAMES = ("k_center", "k_factor", "q_factor", "v_factor", "out_factor", "k_r
 
 
 def named_parts_of(transform: CacheTransform | None) -> dict[str, Any]:
-    """Returns a transform's parts, which `parts_of` lists, as a dict by name."""
+    """Returns the parts of a transform (`parts_of`) as a dict by name."""
     return dict(zip(PART_NAMES, parts_of(transform), strict=False))
 
 
@@ -277,8 +280,8 @@ def check_transform(name: str, transform: object) -> None:
 
 
 def check_transforms(name: str, transforms: object, num_layers: int) -> tuple[CacheTransform | None, ...]:
-    """Returns a transform or None for every layer. ``transforms`` is one for all layers, or a sequence of
-    ``num_layers``.
+    """Returns a transform, or None, for every layer. ``transforms`` is one transform for all layers, or a sequence of
+    ``num_layers`` transforms.
 
     Raises:
         TypeError, ValueError: ``transforms`` is neither.

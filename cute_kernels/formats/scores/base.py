@@ -39,7 +39,7 @@ class OptionTensor:
     dtype: torch.dtype = torch.float32
 
     def shape_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the tensor's shape in a call of ``sizes``."""
+        """Returns the tensor's shape in a call. sizes: the values of the names in `SIZES`."""
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
 
     def check(self, tensor: torch.Tensor, q: torch.Tensor, sizes: Mapping[str, int]) -> None:
@@ -83,7 +83,8 @@ class ScoreOption(ABC):
     Attributes:
         name: the name in the registry and in kernels' names; an identifier.
         term: import path of its device code.
-        tensors: the tensors that a call gives in ``score_options``; none for options with keywords of their own.
+        tensors: the tensors that a call gives in ``score_options``; empty for options that are keywords of attention's
+            functions.
         fits_four_blocks: whether a warp with four blocks of queries has registers for the option.
     """
 

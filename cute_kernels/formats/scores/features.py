@@ -13,12 +13,12 @@ WIDEST_RESTORED = 128  # columns of a Hadamard block: 4 of each lane of a warp
 class Features:
     """The features of a compiled variant of attention. By default, it is a plain call of one query on dense caches.
 
-    The numbers of features (the width of the window, the cap, addresses, strides) are arguments of the launch.
+    The values of features (the width of the window, the cap, addresses, strides) are arguments of the launch.
 
     Attributes:
         queries: a request has several queries (q_len > 1).
         causal: the queries of a request differ in the keys that they see.
-        window: keys further back than the window are not seen.
+        window: a query does not see keys that are farther back than the window.
         soft_cap: scores go through cap * tanh(score / cap).
         sinks: every query head has one more logit in the denominator.
         alibi: scores get slope * (key position - query position).
@@ -26,13 +26,13 @@ class Features:
             of a transformed cache has lowered q . k by q . k_center.
         v_rotation: number of columns of the Hadamard blocks by which the output is rotated back, up to
             `WIDEST_RESTORED`; 1 for no rotation.
-        v_factor: the output's columns are multiplied by one number per KV head and column.
+        v_factor: the output's columns are multiplied by factors, one per KV head and column.
         bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
         terms: names of registered options (:mod:`cute_kernels.formats.scores`), in order.
         paged: tokens are found through a block table.
-        head_major: caches are "HND": the tokens of one head lie together.
-        tail: keys are of a format in blocks; the keys of the newest block lie beside the cache.
-        by_head: each KV head of a request reads the blocks of its own list, which lie in pages.
+        head_major: caches are "HND": the tokens of one head are contiguous.
+        tail: keys have a format in blocks; the keys of the newest block are kept outside the cache.
+        by_head: each KV head of a request reads only the blocks in its own list. Blocks consist of pages.
     """
 
     queries: bool = False

@@ -9,7 +9,9 @@ from cute_kernels.formats.scores.features import Features
 
 
 class Shift(ScoreOption):
-    """Adds softmax_scale times q . k_center, by which a transformed cache's center has lowered q . k."""
+    """Adds softmax_scale times q . k_center to each score. Subtracting the center of a transformed cache has lowered q
+    . k by q . k_center.
+    """
 
     name, term = "shift", f"{TERMS}:ShiftTerm"
     fits_four_blocks = True
@@ -55,8 +57,9 @@ class Alibi(ScoreOption):
 
 
 class Sinks(ScoreOption):
-    """Adds one more logit for each query head to the softmax's denominator. Scores stay as they are;
-    `reference.apply_sinks` applies the sinks."""
+    """Adds one more logit for each query head to the softmax's denominator. Scores do not change;
+    `reference.apply_sinks` applies the sinks.
+    """
 
     name, term = "sinks", f"{TERMS}:SinksTerm"
     fits_four_blocks = True
@@ -86,7 +89,7 @@ class Bias(ScoreOption):
 
 
 class Window(ScoreOption):
-    """Hides keys further back than a window. Scores do not change; `reference.seen_keys` says which keys are hidden."""
+    """Hides keys farther back than a window. Scores do not change; `reference.seen_keys` says which keys are hidden."""
 
     name, term = "window", f"{TERMS}:WindowTerm"
     fits_four_blocks = True

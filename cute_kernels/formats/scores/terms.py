@@ -1,4 +1,4 @@
-"""The device code of score options. A term keeps numbers for each of a lane's queries, and changes scores.
+"""The device code of score options. A term keeps values for each of a lane's queries, and changes scores.
 
 Logits are multiplied by log2 e, since the softmax uses exp2 alone. Decode and extend attention call the terms of a
 configuration in the order in which they act on scores. In both, a lane's accumulators are keys (rows) times queries
@@ -38,11 +38,11 @@ class ScoreState:
     """The run-time state of score terms: values of the launch, and of a lane's queries.
 
     Attributes:
-        values: launch values: window, soft_cap, the addresses alibi_slopes and sinks, and ``tensors`` of registered
-            options by name. With a bias or a shift they include the fields that
-            :class:`cute_kernels.attention.cta.FeatureValues` has for it.
-        length: the position after the last query's.
-        positions: the positions of the columns' queries in their request; None unless a term needs them.
+        values: values of the launch: window, soft_cap, the addresses alibi_slopes and sinks, and ``tensors`` of
+            registered options by name. With a bias or a shift, also its fields of
+            :class:`cute_kernels.attention.cta.FeatureValues`.
+        length: the position of the last query, plus 1.
+        positions: for each column, the position of its query in the request; None unless a term needs it.
         kept: for each option's name, a list of the values that its term keeps, one for each column.
     """
 
@@ -54,9 +54,12 @@ class ScoreState:
 
 
 class ScoreTerm:
-    """The base of terms. Its methods change no score and hide no key.
+    """The base of terms. In this class, no method changes a score or hides a key.
 
-    features: the variant's features. columns: number of a lane's queries. rows: number of a lane's keys in a block.
+    Attributes:
+        features: the variant's features.
+        columns: number of a lane's queries.
+        rows: number of a lane's keys in a block.
     """
 
     changes_scores = False
@@ -72,31 +75,38 @@ class ScoreTerm:
         """Prepares the state for new queries, before `open` is called for each of them."""
 
     def open(self, state: ScoreState, work, query: QueryColumn, softmax_scale: Float32) -> Any:
-        """Returns the value that the term keeps for a query. `change` gets it as ``kept``. ``work.request``: the number
-        of the query's request."""
+        """Returns the value that the term keeps for a query; it is passed to `change` as ``kept``. ``work.request`` is
+        the index of the query's request.
+        """
         return None
 
     def change(self, state: ScoreState, kept: object, place: tuple[int, int], x: Float32, token: Int32) -> Float32:
-        """Returns the changed score. ``x`` is the score times log2 e after earlier terms, ``place`` its (row of the
-        block, column)."""
+        """Returns the changed score. x: the score times log2 e, after earlier terms. place: (row of the block, column)
+        of the score.
+        """
         return x
 
     def ask(self, state: ScoreState, kept: list[object], tokens: list[Int32]) -> None:
-        """Starts loading the inputs of `change` for the keys at ``tokens``. ``kept``: the list of kept values by
-        column. Decode attention calls this method a block ahead, extend attention before the block's first `change`."""
+        """Starts loading the inputs that `change` needs for the keys at ``tokens``. Decode attention calls it one block
+        ahead; extend attention calls it before the block's first `change`.
+
+        kept: the values that the term keeps, by column.
+        """
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """Returns a number of tokens, or None for all tokens. Tokens further back than this, counted from a query's own
-        position, are hidden from the query and from the ``queries`` - 1 queries before it.
+        """Returns how far back the term lets queries see, as a number of tokens; None if they see all tokens. Tokens
+        farther back than this from a query's own position are hidden from the query, and from the ``queries`` - 1
+        queries before it.
 
-        Tiles with only such tokens are skipped, and rows of such tokens may hold anything. values: the launch's
-        numbers. In extend attention they lack the tensors of registered options.
+        Tiles with only such tokens are skipped, and rows of such tokens may hold anything. values: values of the
+        launch. In extend attention they lack the tensors of registered options.
         """
         return None
 
     def may_hide(self, state: ScoreState, token: Int32) -> Any:
-        """Returns whether the term hides a key of a tile that begins with ``token`` from at least one query. None means
-        never."""
+        """Returns whether the term hides at least one key of a tile from at least one query. token: the tile's first
+        token. None means never.
+        """
         return None
 
     def hides(self, state: ScoreState, position: Int32, token: Int32) -> Any:
@@ -173,7 +183,7 @@ class BiasTerm(ScoreTerm):
                 state.bias[self.columns * j + column] = self.load(state, kept[column], token)
 
     def load(self, state, row, token) -> Uint32:
-        """Loads the bits of a key's bias. Tokens past the request's end are hidden and get the last key's bias."""
+        """Loads the bits of a key's bias. Tokens beyond the request's end are hidden and get the last key's bias."""
         token = cutlass.max(cutlass.min(token, state.length - 1), 0)
         size = self.num_bytes
         address = row + Int64(token) * (state.values.bias_strides[3] * size)
@@ -186,7 +196,7 @@ class BiasTerm(ScoreTerm):
 
 
 class WindowTerm(ScoreTerm):
-    """Hides keys further back than the window."""
+    """Hides keys farther back than the window."""
 
     @staticmethod
     def reach_of(window, queries):
@@ -206,7 +216,7 @@ class WindowTerm(ScoreTerm):
 
 
 def _nearer(reach, other):
-    """Returns the smaller of two reaches. None stands for all tokens."""
+    """Returns the smaller of two results of `ScoreTerm.reach`. None stands for all tokens."""
     if reach is None or other is None:
         return other if reach is None else reach
     return cutlass.min(reach, other)
@@ -218,7 +228,7 @@ def load_shift(base, row):
 
 
 class ScoreTerms:
-    """The terms of a variant, in the order in which they act on scores; arguments as for `ScoreTerm`."""
+    """The terms of a variant, in the order in which they act on scores. Its arguments are those of `ScoreTerm`."""
 
     def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
         self.terms: dict[str, ScoreTerm] = {
@@ -241,7 +251,7 @@ class ScoreTerms:
                 state.kept[name].append(term.open(state, work, query, softmax_scale))
 
     def change(self, state: ScoreState, place: tuple[int, int], x, token):
-        """Applies the terms to a scaled score at a lane's (row, column)."""
+        """Applies all terms to a scaled score. place: (row, column) of the score in the lane's block."""
         for name, term in self.terms.items():
             x = term.change(state, state.kept[name][place[1]], place, x, token)
         return x

@@ -30,26 +30,31 @@ class WeightFormat(ABC):
     JSON can hold. Each format has one object, the registered one: it equals only itself, and unpickling returns it.
 
     Attributes:
-        bits: bits of a code, 4 or 8.
-        group_size: consecutive inputs that share a scale, a multiple of 16 that divides 256; 0: one scale per row.
+        bits: number of bits of a code, 4 or 8.
+        group_size: number of consecutive inputs that share a scale, a multiple of 16 that divides 256; 0: one scale per
+            row.
         has_zeros: whether each group has a zero point, uint8.
-        scale_bytes: bytes of a stored scale: 1, 2, or 4 for an fp32 number that kernels take without conversion.
+        scale_bytes: number of bytes of a stored scale: 1, 2, or 4 for an fp32 number that kernels take without
+            conversion.
         dtypes: dtypes of activations that such weights support, "bf16" and "fp16".
         power_scales: whether stored scales are E8M0 bytes (exponents of two), and none is NaN.
-        row_scales: whether each row also has a second-level scale, fp32, which multiplies the accumulators. Its bytes
-            lie after a tile's group scales, like scales of further groups: see `with_row_scales`.
+        row_scales: whether each row also has a second-level scale, fp32, by which accumulators are multiplied.
+            Second-level scales are stored after a tile's group scales, as if they were scales of further groups: see
+            `with_row_scales`.
         codes_as_bytes: whether `byte_decoder` can convert codes to bytes, so that few rows of x are multiplied in
             limbs.
         bytes_in_e4m3: whether the bytes of `byte_decoder`, and limbs, are E4M3 numbers. If not, both are signed
             integers, and products are exact.
-        byte_exponent: log2 of the number that a byte of `byte_decoder` is for a code of 1.
-        nan_codes: codes that are NaN. Kernels do not test for them: `with_nan_codes` makes the scale of their group
-            NaN.
-        code_dtypes, given_scale_dtypes: dtypes that checkpoints use for bytes of codes, and for scales of one byte.
+        byte_exponent: log2 of the byte value by which `byte_decoder` represents 1.
+        nan_codes: codes that are NaN. Kernels do not test for them; instead, `with_nan_codes` makes the scale of their
+            group NaN.
+        code_dtypes: dtypes that checkpoints use for bytes of codes.
+        given_scale_dtypes: dtypes that checkpoints use for scales of one byte.
         pad_code: the code in padding rows and columns.
         decode_cost: the time of decoding, relative to integer codes of as many bits.
-        stream_clocks, limb_clocks: clocks that an SM needs to decode 128 inputs of 64 rows of W for few rows of x: in
-            `StreamKernel`, and in `ResidentKernel`, which decodes to bytes. 0 if loading takes longer.
+        stream_clocks: clocks in which an SM decodes 128 inputs of 64 rows of W in `StreamKernel`; 0 if loading takes
+            longer.
+        limb_clocks: the same number for `ResidentKernel`, which decodes to bytes.
         key: the format's name in operators and state dicts, made of ``codes_name`` and ``scales_name``.
     """
 
@@ -121,8 +126,9 @@ class WeightFormat(ABC):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers that state dicts of version 1 hold for the format. There are none for later formats: their state
-        dicts hold the key."""
+        """The integers that state dicts of version 1 hold for the format. Later formats have none: their state dicts
+        hold the key.
+        """
         return ()
 
     def __str__(self) -> str:
@@ -142,8 +148,7 @@ class WeightFormat(ABC):
 
     @property
     def more_groups(self) -> int:
-        """The number of groups whose scales take as many bytes as a row's second-level scale. It is 0 without a second
-        level."""
+        """The number of groups whose scales take as many bytes as a second-level scale; 0 without a second level."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property
@@ -203,7 +208,9 @@ class WeightFormat(ABC):
         return
 
     def fitting(self, scales: torch.Tensor) -> WeightFormat:
-        """Returns the format that has the same bytes and supports the stored ``scales``. May wait for a GPU."""
+        """Returns the variant of the format that has the same bytes and supports the stored ``scales``. May wait for a
+        GPU.
+        """
         return self
 
     def includes(self, other: WeightFormat) -> bool:
@@ -211,7 +218,7 @@ class WeightFormat(ABC):
         return other is self
 
     def with_nan_codes(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Returns scales [rows, G] that are NaN where a group of codes [rows, G, group] has one of `nan_codes`."""
+        """Returns scales [rows, G] that are NaN if a group of codes [rows, G, group] has one of `nan_codes`."""
         return scales
 
     def stored_scales(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -231,8 +238,9 @@ class WeightFormat(ABC):
         """Rounds weights fp32 [rows, G, group] to codes uint8 [rows, G, group], with given scales and zero points."""
 
     def choose_row_scales(self, w: torch.Tensor) -> torch.Tensor:
-        """Chooses scales of the second level, fp32 [N], for weights [N, K] of formats with `row_scales`.
-        `choose_scales` and `choose_codes` get the weights divided by them."""
+        """Chooses scales of the second level, fp32 [N], for weights [N, K] of formats with `row_scales`. The weights
+        are then divided by these scales, and passed to `choose_scales` and `choose_codes`.
+        """
         raise NotImplementedError(f"{self.key} has no scales of a second level")
 
     # -- device --------------------------------------------------------------------------------------------------------
@@ -246,8 +254,9 @@ class WeightFormat(ABC):
 
     def scaling_decoder(self, dtype: str, math: PackedMath) -> CodeDecoder:
         """Makes the decoder that turns codes into scaled weights, rounded once, on Hopper. Only formats whose
-        `scales_codes` is True have it. For other formats, the kernel multiplies the results of `decoder` by the
-        scales."""
+        `scales_codes` is True have such a decoder. For other formats, the kernel multiplies the results of `decoder` by
+        the scales.
+        """
         raise NotImplementedError(f"{self.key} is not scaled as it is decoded")
 
     def scales_codes(self, dtype: str) -> bool:
@@ -341,6 +350,7 @@ def spelling(weight_format: WeightFormat) -> str:
 
 
 def _registered(_kind: type[WeightFormat], key: str) -> WeightFormat:
-    """Returns the registered format when a pickled one is loaded. Unpickling its class has already imported the module
-    that registers it."""
+    """Returns the registered format with ``key``; pickle calls it to load a format. Unpickling the format's class has
+    already imported the module that registers it.
+    """
     return weight_format(key)

@@ -1,5 +1,6 @@
-"""Mixins for scales of one byte, which bf16 holds exactly, and for scales of four bytes. Formats with different codes
-share the mixins."""
+"""Mixins of weight formats for scales of one byte, which bf16 holds exactly, and for scales of four bytes. Formats with
+different codes share them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ E8M0_BIAS, E8M0_MOST, E8M0_NAN = 127, 254, 255
 
 
 class ByteScales:
-    """A mixin before `WeightFormat`: scales are bytes, activations are bf16."""
+    """A mixin, to be listed before `WeightFormat`: scales are bytes, activations are bf16."""
 
     scale_bytes: ClassVar[int] = 1
     dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
@@ -34,7 +35,7 @@ class ByteScales:
 
 
 class WordScales:
-    """A mixin before `WeightFormat`: scales are four bytes.
+    """A mixin, to be listed before `WeightFormat`: scales are four bytes.
 
     Scales are stored as int32 for bf16 activations and as uint32 for fp16 ones, so that a module's ``half()`` and
     ``to(dtype)`` do not round them.
@@ -53,7 +54,7 @@ class WordScales:
 
 
 class PowerScales(ByteScales):
-    """A mixin before `WeightFormat`: scales are E8M0 bytes, 2**(byte - 127); 255 is NaN."""
+    """A mixin, to be listed before `WeightFormat`: scales are E8M0 bytes, 2**(byte - 127); 255 is NaN."""
 
     given_scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8, torch.float8_e8m0fnu)
 

@@ -1,4 +1,4 @@
-"""`CodeDecoder`, by which a consumer warp turns codes into its A operand and stored scales into numbers."""
+"""`CodeDecoder`, with which a consumer warp decodes codes to its A operand and converts stored scales to numbers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class PackedMath(Protocol):
 
 
 class ByteDecoder(ABC):
-    """Decodes codes of one format to bytes. A byte is signed, and 16 times the weight without its scale. In formats
-    with `bytes_in_e4m3`, it is an E4M3 number, 2 ** `byte_exponent` times this weight. In formats with zero points, the
-    weight is here the code less 8, not the code less its zero point.
+    """Decodes codes of one format to bytes. A byte is a signed integer, 16 times the weight without its scale. In
+    formats with `bytes_in_e4m3`, it is an E4M3 number, 2 ** `byte_exponent` times the weight without its scale.
+
+    In formats with zero points, "weight" means here the code minus 8, not the code minus its zero point.
     """
 
     def masks(self, nothing: Uint32) -> Any:
@@ -50,19 +51,21 @@ class ByteDecoder(ABC):
     @abstractmethod
     def fragment(self, words: Sequence[Uint32], masks: Any) -> list[Uint32]:
         """Returns two registers of the A operand: the bytes of a k16 step for the thread's rows g and g + 8. words: the
-        step's codes, one word of 4-bit codes, two of 8-bit codes."""
+        step's codes, one word for 4-bit codes or two words for 8-bit codes.
+        """
 
 
 class E4m3Decoder(ABC):
     """Decodes codes of one format to E4M3, exactly: the A operand of FP8 products.
 
-    With g = lane // 4 and t = lane % 4, a thread has codes of rows g and g + 8 in each k16 step, for the inputs 2t,
-    2t + 8, 2t + 1 and 2t + 9. That is the order of `layouts.weights.hopper`. The activations have the same order.
+    With g = lane // 4 and t = lane % 4, a thread has codes of rows g and g + 8 in each k16 step. In each row it has the
+    inputs 2t, 2t + 8, 2t + 1 and 2t + 9, in this order of `layouts.weights.hopper`. The activations have the same
+    order.
 
     Attributes:
         slots: issue slots of a warp for decoding 64 codes per thread.
-        unit: the value of a decoded 1.
-        folds: whether `fold` multiplies the scales of a k block's groups into the numbers.
+        unit: the value to which 1 is decoded.
+        folds: whether `fold` makes `fragment` multiply numbers by the scales of a k block's groups.
     """
 
     slots: ClassVar[int]
@@ -78,10 +81,10 @@ class E4m3Decoder(ABC):
         ``words``."""
 
     def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
-        """Prepares `fragment` to multiply decoded numbers by the scales of a k block's groups. Returns further
-        arguments of `fragment` for each group, and two scales, of rows g and g + 8, that `fragment` does not apply.
+        """Prepares `fragment` to multiply decoded numbers by the scales of a k block's groups.
 
-        scales: for each group the stored scales of rows g and g + 8.
+        scales: for each group the stored scales of rows g and g + 8. Returns (for each group an additional argument of
+        `fragment`, a scale for row g and a scale for row g + 8 that the caller has to apply).
         """
         raise NotImplementedError
 
@@ -99,10 +102,10 @@ class CodeDecoder(ABC):
     column 1 of these registers. The next word has registers 2 and 3.
 
     Attributes:
-        words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
-        steps: k16 steps that 16 bytes hold.
-        scales_weights: whether `fragment` scales what it decodes.
-        unit: the value of a decoded 1.
+        words_per_step: number of 32-bit registers that hold a thread's codes of a k16 step.
+        steps: number of k16 steps whose codes 16 bytes hold.
+        scales_weights: whether `fragment` multiplies decoded numbers by scales.
+        unit: the value to which 1 is decoded.
         symmetric_zero: the zero point of formats that store none.
     """
 
@@ -126,7 +129,7 @@ class CodeDecoder(ABC):
         return ()
 
     def row_numbers(self, scales: Sequence[Uint32] | None, points: Sequence[Uint32 | int]) -> Any:
-        """Returns the numbers of the thread's two rows that `fragment` needs.
+        """Converts the scales and zero points of the thread's two rows to the form that `fragment` takes as ``rows``.
 
         scales: the rows' scales, as packed pairs of the dtype, or as fp32 if stored scales are fp32; None if scales
             multiply the accumulators instead. points: the rows' zero points, `symmetric_zero` if none are stored.
@@ -139,6 +142,8 @@ class CodeDecoder(ABC):
     ) -> list[Uint32]:
         """Returns the four registers of the A operand of a k16 step.
 
-        words: the thread's 16 bytes, four registers. rows: as `row_numbers` returns them. masks: the result of the
-            method `masks`, or None.
+        Args:
+            words: the thread's 16 bytes, four registers.
+            rows: as `row_numbers` returns them.
+            masks: the result of the method `masks`, or None.
         """

@@ -172,11 +172,12 @@ class NvFp4(Fp4Format):
 
 
 class Fp4Decoder(CodeDecoder):
-    """Decodes FP4 codes to bf16. A code's exponent and mantissa are moved to the low bits of bf16's exponent and the
-    high bits of its mantissa. A product with 2**126 then gives the number, also for subnormal codes.
+    """Decodes FP4 codes to bf16. The exponent and the mantissa of a code are moved to the lowest bits of bf16's
+    exponent and the highest bits of its mantissa. A product with 2**126 then gives the number, also for subnormal
+    codes.
 
-    8 codes take nine logic instructions and eight products. Integer products move sign and number to their bits, as
-    they run in their own pipe. A warp takes 18 cycles; with two shifts instead, it would take 30.
+    8 codes take nine logic instructions and eight products. Integer multiplications, instead of shifts, move the sign
+    and the magnitude, as they run in their own pipe. A warp takes 18 cycles; with two shifts instead, it would take 30.
     """
 
     def __init__(self, math: PackedMath) -> None:
@@ -220,8 +221,9 @@ class FoldedMxFp4Decoder(Fp4Decoder):
 
 
 class NvFp4Decoder(Fp4Decoder):
-    """Decodes FP4 with E4M3 scales. A scale's byte, four bits further up and read as bf16, is the scale times
-    2**-120."""
+    """Decodes FP4 with E4M3 scales. A scale's byte, shifted left by four bits and read as bf16, is the scale times
+    2**-120.
+    """
 
     def scale_word(self, word) -> Any:
         return self.math.multiply(word << 4, self.math.word(TWO_TO_120))
@@ -231,10 +233,11 @@ class E2m1Codes(E4m3Decoder):
     """Converts FP4 codes to E4M3. Magnitudes are looked up in a table of eight bytes for each row, then get their
     signs. 8 codes take eleven instructions.
 
-    The scales of a k block's groups are divided by the row's largest scale, and multiplied into the tables. The largest
-    scale is applied later. In its group, the number 6 becomes 384; E4M3 ends at 448. Numbers are exact for scales down
-    to 2**-11 of the largest. Smaller scales are taken as at least 2**-12 of the largest, with which the smallest number
-    becomes zero. The error is less than 2**-9 of the row's largest possible number.
+    The scales of a k block's groups are divided by the row's largest scale, and tables are multiplied by the quotients.
+    The largest scale is applied later. In the group with the largest scale, the number 6 becomes 384; the largest E4M3
+    number is 448. Numbers are exact for scales down to 2**-11 of the largest. Smaller scales are taken as at least
+    2**-12 of the largest, with which the smallest number becomes zero. The error is less than 2**-9 of the row's
+    largest possible number.
     """
 
     slots, folds = 88, True
@@ -245,7 +248,9 @@ class E2m1Codes(E4m3Decoder):
         return tables, [scale for _, scale in halves]
 
     def _fold_row(self, powers) -> tuple[list[Any], Any]:
-        """Returns (tables of a row's groups, the scale that stays outside). powers: E8M0 bytes of the groups."""
+        """Returns (tables of a row's groups, the scale that the caller has to apply). powers: E8M0 bytes of the
+        groups.
+        """
         math, base = self.math, self.math.word(LEAST_BASE)
         for power in powers:
             base = math.most(base, power)
@@ -268,7 +273,9 @@ class E2m1Codes(E4m3Decoder):
 
 class Fp4Bytes(ByteDecoder):
     """Converts FP4 codes to E4M3, times 2**-6. E2M1's bits are E4M3's sign, lower exponent bits and upper mantissa bit.
-    The code's bits only move, so subnormal numbers need no other code. 8 codes take seven instructions."""
+    Only the positions of the bits change, so subnormal numbers are converted in the same way. 8 codes take seven
+    instructions.
+    """
 
     def __init__(self, math: PackedMath) -> None:
         self.math = math

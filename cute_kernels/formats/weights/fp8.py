@@ -182,7 +182,7 @@ class Fp8Decoder(CodeDecoder):
 
 
 class E4m3Codes(E4m3Decoder):
-    """Passes E4M3 codes on in the fragment's order. 8 codes take two instructions."""
+    """Returns E4M3 codes unchanged, in the fragment's order. 8 codes take two instructions."""
 
     slots = 16
 
@@ -192,7 +192,7 @@ class E4m3Codes(E4m3Decoder):
 
 
 class Fp8Bytes(ByteDecoder):
-    """Passes E4M3 codes on as they are."""
+    """Returns E4M3 codes unchanged, as bytes."""
 
     def __init__(self, math: PackedMath) -> None:
         self.codes = E4m3Codes(math)

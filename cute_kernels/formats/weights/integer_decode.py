@@ -1,9 +1,9 @@
 """The decoders of integer codes into the A operand. A thread's 16 bytes hold its fragments of consecutive k16 steps.
 
-The blob's order (:mod:`layouts.weights.hopper`) makes shuffles unnecessary. A code is put into the low mantissa bits of
-a float with a fixed exponent, which adds an offset to it (FasterTransformer's magic numbers). One packed addition
-subtracts the offset and the zero point together. Both are integers that the float format holds, so code - zero is
-exact. 8 codes of 4 bits take 11 instructions (bf16) or 9 (fp16), 8 codes of 8 bits 20 or 8.
+The order of the packed codes (:mod:`layouts.weights.hopper`) makes shuffles unnecessary. A code is put into the low
+mantissa bits of a float with a fixed exponent, which adds an offset to it (FasterTransformer's magic numbers). One
+packed addition subtracts the offset and the zero point together. Both are integers that the float format holds, so code
+- zero is exact. 8 codes of 4 bits take 11 instructions (bf16) or 9 (fp16), 8 codes of 8 bits 20 or 8.
 
 A bf16 mantissa holds only seven bits, so 8-bit codes are converted to fp32 first, one at a time. `SubnormalDecoder`
 instead reads a code as a subnormal bf16 number, and also scales it.
@@ -36,9 +36,10 @@ SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 
 
 class NibbleBytes(ByteDecoder):
-    """Decodes a 4-bit code to the byte 16 * (code - 8): the code moves to the upper half of the byte, and its first bit
-    is inverted. The lower halves of a word's bytes are codes of row g, the upper halves codes of row g + 8. 8 codes
-    take three instructions."""
+    """Decodes a 4-bit code to the byte 16 * (code - 8): the code moves to the upper half of the byte, and its highest
+    bit is inverted. The lower halves of a word's bytes are codes of row g, the upper halves codes of row g + 8. 8 codes
+    take three instructions.
+    """
 
     def masks(self, nothing) -> Any:
         """Returns a constant in a register, since an instruction has room for only one constant."""
@@ -68,8 +69,9 @@ class IntegerDecoder(CodeDecoder):
         }[bits, dtype]
 
     def offsets(self, zeros) -> list[Any]:
-        """Returns one number for each of the thread's two rows, which is added to decoded codes. zeros: zero points
-        (Uint32 or integers)."""
+        """Returns the number to add to the decoded codes of each of the thread's two rows. zeros: zero points (Uint32
+        or integers).
+        """
         zeros = [Uint32(zero) for zero in zeros]
         if (self.bits, self.dtype) == (8, "bf16"):
             return [(zero | Uint32(MINUS_TWO_TO_23)).bitcast(Float32) for zero in zeros]
@@ -81,11 +83,11 @@ class IntegerDecoder(CodeDecoder):
         return [zero * Uint32(0x00010001) + Uint32(magic) for zero in zeros]
 
     def masks(self, nothing) -> tuple[Any, Any]:
-        """Returns constants for `fragment`, to be made before a loop.
+        """Returns constants for `fragment`, to be made before a loop. nothing: a run-time word that is 0.
 
-        One LOP3 combines a code with two constants, but only one constant can be part of the instruction. The assembler
-        would load the other constant again for each LOP3: an eighth of all instructions. ``nothing`` is a run-time
-        word. It is 0, but the assembler does not know that, so the constant stays in a register.
+        One LOP3 combines a code with two constants, but the instruction can encode only one of them. The assembler
+        would load the other constant again for each LOP3: an eighth of all instructions. It does not know that
+        ``nothing`` is 0, so a constant that is computed from ``nothing`` stays in a register.
         """
         return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
 
@@ -140,14 +142,14 @@ class SubnormalDecoder(CodeDecoder):
     """Decodes codes to scaled bf16 weights. One fused multiply-add scales a code and subtracts half the range of codes.
     Zero points take one more instruction.
 
-    A code in the low bits of a 16-bit half is the bf16 number code * 2**-133, so a mask converts it. This is true for
-    all eight bits of a code, since the smallest normal numbers have the unit of subnormal numbers. One fused
+    A code in the low bits of a 16-bit half is the bf16 number code * 2**-133, so a mask converts it. This is also true
+    for 8-bit codes, since the smallest normal numbers have the same spacing as subnormal numbers. One fused
     multiply-add then multiplies by the scale, and subtracts the scale times half the range of codes. Half the range is
     a power of two, so its product with the scale is exact, and weights are rounded once. The product of a zero point
-    and a scale need not be exact, so a zero point is subtracted before the multiplication. 2**133 is no bf16 number. So
-    decoded weights are 2**-32 times the weights, and accumulators are multiplied by 2**32 (``unit``). This requires
-    scales below 2**27. With scaling, 8 codes of 4 bits take 9 instructions, 8 codes of 8 bits take 8; with zero points,
-    13 and 12.
+    and a scale need not be exact, so a zero point is subtracted before the multiplication. 2**133 is too large for
+    bf16. So decoded weights are 2**-32 times the weights, and accumulators are multiplied by 2**32 (``unit``). This
+    requires scales below 2**27. With scaling, 8 codes of 4 bits take 9 instructions, 8 codes of 8 bits take 8; with
+    zero points, 13 and 12.
 
     Marlin and FP6-LLM convert FP8 and FP6 weights by masks and one product with a power of two, also subnormal numbers.
     Here integers are converted in this way: they are read as subnormal floats.
@@ -180,8 +182,9 @@ class SubnormalDecoder(CodeDecoder):
         return [tuple(ptx.mul_bf16x2(scales[i], number) for number in row) for i, row in enumerate(rows)]
 
     def _offset(self, points, row: int):
-        """Returns the number that is added to a row's codes. With zero points, it is added before codes are scaled.
-        Without, the multiply-add that scales codes adds it."""
+        """Returns the number to add to a row's codes. With zero points, it is added before codes are scaled. Without
+        zero points, it is added by the multiply-add that scales codes.
+        """
         if not self.zero_point:
             return Uint32(self.half_range)
         return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)

@@ -26,7 +26,7 @@ ZERO_CODE = 0x88888888  # less a code below 8: the sign, and what is missing to 
 
 
 class UnsignedCodes:
-    """A mixin before `WeightFormat`: codes are unsigned integers."""
+    """A mixin, to be listed before `WeightFormat`: codes are unsigned integers."""
 
     bits: int
 
@@ -233,8 +233,8 @@ def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
     for a GPU.
 
     8-bit codes may have any zero point. 4-bit codes may have zero points up to 16. In a fragment's second row, zero
-    points stand four bits higher. There, zero points above 16 would not be subnormal bf16 numbers (`SubnormalDecoder`).
-    Checkpoints have no zero points above 16.
+    points are shifted left by four bits. There, zero points above 16 would not be subnormal bf16 numbers
+    (`SubnormalDecoder`). Checkpoints have no zero points above 16.
     """
     top = 1 << bits
     if zeros is not None and bits < 8 and int(zeros.max()) > top:
@@ -242,7 +242,7 @@ def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
 
 
 def _range_of(numbers: torch.Tensor) -> list[float]:
-    """Returns [least, greatest] of the numbers, NaN if any is NaN, without copying them."""
+    """Returns [smallest, largest] of the numbers, or NaN if any number is NaN, without copying them."""
     return torch.stack((numbers.amin(), numbers.amax())).tolist()
 
 

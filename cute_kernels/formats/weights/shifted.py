@@ -3,9 +3,9 @@ codes.
 
 These formats hold the weights of HQQ and torchao, whose zero points are no integers. torchao's INT4 has the formula
 above. HQQ's formula is W = (code - z) * scale, so shift is (m - z) * scale. Scale and shift have the dtype of the
-activations. Both together are one stored scale of four bytes, with the shift in the upper half. So kernels that support
-fp32 scales of groups support these formats. A weight is rounded once, as by the fused multiply-add in torchao's own
-kernels.
+activations. A stored scale has four bytes: the scale in the lower half, the shift in the upper half. So kernels that
+support fp32 scales of groups support these formats. A weight is rounded once, as torchao's own kernels do with a fused
+multiply-add.
 
 | key | groups |
 |---|---|
@@ -114,8 +114,8 @@ class ShiftedFormat(UnsignedCodes, WordScales, WeightFormat):
 
 class ShiftedDecoder(CodeDecoder):
     """Decodes codes to scaled and shifted weights. A code in the low bits of a 16-bit half is a subnormal number. One
-    fused multiply-add subtracts half the range of codes exactly, in units of 2 ** `UNIT`. A second fused multiply-add
-    applies scale and shift. 8 codes of 4 bits take 13 instructions, 8 codes of 8 bits take 12.
+    fused multiply-add subtracts half the range of codes exactly; results have the unit 2 ** `UNIT`. A second fused
+    multiply-add applies scale and shift. 8 codes of 4 bits take 13 instructions, 8 codes of 8 bits take 12.
     """
 
     scales_weights = True

@@ -1,6 +1,6 @@
 """Writes caches of multi-head latent attention: append with RoPE, and quantisation in bulk.
 
-Read on in `reference` (what both mean), `call`, `config`, `kernel`, `compile`, `plan`, `ops`.
+Read on in `reference` (what both compute), `call`, `config`, `kernel`, `compile`, `plan`, `ops`.
 :mod:`cute_kernels.mla.formats` says what a token is.
 """
 
@@ -35,7 +35,7 @@ def append_mla(
         k_rope: [tokens, 64] in latent's dtype: the columns that RoPE turns.
         cache: [num_pages, page_size, row] in ``kv_format``, as for :func:`cute_kernels.mla.mla_decode`.
         kv_format: "mla_fp8", "mla_model1", "mla_bf16" or "mla_fp16". FP8 scales are powers of two, chosen as in
-            FlashMLA's quantiser (:mod:`layouts.kv.mla`). NaN counts as 0; numbers out of range saturate.
+            FlashMLA's quantiser (:mod:`layouts.kv.mla`). NaN is stored as 0; numbers out of range saturate.
         slot_mapping: int64 [tokens], page * page_size + offset; -1 writes nothing.
         rope: rotary embedding of all 64 columns of ``k_rope`` (DeepSeek's is interleaved), see
             :class:`cute_kernels.Rope`; None if ``k_rope`` is rotated already.
@@ -54,7 +54,7 @@ def append_mla(
 
 
 def quantize_mla_kv(x: torch.Tensor, *, kv_format: MlaFormatName, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Converts numbers to MLA tokens, bit for bit those of :mod:`layouts.kv.mla`.
+    """Converts numbers to MLA tokens; the result is bit for bit that of :mod:`layouts.kv.mla`.
 
     Args:
         x: bf16, fp16 or fp32 [..., head_dim], contiguous: latent columns, then 64 RoPE columns that are rotated

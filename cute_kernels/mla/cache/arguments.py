@@ -1,4 +1,4 @@
-"""The launch arguments of the kernel that writes MLA tokens; they are listed nowhere else.
+"""The launch arguments of the kernel that writes MLA tokens.
 
 Tensors: latent [tokens, latent_dim] and k_rope [tokens, 64], any token stride. Addresses, 0 for a missing tensor: the
 cache, slots int64 [tokens], position_ids int32 or int64 [tokens] (``mode`` says which), phase_steps int64 [32].

@@ -41,7 +41,7 @@ class AppendMlaCall(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Columns of a token, latent and RoPE."""
+        """Number of columns of a token, latent and RoPE together."""
         return self.latent.shape[1] + ROPE_DIM
 
     @property

@@ -21,12 +21,13 @@ class WriteConfig:
 
     Attributes:
         kv_format: name of the cache format, see :mod:`cute_kernels.mla.formats`.
-        head_dim: columns of a token, latent and RoPE.
+        head_dim: number of columns of a token, latent and RoPE together.
         dtype: the dtype of the numbers that the kernel reads: "bf16", "fp16" or "fp32".
         rope: "none", "half" or "interleaved", over all 64 RoPE columns.
-        placed: whether each token is given a slot; else token i takes slot i.
-        unit: bytes of the widest store, 16 or 8: pages of single 584-byte tokens lie on multiples of 8.
-        num_warps: warps of a CTA, each of which writes one token.
+        placed: whether a call gives a slot for each token. If not, token i is written to slot i.
+        unit: number of bytes of the widest store, 16 or 8. It is 8 for pages of single 584-byte tokens, which begin at
+            multiples of 8.
+        num_warps: number of warps of a CTA; each writes one token.
     """
 
     kv_format: str
@@ -57,7 +58,7 @@ class WriteConfig:
 
     @property
     def tile_lanes(self) -> int:
-        """Lanes that share a scale; 0 without scales."""
+        """Number of lanes that share a scale; 0 without scales."""
         token = self.token
         return 0 if isinstance(token, MlaDense) else token.tile_size // LANE_COLUMNS
 

@@ -1,17 +1,17 @@
 """The kernel that writes MLA tokens: RoPE, quantisation and scatter of new tokens in one launch, or quantisation in
 bulk.
 
-A warp writes a token. A lane owns 16 neighbouring latent columns, so a tile that shares a scale belongs to 8 lanes (128
-columns) or 4 (64). The lanes of a tile exchange their greatest magnitudes by xor shuffles. A lane also owns two
+A warp writes a token. A lane has 16 neighbouring latent columns, so a tile that shares a scale belongs to 8 lanes (128
+columns) or 4 (64). The lanes of a tile exchange their largest magnitudes by xor shuffles. A lane also has two
 neighbouring RoPE columns. With interleaved RoPE, the two columns are a pair. With half-split RoPE, they belong to two
-pairs, and lane xor 16 owns the pairs' other columns. All loads of a token are issued before the first wait. Warps share
-nothing.
+pairs, and lane xor 16 has the second columns of these pairs. All loads of a token are issued before the first wait.
+Warps share nothing.
 
 448 latent columns take 28 lanes. The last four lanes repeat the four before them and write the same bytes to the same
 places, so that lanes do not diverge.
 
 The scale is FlashMLA's, ``2 ** ceil(log2(max(absmax / 448, 1e-4)))`` (:mod:`layouts.kv.mla`). 448 is 1.75 * 2**8. So
-the scale's exponent is absmax's exponent minus 8, plus 1 where the mantissa exceeds 1.75. The least scale, 2**-13, is
+the scale's exponent is absmax's exponent minus 8, plus 1 if the mantissa exceeds 1.75. The smallest scale, 2**-13, is
 the power of two above 1e-4. So a scale needs no division and no logarithm.
 """
 
@@ -133,7 +133,7 @@ class WriteKernel:
         self.store_scale(scales, exponent, lane)
 
     def store_runs(self, address, own, words) -> None:
-        """Stores the lane's latent bytes, in accesses of the configuration's unit."""
+        """Stores the latent bytes of the lane, in accesses of ``unit`` bytes."""
         count = self.config.unit // 4
         start = address + Int64(own * (4 * len(words)))
         for first in range(0, len(words), count):

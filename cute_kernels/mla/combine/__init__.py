@@ -1,1 +1,1 @@
-"""The combine: it stores accumulators as results or partial results, and adds partial results up."""
+"""The combine. It stores accumulators as results or as partial results, and adds up partial results."""

@@ -15,8 +15,9 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
 
 
 class PersistentConsumers:
-    """The consumers of a CTA that processes work tile after work tile. mainloop: processes the blocks of a work
-    tile."""
+    """The consumer warpgroups of a CTA that processes several work tiles, one after the other. mainloop: processes the
+    blocks of a work tile.
+    """
 
     def __init__(self, mainloop: Serial | Stepped | DelayedPV):
         self.mainloop, self.blocks = mainloop, BlockLoop(mainloop)

@@ -48,10 +48,10 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """The places of the parts of one row and one block of heads in global memory; run-time values.
+    """The places in global memory of the parts of one row and one block of heads; run-time values.
 
-    A reader is a CTA that adds up ``each`` neighbouring heads. For each reader, memory holds the reader's heads of all
-    parts, part after part, and a flag for each part.
+    A reader is a CTA that adds up ``each`` neighbouring heads. Each reader has its own memory: its heads of all parts,
+    part after part, and a flag for each part.
     """
 
     words: Int64  # addresses: of all parts
@@ -89,8 +89,8 @@ class PartPlaces:
 
 @cute.jit
 def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Constexpr):
-    """Publishes half of the columns of a warp's 16 rows for the CTAs that add them up. The queries' shared memory holds
-    the half in two pieces, so one piece is copied while the next is written.
+    """Publishes half of the columns of a warp's 16 rows for the CTAs that add them up. The half has two pieces in the
+    queries' shared memory, so one piece is copied while the next is written.
 
     acc: unnormalised, fp32 [128]. stats: (maximum as an exponent of 2, total) for each of a thread's two rows; () for
     the right half.
@@ -128,8 +128,9 @@ def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Const
 
 
 def row_place(lane):
-    """Returns the offset in bytes, from the warp's first row, of the address that a lane gives to stmatrix in
-    :func:`stage_values`."""
+    """Returns the address that a lane passes to stmatrix in :func:`stage_values`, as an offset in bytes from the warp's
+    first row.
+    """
     return lane % WARP_ROWS * PART_ROW_BYTES + lane // WARP_ROWS * LANE_BYTES
 
 
@@ -210,7 +211,7 @@ class CooperativeCombine:
 
     @cute.jit
     def write(self, work_tiles, results, own_head, acc, maximum, total, wanted, lane):
-        """Writes a head's output and log-sum-exp, and its greatest score if ``results`` has an address for it. Writes
+        """Writes a head's output and log-sum-exp, and its largest score if ``results`` has an address for it. Writes
         nothing if ``wanted`` is 0. own_head: the head's index in the block of 64 heads."""
         head = work_tiles.head_block * BLOCK_HEADS + own_head
         denominator = total

@@ -15,7 +15,8 @@ from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 class Epilogue:
     """The epilogue of a work tile in both consumer warpgroups, after its last block.
 
-    weights: `WholeWeights` or `SteppedWeights`. Its barriers tell the second warpgroup that the first one has ended.
+    weights: `WholeWeights` or `SteppedWeights`. The first warpgroup uses its barriers to tell the second warpgroup that
+    the work tile has ended.
     """
 
     def __init__(self, config: MlaConfig, weights: WholeWeights | SteppedWeights):
@@ -24,8 +25,9 @@ class Epilogue:
 
     @cute.jit
     def end_scores(self, rows, work, work_tiles, results, memory, scale, warp, lane):
-        """Ends a work tile in the first warpgroup. It must run after the second warpgroup has read all published
-        weights."""
+        """Ends a work tile in the first warpgroup. The caller ensures that the second warpgroup has read all published
+        weights.
+        """
         if work.publishes:
             self.weights.hand_over_end()
             work_tiles.exchange.publish(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)

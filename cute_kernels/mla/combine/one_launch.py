@@ -1,9 +1,9 @@
-"""Producers and consumers under a cooperative combine: every CTA has a part of a row, and the CTAs combine the parts.
+"""Producers and consumers under a cooperative combine: every CTA has one part of a row, and the CTAs combine the parts.
 
-They are for calls with few rows. A second launch would wait for the end of the first launch, start other CTAs, and
-fetch their program from a cold cache. This launch is cooperative: all CTAs are resident at once, so each may wait for
-the others (:mod:`.combine.cooperative`). A CTA has one work tile, so the program has no stream-K and no next work tile.
-A short program is fetched faster from a cold cache.
+The cooperative combine is for calls with few rows. A second launch would wait for the end of the first launch, start
+other CTAs, and fetch their program from a cold cache. This launch is cooperative: all CTAs are resident at once, so
+each may wait for the others (:mod:`.combine.cooperative`). A CTA has one work tile, so the program has no stream-K and
+no next work tile. A short program is fetched faster from a cold cache.
 
 The producer warps combine. They run the combine's code once without effect, so that the code is in the cache when it is
 needed.
@@ -28,7 +28,7 @@ from cute_kernels.mla.mainloops.weights import WEIGHTS_FREE
 
 
 def pipeline_place(block) -> tuple[Any, Any]:
-    """Returns the (stage, phase) that a producer waits for before it fills the part's ``block``-th tile."""
+    """Returns (stage, phase) for which a producer waits before it fills the ``block``-th tile of the part."""
     return block % NUM_STAGES, (block // NUM_STAGES + 1) % 2
 
 

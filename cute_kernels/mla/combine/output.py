@@ -24,8 +24,12 @@ PIECE_PITCH = 64  # bytes from a lane's 16 bytes of a row to its next
 
 
 class Writer:
-    """The stores of the consumer warpgroups. numbers: the output's element type; partials: the form of partial
-    results."""
+    """The stores of the consumer warpgroups.
+
+    Attributes:
+        numbers: the element type of the output.
+        partials: the form of partial results.
+    """
 
     def __init__(self, numbers: ElementType, partials: PartialForm):
         self.numbers = numbers
@@ -33,8 +37,8 @@ class Writer:
 
     @cute.jit
     def finish_rows(self, work, results, maxima, totals, warp, lane):
-        """Writes the statistics of a thread's two rows. Returns the factors that the accumulators are to be multiplied
-        by.
+        """Writes the statistics of a thread's two rows. Returns the factors by which the caller multiplies
+        accumulators.
 
         maxima (as exponents of 2), totals: rmem fp32 [2], the same in the four lanes of a row.
         """
@@ -55,7 +59,7 @@ class Writer:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head, exists) -> Float32:
-        """Writes a row's log-sum-exp, and its greatest score if ``results`` has an address for it. Returns 1 / (sum of
+        """Writes a row's log-sum-exp, and its largest score if ``results`` has an address for it. Returns 1 / (sum of
         the row's weights and its sink's weight), or 0 for a row without tokens."""
         denominator = total
         if exists_sink(results):
@@ -88,8 +92,9 @@ class Writer:
 
     @cute.jit
     def store(self, work, results, acc, factors, warp, lane, half: cutlass.Constexpr):
-        """Stores results from registers alone, since shared memory already holds the next work tile. Four lanes of a
-        row exchange words until each lane has 16 neighbouring bytes. Together they write 64 bytes."""
+        """Stores results directly from registers, since shared memory already holds the next work tile. The four lanes
+        of a row exchange words until each lane has 16 neighbouring bytes. Together they write 64 bytes.
+        """
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
             place = self.place(results, work.query_row(head), lane, half)
@@ -103,9 +108,10 @@ class Writer:
         return results.out + piece_offset(lane, half) + Int64(query_row) * (V_HEAD_DIM * 2)
 
     def pieces(self, acc, factor, below: int, lane, pack) -> list[list[Any]]:
-        """Multiplies a lane's accumulators of one row by ``factor`` and packs them. Returns them in pieces of 8
-        neighbouring columns. A lane has every fourth piece of its warpgroup's half. below: 0 or 1, which of a lane's
-        two rows."""
+        """Multiplies a lane's accumulators of one row by ``factor`` and packs them. Returns pieces of 8 neighbouring
+        columns. A lane has every fourth piece of its warpgroup's half. below: index, 0 or 1, of the row among the
+        lane's two rows.
+        """
         pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
         words = [pack(acc[i] * factor, acc[i + 1] * factor) for i in pairs]
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
@@ -124,8 +130,9 @@ class Writer:
 
     @cute.jit
     def write_scaled(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Writes a part's unnormalised values in fp16, in the order of :meth:`store`. Also writes the powers of 2 that
-        the combine multiplies them by."""
+        """Writes a part's unnormalised values in fp16, in the order of :meth:`store`. Also writes the powers of 2 by
+        which the combine multiplies these values.
+        """
         scales = [scale_of(acc, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
             # Else the compiler begins with all columns at once, which there are no registers for.
@@ -144,18 +151,19 @@ class Writer:
 
 
 def piece_offset(lane, half: int):
-    """Returns the bytes from a row's first number to a lane's first piece."""
+    """Returns the bytes from a row's first element to a lane's first piece."""
     return half * HALF * 2 + lane % 4 * 16
 
 
 def scale_of(acc, below: int) -> tuple[Float32, Float32]:
-    """Returns the result of :func:`scale_of_some` for the warpgroup's half of a row. below: 0 or 1, the number of the
-    row among a lane's two rows."""
+    """Returns the result of :func:`scale_of_some` for the warpgroup's half of a row. below: index, 0 or 1, of the row
+    among a lane's two rows.
+    """
     return scale_of_some([acc[i] for i in range(HALF // 2) if row_of(i) == below])
 
 
 def scale_of_some(acc) -> tuple[Float32, Float32]:
-    """Returns (scale, 1 / scale). The scale is a power of 2. It brings the greatest magnitude of ``acc`` over the four
+    """Returns (scale, 1 / scale). The scale is a power of 2. It brings the largest magnitude of ``acc`` over the four
     lanes of a row to between 2**14 and 2**15."""
     tops: list[Any] = [Float32(0.0)] * 2
     for place, i in enumerate(range(len(acc))):

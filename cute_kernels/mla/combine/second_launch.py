@@ -2,7 +2,7 @@
 
 This launch begins before the launch that writes the parts has ended (programmatic dependent launch), and waits for that
 launch's end. If few rows are cut into many parts, all SMs should load, and all parts at once. So a CTA is then so large
-that an SM holds only one. Small CTAs, which start early, would crowd on the few SMs that are idle.
+that an SM holds only one. Small CTAs would start early, together on the few SMs that are idle.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class CombineKernel:
 
     def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
         """Loads the statistics of a lane's two parts, ``lane`` and 32 + ``lane``. Returns (maximum, total, factor) for
-        each part. The factor is of the values in the thread's half of the columns. A missing part has maximum LOWEST,
-        so weight 0."""
+        each part. The factor belongs to the values in the thread's half of the columns. A missing part has maximum
+        LOWEST, so weight 0.
+        """
         found = []
         for i in range(LANE_PARTS):
             part = cute.arch.lane_idx() + i * WARP_THREADS
@@ -133,7 +134,9 @@ class CombineKernel:
 
     @cute.jit
     def add_groups(self, acc, groups, rows, slot, column):
-        """Adds up the accumulators of a row's groups in the threads of its first group, through shared memory."""
+        """Adds up the accumulators of all thread groups of a row, through shared memory. The threads of the row's first
+        group get the sums.
+        """
         smem = cutlass.utils.SmemAllocator()
         memory = smem.allocate(self.config.slots * (V_HEAD_DIM * 4), byte_alignment=16).toint()
         place = memory + slot * (V_HEAD_DIM * 4) + column * 16
@@ -147,7 +150,7 @@ class CombineKernel:
 
     @cute.jit
     def write(self, results, shape, query_row, column, acc, maximum, total):
-        """Writes a thread's four columns. The row's first thread also writes the log-sum-exp, and the greatest score if
+        """Writes a thread's four columns. The row's first thread also writes the log-sum-exp, and the largest score if
         ``results`` has an address for it."""
         denominator = total
         if exists_sink(results):
@@ -167,7 +170,7 @@ class CombineKernel:
 
 
 def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[list[Any], Any, Any]:
-    """Returns (``count`` normalised columns as words, log-sum-exp, greatest score). denominator: the total plus the
+    """Returns (``count`` normalised columns as words, log-sum-exp, largest score). denominator: the total plus the
     sink's weight."""
     exists = total != 0.0
     lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
@@ -177,8 +180,9 @@ def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:
-    """Returns (a factor for each of a lane's parts, the row's maximum, the row's total). The combine multiplies a
-    part's values by the part's factor before it adds them up. known: from `CombineKernel.load_stats`."""
+    """Returns (a factor for each of a lane's parts, the row's maximum, the row's total). The caller multiplies a part's
+    values by the part's factor before it adds them up. known: the result of `CombineKernel.load_stats`.
+    """
     maximum = known[0][0]
     for other, _, _ in known[1:]:
         maximum = ptx.fmax(maximum, other)
@@ -192,7 +196,7 @@ def weigh(known) -> tuple[list[Any], Any, Any]:
 
 
 def weight_of(weights, part):
-    """Returns a part's weight, from the lane that has it; ``part`` is the same in all lanes."""
+    """Returns the weight of ``part``, which must be the same in all lanes, from the lane that holds it."""
     own = weights[0]
     for i, weight in enumerate(weights[1:], 1):
         own = cutlass.select_(part >= i * WARP_THREADS, weight, own)

@@ -1,6 +1,6 @@
 """The cluster (DSMEM) reduction: the CTAs of a cluster have the parts of a row and add them up without a second launch.
 
-Every CTA of the cluster computes a part of the row's tokens, and adds up 512 / cluster columns of the row's output.
+Every CTA of the cluster attends to a part of the row's tokens, and adds up 512 / cluster columns of the row's output.
 Each CTA publishes its heads' maxima and totals to the cluster, and multiplies its accumulators by their weight in the
 row. It stores the products in the shared memory of the CTA that adds up their columns. That CTA adds in the order of
 the parts, so results do not depend on which part ends first.
@@ -68,7 +68,7 @@ class ClusterCombine:
         """Returns the address for a lane's partial sums: a cluster address in the CTA that adds up the warp's columns.
 
         With g = lane // 4 and t = lane % 4, it is the address of columns 2g and 2g + 1 of the warp's first chunk, for
-        head 2t. part: the part of this CTA, which has rows of its own in the other CTA's memory.
+        head 2t. part: index of this CTA's part; each part has rows of its own in the receiving CTA's memory.
         """
         owner = warp * self.config.cluster // VALUE_WARPS
         column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
@@ -76,7 +76,7 @@ class ClusterCombine:
         return numbers.address_in(place, owner)
 
     def send(self, place, block: int, chunk: int, c: int, pair: Sequence[Float32]) -> None:
-        """Stores two columns of head 8 block + 2t + c in the cluster; ``place`` from :meth:`destination`."""
+        """Stores two columns of head 8 block + 2t + c in the cluster. place: the result of :meth:`destination`."""
         numbers.store_in_cluster(place, (8 * block + c) * self.pitch + 64 * chunk, pair)
 
     @cute.jit

@@ -51,10 +51,13 @@ assert NUM_TILES * TILE_COLUMNS == V_HEAD_DIM and LAYOUT.scale_bytes == 4 * NUM_
 class FewHeadsConfig:
     """One variant of MLA decode for few heads.
 
-    tokens: as in `MlaConfig`. heads: heads of a CTA, the columns of its MMAs: 8, 16 or 32. Rows with more heads take
-    more CTAs. stages: blocks of tokens that shared memory holds. cluster: the number of parts of every row, which is
-    also the number of CTAs of the cluster that adds them up. 1: no cluster. ahead: how many blocks before its tokens an
-    entry (index or page number) is loaded.
+    Attributes:
+        tokens: as in `MlaConfig`.
+        heads: number of heads of a CTA, the columns of its MMAs: 8, 16 or 32. Rows with more heads take more CTAs.
+        stages: number of blocks of tokens that shared memory holds.
+        cluster: number of parts of every row, which is also the number of CTAs of the cluster that adds them up. 1: no
+            cluster.
+        ahead: how many blocks before its tokens an entry (index or page number) is loaded.
     """
 
     limits: ClassVar[Limits] = HOPPER
@@ -82,7 +85,7 @@ class FewHeadsConfig:
 
     @property
     def vector_words(self) -> int:
-        """Words of the queries' operands that a lane loads at once."""
+        """Number of words of the queries' operands that a lane loads at once."""
         return min(4, 2 * self.head_blocks)
 
     @property
@@ -97,7 +100,9 @@ class FewHeadsConfig:
 
     @property
     def statistic_bytes(self) -> int:
-        """Bytes of shared memory for the two numbers of each head that a cluster's CTAs exchange."""
+        """Bytes of shared memory for the statistics that a cluster's CTAs exchange: a maximum and a total for each
+        head.
+        """
         return 8 * self.heads if self.cluster > 1 else 0
 
     @property
@@ -107,22 +112,24 @@ class FewHeadsConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of shared memory for a block's weights; every tile of 128 columns has its own."""
+        """Bytes of shared memory for a block's weights. Every tile of 128 columns has its own weights."""
         return NUM_TILES * self.head_blocks * MATRIX_BYTES
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one fp32 number for each head."""
+        """Bytes of an fp32 array with one element for each head."""
         return 4 * self.heads
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of one fp32 number for each tile and head."""
+        """Bytes of an fp32 array with one element for each tile and head."""
         return NUM_TILES * self.head_bytes
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of shared memory for the score warps' exchange: one number for each head and one for each tile."""
+        """Bytes of shared memory for the values that score warps exchange: an element for each head and one for each
+        tile.
+        """
         return SCORE_WARPS * (self.head_bytes + 4 * NUM_TILES)
 
     @property

@@ -1,8 +1,8 @@
 """MLA decode for up to 32 heads a CTA: shared memory holds raw FP8 tokens, which are decoded into operands of mma.sync.
 
 4 producer warps fill the pipeline stages (:mod:`.few_heads.producer`). 4 score warps compute scores and weights
-(:mod:`.few_heads.score_loop`). 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`). All
-warps go on at their own pace, from stage to stage and from one buffer of weights to the other.
+(:mod:`.few_heads.score_loop`). 8 value warps compute 64 columns of the output each (:mod:`.few_heads.value_loop`). Only
+the mbarriers below synchronise the warps; stages, and two buffers of weights, are used in turn.
 
     mbarrier   one for each         arrivals                                                  who waits
     full       pipeline stage       33 of each producer warp: its lanes' copies, and flags    score and value warps
@@ -38,7 +38,9 @@ from cute_kernels.mla.work import WorkTile
 
 
 class FewHeadsKernel:
-    """One compiled variant; :class:`FewHeadsConfig` says which. :class:`.entry.DecodeEntry` is its host side."""
+    """One compiled variant of MLA decode for few heads, as :class:`FewHeadsConfig` describes it.
+    :class:`.entry.DecodeEntry` is its host side.
+    """
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config

@@ -1,7 +1,7 @@
 """The producer warps: they copy rows of the cache unchanged into the pipeline stages, asynchronously.
 
-A warp copies 16 tokens of every block. Lanes l and l + 16 have the address of token l. 16 lanes copy a row together,
-256 bytes at once; the row of a missing token becomes zeros.
+A warp copies 16 tokens of every block. Lanes l and l + 16 hold the address of token l. 16 lanes copy a row together,
+256 bytes at a time; the row of a missing token becomes zeros.
 """
 
 from __future__ import annotations

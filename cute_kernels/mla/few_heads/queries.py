@@ -5,9 +5,9 @@ E4M3 codes become fp16 numbers, so queries for latent columns have to be fp16. A
 rounded to a multiple of 2**-24. The RoPE columns are bf16 in the cache. Their queries are scaled by the same power, so
 that all products of a head can be added up. This scaling is exact.
 
-An operand (B of m16n8k16) is two words for 16 columns. A lane's words may stand for any columns, if keys have the same
-order. For codes a lane has columns 4t to 4t + 3, which are one word of codes. For RoPE a lane has the usual 2t, 2t + 1,
-2t + 8, 2t + 9.
+An operand (B of m16n8k16) is two words of a lane for 16 columns. The words may stand for any columns, if keys have the
+same order. For latent columns, lane (g, t) has columns 4t to 4t + 3, since a word of the keys has the codes of these
+columns. For RoPE columns, it has the usual 2t, 2t + 1, 2t + 8, 2t + 9.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Queries:
         return to_fp16, from_fp16
 
     def store_rope(self, words, factors, memory, block: int, warp, lane) -> None:
-        """Stores a head's queries for the RoPE columns. The lanes that hold these queries store them."""
+        """Stores a head's queries for the RoPE columns. Only the lanes that hold such queries store."""
         step = LATENT_STEPS + lane // 2
         for t in range(4):
             word = numbers.multiply_bf16x2(words[4 * LATENT_VECTORS + t], factors)
@@ -111,8 +111,9 @@ class Queries:
 
 
 def scaling(largest: Float32):
-    """Returns (2**k, 2**-k). 2**k scales ``largest``, a head's largest query, into [2**14, 2**15). If ``largest`` is
-    below 2**-30, k is as for 2**-30."""
+    """Returns (2**k, 2**-k). 2**k scales ``largest``, a head's largest query, into [2**14, 2**15). A ``largest`` below
+    2**-30 is treated as 2**-30.
+    """
     exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, Int32(MIN_EXPONENT))
     to_fp16 = Uint32((127 + EXPONENT - exponent) << 23).bitcast(Float32)
     from_fp16 = Uint32((127 - EXPONENT + exponent) << 23).bitcast(Float32)

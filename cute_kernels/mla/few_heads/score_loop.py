@@ -6,10 +6,10 @@ and 2t + 1 of every block of 8 heads. The hardware converts codes to fp16 exactl
 separately, then multiplied by the token's scale of that tile in fp32.
 
 Every tile has weights of its own, which contain the tokens' scales: weight * scale / limit * 2**7. A tile's limit is a
-power of 2 not below any scale so far. Weights up to 2**8 become at most 2**15, within fp16. A weight of 1 loses bits if
-its token's scale is less than 2**-21 of the tile's largest. Limits and running maxima are raised only when they have to
-be (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026). For each block, the four warps vote whether to
-raise them.
+power of 2 that is at least as large as every scale so far. Weights up to 2**8 then become at most 2**15, which fits
+fp16. A weight of 1 loses bits only if its token's scale is less than 2**-21 of the tile's largest. Limits and running
+maxima are raised only when they have to be (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026). For
+each block, the four warps vote whether to raise them.
 """
 
 from __future__ import annotations
@@ -196,8 +196,9 @@ class ScoreLoop:
 
     @cute.jit
     def raise_references(self, state, scores, scales, memory, buffer, warp, lane):
-        """Raises the running maxima and the tiles' limits to the greatest of all four warps. Stores the factors by
-        which earlier accumulators shrink."""
+        """Raises the running maxima and the tiles' limits to the largest of all four warps. Stores the factors that
+        rescale earlier accumulators.
+        """
         tiles = memory.exchange + SCORE_WARPS * self.config.head_bytes
         own = memory.exchange + warp * self.config.head_bytes + lane * 8
         highest = self.highest(state, scores)
@@ -218,7 +219,7 @@ class ScoreLoop:
                     ptx.store_shared(place, tile * self.config.head_bytes + 32 * block, pair)
 
     def highest(self, state: State, scores) -> list[Any]:
-        """Returns the greatest score of the warp's tokens for each column, as an exponent of 2."""
+        """Returns the largest score of the warp's tokens for each column, as an exponent of 2."""
         found = []
         for column in range(self.columns):
             first = 4 * (column // 2) + column % 2
@@ -226,8 +227,9 @@ class ScoreLoop:
         return found
 
     def follow(self, state: State, place) -> list[Any]:
-        """Raises a lane's maxima to the greatest that any warp has stored. Returns the factors by which earlier weights
-        shrink."""
+        """Raises a lane's maxima to the largest that any warp has stored. Returns the factors that rescale earlier
+        weights.
+        """
         factors: list[Any] = []
         for block in range(self.config.head_blocks):
             pairs = [
@@ -246,8 +248,9 @@ class ScoreLoop:
         return factors
 
     def follow_limits(self, state: State, place) -> list[Any]:
-        """Raises the tiles' limits to a power of 2 not below any scale that a warp has stored. Returns the factors by
-        which earlier weights shrink."""
+        """Raises each tile's limit to a power of 2 that is at least as large as every scale that a warp has stored.
+        Returns the factors that rescale earlier weights.
+        """
         loads = [ptx.load_shared_vector(place, warp * (4 * NUM_TILES), NUM_TILES) for warp in range(SCORE_WARPS)]
         factors = []
         for tile in range(NUM_TILES):
@@ -340,7 +343,7 @@ class ScoreLoop:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head) -> Float32:
-        """Writes a row's log-sum-exp, and its greatest score if ``results`` has an address for it. Returns 1 / (sum of
+        """Writes a row's log-sum-exp, and its largest score if ``results`` has an address for it. Returns 1 / (sum of
         the row's weights and its sink's weight), or 0 for a row without tokens."""
         denominator = total
         if exists_sink(results):
@@ -366,12 +369,12 @@ def fragment(low, high) -> list[Any]:
 
 
 def column_of(index: int) -> int:
-    """Returns the column (see `State`) to which a lane's ``index``-th score belongs."""
+    """Returns the index of the column, as in `State`, to which a lane's ``index``-th score belongs."""
     return index // 4 * 2 + index % 2
 
 
 def power_above(x: Float32) -> Float32:
-    """Returns the smallest power of 2 that is not below x, a positive normal number."""
+    """Returns the smallest power of 2 that is at least x. x: a positive normal number."""
     return numbers.from_bits((numbers.bits(x) + 0x7FFFFF) & 0xFF800000)
 
 

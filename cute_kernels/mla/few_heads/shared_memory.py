@@ -69,7 +69,7 @@ def allocate(config: FewHeadsConfig) -> FewHeadsMemory:
 
 
 def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
-    """Initialises all barriers; one thread calls it, before any other goes on."""
+    """Initialises all barriers. One thread calls it, before any other thread uses them."""
     for i in range(config.stages):
         # Every copying thread arrives when its copies have, and a lane of each of their warps for the flags.
         cute.arch.mbarrier_init(memory.full + i, PRODUCER_WARPS * (WARP_THREADS + 1))
@@ -81,7 +81,8 @@ def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
 
 
 def matrix_lane(lane: Int32) -> Any:
-    """Returns the offset of a lane's address for ldmatrix, which loads 32 bytes of each of 16 tokens. The first two
-    matrices are the first 16 bytes of tokens 0 to 7 and of tokens 8 to 15. The last two are the last 16 bytes of the
-    same tokens. Rows are an odd number of 16 bytes apart, so there are no bank conflicts."""
+    """Returns the offset of a lane's address for ldmatrix, which loads 32 bytes of each of 16 tokens. The first two of
+    the four matrices are the first 16 bytes of tokens 0 to 7 and of tokens 8 to 15. The last two matrices are the last
+    16 bytes of these tokens. Rows are an odd number of 16 bytes apart, so there are no bank conflicts.
+    """
     return lane % 16 * ROW_BYTES + lane // 16 * 16

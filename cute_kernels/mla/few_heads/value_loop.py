@@ -1,8 +1,8 @@
 """The value warps: each computes 64 columns of the output, O^T += V^T W^T.
 
-16 columns of the output are the M of an MMA, 16 tokens its K, 8 heads its N. Codes are read transposed: a lane's word
-is two neighbouring columns of two tokens. The columns become rows g and g + 8 of the operand, as in the 8-bit readers
-of decode attention. A warp's columns lie in one tile, and the weights already contain that tile's scales.
+16 columns of the output are the M of an MMA, 16 tokens its K, 8 heads its N. ldmatrix transposes codes: a lane's word
+has two neighbouring columns of two tokens. The two columns become rows g and g + 8 of the operand, as in the 8-bit
+readers of decode attention. A warp's columns lie in one tile, and the weights already contain that tile's scales.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class ValueLoop:
         return 4 * (chunk * self.config.head_blocks + block)
 
     def load_factors(self, place, tile, lane) -> list[Any]:
-        """Loads a tile's fp32 numbers for a lane's heads. Returns the number of head 8 block + 2t + c at [2 * block +
-        c]."""
+        """Loads a tile's fp32 factors for a lane's heads. The result has the factor of head 8 block + 2t + c at index
+        [2 * block + c].
+        """
         address = place + tile * self.config.head_bytes + lane % 4 * 8
         blocks = range(self.config.head_blocks)
         return [word.bitcast(Float32) for block in blocks for word in ptx.load_shared_vector(address, 32 * block, 2)]

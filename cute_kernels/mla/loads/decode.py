@@ -2,9 +2,9 @@
 
 A warp loads 8 tokens at a time; lane l has token l % 8. Its i-th load takes 16 bytes from byte 64 i + 16 (l / 8) of the
 token's 512 or 448 codes. A phase of a 16-byte store has 8 lanes, which write 8 different pieces in the 8 rows of a
-swizzle atom. So there are no bank conflicts. Every address is one of three addresses of a lane plus a constant. Loads
-for the next 8 tokens go into the registers that have just been decoded. So all loads of a warp are always in flight,
-even while it waits for a free tile.
+swizzle atom. So there are no bank conflicts. Every address is one of three addresses that a lane keeps, plus a
+constant. Loads for the next 8 tokens go into the registers that have just been decoded. So all loads of a warp are
+always in flight, even while it waits for a free tile.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 class TokenDecoder:
     """The loads and stores of a producer lane for its token.
 
-    tiles: the destination of rows, `OwnTiles` or `CrossoverTiles`. constant: whether the compiler may postpone loads of
-    tokens.
+    Attributes:
+        tiles: the destination of rows, `OwnTiles` or `CrossoverTiles`.
+        constant: whether loads of tokens are marked as loads of constant memory. The compiler may postpone such loads.
     """
 
     def __init__(self, config: MlaConfig, tiles: OwnTiles | CrossoverTiles, constant: bool):
@@ -65,19 +66,22 @@ class TokenDecoder:
             scales[j] = word
 
     def load(self, condition, address, offset: int, num_words: int, constant: bool) -> list[Uint32]:
-        """Starts loading words of the cache, zeros if condition is 0. constant: whether the compiler may postpone this
-        load; False in the constructor forbids it for all loads."""
+        """Starts loading words of the cache; they are zeros if condition is 0.
+
+        constant: whether this load is marked as a load of constant memory, which the compiler may postpone. False in
+        the constructor overrides it.
+        """
         return numbers.load_global_if(condition, address, offset, num_words, constant=constant and self.constant)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_group(self, words, scales, token, tile, place):
-        """Decodes the tokens held in registers into rows of the tile, and starts loading ``token`` into the same
-        registers. :meth:`load_last` loads the rest.
+        """Decodes the tokens held in registers into rows of the tile, and starts loading most of ``token`` into the
+        same registers. :meth:`load_last` loads the rest.
 
-        The compiler postpones loads to the end of a basic block, since only later blocks use them. So each chunk stands
-        in a branch that is always taken: its loads cannot leave it.
+        The compiler postpones loads to the end of a basic block, since only later blocks use them. So each chunk is in
+        a branch of its own, which is always taken: its loads cannot leave the branch.
         """
         factors = self.factors(scales)
         for chunk in cutlass.range_constexpr(0, self.num_loads, self.config.tiles.load.chunk):
@@ -90,9 +94,10 @@ class TokenDecoder:
         self.tiles.send(tile)
 
     def load_last(self, words, scales, token, place) -> None:
-        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. The fence would
-        wait for these loads, so they must stay behind it. The compiler may move constant loads, so these loads are not
-        marked constant."""
+        """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. These loads must
+        stay after the fence, which would wait for them. The compiler may move constant loads, so they are not marked
+        constant.
+        """
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
             self.load_piece(words, token, place, i, constant=False)
@@ -102,7 +107,7 @@ class TokenDecoder:
         return self.dequantizer.factors(scales, self.layout.num_scales)
 
     def pieces_from(self, first: int) -> range:
-        """Returns the numbers of the lane's pieces in the chunk that begins with piece ``first``."""
+        """Returns the indices of the lane's pieces in the chunk that begins with piece ``first``."""
         return range(first, min(first + self.config.tiles.load.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
@@ -131,8 +136,9 @@ class TokenDecoder:
 
     @cute.jit
     def raise_large(self, factors: Factors, tile, place, slabs: cutlass.Constexpr):
-        """Multiplies values that a lane has stored in ``slabs`` by 2**120 if their scale was too large to contain this
-        factor. Such scales are very rare. tile: an address."""
+        """Multiplies values that a lane has stored in ``slabs`` by 2**120, if their scale is too large to contain this
+        factor. Such scales are very rare. tile: the tile's address.
+        """
         if const_expr(self.dequantizer.any_scale):
             if cute.arch.vote_any_sync(reduce(or_, factors.large) != 0):
                 for slab in slabs:
@@ -143,7 +149,7 @@ class TokenDecoder:
                         ptx.store_shared(address, 0, raised)
 
     def write_rope(self, words, i: int, tile, place) -> None:
-        """Stores a lane's i-th 8 RoPE columns as they are, from the registers that were loaded."""
+        """Stores a lane's i-th 8 RoPE columns unchanged, from the registers into which they were loaded."""
         first = 4 * (self.layout.code_slabs + i)
         self.store_rope([words[first + j] for j in range(4)], i, tile, place)
 

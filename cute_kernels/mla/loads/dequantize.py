@@ -1,7 +1,7 @@
 """Converts E4M3 to bf16 by placing bits: two prmt, two shifts, two lop3 for four codes, then packed bf16 products.
 
 A code's sign goes to bit 15 of a bf16, its exponent and mantissa to bits 10 to 4. This bf16 is the code's value times
-2**-120. It is a subnormal where the code is an E4M3 subnormal, so a product with 2**120 is exact for all codes. Scales
+2**-120. It is a subnormal if the code is an E4M3 subnormal, so a product with 2**120 is exact for all codes. Scales
 contain the factor 2**120, unless they are too large to contain it. Products with a scale that is too large are
 multiplied by 2**120 in a separate step. Warps without such a scale skip this step. prmt extends a byte by eight copies
 of its sign; a shift by 4 then puts all bits in place. (Bit placement with an exponent correction: Marlin's FP8 kernels,
@@ -34,8 +34,10 @@ CARRY = (0x80 - (254 - UNIT_EXPONENT + 1 - 0x80)) * 0x01010101  # into the high 
 class Factors:
     """The factors of a token's codes; run-time values.
 
-    scales: one or two words for each scale. A word is one bf16 twice; the words' bf16 add up to the scale. large: words
-    with a bit for each scale, set if the scale does not contain 2**120.
+    Attributes:
+        scales: one or two words for each scale. A word holds the same bf16 number twice; with two words, the two
+            numbers add up to the scale.
+        large: words with a bit for each scale; the bit is set if the scale does not contain 2**120.
     """
 
     scales: list[list[Uint32]]
@@ -46,8 +48,10 @@ class Factors:
 class Dequantizer:
     """Multiplies the four codes of a word by their scale.
 
-    scales: as in `policies.Decode`. num_words: words of a token's scales. exponents: whether scales are stored as
-    UE8M0, the exponents of powers of 2, four in a word; else as fp32.
+    Attributes:
+        scales: as in `policies.Decode`.
+        num_words: words of a token's scales.
+        exponents: whether scales are stored as UE8M0, the exponents of powers of 2, four in a word; else as fp32.
     """
 
     scales: str
@@ -62,7 +66,7 @@ class Dequantizer:
     def factors(self, words: cute.Tensor, count: int) -> Factors:
         """Returns the factors of a token's first ``count`` scales. words: the token's scales as stored.
 
-        An fp32 scale becomes a sum of two bf16, with a relative error of at most 2**-17, or one bf16 where ``scales``
+        An fp32 scale becomes a sum of two bf16, with a relative error of at most 2**-17, or one bf16 if ``scales``
         is "power_of_2". A UE8M0 exponent is moved to the exponent bits of a bf16.
         """
         of_all = self._of_exponents if self.exponents else self._of_numbers
@@ -111,7 +115,7 @@ class Dequantizer:
         return numbers.fma_bf16x2(placed, high, numbers.multiply_bf16x2(placed, low))
 
     def raised(self, products: list[Uint32], factors: Factors, index: int) -> list[Uint32]:
-        """Multiplies products with the ``index``-th scale by 2**120, unless the scale already contains that factor."""
+        """Multiplies products by 2**120, unless their scale, the ``index``-th, already contains that factor."""
         word, bit = (index // 4, 8 * (index % 4) + 7) if self.exponents else (0, index)
         large = (factors.large[word] >> bit & Uint32(1)) != 0
         power = cutlass.select_(large, Uint32(TWO_POWER_120), Uint32(ONE))

@@ -30,7 +30,7 @@ class OwnTiles:
         return warp * (self.config.warp_groups * GROUP_TOKENS)
 
     def link(self, memory, first_row):
-        """Returns None: there is no other CTA."""
+        """Returns None, since there is no other CTA."""
         return
 
     def publish_flags(self, memory, link, stage, group, valid, lane) -> None:
@@ -50,10 +50,10 @@ class OwnTiles:
         ptx.store_shared(tile + place, offset, values)
 
     def send(self, tile) -> None:
-        """Does nothing: no other CTA needs the rows that a warp has written."""
+        """Does nothing, since no other CTA needs the rows that a warp has written."""
 
     def finish(self, memory, stage, phase) -> None:
-        """Does nothing after the last tile: there is no other CTA to wait for."""
+        """Does nothing after the last tile, since there is no other CTA for which to wait."""
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
@@ -75,8 +75,10 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class SharedTile:
-    """The addresses of a warp's rows in this CTA, their distance to the other CTA's memory, and the other CTA's
-    barrier, which counts the rows' bytes; run-time values."""
+    """The destination of a warp's rows in the two CTAs of a pair; run-time values. It has the rows' addresses in this
+    CTA, the distance from them to the same rows in the other CTA's memory, and the other CTA's barrier, which counts
+    the rows' bytes.
+    """
 
     address: Int32
     rows: Int32  # of the warp's group, the same in all lanes
@@ -92,8 +94,8 @@ class CrossoverTiles:
     sends the 8 rows of a slab that a warp has written, 1 KB. The rows of all slabs are sent after one fence, since a
     fence waits for loads in flight.
 
-    drains: whether producers wait in the end until both CTAs have released all tiles. A cooperative combine does other
-    work first and then waits by itself.
+    drains: whether producers wait at the end until both CTAs have released all tiles. A cooperative combine does other
+    work first, then waits itself.
     """
 
     def __init__(self, config: MlaConfig, drains: bool = True):
@@ -139,7 +141,7 @@ class CrossoverTiles:
                 numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
     def finish(self, memory, stage, phase) -> None:
-        """Waits for the other CTA after the last tile, see `drains`."""
+        """Waits for the other CTA after the last tile, if ``drains`` is set."""
         if self.drains:
             drain(self.config, memory, stage, phase)
 
@@ -157,7 +159,8 @@ class CrossoverTiles:
 
 def drain(config: MlaConfig, memory, stage, phase) -> None:
     """Waits until both CTAs of a pair have released all tiles. By then the other CTA has received everything that this
-    CTA sent or loaded for it, and arrives at no barrier of this CTA any more. So this CTA may exit."""
+    CTA sent or loaded for it, and will not arrive at a barrier of this CTA again. So this CTA may exit.
+    """
     for _ in range(NUM_STAGES):
         for part in range(config.tile_parts):
             cute.arch.mbarrier_wait(memory.empty + config.part_number(stage, part), phase)

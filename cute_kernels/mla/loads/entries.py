@@ -1,4 +1,5 @@
-"""The entries of blocks to come, which a producer warp keeps in shared memory; it prefetches their tokens into L2.
+"""Entries of future blocks, which a producer warp keeps in shared memory. It also prefetches the tokens of these blocks
+into L2.
 
 The compiler uses one counter to wait for all loads that a loop carries in registers. So a warp that used an entry from
 a register would also wait 1000 clocks for the tokens that it has just requested. Therefore entries are copied to shared
@@ -28,8 +29,8 @@ class Entries:
 
     A block's entries are loaded ``lead + 1`` blocks ahead, and first read a block later. Its tokens are prefetched into
     L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The tokens of the first two blocks are prefetched
-    at the start, those of the next blocks only after the first tile. The reason: at the beginning of a launch all SMs
-    load at once, queries too.
+    at the start. The tokens of the next blocks are prefetched only after the first tile, since at the beginning of a
+    launch all SMs load at once, queries too.
     """
 
     locator: SparseLocator | PagedLocator
@@ -64,8 +65,9 @@ class Entries:
 
     @cute.jit
     def step(self, cursor, source, memory, number, first_row, lane):
-        """Waits for earlier entries and starts loading those of one more block; prefetches tokens if the configuration
-        prefetches. Runs after the tile of block ``number``."""
+        """Waits for earlier entries, and starts loading the entries of one more block. Prefetches tokens if the
+        configuration prefetches. Runs after the tile of block ``number``.
+        """
         self.wait()  # for what the last step asked for
         self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
         if const_expr(self.prefetch > 0):
@@ -84,7 +86,7 @@ class Entries:
         return memory.entries + (number & (self.ring - 1)) * ENTRY_BLOCK_BYTES + row * 4
 
     def mark_place(self, memory, number, first_row):
-        """Returns the address of a warp's mark of a block; `Locator` says what a mark is."""
+        """Returns the address of a warp's copy of a block's mark; `Locator` says what a mark is."""
         return self.place(memory, number, BLOCK_TOKENS + first_row // GROUP_TOKENS)
 
     @cute.jit
@@ -113,8 +115,9 @@ class Entries:
             numbers.prefetch_line_if(cutlass.select_(lane < self.rows, token.valid, Int32(0)), token.behind)
 
     def lines(self, sharer) -> list[Any]:
-        """Returns byte offsets in a token, one for each line that a lane prefetches. Several lanes share a token's
-        lines; the lane is the ``sharer``-th. Tokens begin on any multiple of 16 bytes."""
+        """Returns byte offsets in a token, one for each line that a lane prefetches. sharer: index of the lane among
+        the lanes that share the lines of a token. Tokens begin on any multiple of 16 bytes.
+        """
         count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
         share = -(-count // (WARP_THREADS // self.rows))
         last = self.token_bytes - wgmma_tiles.PIECE_BYTES

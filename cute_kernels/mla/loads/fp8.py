@@ -66,8 +66,9 @@ class Fp8Load:
         self.tiles.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
-        """Returns (block, row) of a lane's token in the warp's ``groups``-th group. Groups are counted from the first
-        group of block ``number``."""
+        """Returns (block, row) of a lane's token in the warp's ``groups``-th group of 8 tokens. Groups are counted from
+        the first group of block ``number``.
+        """
         ahead, group = divmod(groups, self.config.warp_groups)
         return number + ahead, place.row + group * GROUP_TOKENS
 
@@ -78,8 +79,8 @@ class SplitFp8Load:
 
     Each part ends with a fence, for the copies to the other CTA. A fence waits for all loads in flight. The first use
     of a loaded register also waits for all loads, as the compiler counts a loop's loads on one scoreboard. Therefore a
-    lane loads its whole next token right after the first fence. The second part has registers of its own. It is decoded
-    and sent before anything waits for the next token.
+    lane starts loading its whole next token right after the first fence. The second part has registers of its own, so
+    it is decoded and sent before anything waits for the next token.
     """
 
     def __init__(self, config: MlaConfig):
@@ -123,8 +124,9 @@ class SplitFp8Load:
 
     @cached_property
     def pieces(self) -> tuple[list[int], ...]:
-        """For each part, the numbers of a lane's 16-byte pieces. Pieces of codes are numbered first, then pieces of
-        RoPE columns."""
+        """Indices of a lane's 16-byte pieces, for each part. Pieces of codes have the lowest indices, pieces of RoPE
+        columns follow.
+        """
         codes = self.decoder.layout.code_slabs
         return tuple(
             [i for i in range(self.decoder.num_loads) if min(i, codes) in slabs] for slabs in self.config.parts

@@ -1,4 +1,4 @@
-"""The common part of producer warps that gather, and the load of 16-bit tokens, which are copied as they are."""
+"""The common code of producer warps that gather, and the load of 16-bit tokens, which are copied unchanged."""
 
 from __future__ import annotations
 

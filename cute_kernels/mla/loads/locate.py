@@ -1,7 +1,7 @@
-"""The locators: they find the tokens of a block. Indices name the tokens, or the tokens lie in order in the pages of a
-request.
+"""The locators, which find the tokens of a block. Either indices name the tokens, or the tokens lie in order in the
+pages of a request.
 
-An entry is an index or a page number, which says where a token lies. It is loaded well before its token.
+An entry is an index or a page number: it says where a token lies. It is loaded well before its token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ BEHIND_BYTES = 8  # of a token, after the data of all tokens of a split page
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache; run-time values, strides in bytes. With split pages, token_stride is of tokens' data."""
+    """A paged cache; run-time values, strides in bytes. With split pages, token_stride is the distance between the data
+    of two tokens.
+    """
 
     base: Int64
     page_stride: Int64
@@ -81,7 +83,9 @@ class PagedSource:
 
 @dataclass(frozen=True)
 class Token:
-    """The address of a token, and whether it exists; run-time values. A token that does not exist must not be read."""
+    """The address of a token, and whether the token exists; run-time values. A token that does not exist must not be
+    read.
+    """
 
     address: Int64
     valid: Int32  # 1 or 0
@@ -94,16 +98,17 @@ def load_int(address) -> Int32:
 
 
 class Locator:
-    """The base of both locators. Each block has a number, its mark. A locator finds a token by its block's mark and its
-    entry."""
+    """The base of both locators. A block has a mark, an integer with which a locator can find tokens later. A locator
+    finds a token by its block's mark and its entry.
+    """
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
-        """Returns (address of the entry of a block's ``position``-th token, 1 if the entry counts, else 0)."""
+        """Returns (address of the entry of a block's ``position``-th token, 1 if the entry is used, else 0)."""
         raise NotImplementedError
 
     @cute.jit
     def load_entry(self, work, source, block, position) -> Int32:
-        """Loads the entry of a block's ``position``-th token; NO_ENTRY if the token does not count."""
+        """Loads the entry of a block's ``position``-th token; NO_ENTRY if the token is not used."""
         place, exists = self.entry_place(work, source, block, position)
         entry = Int32(NO_ENTRY)
         if exists != 0:
@@ -112,8 +117,9 @@ class Locator:
 
     @cute.jit
     def copy_entry(self, target, work, source, block, position):
-        """Starts copying the entry of a block's ``position``-th token to shared memory; NO_ENTRY if the token does not
-        count."""
+        """Starts copying the entry of a block's ``position``-th token to shared memory; NO_ENTRY if the token is not
+        used.
+        """
         place, exists = self.entry_place(work, source, block, position)
         numbers.copy_word_async_or(exists, target, place, NO_ENTRY)
 
@@ -134,7 +140,7 @@ class SparseLocator(Locator):
         return cutlass.max(cutlass.min(length, chosen.topk), Int32(0))
 
     def entry_place(self, work, source, block, position):
-        """Returns (address of the index of a block's ``position``-th token, 1 if the index counts, else 0)."""
+        """Returns (address of the index of a block's ``position``-th token, 1 if the index is used, else 0)."""
         in_extra = block >= work.main_blocks
         place = cutlass.select_(in_extra, block - work.main_blocks, block) * BLOCK_TOKENS + position
         length = cutlass.select_(in_extra, work.extra_length, work.length)
@@ -169,7 +175,7 @@ class SparseLocator(Locator):
 
 
 class PagedLocator(Locator):
-    """The locator of tokens in order. A block's mark is its number."""
+    """The locator of tokens in order. A block's mark is its index in the row."""
 
     @cute.jit
     def lengths(self, source, request):
@@ -186,7 +192,7 @@ class PagedLocator(Locator):
         return source.table + (Int64(work.row) * source.table_stride + Int64(index)) * 4, exists
 
     def mark(self, work, block):
-        """Returns a block's mark: its number in the row."""
+        """Returns a block's mark: its index in the row."""
         return block
 
     def marked(self, mark):

@@ -108,11 +108,11 @@ class TmaTileLoad:
             drain(self.config, memory, stage, phase)
 
     def rank(self):
-        """Returns the rank of the CTA in its cluster."""
+        """Returns the rank of this CTA in its cluster."""
         return cute.arch.block_idx_in_cluster() if self.config.cluster > 1 else Int32(0)
 
     def prefetch(self, source, page, block, lane) -> None:
-        """Prefetches the CTA's share of a block's tokens into L2, if the tokens are contiguous."""
+        """Prefetches this CTA's share of a block's tokens into L2, if the tokens are contiguous."""
         _, offset = source.pages.page_size.divide(Uint32(block * BLOCK_TOKENS))
         size = self.config.head_dim * 2
         exists = (page >= 0) & (page < source.num_pages)
@@ -160,8 +160,9 @@ class TmaTileLoad:
         cute.arch.sync_warp()
 
     def copy_group(self, tile, token, size, place: LanePlaces, part: int) -> None:
-        """Starts copying 8 rows of a part of a tile. size: bytes that are read of each 16-byte piece; the other bytes
-        become zeros."""
+        """Starts copying 8 rows of a part of a tile. size: how many bytes are read of each 16-byte piece; the remaining
+        bytes become zeros.
+        """
         apart = HALF_PIECES * wgmma_tiles.PIECE_BYTES
         for slab in self.parts[part]:
             for i in range(2):

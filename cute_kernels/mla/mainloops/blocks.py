@@ -1,4 +1,4 @@
-"""The loop over the blocks of a work tile. A mainloop processes each block: `score_block`, `value_block`."""
+"""The loop over the blocks of a work tile. For each block it calls a mainloop's `score_block` or `value_block`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from cute_kernels.mla.config import NUM_STAGES
 
 
 class BlockLoop:
-    """The loop of a mainloop over blocks. mainloop: Serial or Stepped; DelayedPV for values alone, as it loops over
-    scores itself."""
+    """The loop over blocks, in both consumer warpgroups. mainloop: `Serial` or `Stepped`. `DelayedPV` uses it for
+    values only, as it has its own loop over scores.
+    """
 
     def __init__(self, mainloop) -> None:
         self.mainloop = mainloop
@@ -26,8 +27,9 @@ class BlockLoop:
 
     @cute.jit
     def values(self, acc, operands, work, memory, warp, lane, stage, phase):
-        """Runs the second warpgroup. Returns the next (stage, phase). operands: from the mainloop's
-        `value_operands`."""
+        """Runs the second warpgroup. Returns the next (stage, phase). operands: the result of the mainloop's
+        `value_operands`.
+        """
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.mainloop.value_block(acc, operands, memory, warp, lane, stage, phase)
             stage, phase = advance(stage, phase, NUM_STAGES)

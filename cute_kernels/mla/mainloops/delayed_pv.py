@@ -1,10 +1,10 @@
-"""Delayed PV: the stepped mainloop, but with the right half of P V a block later, for tiles that are loaded in two
+"""Delayed PV: the stepped mainloop, but the right half of P V is computed one block later. Tiles are loaded in two
 parts.
 
-The tensor cores would be idle between a block's scores and its first weights. Here the second warpgroup meanwhile
-multiplies the right half of the block before. It has the weights of the block before in registers, as A operands, so
-shared memory is free for the next weights. The first warpgroup queues the next scores after its own half. So the left
-part of a tile is released a block before the right part.
+Without the delay, the tensor cores would be idle between a block's scores and its first weights. During this time the
+second warpgroup multiplies the right half of the block before. It holds the weights of that block in registers, as A
+operands, so shared memory is free for the next weights. The first warpgroup queues the next scores after its own half.
+So the left part of a tile is released a block before the right part.
 
     tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
     first          waits    | softmax b            | waits        | softmax b + 1
@@ -123,11 +123,11 @@ class DelayedPV:
         self.finish_scores(rows, scores)
 
     def score_next(self, rows, held, memory, stage, next_stage, next_phase, lane) -> None:
-        """Issues the next block's scores and waits for them. Meanwhile it releases the left part of this block's tile
-        and lets the second warpgroup start.
+        """Issues the next block's scores and waits for them. Before the wait it releases the left part of this block's
+        tile and lets the second warpgroup start.
 
-        Scores have registers of their own until they are complete. If other instructions read or write the accumulators
-        of an MMA in flight, ptxas waits after every MMA.
+        Scores have registers of their own until they are complete: if other instructions accessed the accumulators of
+        an MMA in flight, ptxas would insert a wait after every MMA.
         """
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
         eager = self.config.tiles.eager
@@ -169,8 +169,9 @@ class DelayedPV:
         wgmma_tiles.commit()
 
     def finish_scores(self, rows, scores) -> None:
-        """Waits for scores and copies them to ``rows``. The registers are operands of the wait instruction; otherwise
-        LLVM would copy them before the wait."""
+        """Waits for scores and copies them to ``rows``. The wait instruction has the registers as operands, since LLVM
+        would otherwise copy them before the wait.
+        """
         wgmma_tiles.wait()
         values = wgmma.wait_all([scores[i] for i in range(softmax.NUM_SCORES)])
         for i in range(softmax.NUM_SCORES):
@@ -223,5 +224,5 @@ class DelayedPV:
         cute.arch.barrier_arrive(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
 
     def place(self, stage, part: int):
-        """Returns the number of a part's barrier, counted over all stages, for `await_tile` and `release`."""
+        """Returns the index of a part's barrier among the parts of all stages, for `await_tile` and `release`."""
         return self.config.part_number(stage, part)

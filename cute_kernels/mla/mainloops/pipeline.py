@@ -16,7 +16,7 @@ QUERIES_READ = 5  # named barrier of the first warpgroup
 
 
 class TilePipeline:
-    """The waits and arrivals of consumers on the barriers of tiles and queries."""
+    """The waits and arrivals of consumer warps on the barriers of tiles and queries."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -61,7 +61,7 @@ class NextQueries:
 
 
 class NoNextQueries:
-    """The counterpart of `NextQueries` for CTAs with one work tile: it loads nothing."""
+    """The replacement of `NextQueries` in CTAs with one work tile: it loads nothing."""
 
     def ask(self, wanted, work, work_tiles, memory, warp) -> None:
         """Does nothing: there is no next work tile."""

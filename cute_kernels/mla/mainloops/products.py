@@ -1,4 +1,4 @@
-"""The MMAs of a tile: scores, and weights times values; and the registers that they change."""
+"""The MMAs of a tile (scores, and weights times values), and the registers that they change."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Scoring:
     """The first warpgroup's state over the blocks of a work tile.
 
     Attributes:
-        rows: a thread's registers.
-        scale: powers of 2 per unit of score.
-        factors: fp32 [2], by which a block shrinks earlier accumulators; only for `Stepped` and `DelayedPV`.
+        rows: a thread's registers for its two rows.
+        scale: the factor that turns scores into exponents of 2.
+        factors: fp32 [2], by which a block rescales earlier accumulators; only for `Stepped` and `DelayedPV`.
         places: the address of a thread's weights in shared memory; only for `Stepped` and `DelayedPV`.
         held: the queries in registers, by slab; only for `DelayedPV`.
     """

@@ -1,7 +1,8 @@
 """The online softmax over the accumulators of a 64 x 64 product: two rows a thread, four threads a row.
 
-The maximum is allowed to fall behind by a factor of 2**8 before accumulators are rescaled (FlashAttention-4, Zadouri et
-al. 2026), so most blocks rescale nothing."""
+Accumulators are rescaled only when a weight would exceed 2**8 (FlashAttention-4, Zadouri et al. 2026), so most blocks
+rescale nothing.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +64,13 @@ def mask_end(scores, work, block, warp, lane):
 
 
 def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
-    """Raises the running maxima. Returns the factors by which earlier accumulators shrink.
+    """Raises the running maxima. Returns the factors that rescale earlier accumulators.
 
-    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: the number of powers of 2 by
-    which the maxima may fall behind; 0 for exact maxima.
+    Args:
+        maxima: rmem fp32 [2], of unscaled scores.
+        scale: the factor that turns scores into exponents of 2.
+        slack: the largest exponent by which a score may exceed its row's maximum before the maximum is raised; 0 for
+            exact maxima.
     """
     factors = []
     for row in range(2):
@@ -80,7 +84,8 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
 
 def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
     """Computes the weights 2**((score - maximum) * scale), and packs pairs of weights by ``pack`` for the next MMA.
-    Multiplies the totals by ``factors``, then adds the weights to them."""
+    Multiplies the totals by ``factors``, then adds the weights to the totals.
+    """
     for row in range(2):
         shift = -maxima[row] * scale
         total = totals[row] * factors[row]

@@ -18,21 +18,24 @@ STEP_SCORES = STEP_TOKENS // 2
 
 
 def step_scores(step: int) -> range:
-    """Returns the numbers of a thread's scores in the ``step``-th 16 tokens."""
+    """Returns the indices of a thread's scores in the ``step``-th 16 tokens."""
     return range(STEP_SCORES * step, STEP_SCORES * (step + 1))
 
 
 @cute.jit
 def begin(rows, factors, scale, slack, count: cutlass.Constexpr):
-    """Raises the running maxima of a thread's two rows where they have to be, rescales its ``count`` accumulators, and
-    makes the weights of the first step.
+    """Raises the running maxima of a thread's two rows if necessary, rescales the thread's ``count`` accumulators, and
+    computes the weights of the first step.
 
-    rows: registers, see :class:`.products.Rows`; maxima are of unscaled scores. factors: rmem fp32 [2], set to the
-    factors by which earlier accumulators shrink. scale: powers of 2 per unit of score. slack: by how many powers of 2
-    the maxima may fall behind; 0 if the caller wants the exact maxima.
+    Args:
+        rows: registers, see :class:`.products.Rows`; maxima are of unscaled scores.
+        factors: rmem fp32 [2], set to the factors that rescale earlier accumulators.
+        scale: the factor that turns scores into exponents of 2.
+        slack: the largest exponent by which a score may exceed its row's maximum before the maximum is raised; 0 for
+            exact maxima.
 
-    Each lane compares its scores with its rows' maxima. Only if one lane of the warp is beyond the slack, the lanes of
-    a row exchange their maxima. Meanwhile the first weights are made with the old maxima, which most likely stay.
+    Each lane compares its scores with its rows' maxima. Only if a score of the warp exceeds the slack, the lanes of a
+    row exchange their maxima. Meanwhile the first weights are computed with the old maxima, which rarely change.
     """
     factors.fill(1.0)
     first = cute.make_rmem_tensor(STEP_SCORES, Float32)
@@ -69,7 +72,7 @@ def exponentiate(weights, scores, maxima, scale, step: int) -> None:
 
 
 def add_totals(rows, factors) -> None:
-    """Multiplies the totals by ``factors``, then adds a block's weights, which have replaced the scores."""
+    """Multiplies the totals by ``factors``, then adds a block's weights, which are stored in place of the scores."""
     for row in range(2):
         total = in_pairs(operator.add, scores_of(rows.scores, row))
         rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)

@@ -1,9 +1,9 @@
-"""The stepped mainloop: scores, then the weights of 16 tokens at a time. The weights of 16 tokens are computed during
-the MMAs of the 16 tokens before.
+"""The stepped mainloop: scores, then the weights of 16 tokens at a time. The weights of each 16 tokens are computed
+during the MMAs of the 16 tokens before.
 
 As soon as 16 tokens have weights, the left half of their P V begins. The weights of the next 16 tokens are computed
 while it runs. The second warpgroup gets the weights in two parts. So the tensor cores are idle only until the first 16
-weights of a row exist. Where memory or gathering is the bottleneck, :mod:`.mainloops.serial` is faster.
+weights of a row exist. If memory or gathering is the bottleneck, :mod:`.mainloops.serial` is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cute_kernels.mla.mainloops.weights import PART_STEPS, WEIGHTS_FREE, WEIGHTS
 
 
 class Stepped:
-    """The stepped mainloop. next_queries: `NextQueries`, or `NoNextQueries` where a CTA has one work tile."""
+    """The stepped mainloop. next_queries: `NextQueries`, or `NoNextQueries` if a CTA has one work tile."""
 
     def __init__(self, config: MlaConfig, next_queries: NextQueries | NoNextQueries | None = None):
         self.pipeline = TilePipeline(config)

@@ -1,5 +1,6 @@
-"""The weights: the first consumer warpgroup computes them from scores, and hands them to the second with the rows'
-factors."""
+"""The weights. The first consumer warpgroup computes them from scores, and passes them to the second warpgroup together
+with the rows' factors.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +22,26 @@ PART_STEPS = STEPS // len(WEIGHTS_READY)
 
 
 class RowValues:
-    """The exchange of one number for each row, which the first warpgroup publishes and the second loads."""
+    """The exchange of one fp32 value for each row: the first warpgroup publishes it and the second loads it."""
 
     @cute.jit
     def publish(self, values, memory, warp, lane):
-        """Stores a number for each of a thread's two rows, the same in all four lanes of a row."""
+        """Stores a value for each of a thread's two rows. The four lanes of a row have the same value; one of them
+        stores it.
+        """
         if lane % 4 == 0:
             self.store(values, memory, warp, lane)
 
     def store(self, values, memory, warp, lane) -> None:
-        """Stores the numbers as :meth:`publish` does, but from all four lanes of a row. A branch that chose one lane
-        might delay MMAs in flight."""
+        """Stores values as :meth:`publish` does, but all four lanes of a row store. A branch that selected one lane
+        might delay MMAs in flight.
+        """
         place = self.place(memory, warp, lane)
         ptx.store_shared(place, 0, [values[0]])
         ptx.store_shared(place, 32, [values[1]])
 
     def load(self, memory, warp, lane) -> list[Float32]:
-        """Loads the numbers that the other warpgroup has stored for a thread's two rows."""
+        """Loads the values that the other warpgroup has stored for a thread's two rows."""
         place = self.place(memory, warp, lane)
         return [ptx.load_shared(place, offset).bitcast(Float32) for offset in (0, 32)]
 
@@ -60,7 +64,7 @@ class WholeWeights:
 
     @cute.jit
     def weigh(self, rows: Rows, work, memory, stage, block, scale, warp, lane):
-        """Computes the packed weights of a block's tokens. Returns the factors by which earlier accumulators shrink."""
+        """Computes the packed weights of a block's tokens. Returns the factors that rescale earlier accumulators."""
         if const_expr(self.config.tokens == "sparse"):
             softmax.mask(rows.scores, load_flags(memory, stage), lane)
         else:
@@ -79,7 +83,7 @@ class WholeWeights:
             ptx.store_shared(tile + place, 0, [packed[i // 2]])
 
     def hand_over(self) -> None:
-        """Lets the second warpgroup begin with the weights and factors that were published last."""
+        """Lets the second warpgroup read the weights and factors that were published last."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 
     def hand_over_end(self) -> None:
@@ -95,8 +99,8 @@ class WholeWeights:
 class SteppedWeights:
     """Makes a block's weights 16 tokens at a time, and hands them over in two parts.
 
-    fenced: whether the second warpgroup's MMAs read weights from shared memory, which takes a fence. The second
-    warpgroup issues the fence, which would delay the next weights in the first warpgroup.
+    fenced: whether the second warpgroup's MMAs read weights from shared memory, which requires a fence. The second
+    warpgroup issues the fence, since it would delay the next weights in the first warpgroup.
     """
 
     def __init__(self, config: MlaConfig, products: Products, fenced: bool):
@@ -143,8 +147,9 @@ class SteppedWeights:
             softmax.mask_end(scores, work, block, warp, lane)
 
     def common_flags(self, memory, stage):
-        """Returns the bitwise "and" of the flags of all groups of 8 tokens of a block. Returns 0 unless indices choose
-        the tokens."""
+        """Returns the bitwise "and" of the flags of all groups of 8 tokens of a block. If tokens are not chosen by
+        indices, returns 0.
+        """
         if self.config.tokens == "sparse":
             return in_pairs(operator.and_, load_flags(memory, stage))
         return Uint32(0)
