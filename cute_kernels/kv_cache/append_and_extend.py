@@ -1,7 +1,7 @@
 """`append_and_extend`, which attends to a cache while it writes the new tokens into the cache.
 
 Attention reads the new tokens in 16 bits from ``new_k`` and ``new_v``, and only older tokens from the cache. So the
-append can overlap with all of attention.
+append can run concurrently with all of attention.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def append_and_extend(
 
 
 def _check_heads(name: str, rows: torch.Tensor) -> None:
-    """Raises ValueError unless the heads of each token in ``rows`` are contiguous, which `append_kv` needs."""
+    """Raises ValueError unless the heads of each token in ``rows`` are contiguous, as `append_kv` requires."""
     if rows.dim() == 3 and rows.numel() and strides_of(rows)[1:] != (rows.shape[2], 1):
         raise ValueError(
             f"{name}: got strides {rows.stride()} for shape {shape_of(rows)}, want the last two dimensions contiguous"

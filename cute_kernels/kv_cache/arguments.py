@@ -1,24 +1,31 @@
-"""The launch arguments of the append, fill and bulk kernels; no other module lists them.
+"""The launch arguments of the append, fill and bulk kernels.
 
-Tensors: q, k, v, q_out [tokens, heads, head_dim], any token stride; caches [pages, page_size, num_kv_heads, row], whose
-last dimension is contiguous; a contiguous cache has a page of max_seq_len tokens for each request; seq_lens int32
-[batch]; block_table int32 [batch, max_pages], any row stride. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`,
-says which of q, seq_lens and block_table are used; the unused ones may be any tensors of their dtype and rank.
+The append kernel (`append_arguments`) has these arguments. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`, says
+which of q, seq_lens and block_table are used; unused ones may be any tensors of their dtype and rank.
 
+    q, k, v, q_out                   tensors [tokens, heads, head_dim], any token stride
+    k_cache, v_cache                 tensors [pages, page_size, num_kv_heads, row], rows contiguous; a contiguous cache
+                                     has a page of max_seq_len tokens for each request
+    seq_lens, block_table            tensors int32 [batch], and int32 [batch, max_pages] with any row stride
     cu_seqlens, slots, position_ids  int32 [batch + 1], int64 [tokens], int32 or int64 [tokens]
     q_bias, k_bias, v_bias           [heads, head_dim] in q's dtype
     q_norm, k_norm                   [head_dim] in q's dtype
     phase_steps                      int64 [rotary_dim / 2]
     k_scale, v_scale                 fp32
-    wave                             CTAs that the GPU runs at a time
+    wave                             number of CTAs that the GPU runs at a time
     k_center ... q_shift             of a transform, see :class:`cute_kernels.kv_cache.operands.Transforms`; q_out then
-                                     gets the transformed q
+                                     receives the transformed q
 
-The bulk kernels (`bulk_arguments`) convert between num_rows rows of numbers [head_dim] and as many cache rows. The
-tensor ``numbers`` is the first row of numbers alone. Both kinds of rows lie in blocks: further arguments are how many
-rows a block has, and the bytes from one block to the next. scale, fp32, is for formats with a scale beside the cache;
-row ``row`` belongs to head ``row % num_heads``. Every ``*_divisor`` is `divisor_of` the argument that it is named
-after. center and factor of a transform are fp32 [num_heads, head_dim].
+The bulk kernels (`bulk_arguments`) convert between num_rows rows of numbers [head_dim] and as many cache rows:
+
+    numbers, rows                    the first row of numbers as a tensor, the first cache row as an address
+    scale                            fp32, for formats whose scales are not in the rows; row i belongs to head
+                                     i % num_heads
+    number_rows, cache_rows          rows lie in blocks: how many rows of numbers, and cache rows, a block has
+    number_stride, cache_stride      bytes from one block to the next
+    head_divisor, number_divisor, cache_divisor
+                                     `divisor_of` num_heads, number_rows and cache_rows
+    center, factor                   of a transform, fp32 [num_heads, head_dim]
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Batch:
 
     Attributes:
         seq_ids: the sequences of the last update, in order; row i of the tensors is sequence i.
-        num_new_tokens: how many of each sequence's last tokens this step writes.
-        size: rows of the tensors.
+        num_new_tokens: for each sequence, the number of last tokens that this step writes.
+        size: number of rows of the tensors.
         version: the page table's version at the last update.
         shared: a sequence whose new tokens must not be written, since they lie in pages that other sequences use, too;
             or None.
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def block_table(self) -> torch.Tensor:
-        """int32 [size, max_pages]; -1 where a sequence has no page."""
+        """int32 [size, max_pages]; -1 for entries without a page."""
         return self._table[: self.size]
 
     @property
@@ -103,8 +103,8 @@ class Batch:
 
         Args:
             seq_ids: distinct sequences, already extended by their new tokens.
-            num_new_tokens: how many of each sequence's last tokens are new: one number for all, or one for each. With
-                one number for all, padding rows have as many new tokens; otherwise they have none.
+            num_new_tokens: how many of each sequence's last tokens are new: one count for all sequences, or one for
+                each. With one count for all, padding rows have as many new tokens; otherwise they have none.
             pad_to: number of rows of the tensors; default: the number of sequences.
 
         Raises:
@@ -143,7 +143,7 @@ class Batch:
             raise ValueError(f"{got}, want at most max_batch {self.max_batch}")
 
     def _changed_entries(self, sequences: Sequence[SequencePages]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (flat indices, values) of the block table's entries that differ from the device's copy."""
+        """Returns (flat indices, values) of the entries of the block table that differ from the device's copy."""
         indices, values = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
         idle = itertools.repeat(_NOTHING, self.max_batch - len(sequences))
         for row, sequence in enumerate(itertools.chain(sequences, idle)):

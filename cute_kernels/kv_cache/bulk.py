@@ -1,7 +1,7 @@
 """The kernels that convert whole caches: numbers to rows, and rows to numbers.
 
-Each *team* of lanes converts several rows. Neighbouring teams take neighbouring rows, so a CTA reads one run of bytes
-at a time. A team starts loading all its rows before it converts the first.
+Several lanes of a warp form a *team*, which converts several rows. Neighbouring teams take neighbouring rows, so a CTA
+reads one run of bytes at a time. A team starts loading all its rows before it converts the first.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class RowBlocks:
 
 
 class BulkKernel:
-    """One compiled variant of the bulk kernels; :class:`BulkConfig` says which."""
+    """One compiled variant of the bulk kernels, as :class:`BulkConfig` describes it."""
 
     def __init__(self, config: BulkConfig):
         self.config = config
@@ -109,8 +109,9 @@ class BulkKernel:
                 raw[i] = raw[i + self.row_words]
 
     def fetch(self, raw, u: int, source, row, lane):
-        """Starts loading a row into slot ``u`` of ``raw``: its numbers, or its codes and the header word of the lane's
-        group."""
+        """Starts loading a row into slot ``u`` of ``raw``. The row is numbers, or codes and the header word of the
+        lane's group.
+        """
         if self.config.direction == "quantize":
             words = self.elements.piece.load(source.address(row), lane)
         else:

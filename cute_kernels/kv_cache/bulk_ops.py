@@ -34,8 +34,9 @@ MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 
 class Quantize(NamedTuple):
-    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`. half: the part of the transform that applies to x,
-    from `half_of`; or None."""
+    """The arguments of :func:`cute_kernels.kv_cache.quantize_kv`. half: the part of the transform that applies to x, a
+    result of `half_of`, or None.
+    """
 
     x: torch.Tensor
     kv_format: str
@@ -90,7 +91,7 @@ def half_of(transform: CacheTransform | None, operand: str | None) -> CacheTrans
 
 
 def check_half(half: CacheTransform, x: torch.Tensor) -> None:
-    """Raises ValueError unless ``half``, from `half_of`, fits numbers x [..., heads, head_dim]."""
+    """Raises ValueError unless ``half`` fits numbers x [..., heads, head_dim]. half: a result of `half_of`."""
     for array in half.arrays.values():
         if array.shape != x.shape[-2:]:
             raise ValueError(f"transform: got constants {shape_of(array)}, want {list(x.shape[-2:])}, x's heads")
@@ -159,8 +160,8 @@ def row_blocks(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Returns how a tensor's rows lie in memory, as dense blocks: (rows of a block, elements from one block to the
     next).
 
-    A row is one index of all dimensions but the last. A contiguous tensor is one block. Returns None unless all blocks
-    are equally large and equally far apart.
+    A row is the last dimension of the tensor, at one index of all other dimensions. A contiguous tensor is one block.
+    Returns None unless all blocks are equally large and equally far apart.
     """
     *outer, (size, stride) = zip(tensor.shape, tensor.stride(), strict=True)
     if not tensor.numel():

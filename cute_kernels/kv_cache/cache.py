@@ -71,19 +71,20 @@ def _pages(
 class KVCache:
     """The pages of K and V of all layers, and the sequences that own them.
 
-    A sequence has the same page numbers in every layer. Its length counts the tokens that it has pages for: `allocate`
-    and `extend` make it grow. Call `extend` once per step, before any layer's `append`, which writes the last tokens.
-    `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every method that
-    takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
+    A sequence has the same page indices in every layer. Its length is the number of tokens that it has pages for;
+    `allocate` and `extend` increase it. Call `extend` once per step, before any layer's `append`, which writes the last
+    tokens. `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every
+    method that takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
 
     Not thread-safe; run all of a cache's device work on one stream, so that a page is not reused before its last reader
     is done.
 
     Args:
-        num_layers: layers of the model. num_pages: pages of each layer.
+        num_layers: number of layers of the model.
+        num_pages: number of pages of each layer.
         page_size: tokens per page, a multiple of 16 from 16 to 256.
-        num_kv_heads: KV heads of K and of V. head_dim: columns of K's heads; V's have ``v_head_dim`` (default:
-            head_dim).
+        num_kv_heads: number of KV heads.
+        head_dim: number of columns of K's heads; V's heads have ``v_head_dim`` columns (default: head_dim).
         kv_format: a name in `cute_kernels.formats.kv.FORMATS`; "int4", "int8" or "fp8" for the recommended format of
             that kind; or a pair of names for K and V. To choose by layer, pass a mapping from a layer's number (-1: all
             other layers) to a name or pair, or the path of a file (``*.json``, see `LayerFormats`).
@@ -91,14 +92,15 @@ class KVCache:
             page_size, row]).
         dtype: the dtype of q, k and v, bf16 or fp16. A 16-bit format must have this dtype.
         device: where the pages lie. On a CPU the reference implementations run.
-        max_seq_len: the most tokens of a sequence, which set the block table's width; default: the tokens of all pages.
-        max_seqs: the most sequences at a time. Only for keys in blocks ("int4_channel32"), whose newest rows lie
-            outside the pages.
-        transform: how K and V are written: a `CacheTransform` for all layers, or a sequence with a transform or None
-            for each layer. `set_constants` sets the result of a calibration.
+        max_seq_len: the largest number of tokens of a sequence, which sets the block table's width; default: the tokens
+            of all pages.
+        max_seqs: the largest number of sequences at a time. Only for keys in blocks ("int4_channel32"), whose newest
+            rows are kept outside the pages.
+        transform: the transform of K and V before they are written: a `CacheTransform` for all layers, or a sequence
+            with a transform or None for each layer. `set_constants` sets the result of a calibration.
 
     Attributes:
-        k_pages, v_pages: the caches that `append_kv` and `decode_attention` take, indexed by layer: one tensor
+        k_pages, v_pages: the caches of all layers, as `append_kv` and `decode_attention` take them: one tensor
             [num_layers, *a layer's cache], or a tuple of tensors if layers differ in format.
         layer_formats: (K's format, V's format) of each layer.
         tails: the newest keys if keys are in blocks (`KeyTails`); else None.
@@ -196,8 +198,8 @@ class KVCache:
         self.extend_all([seq_id], num_tokens)
 
     def extend_all(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int] = 1) -> None:
-        """Lengthens sequences by ``num_tokens`` tokens: one number for all, or one for each. If it raises, no sequence
-        has changed.
+        """Lengthens sequences by ``num_tokens`` tokens: one count for all sequences, or one for each. If it raises, no
+        sequence has changed.
 
         Raises:
             OutOfPagesError: there are not enough free pages for all.
@@ -309,8 +311,9 @@ class KVCache:
             layer: 0 to num_layers - 1.
             batch: as updated for this step.
             q: [batch.size, q_len, num_q_heads, head_dim], queries of each sequence's last q_len tokens, rotated.
-            q_transformed: required for a layer with a transform, None for other layers. True: q is a result of
-                `append`. False: q has only been rotated, and is transformed here in a few more launches.
+            q_transformed: whether q is transformed already; required for a layer with a transform, None for other
+                layers. True: q is a result of `append`. False: q has only been rotated, and is transformed here in a
+                few more launches.
             options: further arguments of `decode_attention`: ``softmax_scale``, ``window_size``, ``return_lse``,
                 ``out`` and so on. With transformed queries a soft cap, sinks, ``score_options`` and the log-sum-exp
                 need ``q_shift``, as `append` has written it.
@@ -379,7 +382,8 @@ class KVCache:
     def append_and_attend(
         self, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> Any:
-        """Appends and attends in one call that overlaps both: `append_and_decode` with the cache's arguments filled in.
+        """Appends and attends in one call, in which both run concurrently: `append_and_decode` with the cache's
+        arguments filled in.
 
         Args:
             layer: 0 to num_layers - 1.
@@ -409,27 +413,27 @@ class KVCache:
 
         Args:
             layer: 0 to num_layers - 1.
-            k_scale, v_scale: as from `compute_kv_scale`: [] or [1] per tensor, [num_kv_heads] or [num_kv_heads, 1] per
-                head, [num_kv_heads, head_dim] per channel. None for a format without such a scale.
+            k_scale, v_scale: results of `compute_kv_scale`: [] or [1] per tensor, [num_kv_heads] or [num_kv_heads, 1]
+                per head, [num_kv_heads, head_dim] per channel. None for a format without such a scale.
 
         Raises:
-            ValueError: a scale is missing, not wanted, of another shape, not positive or not finite; or the cache holds
-                sequences, whose rows were written with the old scales.
+            ValueError: a scale is missing, is given for a format without one, or has a wrong shape, or is not positive
+                and finite; or the cache holds sequences, whose rows were written with the old scales.
         """
         self._check_layer(layer)
         self._check_empty(f"layer: got {layer}")
         self._constants.set_scales(layer, k_scale, v_scale)
 
     def set_constants(self, constants: CacheConstants | str | Path) -> None:
-        """Sets the constants of a calibration for all layers: transforms, and scales that lie beside the cache.
+        """Sets the constants of a calibration for all layers: transforms, and scales that are kept outside the pages.
 
         Args:
             constants: the constants, or the path of a file that `cute-kernels calibrate` has written.
 
         Raises:
             FileNotFoundError, ConstantsError: there is no such file, or the file holds no constants.
-            ValueError: the number of layers or the sizes differ; a scale is missing or not wanted; or the cache holds
-                sequences, whose rows were written with the old constants.
+            ValueError: the number of layers or the sizes differ; a scale is missing, or is given for a format without
+                one; or the cache holds sequences, whose rows were written with the old constants.
         """
         constants = constants_of(constants)
         self._check_empty("constants: got some")
@@ -443,7 +447,9 @@ class KVCache:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Returns a key for each layer. Layers with equal keys can read each other's rows. Waits for the device."""
+        """Returns a key for each layer, a text. Two caches' layers with equal keys can read each other's rows. Waits
+        for the device.
+        """
         return self._constants.keys
 
     def export_sequence(self, seq_id: SeqId) -> ExportedSequence:
@@ -551,7 +557,7 @@ class KVCache:
                     part[:, target].copy_(part[:, source])
 
     def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
-        """Returns the arguments that describe a layer's cache, as append and attention both take them."""
+        """Returns the arguments that describe a layer's cache. Append and attention both take them."""
         k_scale, v_scale = self._constants.scales(layer)
         tails = {}
         if self.tails is not None:

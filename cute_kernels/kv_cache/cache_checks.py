@@ -34,8 +34,9 @@ def check_sizes(
 
 
 def check_new_tokens(counts: Iterable[int], q: torch.Tensor) -> None:
-    """Raises ValueError unless every sequence has as many new tokens as q has positions. counts: new tokens of each
-    sequence. The operators check the other shapes."""
+    """Raises ValueError unless every sequence has as many new tokens as q has positions. counts: number of new tokens
+    of each sequence. Other shapes are checked by the operators.
+    """
     q_len = q.shape[1] if q.dim() == 4 else None
     wrong = next((count for count in counts if q_len is not None and count != q_len), None)
     if wrong is not None:
@@ -79,8 +80,10 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Returns whether q is already transformed, as ``given`` says for a layer with a transform. Raises ValueError if
-    ``given`` is None, or if a transformed q needs a q_shift that the options lack."""
+    """Returns ``given``, which says whether q is already transformed. It is called for layers with a transform.
+
+    Raises ValueError if ``given`` is None, or if q is transformed and needs a q_shift that the options lack.
+    """
     if given is None:
         raise ValueError(
             f"q_transformed: got None for layer {layer}, which has a transform; want True for q as append returns it, "
@@ -96,8 +99,9 @@ def is_transformed(layer: int, transform: CacheTransform, given: bool | None, op
 
 
 def sees_shift(options: dict[str, Any]) -> bool:
-    """Returns whether the result of attention with these options depends on absolute scores. Centred keys shift all
-    scores of a query by a constant."""
+    """Returns whether attention's result with these options depends on a constant that is added to all scores of a
+    query. Centred keys add such a constant.
+    """
     asked = options.get("return_lse") or options.get("score_options")
     return bool(asked) or any(options.get(name) is not None for name in ("softcap", "sinks"))
 
@@ -108,7 +112,7 @@ def checked_scale(
     """Checks a layer's scale and returns it. Raises TypeError or ValueError if it is invalid or missing, or if the
     format needs none.
 
-    held: the tensor that the scale will be copied to; None for a format that keeps no scale beside the cache.
+    held: the tensor to which the scale will be copied; None for a format that has no scale outside its rows.
     """
     if held is None:
         if scale is not None:

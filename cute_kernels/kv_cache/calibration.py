@@ -1,6 +1,6 @@
-"""Finds scales that lie beside the cache, ahead of time, from samples of K or V.
+"""Finds scales of K or V from samples, ahead of time, for formats with a scale that is not stored in the rows.
 
-The least scale without saturation maps the greatest magnitude to the greatest code (absmax). A few outliers can make
+The smallest scale without saturation maps the largest magnitude to the largest code (absmax). A few outliers can make
 that scale too coarse for all other numbers. Then a scale from a percentile of the magnitudes is better, although
 outliers saturate. TensorRT's and vLLM's calibrators use percentiles, too.
 """
@@ -34,10 +34,11 @@ class Calibrator:
     Args:
         kv_format: a format with a scale beside the cache: "int8_tensor", "int8_head", "int8_channel", "e4m3_tensor" or
             "e4m3_head".
-        method: "absmax": the greatest magnitude seen, exact. "percentile": the least magnitude that ``percentile`` %
-            of the elements do not exceed. A histogram of 3074 logarithmic bins per scale finds that magnitude, for any
-            number of samples. The histogram errs upwards only: for magnitudes from 2**-24 to 2**24 the result is at
-            least the percentile, below 1 + 2**-6 times it, and never above the greatest magnitude.
+        method: how the magnitude that maps to the largest code is found. "absmax": it is the largest magnitude of all
+            samples. "percentile": it is the smallest magnitude that ``percentile`` % of the elements do not exceed,
+            found with a histogram of 3074 logarithmic bins per scale, for any number of samples. The histogram errs
+            upwards only: for magnitudes from 2**-24 to 2**24 the result is at least the percentile, less than 1 + 2**-6
+            times the percentile, and never above the largest magnitude.
         percentile: above 0, at most 100.
 
     The result is one scale for all elements ("tensor"), one for each head, or one for each column of each head
@@ -91,7 +92,7 @@ class Calibrator:
         return scale.masked_fill(scale == 0, 1).reshape(scale_shape(self.granularity, *self._top.shape))
 
     def _take(self, size: torch.Tensor) -> None:
-        """Updates the maxima or the histogram with magnitudes ``size``, fp32 [samples, num_kv_heads, head_dim]."""
+        """Updates the maxima or the histogram. size: magnitudes of samples, fp32 [samples, num_kv_heads, head_dim]."""
         if not len(size):
             return
         assert self._top is not None
@@ -126,7 +127,8 @@ def compute_kv_scale(
     method: Method = "absmax",
     percentile: float = 99.9,
 ) -> torch.Tensor:
-    """Computes a format's scale beside the cache from samples x of one layer's K or V.
+    """Computes a format's scale from samples x of one layer's K or V, for formats with a scale that is not stored in
+    the rows.
 
     Args:
         x: floating [..., num_kv_heads, head_dim] as it goes into the cache (K after RoPE), or several such tensors.

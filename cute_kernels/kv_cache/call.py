@@ -59,7 +59,7 @@ class AppendCall(NamedTuple):
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        """The arguments that most calls lack: all fields from cu_seqlens on."""
+        """The arguments that most calls leave out: all fields from cu_seqlens on."""
         return self[NUM_USUAL:]
 
     @property
@@ -81,22 +81,22 @@ class AppendCall(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Requests of the call; 0 if only slots are given."""
+        """Number of requests of the call; 0 if only slots are given."""
         return 0 if self.seq_lens is None else self.seq_lens.shape[0]
 
     @property
     def has_places(self) -> bool:
-        """Whether some token may have a place in the caches. Without requests and slots, all tokens are padding."""
+        """Whether the caches may have a place for some token. Without requests and slots, all tokens are padding."""
         return self.num_tokens > 0 and (self.seq_lens is None or self.batch > 0)
 
     @property
     def num_pages(self) -> int:
-        """Pages of the caches; a contiguous cache has one per request."""
+        """Number of pages of the caches; a contiguous cache has one page per request."""
         return self.v_cache.shape[0]
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page; max_seq_len of a contiguous cache."""
+        """Number of tokens of a page; max_seq_len for a contiguous cache."""
         return self.v_cache.shape[1 if self.cache_layout == "NHD" else 2]
 
 
@@ -105,8 +105,7 @@ NUM_USUAL = AppendCall._fields.index("cu_seqlens")
 
 
 def split_bias(name: str, bias: object) -> tuple[Any, Any, Any]:
-    """Returns the biases of q, k and v from a ``qkv_bias`` that is not None. Raises TypeError unless it is a tuple of
-    three."""
+    """Returns the biases of q, k and v from ``qkv_bias``. Raises TypeError unless it is a tuple of three."""
     if not isinstance(bias, (tuple, list)) or len(bias) != 3:
         found = f"{len(bias)} of them" if isinstance(bias, (tuple, list)) else type(bias).__name__
         raise TypeError(f"{name}: got {found}, want a tuple of q's, k's and v's, each a tensor or None")
@@ -116,7 +115,7 @@ def split_bias(name: str, bias: object) -> tuple[Any, Any, Any]:
 def check_append(call: AppendCall) -> None:
     """Raises TypeError or ValueError unless the arguments describe an append.
 
-    Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
+    Only shapes, dtypes, strides and devices are checked, so nothing waits for a GPU.
     """
     k_format, v_format = call.formats
     check_kinds(call)
@@ -154,8 +153,9 @@ def _check_memory(call: AppendCall) -> None:
 
 
 def check_kinds(call: AppendCall) -> None:
-    """Raises TypeError or ValueError unless arguments are tensors on k's device. Where strides are not free, tensors
-    also have to be contiguous."""
+    """Raises TypeError or ValueError unless arguments are tensors on k's device. Also raises them for tensors that have
+    to be contiguous and are not.
+    """
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
         "q_norm k_norm k_scale v_scale q_shift"

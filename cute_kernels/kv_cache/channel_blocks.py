@@ -2,8 +2,8 @@
 written.
 
 An append is two launches. The first (`.kernel`) is an ordinary append, except that it writes keys in fp16 to a
-temporary. The second (`.channel_blocks_kernel`) copies these keys into the ring of 64 rows beside the cache, and writes
-the blocks that they complete. Lengths on the device decide which blocks are complete.
+temporary tensor. The second (`.channel_blocks_kernel`) copies these keys into the ring, 64 rows a sequence outside the
+cache, and writes the blocks that become full. Lengths on the device decide which blocks are full.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
 
 class Fill(NamedTuple):
     """The arguments of the second launch: the keys that the first launch has written, fp16 [tokens, num_kv_heads,
-    head_dim], and where they go."""
+    head_dim], and the addresses to which they are written.
+    """
 
     k_new: torch.Tensor
     k_tail: torch.Tensor
@@ -126,8 +127,7 @@ def _fill(fill: Fill) -> None:
 
 
 def reference(*given: Any) -> None:
-    """Computes the second launch in plain PyTorch. This defines the launch's result, and is the implementation for CPU
-    tensors."""
+    """Computes the second launch in plain PyTorch. It defines the launch's result, and runs for CPU tensors."""
     fill = Fill(*given)
     _check_slots(fill)
     form = format_of(fill.k_format)

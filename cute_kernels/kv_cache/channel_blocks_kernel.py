@@ -1,11 +1,11 @@
-"""The kernel that fills blocks of keys. It adds new keys to the keys that wait beside the cache, and writes the rows of
-each block that becomes full.
+"""The kernel that fills blocks of keys. It adds new keys to the keys that wait outside the cache, and writes the rows
+of each block that becomes full.
 
 A CTA takes one block of 32 tokens of one request's KV head; a thread takes two neighbouring columns of the block. Older
-keys come from the ring of 64 rows beside the cache, new keys from the append's temporary. Of the blocks with a
-request's new tokens, only the first two may need rows of the ring. The CTAs of these two blocks also write the newest
-rows into the ring. Each writes the half of the ring that it reads, so no CTA overwrites rows that another still has to
-read.
+keys come from the ring, 64 rows a sequence outside the cache. New keys come from the append's temporary tensor. Of the
+blocks with a request's new tokens, only the first two may need rows of the ring. The CTAs of these two blocks also
+write the newest rows into the ring. Each CTA writes only the half of the ring that it reads, so it overwrites no rows
+that another CTA still has to read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, RUN_COLUMNS, TAIL_TOKENS, UN
 
 @dataclass(frozen=True)
 class Cache:
-    """Where rows are written; run-time values. table: address of int32 [batch, max_pages], or 0 if each request has one
-    page (contiguous caches)."""
+    """The cache to which rows are written; run-time values. table: address of int32 [batch, max_pages], or 0 if each
+    request has one page (contiguous caches).
+    """
 
     base: Int64
     strides: tuple[Int64, Int64, Int64]  # bytes from page to page, token to token, head to head
@@ -51,8 +52,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class Requests:
-    """Addresses of two int32 arrays. seq_lens: [batch], new tokens included. cu_seqlens: [batch + 1], the bounds of the
-    new tokens; address 0 if each request has one new token."""
+    """Addresses of two int32 arrays.
+
+    Attributes:
+        seq_lens: [batch], new tokens included.
+        cu_seqlens: [batch + 1], the bounds of the new tokens; address 0 if each request has one new token.
+    """
 
     seq_lens: Int64
     cu_seqlens: Int64
@@ -66,8 +71,9 @@ class ColumnPair:
         self.units = head_dim // UNIT_COLUMNS
 
     def encode(self, words) -> tuple[list[Uint32], list[Any]]:
-        """Encodes 32 tokens' words, each with the fp16 numbers of both columns. Returns (for each token a byte with two
-        codes, for each column a word with scale and shift)."""
+        """Encodes the words of 32 tokens; a word has the fp16 numbers of both columns. Returns (for each token a byte
+        with two codes, for each column a word with scale and shift).
+        """
         halves = (ptx.half2_low_to_float, ptx.half2_high_to_float)
         columns = [[half(words[i]) for i in range(BLOCK_TOKENS)] for half in halves]
         found = [
@@ -141,8 +147,9 @@ class FillKernel:
 
     @cute.jit
     def keep(self, new, tail, token_bytes, start, length, base):
-        """Writes new rows into the half of the ring that the block at ``base`` uses. Blocks use both halves
-        alternately. The rows belong to the newest block that uses this half."""
+        """Writes new rows into one half of the ring: the half that the block at ``base`` uses. Consecutive blocks use
+        the two halves in turn. The rows that are written belong to the newest block that uses this half.
+        """
         last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         last = last - (last - base) % TAIL_TOKENS
         position = cutlass.max(last, start)

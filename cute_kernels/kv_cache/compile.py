@@ -1,4 +1,4 @@
-"""Compiles configurations into functions; no other module of kv_cache but `.step_compile` starts the compiler."""
+"""Compiles configurations into functions. In kv_cache, only this module and `.step_compile` start the compiler."""
 
 from __future__ import annotations
 

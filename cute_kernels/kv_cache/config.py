@@ -29,10 +29,10 @@ HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
 def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
-    """Returns the number of lanes that share a row, a power of two. For every head_dim each lane then has an even
-    number of columns: ``lane_columns`` if possible.
+    """Returns the number of lanes that share a row, a power of two. Each lane then has an even number of columns:
+    ``lane_columns`` if possible.
 
-    In a row of up to 8 groups of columns, each group then has a whole number of lanes.
+    If the row has up to 8 groups of columns, each group has a whole number of lanes.
     """
     lanes = WARP_THREADS
     while lanes > 1 and (
@@ -56,7 +56,9 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> i
 
 def other_rotation(width: int, head_dim: int) -> str | None:
     """Returns None if lanes can rotate rows of ``head_dim`` columns in Hadamard blocks of ``width`` columns. Otherwise
-    returns a text that lists the possible rotations, for a message. Each lane must own a power of two of columns."""
+    returns a text that lists the possible rotations, for a message. The number of columns of each lane must be a power
+    of two.
+    """
     if width < 1 or width & (width - 1) or head_dim % width:
         return f"a power of two that divides head_dim {head_dim}"
     if width > 1 and (head_dim & (head_dim - 1) or head_dim > 256):
@@ -73,8 +75,8 @@ class RowTransform:
         factor: whether K and q have factors.
         v_factor: whether V has factors.
         shift: whether the kernel writes q . center.
-        k_rotation: columns of the Hadamard blocks of K and q; 1 for no rotation.
-        v_rotation: columns of the Hadamard blocks of V; 1 for no rotation.
+        k_rotation: number of columns of the Hadamard blocks of K and q; 1 for no rotation.
+        v_rotation: number of columns of the Hadamard blocks of V; 1 for no rotation.
     """
 
     center: bool = False
@@ -86,7 +88,7 @@ class RowTransform:
 
     @property
     def num_parts(self) -> int:
-        """How many arrays of constants a row needs: the greatest of the numbers for rows of K, of q and of V."""
+        """The largest number of arrays of constants that a row of K, of q or of V needs."""
         return max(max(self.center, self.shift) + self.factor, int(self.v_factor))
 
     @property
@@ -118,7 +120,7 @@ class WrittenRows:
 
     Attributes:
         format: name of the cache format, see :mod:`cute_kernels.formats.kv`.
-        head_dim: columns of a row, as many as q and k have, or v.
+        head_dim: number of columns of a row: that of q and k, or that of v.
     """
 
     format: str
@@ -135,8 +137,9 @@ class RowPrologue:
 
     Attributes:
         rope: "none", "half" or "interleaved".
-        rotary_dim: columns of q and k that are rotated; 0 without RoPE.
-        has_bias: whether calls may give biases. has_norm: whether calls may give norms of q and k.
+        rotary_dim: number of columns of q and k that are rotated; 0 without RoPE.
+        has_bias: whether calls may give biases.
+        has_norm: whether calls may give norms of q and k.
     """
 
     rope: str = "none"
@@ -171,12 +174,12 @@ class AppendConfig:
         k, v: formats and sizes of the rows that are written.
         dtype: the dtype of q, k and v, "bf16" or "fp16".
         prologue: the steps before the transform.
-        lane_columns: how many columns of a row a lane should own (see `team_lanes`) if it owns whole RoPE pairs, that
-            is, if ``runs`` is 2. Otherwise a lane should own `LANE_ELEMENTS`.
+        lane_columns: the wanted number of columns of a lane (see `team_lanes`) if it has whole RoPE pairs, that is, if
+            ``runs`` is 2. Otherwise `LANE_ELEMENTS` is the wanted number.
         leads: whether attention over the same caches is launched as this kernel's programmatic dependent. If so, the
-            kernel lets attention start early, and leaves the SMs' shared memory to attention.
-        decode: whether every token is its request's only new token, at the request's last position. The kernel then has
-            no code for slots, position ids and bounds of requests; see `for_decode`.
+            kernel lets attention start early, and leaves it the SMs' shared memory.
+        decode: whether each request has exactly one new token, at its last position. The kernel then has no code for
+            slots, position ids and bounds of requests; see `for_decode`.
         transform: the steps on rows between RoPE and quantisation; None for none.
     """
 
@@ -196,8 +199,8 @@ class AppendConfig:
         return cls(rows, rows, dtype, prologue)
 
     def for_decode(self) -> AppendConfig:
-        """Returns the configuration for calls in which every token is its request's only new token (``decode``), which
-        is faster for such calls.
+        """Returns the configuration for calls in which each request has one new token (``decode``). It is faster for
+        such calls.
 
         In such a call a warp runs most of its code once, so fetching instructions takes longer than arithmetic. With
         twice as many lanes to a row, a lane has half the instructions.
@@ -210,14 +213,15 @@ class AppendConfig:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a team, which share a row."""
+        """Number of lanes of a team, which share a row."""
         columns = self.lane_columns if self.runs > 1 else LANE_ELEMENTS
         return team_lanes(self.k.head_dim, self.v.head_dim, lane_columns=columns)
 
     @property
     def runs(self) -> int:
-        """How many runs of a row's columns a lane owns. With 2 it owns one run in each half of the row, and so whole
-        RoPE pairs. Otherwise 1."""
+        """Number of runs of a row's columns that a lane has. If it is 2, the lane has one run in each half of the row,
+        and so whole RoPE pairs. Otherwise it is 1.
+        """
         whole = self.prologue.rotary_dim == self.k.head_dim == self.v.head_dim and self.k.head_dim in (64, 128, 256)
         return 2 if self.prologue.rope == "half" and whole else 1
 
@@ -231,7 +235,7 @@ class AppendConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """How many CTAs an SM is assumed to hold at a time."""
+        """Number of CTAs that an SM is assumed to hold at a time."""
         counts = DECODE_CTAS_PER_SM if self.lane_columns == LANE_ELEMENTS else CTAS_PER_SM
         if self.transform is None:
             extras = self.decode and (self.prologue.has_bias or self.prologue.has_norm)  # whose words wait in registers
@@ -240,8 +244,9 @@ class AppendConfig:
 
     @property
     def least_ctas(self) -> int:
-        """The number of CTAs that the compiler must leave an SM enough registers for (``min_blocks_per_mp``). With a
-        transform the number is only `ctas_per_sm`, since the kernel needs more registers."""
+        """Number of CTAs for which the compiler must leave an SM enough registers (``min_blocks_per_mp``). With a
+        transform it is only `ctas_per_sm`, since the kernel needs more registers.
+        """
         return RESIDENT_WARPS // NUM_WARPS if self.transform is None else self.ctas_per_sm
 
     @property
@@ -288,7 +293,7 @@ class BulkConfig:
         direction: "quantize" (numbers to rows) or "dequantize" (rows to numbers).
         kv_format: name of the rows' format.
         dtype: the dtype of the numbers, "bf16", "fp16" or "fp32".
-        head_dim: columns of a row.
+        head_dim: number of columns of a row.
         transform: the steps on numbers before quantisation, as a transform of K; None for none.
     """
 
@@ -350,8 +355,8 @@ def _choose(condition, chosen, other):
 
 
 def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
-    """Returns (q heads, KV heads): how many heads of its token a team takes. They are the fewest with which one wave of
-    CTAs suffices.
+    """Returns (number of q heads, number of KV heads) that a team takes of its token. They are the smallest numbers for
+    which one wave of CTAs suffices.
 
     A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads. It takes ``ratio`` times fewer KV heads (at least 1), since
     rows of K and V are more work.
@@ -360,10 +365,11 @@ def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choo
     more heads share the work of making a token's angles.
 
     Args:
-        blocks: how many CTAs the tokens take, for one group of heads.
+        blocks: number of CTAs that the tokens take, for one set of heads.
         num_q_heads, num_kv_heads: heads of a token; a team's heads are all of q, all of k or all of v.
-        wave: CTAs that the GPU holds at a time.
-        select: a function of (condition, value if true, value if false); the kernel's launch code passes the DSL's.
+        wave: number of CTAs that the GPU holds at a time.
+        select: a function of (condition, value if true, value if false); the kernel's launch code passes that of the
+            DSL.
     """
     q_rows, kv_rows = 1, 1
     for fewer in (1 << i for i in range(MAX_ROWS_PER_TEAM.bit_length() - 1)):
@@ -375,10 +381,10 @@ def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choo
 
 
 def divisor_of(divisor: int) -> int:
-    """Returns the number by which kernels multiply to divide by ``divisor``: ceil(2**63 / divisor) as a signed 64-bit
-    number.
+    """Returns the factor by which kernels multiply to divide by ``divisor``: ceil(2**63 / divisor) as a signed 64-bit
+    integer.
 
-    For value < 2**63 / divisor, floor(value / divisor) is the upper 64 bits of 2 * value times the returned number.
+    For value < 2**63 / divisor, floor(value / divisor) is the upper 64 bits of 2 * value times this factor.
     """
     magic = -(-(2**63) // divisor)
     return magic - 2**64 if magic >= 2**63 else magic

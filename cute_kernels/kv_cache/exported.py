@@ -1,5 +1,6 @@
-"""`ExportedSequence`, a sequence's rows on their way from one cache to another. They may go to another GPU, the host,
-or a store of prefixes."""
+"""`ExportedSequence`, the rows of a sequence that are moved from one cache to another: to another GPU, to the host, or
+to a store of prefixes.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ def layer_key(
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     transform: CacheTransform | None,
 ) -> str:
-    """Returns a layer's key, which stands for its formats, sizes, scales and transform. Two layers have equal keys
-    exactly if each can read the other's rows."""
+    """Returns a layer's key, which stands for its formats, sizes, scales and transform. Two layers have equal keys if,
+    and only if, each can read the other's rows.
+    """
     parts = [f"{form.name} x {dim}" for form, dim in zip(formats, head_dims, strict=True)]
     parts.append(f"{num_kv_heads} heads")
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):

@@ -1,13 +1,13 @@
 """The append kernel. One launch applies bias, QK-norm, RoPE and cache transform to new tokens. It quantises K and V,
 scatters them into the cache, and writes the rotated q.
 
-A *team* of lanes takes one token and a few of its q heads, k heads or v heads. The teams of a CTA take different tokens
-and the same heads, so a CTA runs one of three loops: for q, k or v. A team first starts loading its first rows, and
-what it needs to find the token's place in the cache. It makes the token's angles once, then works row by row in
-registers. Teams share nothing.
+Several lanes of a warp form a *team*, which takes one token and a few of its q heads, k heads or v heads. The teams of
+a CTA take different tokens and the same heads, so a CTA runs one of three loops: for q, k or v. A team first starts
+loading its first rows, and the data with which it finds the token's place in the cache. It computes the token's angles
+once, then processes row by row in registers. Teams exchange no data.
 
-K and V of a token without a place are not written: the page is unmapped, the position lies outside the table or the
-cache, or the slot is -1. The token's q is written all the same.
+A token has no place if its page is unmapped, its position lies outside the table or the cache, or its slot is -1. K and
+V of such a token are not written; its q is written.
 """
 
 import cutlass
@@ -51,7 +51,7 @@ MAX_GRID_Y = 32768
 
 
 class AppendKernel:
-    """One compiled variant of the append kernel; :class:`AppendConfig` says which."""
+    """One compiled variant of the append kernel, as :class:`AppendConfig` describes it."""
 
     def __init__(self, config: AppendConfig):
         self.config = config
@@ -179,8 +179,9 @@ class AppendKernel:
     # -- getting there ------------------------------------------------------------------------------------------------
 
     def source_of(self, inputs, heads, token, lane, is_q, is_v):
-        """Returns the address of the team's first row. For decode it returns the address of the lane's part of that
-        row, so that no branch has to compute it."""
+        """Returns the address of the team's first row. For decode it returns the address of the lane's part of that row
+        instead, so that no branch has to compute it.
+        """
         base = cutlass.select_(is_q, inputs.q, cutlass.select_(is_v, inputs.v, inputs.k))
         stride = cutlass.select_(is_q, inputs.q_stride, cutlass.select_(is_v, inputs.v_stride, inputs.k_stride))
         row_bytes = cutlass.select_(is_v, Int32(self.v_elements.row_bytes), Int32(self.k_elements.row_bytes))
@@ -195,7 +196,7 @@ class AppendKernel:
         """Starts loading what `locate` and `make_angles` need, without waiting.
 
         Returns (length of the token's request if each request has one new token, the token's position id, the token's
-        slot). A number that is not given or not needed is 0. Fills ``steps`` with the turns per position.
+        slot). A value that is not given or not needed is 0. Fills ``steps`` with the turns per position.
         """
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
@@ -245,8 +246,8 @@ class AppendKernel:
         """Finds the place of a team's token. Returns (position for RoPE, whether the token has a place, page, row of
         the page).
 
-        ``length`` and ``slot`` are results of `ask`. The page number may still be loading, and may turn out invalid.
-        Teams of q heads do not look for a page.
+        ``length`` and ``slot`` are results of `ask`. The page index may still be loading, and may be invalid. Teams of
+        q heads do not look for a page.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
         if const_expr(self.config.decode):
@@ -294,8 +295,9 @@ class AppendKernel:
 
     @cute.jit
     def find_request(self, where, token, lane):
-        """Returns the last request whose first new token is ``token`` or comes before it. Each lane of a team tests one
-        request at a time."""
+        """Returns the last request whose first new token is ``token`` or comes before it. At each step of the search,
+        each lane of a team tests one request.
+        """
         lanes = self.config.lanes
         team_lane = lane % lanes
         low, span = Int32(0), where.batch
@@ -353,7 +355,9 @@ class AppendKernel:
 
     @cute.jit
     def turn_q(self, values, asked, constants, cos, sin, extras, heads, done, place):
-        """Applies bias, norm, RoPE and transform to row number ``done`` of the team's q heads."""
+        """Applies bias, norm, RoPE and transform to a row of the team's q heads. done: index of the row among the
+        team's rows.
+        """
         head = heads.first + done
         given = (extras.q_bias, extras.q_norm, extras.norm_eps)
         self.turn(values, asked, cos, sin, given, head, Q_ROWS_IN_FLIGHT, place.lane)

@@ -1,4 +1,4 @@
-"""Keeps the constants of each layer of a `KVCache`: scales that lie beside the cache, and a transform."""
+"""Keeps the constants of each layer of a `KVCache`: scales that are not stored in the rows, and a transform."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LayerConstants:
     Args:
         formats: (K's format, V's format) of each layer.
         shape: (num_layers, num_kv_heads, K's head_dim, V's head_dim).
-        device: where scales and transforms lie.
+        device: the device of scales and transforms.
 
     Attributes:
         transforms: the transform of each layer, on the device; None for a layer without a transform, or with one that
@@ -42,7 +42,7 @@ class LayerConstants:
         self.transforms: tuple[CacheTransform | None, ...] = (None,) * self._num_layers
 
     def _unset(self, form: KvFormat, head_dim: int) -> torch.Tensor | None:
-        """Returns a scale of NaNs for a format that keeps one beside the cache; None for other formats."""
+        """Returns a scale of NaNs for a format with a scale that is not stored in the rows; None for other formats."""
         if form.given_scale is None:
             return None
         shape = scale_shape(form.given_scale, self._num_kv_heads, head_dim)
@@ -62,7 +62,7 @@ class LayerConstants:
         )
 
     def scales(self, layer: int) -> Scales:
-        """Returns K's and V's scale of a layer. A scale is None for a format that keeps none beside the cache."""
+        """Returns K's and V's scale of a layer. A scale is None for a format without a scale outside the rows."""
         return self._scales[layer]
 
     def check_given(self, layer: int) -> None:

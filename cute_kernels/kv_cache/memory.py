@@ -11,18 +11,18 @@ class MemoryReport:
 
     Attributes:
         kv_format: such as "int4_g4", or "int8_token_head + int4_g4" if K and V differ.
-        layer_bytes: bytes of K's and V's pages, a number for each layer.
-        scale_bytes: bytes of the scales that lie beside the pages, all layers.
+        layer_bytes: for each layer, the bytes of K's and V's pages.
+        scale_bytes: bytes of the scales outside the pages, of all layers.
         page_size: tokens per page.
-        pages: pages of each layer.
-        pages_used: pages that a sequence refers to.
-        pages_shared: pages that more than one sequence refers to.
+        pages: number of pages of each layer.
+        pages_used: number of pages that at least one sequence refers to.
+        pages_shared: number of pages that more than one sequence refers to.
         sequences: number of sequences.
         tokens: sum of the sequences' lengths.
-        tokens_stored: tokens in pages; tokens that several sequences share count once.
-        token_bytes: bytes of K and V of one token, all layers.
-        token_bytes_bf16: bytes of K and V of one token in bf16, all layers.
-        tail_bytes: bytes of the newest keys beside the pages, for formats in blocks, all layers.
+        tokens_stored: number of tokens in pages; a token that several sequences share is counted once.
+        token_bytes: bytes of K and V of one token, in all layers together.
+        token_bytes_bf16: the same in bf16.
+        tail_bytes: for formats in blocks, bytes of the newest keys, which are kept outside the pages, of all layers.
     """
 
     kv_format: str
@@ -41,7 +41,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all layers' pages, of scales, and of the keys beside the pages."""
+        """Bytes of all layers' pages, of scales, and of the keys outside the pages."""
         return sum(self.layer_bytes) + self.scale_bytes + self.tail_bytes
 
     @property
@@ -82,7 +82,7 @@ class MemoryReport:
 
 
 def _size(num_bytes: int) -> str:
-    """Formats a number of bytes in the greatest binary unit that keeps at least one digit before the point."""
+    """Formats a number of bytes in the largest binary unit that keeps at least one digit before the point."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -3,15 +3,15 @@ noise of K does to attention's output.
 
 A group's quantiser makes noise that grows with the group's size. After a rotation over w columns, the error of the
 score of query i for key t has the variance (sum_d f_d^2 k_td^2) * (sum_e q_ie^2 / f_e^2) / w, up to a constant. Here d
-and e run over one block of columns, k is centred, and f are the factors. To first order an error of the score moves the
-query's output by that error times p_it (v_t - o_i), where p_it is the attention's weight and o_i the output. Summed
+and e run over one block of columns, k is centred, and f are the factors. To first order, an error of the score changes
+the query's output by that error times p_it (v_t - o_i), where p_it is the attention's weight and o_i the output. Summed
 over queries and keys, the squared error is
 
     sum_de M_de f_d^2 / f_e^2,    M_de = sum_it p_it^2 |v_t - o_i|^2 k_td^2 q_ie^2,
 
-which is convex in log f, and least if row sums and column sums of its terms are equal. A few cheap steps *balance* M in
-this way (Osborne, 1960). Without the attention's weights M_de = s_d t_e, with s_d = sum_t k_td^2 and t_e = sum_i
-q_ie^2. The result is then f_d = (t_d / s_d) ** 1/4.
+which is convex in log f, and smallest if row sums and column sums of its terms are equal. A few cheap steps make them
+equal, which *balances* M (Osborne, 1960). Without the attention's weights M_de = s_d t_e, with s_d = sum_t k_td^2 and
+t_e = sum_i q_ie^2. The result is then f_d = (t_d / s_d) ** 1/4.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Moments:
 
         Args:
             k_rotation, v_rotation: see :class:`CacheTransform`; `group_of` returns a width that suits a format.
-            k_group: columns of K that share a scale. Factors are balanced over these columns, or over k_rotation
-                columns if those are more. Default: k_rotation, or all columns without a rotation.
+            k_group: number of columns of K that share a scale. Factors are balanced over this many columns, or over
+                k_rotation columns if k_rotation is larger. Default: k_rotation, or all columns without a rotation.
             center: whether K's mean is subtracted.
             factors: whether K's channels are multiplied by the factors f of the module's text.
             v_factors: whether V's channels are multiplied by the inverse square roots of their magnitudes, which are
@@ -147,7 +147,8 @@ class Moments:
 
 
 def group_of(form: KvFormat, head_dim: int) -> int:
-    """Returns how many columns of a row share a scale or, for a format in blocks, how many tokens of a column.
+    """Returns how many columns of a row share a scale. For a format in blocks, returns how many tokens of a column
+    share a scale.
 
     Returns 1 for formats that gain nothing from a transform of channels: their codes have an exponent, or each channel
     has a scale of its own.
@@ -169,9 +170,10 @@ def can_rotate(head_dim: int) -> bool:
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two sums over queries i, in fp32, for each key t. The first is of p_it^2 |v_t - o_i|^2 q_ie^2, [heads,
-    tokens, head_dim]. The second is of p_it^2, [heads, tokens]. q: [heads, group, tokens, head_dim]. k, v: [heads,
-    tokens, head_dim]."""
+    """Returns two sums over queries i, in fp32, for each key t: the sum of p_it^2 |v_t - o_i|^2 q_ie^2, [heads, tokens,
+    head_dim], and the sum of p_it^2, [heads, tokens]. q: [heads, group, tokens, head_dim]. k, v: [heads, tokens,
+    head_dim].
+    """
     tokens = k.shape[1]
     weighted, weights = torch.zeros_like(k), k.new_zeros(k.shape[:2])
     places = torch.arange(tokens, device=k.device)
@@ -221,8 +223,9 @@ def _factor(logs: torch.Tensor) -> torch.Tensor:
 def _signed(
     factor: torch.Tensor | None, width: int, like: torch.Tensor, columns: int, generator: torch.Generator
 ) -> torch.Tensor | None:
-    """Multiplies a factor by random signs if a rotation follows (``width`` > 1): fp32 [heads, columns]. Without a
-    factor returns the signs alone; without a rotation returns ``factor``, which may be None."""
+    """Multiplies a factor by random signs if a rotation follows (``width`` > 1): fp32 [heads, columns]. If ``factor``
+    is None, returns the signs. If no rotation follows, returns ``factor``.
+    """
     if width == 1:
         return factor
     signs = (torch.randint(0, 2, (len(like), columns), generator=generator) * 2 - 1).float().to(like.device)

@@ -29,8 +29,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """Addresses of q_out and the caches, which are written, and strides in bytes: of q_out's tokens, and of the caches'
-    (pages, tokens, heads)."""
+    """The addresses that are written, q_out and the caches, and strides in bytes: of q_out's tokens, and of the caches'
+    (pages, tokens, heads).
+    """
 
     q_out: Int64
     k_cache: Int64
@@ -60,8 +61,9 @@ class Where:
 
 @dataclass(frozen=True)
 class Constants:
-    """Addresses of a transform's constants, fp32 [num_kv_heads, head_dim]. An address is 0 where the transform has no
-    such constants."""
+    """Addresses of a transform's constants, fp32 [num_kv_heads, head_dim]; 0 for constants that the transform does not
+    have.
+    """
 
     k_center: Int64
     k_factor: Int64
@@ -71,7 +73,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Terms:
-    """Addresses of biases and of norm weights, 0 for those that are not given, and the norms' epsilon."""
+    """Addresses of biases and norm weights, 0 for those that are not given; and the norms' epsilon."""
 
     q_bias: Int64
     k_bias: Int64
@@ -83,10 +85,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Transforms:
-    """Addresses of a transform's constants and of q_shift. An address is 0 where there is no such tensor.
+    """Addresses of a transform's constants and of q_shift; 0 for a missing tensor.
 
     Constants are fp32 [num_kv_heads, head_dim], q_shift is fp32 [tokens, num_q_heads]. Multiplication by
-    ``group_reciprocal`` turns a q head's number into its KV head's, see `GROUP_BITS`.
+    ``group_reciprocal`` turns the index of a q head into the index of its KV head, see `GROUP_BITS`.
     """
 
     k_center: Int64
@@ -100,8 +102,9 @@ class Transforms:
 
 @dataclass(frozen=True)
 class Extras:
-    """Addresses of biases, norm weights and scales, 0 for those that are not given, and the norms' epsilon.
-    ``transforms`` is None in variants without a transform."""
+    """Addresses of biases, norm weights and scales, 0 for those that are not given; and the norms' epsilon.
+    ``transforms`` is None in variants without a transform.
+    """
 
     q_bias: Int64
     k_bias: Int64
@@ -119,10 +122,11 @@ class Shares:
     """How the heads of a token are distributed among CTAs.
 
     Attributes:
-        q_rows, kv_rows: how many q heads, or KV heads, a team takes. The heads that a team takes are a chunk.
-        kv_chunks: how many chunks K's heads make; V's heads make as many. Chunks are numbered in the order K, V, q.
-        by_kind: whether CTAs are in order of chunks (the grid has tokens along x and chunks along y). If not, they are
-            in order of tokens.
+        q_rows: number of q heads that a team takes. The heads of a team are a chunk.
+        kv_rows: number of KV heads that a team takes.
+        kv_chunks: number of chunks of K's heads; V's heads have as many. Chunks are in the order K, V, q.
+        by_kind: whether CTAs are ordered by chunk first (the grid has tokens along x and chunks along y). If not, they
+            are ordered by token first.
         few: whether the launch has so few CTAs that attention, if it follows, may start at once.
     """
 
@@ -187,7 +191,8 @@ def targets_of(given) -> Targets:
 
 def where_of(given, k_by_token: bool = False) -> Where:
     """Makes the `Where` of a launch from its arguments. k_by_token: whether K's rows are written in the order of
-    tokens; then only V's cache has pages."""
+    tokens, so that only V's cache has pages.
+    """
     cache_shape = _any((given.v_cache if k_by_token else given.k_cache).shape)
     return Where(
         seq_lens=ptx.address(given.seq_lens),

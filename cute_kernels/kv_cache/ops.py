@@ -26,8 +26,8 @@ __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
 def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
     """Appends new tokens on the device where the tensors are. Returns the rotated q, or None without q.
 
-    ``call`` and ``extras`` together are the fields of an `AppendCall`, which would take longer to make. ``extras``: the
-    fields from cu_seqlens on, or None if all of them are None, as in most calls.
+    call, extras: together the fields of an `AppendCall`. Making that object would take longer. extras has the fields
+    from cu_seqlens on, or is None if all of them are None, as in most calls.
 
     Traced calls and tensor subclasses go through the registered operator. Raises TypeError for an argument that is no
     tensor.
@@ -41,8 +41,9 @@ def append(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
 
 
 def _key(given: Given) -> tuple[Any, ...]:
-    """Returns the key of a call's plan. It has two shapes only: v's, and that of K's cache. The compiled function
-    checks all other shapes: k has v's tokens and heads, V's cache has K's pages, and rows fit their head_dim."""
+    """Returns the key of a call's plan. The key has only two shapes: those of v and of K's cache. The compiled function
+    checks all other shapes: k has v's tokens and heads, V's cache has K's pages, and rows fit their head_dim.
+    """
     (k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table,
      transform), extras = given  # fmt: skip
     return (
@@ -109,8 +110,8 @@ def reference(call: AppendCall) -> torch.Tensor | None:
 def _call_of(*arguments: Any) -> AppendCall:
     """Returns the call that the operator's arguments stand for.
 
-    Unlike a call, the arguments have no q_out, ``rope`` is a text, and the transform comes in parts. Last arguments
-    that were not given are missing.
+    The operator's arguments differ from a call in four ways: there is no q_out, ``rope`` is a text, the transform comes
+    in parts, and last arguments that were not given are missing.
     """
     rope = None if arguments[7] is None else rope_of(arguments[7])
     extras, q_shift, parts = arguments[12:22], (*arguments[22:23], None)[0], arguments[23:]

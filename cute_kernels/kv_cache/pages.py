@@ -20,8 +20,8 @@ class OutOfPagesError(RuntimeError):
     """The error of a request for more pages than are free. The request has changed nothing.
 
     Attributes:
-        needed: pages that the request would have taken.
-        free: pages that were free.
+        needed: number of pages that the request would have taken.
+        free: number of pages that were free.
     """
 
     def __init__(self, needed: int, free: int) -> None:
@@ -51,12 +51,12 @@ class PageTable:
 
     Args:
         num_pages: number of pages.
-        page_size: tokens a page holds.
-        max_seq_len: the most tokens of a sequence; default: the tokens of all pages.
+        page_size: number of tokens of a page.
+        max_seq_len: the largest number of tokens of a sequence; default: the tokens of all pages.
 
     Attributes:
-        version: a number that grows with every change of a sequence.
-        num_shared: pages that more than one sequence refers to.
+        version: a counter that every change of a sequence increases.
+        num_shared: number of pages that more than one sequence refers to.
     """
 
     def __init__(self, num_pages: int, page_size: int, max_seq_len: int | None = None) -> None:
@@ -110,7 +110,7 @@ class PageTable:
         return None
 
     def stored_tokens(self) -> int:
-        """Returns the number of tokens in pages; tokens that several sequences share count once."""
+        """Returns the number of tokens in pages; a token that several sequences share is counted once."""
         filled: dict[int, int] = {}
         for sequence in self._sequences.values():
             for number, page in enumerate(sequence.pages):
@@ -131,8 +131,8 @@ class PageTable:
         self.version += 1
 
     def extend(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int]) -> list[PageCopy]:
-        """Lengthens either all of the sequences or none. Returns the copies of pages to make before the new tokens are
-        written.
+        """Lengthens all of the sequences or, if it raises, none. Returns the copies of pages to make before the new
+        tokens are written.
 
         A sequence whose last page is partly filled and shared gets a page of its own. If only sequences of this call
         share the page, the last of them keeps it.

@@ -46,9 +46,9 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
     """Returns the configuration of the kernel that a call uses. ``leads``: whether attention over the same caches is
     launched as the kernel's dependent.
 
-    Calls with one new token a request, at the request's end, use the decode kernel. Appends that lead use the general
-    kernel, with which attention was measured. There is one exception: a single token, of a cache with a transform, uses
-    the decode kernel, which has less code to fetch (docs/design/kv_append.md).
+    Calls with one new token a request, at the request's end, use the decode kernel. Appends with ``leads`` use the
+    general kernel, with which attention was measured. There is one exception: with a transform, an append of a single
+    token uses the decode kernel, which has less code to fetch (docs/design/kv_append.md).
     """
     rope = call.rope
     config = AppendConfig(
@@ -124,7 +124,7 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> Plan[[Given], torch.T
 def _sender(call: AppendCall, config: AppendConfig, **fixed: int | float) -> Callable[..., Any]:
     """Returns the compiled kernel, bound to its constant arguments.
 
-    All calls of a plan lack the same extras, so the arguments of these extras are 0.
+    All calls of a plan lack the same optional arguments, so 0 is bound to them.
     """
     transformed = config.transform is not None
     declared, function = append_arguments(transformed), load(AppendSpec(config), arch_of(call.k.device.index))

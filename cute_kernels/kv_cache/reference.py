@@ -65,8 +65,8 @@ def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two int64 [tokens]: each token's request, and how many tokens there are from the token to the request's
-    last, both included.
+    """Returns two int64 [tokens]: each token's request, and the number of tokens from the token to the end of the
+    request, the token included.
 
     Tokens outside ``cu_seqlens`` have request -1.
     """

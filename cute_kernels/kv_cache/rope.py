@@ -1,7 +1,7 @@
 """`Rope`, rotary position embedding: its frequencies, and angles that stay exact at any position.
 
 Su et al. 2021 (RoFormer) rotate pair i of a head's columns by the angle position * theta**(-2i / rotary_dim). Context
-extensions change the frequencies only; the formulae are those of Hugging Face transformers' ``modeling_rope_utils``,
+extensions change only the frequencies; the formulae are those of Hugging Face transformers' ``modeling_rope_utils``,
 evaluated here in double precision.
 
 An angle is kept as a fraction of a turn in 64-bit fixed point: ``phase = position * frequency mod 2**64`` is one
@@ -40,14 +40,16 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class NtkScaling:
-    """NTK-aware scaling (bloc97, emozilla): theta grows until the lowest frequency is divided by about the stretch (see
-    ``seq_len``).
+    """NTK-aware scaling (bloc97, emozilla): theta is increased so much that the lowest frequency is divided by about
+    the stretch.
+
+    The stretch is ``factor * seq_len / original_max_position - (factor - 1)``, at least 1. Without seq_len it is
+    ``factor``.
 
     Args:
         factor: the factor of transformers' "dynamic" scaling.
-        original_max_position: positions that the model was trained for.
-        seq_len: the sequence length to stretch for. The stretch is then ``factor * seq_len / original_max_position -
-            (factor - 1)``, at least 1; without seq_len it is ``factor``.
+        original_max_position: number of positions that the model was trained for.
+        seq_len: the sequence length for which the stretch is computed, or None.
     """
 
     factor: float
@@ -80,7 +82,8 @@ class NtkScaling:
 class Llama3Scaling:
     """Llama 3.1's scaling, by wavelength. Frequencies with wavelengths above ``original_max_position /
     low_freq_factor`` are divided by ``factor``. Frequencies with wavelengths below ``original_max_position /
-    high_freq_factor`` stay. Frequencies in between are blended."""
+    high_freq_factor`` do not change. Frequencies in between are blended.
+    """
 
     factor: float
     low_freq_factor: float
@@ -113,16 +116,17 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): frequencies with few turns within the trained context are interpolated, others stay.
+    """YaRN (Peng et al. 2023): frequencies with few turns within the trained context are interpolated, others do not
+    change.
 
     Args:
-        factor: by how much the context grows.
-        original_max_position: positions that the model was trained for.
-        beta_fast, beta_slow: numbers of turns within the trained context. A frequency with more than beta_fast turns is
-            kept; one with fewer than beta_slow turns is divided by ``factor``.
-        attention_factor: the number that cosines and sines are multiplied by. Default: computed from ``mscale`` and
-            ``mscale_all_dim`` (DeepSeek) if given, else 0.1 ln(factor) + 1.
-        truncate: whether the range of blended dimensions is rounded outwards to whole dimensions.
+        factor: the length of the extended context divided by that of the trained context.
+        original_max_position: number of positions that the model was trained for.
+        beta_fast: a frequency with more than this number of turns within the trained context does not change.
+        beta_slow: a frequency with fewer than this number of turns is divided by ``factor``.
+        attention_factor: the factor of cosines and sines. Default: computed from ``mscale`` and ``mscale_all_dim``
+            (DeepSeek) if given, else 0.1 ln(factor) + 1.
+        truncate: whether the range of blended pairs is rounded outwards to whole indices.
     """
 
     factor: float
@@ -157,8 +161,9 @@ class YarnScaling:
         return blended
 
     def _dimension(self, turns: float, rotary_dim: int, theta: float) -> float:
-        """Returns the number of the pair, as a fraction, whose frequency makes ``turns`` turns within the trained
-        context."""
+        """Returns the index of the pair, as a fraction, whose frequency makes ``turns`` turns within the trained
+        context.
+        """
         return rotary_dim * math.log(self.original_max_position / (turns * TURN)) / (2 * math.log(theta))
 
     def amplitude(self) -> float:
@@ -188,9 +193,10 @@ class Rope:
     """Rotary embedding of a head's first ``rotary_dim`` columns. Other columns pass through.
 
     Args:
-        rotary_dim: columns that are rotated; even, at most head_dim.
-        theta: base of the frequencies.
-        interleaved: pairs are columns (2i, 2i + 1) (GPT-J, GLM) instead of (i, i + rotary_dim / 2) (Llama, NeoX).
+        rotary_dim: number of columns that are rotated; even, at most head_dim.
+        theta: base of the frequencies, as in `base_frequencies`.
+        interleaved: whether pairs are columns (2i, 2i + 1) (GPT-J, GLM) instead of (i, i + rotary_dim / 2) (Llama,
+            NeoX).
         scaling: context extension, or None.
 
     ``text`` is the whole object as a string, which `rope_of` reads.
@@ -216,7 +222,7 @@ class Rope:
 
     @property
     def style(self) -> str:
-        """Where the two columns of a pair lie: "interleaved" or "half"."""
+        """The positions of the two columns of a pair: "interleaved" or "half"."""
         return "interleaved" if self.interleaved else "half"
 
     @property
@@ -238,7 +244,7 @@ class Rope:
     def rotation(
         self, positions: torch.Tensor, dtype: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the cosines and sines times `attention_factor`, each rounded once to ``dtype``.
+        """Returns (cosines, sines) times the attention factor of the scaling, each rounded once to ``dtype``.
 
         positions: int32 or int64, of any shape. Returns two tensors [*positions.shape, rotary_dim / 2].
         """

@@ -1,8 +1,8 @@
-"""`Rotator`, RoPE on a team's row: it makes angles once per token, then rotates rows in registers.
+"""`Rotator`, RoPE on rows that several lanes share. It computes angles once per token, then rotates rows in registers.
 
-A lane owns a run of columns. Interleaved pairs lie in one lane. The columns of a half-split pair lie ``rotary_dim / 2``
-apart: in lanes at a fixed distance, in registers known at compile time. If the distance is whole lanes, a column takes
-one shuffle; otherwise it takes two, from the lanes above and below.
+A lane has a run of columns. Interleaved pairs lie in one lane. The columns of a half-split pair lie ``rotary_dim / 2``
+apart: in lanes at a fixed distance, in registers known at compile time. If the distance is a whole number of lanes, a
+column takes one shuffle; otherwise it takes two, from the lanes above and below.
 """
 
 from typing import Any
@@ -17,13 +17,14 @@ TURN_PER_UNIT = 2.0**-32 * 6.283185307179586  # radians of the upper word of a p
 
 
 class Rotator:
-    """Rotates rows of ``head_dim`` columns that a team shares; see the module's text.
+    """Rotates rows of ``head_dim`` columns that several lanes share; see the module's docstring.
 
     Args:
         style: "none", "half" or "interleaved".
-        rotary_dim: columns that are rotated.
-        head_dim: columns of a row. lanes: lanes that share a row.
-        runs: how many runs of columns a lane owns: 1, or 2 (one in each half of the row, which make whole pairs).
+        rotary_dim: number of columns that are rotated.
+        head_dim: number of columns of a row.
+        lanes: number of lanes that share a row.
+        runs: number of runs of columns that a lane has: 1, or 2 (one in each half of the row, which form whole pairs).
     """
 
     def __init__(self, style: str, rotary_dim: int, head_dim: int, lanes: int, runs: int = 1):
@@ -81,7 +82,9 @@ class Rotator:
         return words
 
     def _pair(self, lane: Int32, i: int):
-        """Returns the number of the pair of the lane's i-th angle; any pair for columns that are not rotated."""
+        """Returns the index of the pair to which the lane's i-th angle belongs; any index for columns that are not
+        rotated.
+        """
         if self.interleaved or self.halves:
             return cutlass.min(lane * self.num_angles + i, self.half - 1)
         column = self._column(lane, i)
@@ -111,7 +114,7 @@ class Rotator:
                 values[i] = cutlass.select_(self._column(lane, i) < self.rotary_dim, turned[i], values[i])
 
     def _partner(self, values, i: int, lane: Int32):
-        """Returns the value of the other column of the pair to which the lane's i-th column belongs."""
+        """Returns the value of the partner of the lane's i-th column: the other column of the same pair."""
         if self.even and self.whole:
             return cute.arch.shuffle_sync_bfly(values[i], offset=self.distance)
         base = cute.arch.lane_idx() - lane

@@ -1,12 +1,12 @@
 """`RowExtras`, the steps on rows of q, k and v before RoPE: biases, and the norm of q and k.
 
-In decode, a team has one to four rows. It loads biases and norm weights together with the rows, since later loads would
-add their latency. In prefill, biases and norm weights are loaded where they are used: other rows hide the latency, and
-registers are scarce.
+In decode, a team of lanes has one to four rows. It loads biases and norm weights together with the rows, since later
+loads would add their latency. In prefill, biases and norm weights are loaded where they are used: other rows hide the
+latency, and registers are scarce.
 
 If branches on addresses decided which steps are applied, the compiler would copy the loop over rows for each case. In
 decode a warp runs its code once, and would wait for the copies to be fetched. With ``one_code`` there are no such
-branches: a missing bias or weight is replaced by numbers that change nothing.
+branches: a missing bias is replaced by zeros, missing norm weights by numbers that change nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,23 @@ ONES = {"bf16": 0x3F803F80, "fp16": 0x3C003C00}
 
 @dataclass(frozen=True)
 class Asked:
-    """The registers of loads in flight. bias: biases of a team's next rows. norm: the lane's norm weights. Either has
-    one unused word if there is nothing to load."""
+    """The registers of loads in flight.
+
+    Attributes:
+        bias: biases of a team's next rows.
+        norm: the lane's norm weights.
+
+    If there is nothing to load, each of them has one unused word.
+    """
 
     bias: RegisterTensor[Uint32]
     norm: RegisterTensor[Uint32]
 
 
 class RowExtras:
-    """The biases and norms of a configuration. one_code: see the module's text."""
+    """The biases and norms of a configuration. one_code: whether missing biases and norms are applied as numbers that
+    change nothing, instead of being skipped by branches; see the module's docstring.
+    """
 
     def __init__(self, config: AppendConfig, k_elements: Elements, v_elements: Elements, one_code: bool = False):
         self.config, self.k_elements, self.v_elements = config, k_elements, v_elements
@@ -105,7 +113,8 @@ class RowExtras:
     @cute.jit
     def add_bias(self, values, asked: Asked, base, elements: Elements, head, ahead, lane):
         """Adds the bias of ``head`` to a row's values. If biases are loaded ahead, drops the used bias and moves each
-        other one row forward."""
+        remaining bias one row forward.
+        """
         if const_expr(self.one_code):
             for i, term in enumerate(elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])):
                 values[i] = numbers.add(values[i], term)

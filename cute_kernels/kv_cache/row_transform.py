@@ -1,5 +1,5 @@
-"""`RowTransformer`, which applies a cache transform to a team's rows after RoPE. k has a centre, factors and a
-rotation; v has factors and a rotation; q gets the steps that keep its scores equal.
+"""`RowTransformer`, which applies a cache transform after RoPE to rows that several lanes share. k has a centre,
+factors and a rotation; v has factors and a rotation; q gets the inverse steps, so that scores stay equal.
 
 :mod:`cute_kernels.formats.kv.transforms` defines the steps. This module applies them in registers, between RoPE and
 quantisation. Constants are fp32 [num_kv_heads, head_dim], some KiB that every CTA reads, so most CTAs find them in the
@@ -27,8 +27,14 @@ class RowTransformer:
     :class:`cute_kernels.kv_cache.operands.Transforms`."""
 
     def __init__(self, parts: RowTransform | None, head_dims: tuple[int, int], lanes: int, runs: int):
-        """Makes the transformer. parts: the steps of the transform. head_dims: (K's head_dim, V's head_dim). lanes:
-        lanes of a team. runs: runs of columns of a lane."""
+        """Makes the transformer.
+
+        Args:
+            parts: the steps of the transform.
+            head_dims: (K's head_dim, V's head_dim).
+            lanes: number of lanes of a team.
+            runs: number of runs of columns of a lane.
+        """
         self.parts, self.lanes = parts or RowTransform(), lanes
         k_dim, v_dim = head_dims
         self.k_constants = Elements("fp32", k_dim, lanes, runs)
@@ -38,7 +44,7 @@ class RowTransformer:
 
     @property
     def num_constants(self) -> int:
-        """How many constants a lane needs for one row."""
+        """Number of constants that a lane needs for one row."""
         return self.parts.num_parts * max(self.k_constants.count, self.v_constants.count)
 
     @cute.jit
@@ -67,8 +73,9 @@ class RowTransformer:
         return of_k, of_q, [given.v_factor] * parts.v_factor
 
     def address_of(self, given, part: int, is_q, is_v):
-        """Returns the address of constants number ``part`` of q, k or v, whichever the team has; 0 if there are no such
-        constants."""
+        """Returns the address of the constants with index ``part`` for rows of q, k or v, whichever the team has; 0 if
+        there are no such constants.
+        """
         of_k, of_q, of_v = (own[part] if part < len(own) else Int64(0) for own in self.addresses(given))
         return cutlass.select_(is_q, of_q, cutlass.select_(is_v, of_v, of_k))
 

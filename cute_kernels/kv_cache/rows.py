@@ -1,9 +1,9 @@
-"""Rows of a KV cache in registers: a team of lanes turns a row of numbers into a format's bytes, and back.
+"""Rows of a KV cache in registers. Several lanes convert a row of numbers to a format's bytes, and back.
 
-``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run. So the columns
-that share a scale, a group, are a whole number of lanes, and xor shuffles leave a group's extremes in every lane.
-(FBGEMM's quantiser shuffles down instead, which leaves the extremes in the first lane only.) Every division is rounded
-as IEEE 754 says: for equal fp32 numbers, codes equal those of :mod:`layouts.kv` bit for bit.
+``lanes`` lanes of a warp (a power of two) share a row; each has ``head_dim / lanes`` neighbouring columns. So a group,
+the columns that share a scale, belongs to a whole number of lanes, and xor shuffles leave the group's extremes in every
+lane. (FBGEMM's quantiser shuffles down instead, which leaves the extremes in the first lane only.) Every division is
+rounded as IEEE 754 says: for equal fp32 numbers, codes equal those of :mod:`layouts.kv` bit for bit.
 
 A format names the class of its rows (`cute_kernels.formats.kv.KvFormat.writer`): `DenseRow` for plain elements, a
 subclass of `ScaledRow` for codes with an fp32 scale, or any other class.
@@ -93,14 +93,14 @@ class CodedRow:
     """The base of rows of codes. A row may have a header: a word for each group of columns, with the group's scale.
 
     A kernel quantises in steps, between which it may branch. It calls `measure` for a lane's values, `repair` if the
-    result is `unusual`, `reduce` over the group, then `encode`. Rows of bytes whose values share divisors have more
+    result is `unusual`, `reduce` over the group, then `encode`. Rows of bytes whose values share divisors have two more
     steps: `find_steps`, and `tame` if a divisor or value is `awkward`.
 
     Args:
         kv_format: name of the format.
-        head_dim: columns of a row.
-        lanes: lanes that share a row.
-        runs: runs of neighbouring columns that a lane owns, one in each of ``runs`` equal parts of the row.
+        head_dim: number of columns of a row.
+        lanes: number of lanes that share a row.
+        runs: number of runs of neighbouring columns that a lane has, one in each of ``runs`` equal parts of the row.
     """
 
     kv_format: str
@@ -124,27 +124,27 @@ class CodedRow:
 
     @property
     def num_steps(self) -> int:
-        """How many divisors `find_steps` returns; 0 if `encode` finds divisors by itself."""
+        """Number of divisors that `find_steps` returns; 0 if `encode` computes divisors itself."""
         return 0
 
     @property
     def num_headers(self) -> int:
-        """How many header words lie in front of the codes: one for each group of columns."""
+        """Number of header words in front of the codes: one for each group of columns."""
         return self.form.header_bytes // 4
 
     @property
     def count(self) -> int:
-        """How many columns of a row a lane has."""
+        """Number of columns of a row that a lane has."""
         return self.head_dim // self.lanes
 
     @property
     def sets(self) -> int:
-        """How many sets of columns a lane has. A *set* is a lane's columns of one group."""
+        """Number of sets of columns that a lane has. A *set* is the columns of one group that a lane has."""
         return self.runs if self.num_headers >= self.runs else 1
 
     @property
     def num_statistics(self) -> int:
-        """How many statistics `measure` returns for all of a lane's values."""
+        """Number of statistics that `measure` returns for all of a lane's values."""
         return self.sets * self.set_statistics
 
     def of_set(self, values, s: int) -> list:
@@ -162,7 +162,7 @@ class CodedRow:
 
     @property
     def group_lanes(self) -> int:
-        """How many lanes share a group of columns."""
+        """Number of lanes that share a group of columns."""
         return self.lanes * self.sets // max(self.num_headers, 1)
 
     @property
@@ -240,7 +240,8 @@ class NibbleRow(CodedRow):
 
 @dataclass(frozen=True)
 class ScaledRow(CodedRow):
-    """Rows of codes times an fp32 scale. The scales are header words, one for each group, or lie beside the cache.
+    """Rows of codes times an fp32 scale. The scales are header words, one for each group, or are passed to the kernel
+    as an argument.
 
     Subclasses say how codes are packed into words and unpacked.
     """
@@ -259,7 +260,7 @@ class ScaledRow(CodedRow):
 
     @property
     def num_steps(self) -> int:
-        """How many divisors the lane's values have; 0 if there is no divisor, or if every column has its own."""
+        """Number of divisors of the lane's values; 0 if there is no divisor, or if every column has its own."""
         return self.sets if self.has_header or self.given_scale in ("tensor", "head") else 0
 
     def pack(self, ratios: list[Float32]) -> list[Uint32]:
@@ -286,7 +287,9 @@ class ScaledRow(CodedRow):
         return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
 
     def load_scale(self, scale: Int64, head: Int32, lane: Int32):
-        """Loads a head's scale that lies beside the cache: one number, or one for each column of the lane."""
+        """Loads the scale of a head, for formats whose scales are not in the rows: one scale, or one for each column of
+        the lane.
+        """
         if self.given_scale == "channel":
             return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
                 scale + Int64(head) * (4 * self.head_dim), lane
@@ -295,22 +298,24 @@ class ScaledRow(CodedRow):
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:
-        """Returns the divisors of the lane's sets. Headers always hold these divisors, even where `tame` replaces a
-        divisor for the division."""
+        """Returns the divisors of the lane's sets. They are what headers store, even if `tame` replaces a divisor for
+        the division.
+        """
         if self.has_header:
             return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Returns whether some value is NaN, or some quotient could be inexact or saturate in `quotient_of`. Such
-        values are rare."""
+        """Returns whether some value is NaN, or some quotient could be inexact or saturate in `quotient_of`. This is
+        rare.
+        """
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
         if not self.has_header:
             plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(self.code_max)))
         return ~functools.reduce(operator.and_, plain)
 
     def tame(self, value: Float32, step: Float32) -> tuple[Float32, Float32]:
-        """Replaces a value and a divisor by a pair that is not `awkward` and gives the same code."""
+        """Replaces a value and a divisor by a pair that is not `awkward` and that has the same code."""
         divisor = Divisor(step, None if self.has_header else self.code_max)
         return divisor.tame(self.repair(value)), divisor.tame_step
 

@@ -1,5 +1,5 @@
-"""Smoothing of K: outlier channels of K are divided by factors and q is multiplied by them, so that scores stay the
-same.
+"""Smoothing of K. Outlier channels of K are divided by factors, and q is multiplied by the same factors, so that scores
+stay the same.
 
 The keys of trained models have a few channels much larger than the rest (KIVI, Liu et al., 2024; KVQuant, Hooper et
 al., 2024). In a format whose scale covers a whole row or group, these channels cost all other channels their
@@ -60,8 +60,8 @@ def smooth_keys(
         k_samples: floating [..., num_kv_heads, head_dim], finite.
         q_samples: floating [..., num_q_heads, head_dim]; num_q_heads a multiple of num_kv_heads.
         alpha: 0 to 1; the part of the outliers that moves to q. With 1, all of K's channels become equally large.
-        rope: the rotation, if the factors will be folded into weights before it. Both columns of a pair then count with
-            the larger of their magnitudes. None if the factors are applied after the rotation, or there is no rotation.
+        rope: the rotation, if the factors will be folded into weights before it. Both columns of a pair then have the
+            larger of their two magnitudes. None if the factors are applied after the rotation, or there is no rotation.
 
     Returns:
         fp32 [num_kv_heads, head_dim], positive.
@@ -106,12 +106,13 @@ def fold(
 
     Args:
         factors: [num_kv_heads, head_dim] from `smooth_keys`.
-        q_weight: [num_q_heads * head_dim, hidden_size] as of `torch.nn.Linear`; k_weight likewise. Any floating dtype.
+        q_weight: [num_q_heads * head_dim, hidden_size], as in `torch.nn.Linear`; any floating dtype.
+        k_weight: [num_kv_heads * head_dim, hidden_size]; any floating dtype.
         q_bias, k_bias: [num_q_heads * head_dim], [num_kv_heads * head_dim] or None. All are on one device.
         rope: the rotation of q and k after the projection; None if there is none.
 
     Returns:
-        New tensors in the dtypes of the old.
+        New tensors in the dtypes of the given tensors.
 
     Raises:
         TypeError: an argument is no floating tensor.
@@ -172,7 +173,9 @@ def pairs(rope: RotaryPairs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
-    """Returns ``top`` [heads, head_dim] with both columns of each rotated pair set to the pair's maximum."""
+    """Returns ``top`` [heads, head_dim], in which both columns of each rotated pair are set to the maximum of the
+    pair.
+    """
     if rope is None:
         return top
     first, second = pairs(rope)
@@ -183,7 +186,7 @@ def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
 
 
 def _channel_maxima(name: str, samples: torch.Tensor) -> torch.Tensor:
-    """Returns the greatest magnitude of every channel, fp32 [heads, head_dim], of samples [..., heads, head_dim]."""
+    """Returns the largest magnitude of every channel of samples [..., heads, head_dim]: fp32 [heads, head_dim]."""
     check_floating(**{name: samples})
     if samples.dim() < 2 or not samples.numel():
         raise ValueError(f"{name}: got shape {list(samples.shape)}, want [..., heads, head_dim], not empty")

@@ -1,5 +1,6 @@
-"""`append_kv`, which appends a layer's new tokens to its cache, and `append_and_decode`, which overlaps the append with
-attention."""
+"""`append_kv`, which appends a layer's new tokens to its cache, and `append_and_decode`, which runs attention
+concurrently with the append.
+"""
 
 from __future__ import annotations
 
@@ -108,24 +109,24 @@ def append_and_decode(
     The result is that of the two calls, bit for bit if ``num_splits`` is given. On a GPU attention starts while the
     append runs. It first reads older tokens, and waits for the append only before the new tokens and the rotated
     queries. With one token a request, most caches take a single launch: attention writes the new rows itself
-    (docs/api.md lists the exceptions). A transform with a center takes two launches if a soft cap, sinks or the
-    log-sum-exp depend on the scores' shift.
+    (docs/api.md lists the exceptions). With a transform that has a center, a soft cap, sinks or the log-sum-exp take
+    two launches, since they depend on the scores' shift.
 
     Args:
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim], before norm and RoPE; q_len 1 to 16.
         k, v: [batch, q_len, num_kv_heads, head_dim] in q's dtype; V may have another head_dim. q, k and v may be views
             of one fused QKV tensor: the last two dimensions contiguous, tokens evenly spaced.
-        k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as for `decode_attention`. The slot of
-            a new token must belong to its request alone.
-        seq_lens: int32 [batch], tokens of each request after the append. New tokens take positions seq_lens[b] - q_len
-            to seq_lens[b] - 1; tokens at negative positions are not written. There is no slot_mapping: a token at
-            another place than its position's could be read before it is written.
+        k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as for `decode_attention`. No other
+        request may use the slot of a new token. seq_lens: int32 [batch], tokens of each request after the append. New
+        tokens take positions seq_lens[b] - q_len
+            to seq_lens[b] - 1; tokens at negative positions are not written. There is no slot_mapping: a token that is
+            not at the place of its position could be read before it is written.
         qkv_bias: (bias of q, bias of k, bias of v), each [heads * head_dim] in q's dtype, or None.
         rope, q_norm, k_norm, norm_eps: as for `append_kv`.
         position_ids: int32 or int64 [batch, q_len], contiguous: positions for RoPE in place of those in the cache.
         softmax_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias, num_splits: as for
             `decode_attention`.
-        transform: how the cache is written, as for `append_kv`. The append transforms q as well, and the result is
+        transform: the transform of the cache, as for `append_kv`. The append transforms q as well, and the result is
             attention over the original K and V. Attention undoes V's rotation in its epilogue for blocks of up to 128
             columns; wider blocks take a dozen more launches. If V's transform is folded into the projections around
             attention, leave V's part out here.
@@ -207,21 +208,21 @@ def append_kv(
             "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head".
         seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
             seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
-        cu_seqlens: int32 [batch + 1], from 0 on: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1]. Tokens
-            from cu_seqlens[batch] on belong to no request: they are not written, except to slots of ``slot_mapping``
-            that are not -1, and their q may hold anything.
+        cu_seqlens: int32 [batch + 1], from 0 on: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1] - 1.
+            Tokens from cu_seqlens[batch] on belong to no request: they are not written, except to slots of
+            ``slot_mapping`` that are not -1, and their q may hold anything.
         slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
             a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
             Columns are contiguous; the stride of rows is free.
-        q: [tokens, num_q_heads, head_dim], dtype and strides as for k. q_out: the tensor for the rotated q, which may
-            be q itself.
+        q: [tokens, num_q_heads, head_dim], dtype and strides as for k.
+        q_out: the tensor for the rotated q, which may be q itself.
         qkv_bias: (bias of q, bias of k, bias of v), each [heads * head_dim] in k's dtype, or None.
         rope: see :class:`Rope`.
         position_ids: int32 or int64 [tokens], below 2**31: positions for RoPE in place of those in the cache. They are
             needed if rope and slot_mapping are given and seq_lens is not.
         q_norm, k_norm: weights [head_dim] in k's dtype of the RMS norm, or None without norm.
-        norm_eps: added to the mean square.
+        norm_eps: a number that is added to the mean square.
         k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
             [num_kv_heads, 1], "channel" [num_kv_heads, head_dim]. Positive and finite.
 
@@ -242,9 +243,9 @@ def append_kv(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths,
-            pages and slots are not checked on a GPU (that would wait for it): a token whose slot is unmapped or
-            outside the cache is not written. On the CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import,
-            these are errors: such slots, slots of two tokens, and scales that are not positive.
+            pages and slots are not checked on a GPU (that would wait for it): a token whose slot is unmapped or outside
+            the cache is not written. On the CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import, three
+            things are errors: such slots, a slot that two tokens share, and scales that are not positive.
         UnsupportedGPUError: the kernels are not compiled for this GPU.
 
     CPU tensors run the reference implementation.

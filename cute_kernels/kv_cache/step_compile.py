@@ -1,4 +1,4 @@
-"""Compiles steps in one launch, and lists their launch arguments."""
+"""Compiles kernels that append and attend in one launch, and lists their launch arguments."""
 
 from __future__ import annotations
 

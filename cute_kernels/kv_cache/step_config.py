@@ -19,8 +19,8 @@ class StepConfig:
     """One compiled variant: attention that rotates its queries and writes each request's newest token itself.
 
     Attributes:
-        attention: the configuration of attention. Its ``after_append`` is set, although no launch of an append precedes
-            it.
+        attention: the configuration of attention. Its ``after_append`` is set, although there is no separate launch of
+            an append.
         append: the configuration of the steps that make rows of q, k and v.
         positions: whether the positions for RoPE are given.
     """
@@ -45,7 +45,7 @@ class StepConfig:
 
     @property
     def queries_meet_more(self) -> bool:
-        """Whether queries have steps besides RoPE: biases, norms, factors or a rotation."""
+        """Whether queries have steps in addition to RoPE: biases, norms, factors or a rotation."""
         transform = self.append.transform
         return self.has_terms or (transform is not None and (transform.k_rotation > 1 or transform.factor))
 
@@ -82,8 +82,8 @@ def serving_config(
 ) -> StepConfig | None:
     """Returns the result of `step_config`, or None if two launches are faster than one.
 
-    Steps on queries besides RoPE delay the beginning of each CTA. With such steps and many waves of CTAs, a separate
-    append is faster: measured at 15 waves, but not at 4 (docs/design/kv_append.md).
+    Steps on queries in addition to RoPE delay the beginning of each CTA. With such steps and many waves of CTAs, a
+    separate append is faster: measured at 15 waves, but not at 4 (docs/design/kv_append.md).
     """
     config = step_config(schedule.config, append, positions)
     if config is None or not config.queries_meet_more:

@@ -2,8 +2,8 @@
 
 Some steps are one launch (:mod:`.step_plan`), others are two: an append, then attention as its programmatic dependent.
 Attention starts when all CTAs of the append have let it start. It waits for the append's end only before it reads
-appended data (`RingFiller.await_append`). The append is an ordinary launch, so all data that attention reads before its
-wait was written before both launches.
+appended data (`RingFiller.await_append`). The append itself begins only when all earlier launches have ended, so
+attention may read their results before its wait.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ tail."""
 
 
 def _key(step: Step) -> tuple[Any, ...]:
-    """Returns the key of a step's plan. The key has everything for which attention could be refused after the
-    append has been launched. The append's compiled function checks the rest, as
-    `cute_kernels.runtime.operator.launcher` says."""
+    """Returns the key of a step's plan. The key has every property for which attention could be refused, since the
+    append would already have been launched. The append's compiled function checks the remaining properties, as
+    `cute_kernels.runtime.operator.launcher` says.
+    """
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
     if softmax_scale is not None:
@@ -163,7 +164,7 @@ launch = launcher(_key, _checked, _plan_of, lambda calls: attention_ops.without_
 
 
 def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """Returns the calls of append and of attention that a step stands for. Attention's q is a stand-in with the shape
+    """Returns the calls of append and of attention of which a step consists. Attention's q is a stand-in with the shape
     and dtype of the append's result.
 
     Raises:

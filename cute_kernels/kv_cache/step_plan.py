@@ -39,7 +39,9 @@ Results = tuple[torch.Tensor, "torch.Tensor | None"]
 class Step(NamedTuple):
     """The arguments of a step, as :func:`cute_kernels.kv_cache.step.append_and_decode` has them.
 
-    ``extras`` has all of `Extras`, ``options`` all of `NO_OPTIONS`. Either is None for a step that uses none of them.
+    Attributes:
+        extras: all fields of `Extras`, or None if the step uses none of them.
+        options: all options of `NO_OPTIONS`, or None if the step uses none of them.
     """
 
     q: torch.Tensor
@@ -61,7 +63,7 @@ class Step(NamedTuple):
 
     @property
     def sees_shift(self) -> bool:
-        """Whether the result depends on the shift of scores that the transform's center causes."""
+        """Whether the result depends on the constant that the transform's center adds to all scores of a query."""
         options = self.options
         seen = self.return_lse or (options is not None and not (options["softcap"] is options["sinks"] is None))
         return seen and self.transform is not None and self.transform.k_center is not None
@@ -73,13 +75,15 @@ class Step(NamedTuple):
 
 
 def restoring(options: Mapping[str, Any] | None, transform: CacheTransform | None) -> dict[str, Any]:
-    """Returns attention's options, plus the factors that attention needs to undo V's transform in its output."""
+    """Returns attention's options together with the factors that attention needs to undo V's transform in its
+    output.
+    """
     assert transform is not None
     return {**(options or NO_OPTIONS), "out_factor": transform.out_factor}
 
 
 def lie_well(q: torch.Tensor) -> bool:
-    """Returns whether q's address and strides are aligned as attention needs them. An append accepts less alignment."""
+    """Returns whether q's address and strides are aligned as attention requires. An append requires less alignment."""
     return not (q.data_ptr() | 2 * reduce(or_, q.stride()[:-1], 0)) % ALIGNMENT
 
 

@@ -1,10 +1,10 @@
-"""`NewRows`, which starts a step in one launch: it rotates queries into shared memory, and writes the newest rows to
-the cache.
+"""`NewRows`, the first phase of a kernel that appends and attends in one launch. It rotates queries into shared memory,
+and writes the newest rows to the cache.
 
 Every CTA rotates the queries of its heads. Only the CTA whose tiles include a request's newest token writes that
-token's K and V. Consumer warps rotate and write, since they would otherwise wait for their first tile. A *team* of
-lanes takes a row, as in :mod:`.kernel`; all lanes of a warp take the same branches. The transform follows RoPE, by the
-code of an append.
+token's K and V. Consumer warps rotate and write, since they would otherwise wait for their first tile. Several lanes, a
+*team*, take a row, as in :mod:`.kernel`; all lanes of a warp take the same branches. The transform follows RoPE; its
+code is that of an append.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NewRowOperands:
 
 @dataclass(frozen=True)
 class NewPlace:
-    """Where a request's newest token is written; run-time values. Nothing is written unless ``there`` holds."""
+    """Where a request's newest token is written; run-time values. ``there`` is False if nothing is written."""
 
     there: Boolean
     block: Int64
@@ -65,8 +65,9 @@ class NewPlace:
 
 @dataclass(frozen=True)
 class Coming:
-    """The registers of a row that is being loaded: its words, the transform's constants, and biases and norm weights
-    (``asked``)."""
+    """The registers into which a row is being loaded: its words, the transform's constants, and biases and norm weights
+    (``asked``).
+    """
 
     words: RegisterTensor[Uint32]
     constants: RegisterTensor[Float32]
@@ -127,8 +128,8 @@ class NewRows:
         """Writes a consumer warp's share of new rows and rotated queries, and waits for the other consumer warps.
         Returns the shared addresses of the queries of the warp's blocks.
 
-        In the CTA that writes the newest token, `announce_rows` tells the producer warps that they may load the token's
-        tile.
+        In the CTA that writes the newest token, it then calls `announce_rows`, so that the producer warps load the
+        token's tile.
         """
         lane, team = cta.lane % self.lanes, cta.lane // self.lanes
         new, last = cta.new[0], work.place.shape.max_seq_len - 1
@@ -186,18 +187,20 @@ class NewRows:
         return cutlass.min(work.place.shape.group - work.place.first_row, self.attention.head_queries)
 
     def own_head(self, cta):
-        """Returns the KV head whose queries the warp rotates, counted from the CTA's first."""
+        """Returns the KV head whose queries the warp rotates, as an index among the CTA's KV heads."""
         return cta.roles.head if self.attention.mainloop.num_heads > 1 else 0
 
     def first_row(self, cta):
-        """Returns the number, within its KV head, of the first query that a warp rotates. The warps of a head take the
-        head's queries in turn."""
+        """Returns the index, among the queries of a KV head, of the first query that a warp rotates. The warps of a
+        head take the head's queries in turn.
+        """
         turn = cta.warp // self.attention.mainloop.num_heads if self.attention.mainloop.num_heads > 1 else cta.warp
         return turn * self.teams
 
     def fetch_query(self, query, cta, work, q, row, lane) -> None:
-        """Starts loading query ``row`` of the warp's KV head, and the query's bias. Past the last query, loads the last
-        query."""
+        """Starts loading query ``row`` of the warp's KV head, and the query's bias. Beyond the last query, loads the
+        last query.
+        """
         shape, first = work.place.shape, work.place.first_row
         row = first + cutlass.min(row, self.count_of(work) - 1)
         head = (work.place.first_head + self.own_head(cta)) * shape.group + row
@@ -207,8 +210,9 @@ class NewRows:
 
     @cute.jit
     def rotate_queries(self, query, cta, work, q, cos, sin, team, lane):
-        """Rotates the warp's share of the CTA's queries, and stores them in shared memory. ``query``: the warp's first
-        query, which is being loaded. Teams without a query repeat the last query."""
+        """Rotates the warp's share of the CTA's queries, and stores them in shared memory. query: the registers of the
+        warp's first query, which is being loaded. Teams without a query repeat the last query.
+        """
         elements, count, terms = self.k_elements, self.count_of(work), cta.new[0].terms
         values = cute.make_rmem_tensor(elements.count, Float32)
         step = self.attention.num_warps // self.attention.mainloop.num_heads * self.teams
@@ -237,8 +241,9 @@ class NewRows:
                 ptx.store_shared(row + lane * piece.num_bytes, offset, own[first : first + piece.unit // 4])
 
     def query_addresses(self, cta, work) -> list[Any]:
-        """Returns the shared addresses of the lane's query in each of the warp's blocks. Lanes past the last query get
-        the last query's address."""
+        """Returns the shared addresses of the lane's query in each of the warp's blocks. Lanes beyond the last query
+        get the last query's address.
+        """
         place, roles = work.place, cta.roles
         addresses = []
         for block in range(self.attention.mainloop.blocks_per_warp):
@@ -251,8 +256,9 @@ class NewRows:
 
     @property
     def writers(self) -> int:
-        """How many warps write K; as many other warps write V. Each team of a warp writes one KV head's row at a
-        time."""
+        """Number of warps that write K; as many other warps write V. Each team of a warp writes one KV head's row at a
+        time.
+        """
         wanted = -(-self.attention.mainloop.num_heads // self.teams)
         return max(1, min(wanted, self.attention.num_warps // 2))
 
@@ -265,7 +271,7 @@ class NewRows:
         return (last - cta.warp < 2 * self.writers) & ((last - cta.warp) % 2 == of_k)
 
     def first_head(self, cta):
-        """Returns the first of the CTA's KV heads that a writing warp writes."""
+        """Returns the first KV head that a writing warp writes, as an index among the CTA's KV heads."""
         return (self.attention.num_warps - 1 - cta.warp) // 2 * self.teams if self.writers > 1 else 0
 
     @cute.jit
@@ -298,8 +304,9 @@ class NewRows:
 
     @cute.jit
     def write_newest(self, fresh, cta, work, place, cos, sin, team, lane):
-        """Writes the newest token's rows of the CTA's KV heads. ``fresh``: the row that `fetch_newest` has started
-        loading."""
+        """Writes the newest token's rows of the CTA's KV heads. fresh: the registers of the row that `fetch_newest` has
+        started loading.
+        """
         new = cta.new[0]
         if self.writes(cta, self.k_elements):
             angles = (cos, sin) if const_expr(self.append.prologue.rope != "none") else None
@@ -339,7 +346,7 @@ class NewRows:
                 store_row(cache_row, encoded, cache + row, lane)
 
     def add_terms(self, values, asked, terms, elements, lane) -> None:
-        """Adds the bias to a row of K or V, and normalises a row of K."""
+        """Adds the bias to a row of K or V. Normalises a row of K, too."""
         if elements is self.k_elements:
             self.row_extras.add_bias(values, asked, terms.k_bias, elements, 0, 1, lane)
             self.row_extras.normalise(values, asked, terms.k_norm, terms.norm_eps, lane)

@@ -17,7 +17,7 @@ APPEND_OPTIONS = ("qkv_bias", "rope", "position_ids", "q_norm", "k_norm", "norm_
 
 
 class KeyTails:
-    """One ring of 64 keys for each sequence (`layouts.kv.channel_blocks`), in numbered slots.
+    """One ring of 64 keys for each sequence (`layouts.kv.channel_blocks`). A ring's index is its slot.
 
     When newer keys have replaced a full block in the ring, only the cache has the block, in 4 bits. So a sequence can
     be cut back to the start of any block, or to any token of a block that the ring still has.
@@ -75,7 +75,7 @@ class KeyTails:
         del self._first[seq_id]
 
     def lengthened(self, pages: PageTable, seq_ids: Sequence[SeqId]) -> None:
-        """Notes that sequences have grown. A ring then holds the newest block and the block before it."""
+        """Notes that sequences have become longer. A ring then holds the newest block and the block before it."""
         for seq_id in seq_ids:
             oldest = (pages[seq_id].length - 1) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
             self._first[seq_id] = max(self._first[seq_id], oldest)
@@ -108,10 +108,12 @@ def append_then_attend(
     options: dict[str, Any],
 ) -> Any:
     """Appends to a cache with keys in blocks, then attends: `KVCache.append_and_attend` for such a cache. The two
-    launches cannot overlap, since a third one between them fills blocks.
+    launches cannot run concurrently, since a third launch between them fills blocks.
 
-    append, attend: the methods of a `KVCache`, for one layer and batch. transform: the layer's transform. qkv, options:
-    as for `KVCache.append_and_attend`.
+    Args:
+        append, attend: the methods of a `KVCache`, for one layer and batch.
+        transform: the layer's transform.
+        qkv, options: as for `KVCache.append_and_attend`.
     """
     q, k, v = qkv
     for_append = {name: options.pop(name) for name in APPEND_OPTIONS if name in options}

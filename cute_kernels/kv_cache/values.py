@@ -14,10 +14,10 @@ def check_append_values(call: AppendCall, may_be_shorter: bool = False) -> None:
     """Raises ValueError if two tokens would be written to one place, or a token has no place in the cache. The message
     names request and position, or the token.
 
-    Tokens with slot -1, and tokens after the last request, may lack a place.
+    Tokens with slot -1, and tokens after the last request, need no place.
 
-    may_be_shorter: whether a request's length may be less than its number of new tokens. The first new tokens may lack
-        a place then.
+    may_be_shorter: whether a request's length may be less than its number of new tokens. The first new tokens then need
+    no place.
     """
     if call.cu_seqlens is not None:
         _check_bounds(call)

@@ -27,8 +27,8 @@ def vllm_transform(
     """Returns the transform that rotates K and V as vLLM does before it quantises them.
 
     Args:
-        num_kv_heads: KV heads of the layer; all have the same signs.
-        head_dim, v_head_dim: columns of K and of V (default: K's), powers of two.
+        num_kv_heads: number of KV heads of the layer; all have the same signs.
+        head_dim, v_head_dim: numbers of columns of K and of V (default: K's), powers of two.
 
     Raises:
         TypeError, ValueError: a size is no positive int or no power of two. vLLM rotates rows of other sizes in blocks

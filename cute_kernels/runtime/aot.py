@@ -125,7 +125,7 @@ class Bundle:
         """Returns whether the bundle contains `spec` for `arch`, built from the sources that are installed here.
 
         If no source file has changed since the build, none is parsed. Warns once if the bundle's kernel was built from
-        other sources; the caller then compiles the kernel anew.
+        different sources; the caller then compiles the kernel.
         """
         kernel = self.manifest["kernels"].get(spec.symbol)
         wanted = (spec.family, json.loads(spec.identity_json()))

@@ -15,7 +15,7 @@ from cute_kernels.runtime.spec import KernelSpec
 class Launch(NamedTuple):
     """One kernel launch in a host function.
 
-    `dynamic_smem_bytes` and `threads` (per CTA) are None where they are computed at run time.
+    `dynamic_smem_bytes` and `threads` (per CTA) are None if they are computed at run time.
     """
 
     kernel: str

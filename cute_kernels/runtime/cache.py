@@ -24,8 +24,12 @@ from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory,
 
 
 class Progress(NamedTuple):
-    """A report that a kernel is ready, as number `done` of `total`. source: where it came from ("memory", "bundle",
-    "disk" or "compiled"). seconds: how long loading or compiling took."""
+    """A report that a kernel is ready: the `done`-th of `total` kernels.
+
+    Attributes:
+        source: where the kernel was found ("memory", "bundle", "disk" or "compiled").
+        seconds: how long loading or compiling took.
+    """
 
     done: int
     total: int
@@ -40,8 +44,10 @@ ProgressCallback = Callable[[Progress], None]
 class KernelCache:
     """The kernels of one process, backed by one directory. Thread-safe; compiles one kernel at a time.
 
-    directory: where compiled kernels persist. If it cannot be written, kernels live in memory alone, with one warning.
-    bundles: opened ahead-of-time bundles, searched before the disk.
+    Attributes:
+        directory: where compiled kernels persist. If it cannot be written, kernels are kept in memory only, with one
+            warning.
+        bundles: opened ahead-of-time bundles, which are searched before the disk.
     """
 
     def __init__(self, directory: Path, bundles: Sequence[Bundle] = ()) -> None:
@@ -62,8 +68,9 @@ class KernelCache:
         return self.load_from(spec, arch)[0]
 
     def load_from(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
-        """Loads a kernel as `load` does. Returns (its function, where it was found: "memory", "bundle", "disk" or
-        "compiled")."""
+        """Loads a kernel as `load` does. Returns (the kernel's function, where it was found: "memory", "bundle", "disk"
+        or "compiled").
+        """
         function = self._functions.get((spec, arch))
         if function is not None:
             return function, "memory"
@@ -96,8 +103,8 @@ class KernelCache:
     ) -> list[Any]:
         """Loads each spec, compiling what is missing in `jobs` worker processes (default: by cores and memory).
 
-        Returns the functions in the order of `specs`. Raises workers.CompileError, naming every kernel that failed,
-        after the others are done.
+        Returns the functions in the order of `specs`. If kernels do not compile, raises workers.CompileError after all
+        other kernels are done; the error names every kernel that failed.
         """
         specs = list(specs)
         return self._many(specs, arch, jobs, progress, self.load_from, self.has)
@@ -251,9 +258,9 @@ _used: list[KernelCache] = []  # by blocks of `using`, the innermost last
 
 
 def default_cache() -> KernelCache:
-    """Returns the process's cache, or within a block of :func:`using` that block's cache. The process's cache has the
-    directory `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"), and installed packages
-    of bundles.
+    """Returns the process's cache. Within a block of :func:`using`, returns that block's cache. The process's cache has
+    the directory `CUTE_KERNELS_CACHE_DIR`, the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":"), and installed
+    packages of bundles.
 
     Raises aot.BundleError if a bundle in `CUTE_KERNELS_AOT_DIR` does not fit this installation. An installed package
     that does not fit is left out, with a warning.

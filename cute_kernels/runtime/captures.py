@@ -2,8 +2,8 @@
 
 A graph can own *user objects* (cudaGraphRetainUserObject, which is allowed during the capture). Executable graphs that
 are instantiated from it own them, too. Once the last owner is destroyed and its launches have ended, CUDA calls the
-object's destructor. It may be called on a thread of CUDA's, which must call neither CUDA nor Python. The destructor
-here is the C library's ``sem_post`` on a semaphore, which is read later.
+object's destructor. It may be called on a thread of CUDA, which must call neither CUDA nor Python. The destructor here
+is the C library's ``sem_post`` on a semaphore, whose value Python reads later.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ _T = TypeVar("_T")
 
 
 class Capture(NamedTuple):
-    """A capture in progress. identity: its number from CUDA. graph: the graph captured so far."""
+    """A CUDA graph capture in progress.
+
+    Attributes:
+        identity: CUDA's identifier of the capture.
+        graph: the graph captured so far.
+    """
 
     identity: int
     graph: SupportsInt  # a cudaGraph_t
 
     def watch(self) -> Callable[[], bool]:
-        """Returns a function that says whether the graph and all that was instantiated from it are destroyed."""
+        """Returns a function that says whether the graph, and every executable graph made from it, are destroyed."""
         runtime = _runtime()
 
         semaphore = _Semaphore()
@@ -44,7 +49,9 @@ class Capture(NamedTuple):
 
 
 class _Rest:
-    """The pause of Python's garbage collector: how many callers want it, and whether the collector was on before."""
+    """The state of a pause of Python's garbage collector: how many callers have paused it, and whether it was on
+    before.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -70,11 +77,11 @@ _REST = _Rest()
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Stops Python's garbage collector in all threads within this block, which must begin before a capture. Otherwise
-    the collector might destroy a CUDA graph without an owner during the capture. The graph's destructor would then
-    abort the process.
+    """Pauses Python's garbage collector in all threads within this block, which must begin before a capture. Otherwise
+    the collector might destroy an unreachable CUDA graph during the capture, and the graph's destructor would abort the
+    process.
 
-    Code that calls the collector or deletes a graph is not stopped.
+    It does not prevent code from calling the collector or deleting a graph.
     """
     _REST.begin()
     try:
@@ -86,8 +93,8 @@ def nothing_collected() -> Iterator[None]:
 def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, _T]:
     """Captures the launches of a function on a device as a CUDA graph. Returns (the graph, the function's result).
 
-    Raises the function's error, or CUDA's. After an error this function restores torch's earlier state. Otherwise torch
-    would stay on the captured stream, draw no more random numbers on this device, and keep memory.
+    Raises the error of the function or of CUDA. After an error it restores torch's earlier state. Otherwise torch would
+    stay on the captured stream, draw no more random numbers on this device, and keep memory.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
     cause: BaseException | None = None
@@ -128,14 +135,16 @@ def capture_of(stream: int) -> Capture:
 
 
 def _runtime() -> ModuleType:
-    """Imports CUDA's runtime bindings, only when a graph is captured, as the import looks for CUDA's libraries."""
+    """Imports CUDA's runtime bindings. It is called only when a graph is captured, as the import searches for CUDA's
+    libraries.
+    """
     return import_module("cuda.bindings.runtime")
 
 
 class _Semaphore:
-    """A POSIX semaphore of value 0 that C code posts once, maybe as late as when the process ends.
+    """A POSIX semaphore of value 0 that C code posts once. That may be as late as when the process ends.
 
-    So Python does not own the semaphore's memory. It is freed only after the semaphore was posted.
+    So Python does not own the semaphore's memory. The memory is freed only after the semaphore was posted.
     """
 
     _library = ctypes.CDLL(None, use_errno=True)

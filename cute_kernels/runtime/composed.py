@@ -12,7 +12,8 @@ def changed(config: ConfigT, **fields: object) -> ConfigT:
     """Returns the configuration with other values for fields of its own or of its policies.
 
     A field of a policy is named as in the policy. If several policies have the field, its name is the policy's name,
-    "_" and the field's own. With policies ``k`` and ``v`` that both have a ``format``, the first one's is ``k_format``.
+    "_" and the field's own. For example, if policies ``k`` and ``v`` both have a field ``format``, that of ``k`` is
+    ``k_format``.
 
     Raises:
         TypeError: no policy has a field, or several have it; the message names them.

@@ -1,20 +1,20 @@
 """Reads Python modules as graphs of top-level definitions: the text of each, and the definitions that it names.
 
 A definition's text is its syntax tree without comments, docstrings, positions and imports. So wording, formatting and
-moves of a module do not change it. Docstrings of attributes in the body of a class do count. A definition's names are
-resolved by links to other definitions.
+moves of a module do not change it. But docstrings of attributes in the body of a class belong to the text. A
+definition's names are resolved by links to other definitions.
 
-The methods of a class are definitions of their own, except those that Python calls (`__init__`). A method counts only
-if reached code mentions its name, as an attribute or a string. So a method that only the host calls changes no kernel's
-digest.
+The methods of a class are definitions of their own, except those that Python calls (`__init__`). A method is hashed
+only if reached code mentions its name, as an attribute or a string. So a method that only the host calls changes no
+kernel's digest.
 
-A table by class, such as `{Split: SplitReduction, ...}` at the top level of a module, has a definition for each entry.
-An entry counts if its class counts. A class is *held* if it is the type of a value in the configuration. The defaults
-of a held class's fields do not count.
+In a dictionary at the top level of a module whose keys are classes, such as `{Split: SplitReduction, ...}`, each entry
+is a definition of its own. An entry is hashed if the class that is its key is hashed. A class is *held* if it is the
+type of a value in the configuration. The defaults of a held class's fields are not hashed.
 
-A link is *weak* where the code needs only the identity of a type: annotations, `isinstance`, comparisons with
+A link is *weak* if the code needs only the identity of a type: annotations, `isinstance`, comparisons with
 `type(...)`, class patterns and parameters of generic classes. A weak link passes through aliases and ends at a class,
-whose code does not count.
+whose code is not hashed.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ class Definition(NamedTuple):
     Attributes:
         binds: the names that the statement assigns or defines.
         digest: the digest of the statement's text.
-        uses, weak: dotted names that the definition refers to, sorted. The links of names in ``weak`` are weak, see the
-            module's docstring.
+        uses: dotted names that the definition refers to, sorted.
+        weak: such names whose links are weak, see the module's docstring.
         mentions: names of attributes in it, and strings that may be names of attributes.
         spans: (first line, last line) of each part of the statement.
         is_class: whether it is a class, at which weak links end.
         members: a class's methods by name.
-        held: for a class, the definition that counts if a value of the class exists: without bases and defaults of
-            fields.
+        held: for a class, the definition that is hashed if the class is held: without bases and defaults of fields.
         bases: for ``held``, the names of the class's bases.
         entries: for a dict whose keys are classes, the definitions of its values, by the classes' names.
     """
@@ -244,13 +243,14 @@ def text_of(node: object) -> object:
 
 
 def without_packages(text: str) -> str:
-    """Strips the packages from a string that names a module of this project, or an object in one; returns other strings
-    as they are."""
+    """Returns a string that names a module of this project, or an object in one, without the packages. Returns all
+    other strings unchanged.
+    """
     return re.sub(r"\A(?:cute_kernels|layouts)(?:\.\w+)*\.(\w+(?::\w+)?)\Z", r"\1", text)
 
 
 def _is_silent(node: ast.stmt, position: int) -> bool:
-    """Returns whether a statement does not count as text: an import, or a string that begins a body."""
+    """Returns whether a statement is left out of a definition's text: an import, or a string that begins a body."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return isinstance(node, ast.Import | ast.ImportFrom) or (position == 0 and is_text)
 
@@ -341,14 +341,15 @@ class _Uses(ast.NodeVisitor):
         self._plain_class = before
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Visits an annotated assignment. Annotations count as code if a decorator other than `dataclass` may read
-        them."""
+        """Visits an annotated assignment. Annotations are code if a decorator other than `dataclass` may read them."""
         self._visit_all([node.target, node.value])
         (self._weakly if self._plain_class else self._visit_all)([node.annotation])
 
 
 class _HeldUses(_Uses):
-    """Collects the uses of a class that is held. Bases, which are listed apart, and defaults of fields do not count."""
+    """Collects the uses of a class that is held, without its bases, which are listed separately, and the defaults of
+    its fields.
+    """
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._visit_all([*node.decorator_list, *node.keywords])

@@ -180,8 +180,9 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def abilities(findings: list[Finding]) -> dict[str, list[str]]:
-    """Returns the abilities of this installation, each with the subjects that prevent it; an empty list means that it
-    works."""
+    """Returns the abilities of this installation. Each has a list of the subjects that prevent it; an empty list means
+    that the ability works.
+    """
     status = {finding.subject: finding.status for finding in findings}
     needs = {
         "run the fp32 reference": ("install", "torch"),

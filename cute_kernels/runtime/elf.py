@@ -14,8 +14,9 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 
 class DynamicSymbols(NamedTuple):
-    """The names of a library's dynamic symbols. wanted: symbols that other libraries must provide, without weak
-    ones."""
+    """The names of a library's dynamic symbols. wanted: the symbols that other libraries must provide; weak symbols are
+    left out.
+    """
 
     exported: frozenset[str]
     wanted: frozenset[str]

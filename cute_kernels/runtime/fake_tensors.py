@@ -16,8 +16,9 @@ def element_type(name: str) -> Any:
 
 
 def dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: Any = None) -> Any:
-    """Returns a fake tensor without gaps, with strides of 32 bits. align: its alignment in bytes; default 16, or 4 for
-    32-bit elements."""
+    """Returns a fake tensor without gaps, with strides of 32 bits. align: the tensor's alignment in bytes; default 16,
+    or 4 for 32-bit elements.
+    """
     from cutlass.cute.runtime import make_fake_compact_tensor
 
     align = align or (4 if dtype.width == 32 else 16)

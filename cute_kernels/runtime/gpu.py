@@ -37,14 +37,16 @@ class Gpu:
     """The functions that describe GPUs and provide streams and memory for launches; the defaults are torch's.
 
     Attributes:
-        is_available, count: whether there is a GPU, and how many there are.
+        is_available: whether there is a GPU.
+        count: how many GPUs there are.
         capability, name, num_sms: a device's compute capability, name and number of SMs.
-        current: index of the current device. guard: a context in which a device is the current one.
+        current: index of the current device.
+        guard: a context in which a device is the current one.
         stream: raw handle of torch's current stream of a device (index).
         is_capturing: whether torch's current stream is being captured.
         empty: as `torch.empty_strided` (shape, strides, dtype), on the current device.
         workspace: (index, stream, number of words) -> address, as `WorkspacePool.get`.
-        counters: like ``workspace``, for words that a launch may use while the launch before it still runs.
+        counters: as ``workspace``, for words that a launch may use while the previous launch still runs.
         takes_cpu: whether calls on CPU tensors launch kernels, as on CUDA tensors, instead of running the reference.
     """
 

@@ -39,7 +39,7 @@ def arguments(kind: Kind, *names: str) -> tuple[Argument, ...]:
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """A kernel's arguments without the stream, in order."""
+    """The arguments of a kernel in order, except the stream."""
 
     arguments: tuple[Argument, ...]
 
@@ -101,10 +101,11 @@ class LaunchArguments:
         made: Mapping[str, Callable[[], object]] | None = None,
         ignored: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        """Makes a function for a plan. When called, it calls ``function`` with all arguments in order.
+        """Makes a function for a plan. It calls the compiled ``function`` with all arguments in order.
 
-        The made function takes, by name, each argument that is in none of fixed, tensors, values and made. It also
-        takes the names with which the places in tensors and values begin.
+        A place is a chain of names, such as an argument and an attribute of it. The made function takes, by name, each
+        argument that is in none of fixed, tensors, values and made. It also takes the first names of the places in
+        tensors and values.
 
         Args:
             fixed: values by name.

@@ -1,4 +1,4 @@
-"""Allocates tensors for results on the current CUDA device, at little more than the allocator's own cost."""
+"""Allocates tensors for results on the current CUDA device, in little more time than the allocator itself takes."""
 
 from __future__ import annotations
 

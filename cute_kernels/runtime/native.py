@@ -116,8 +116,9 @@ def _driver_version() -> tuple[int, int] | None:
 
 
 class Toolchain(NamedTuple):
-    """The tools with which this machine compiles, links and runs kernels: functions that find versions, and commands to
-    try."""
+    """The tools with which this machine compiles, links and runs kernels: functions that return versions, and commands
+    to try.
+    """
 
     dsl_version: Callable[[], str | None] = _dsl_version
     driver_version: Callable[[], tuple[int, int] | None] = _driver_version
@@ -218,7 +219,7 @@ def runtime_flavor() -> str:
 
 
 def load_runtime() -> Path:
-    """Makes the runtime library's symbols visible to kernels loaded later; returns its path.
+    """Makes the runtime library's symbols visible to kernels that are loaded later. Returns the library's path.
 
     Raises RuntimeLibraryError if it is missing or does not load.
     """

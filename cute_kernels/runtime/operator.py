@@ -1,10 +1,10 @@
 """The path of a call from a public function to its kernel, written once for all families.
 
     public function -> its family's launch (CUDA), reference (CPU) or registered operator (traced, or no plain tensors)
-    launch: key -> kept plan -> the plan's launch on its device; checks where a plan is new or the launch is refused
+    launch: key -> kept plan -> the plan's launch on its device; checks if a plan is new or the launch is refused
 
-A family has functions of a call's arguments (a plan's key, the checks, the plan) and a schema. A call like an earlier
-one costs the host only its key, a look-up and the launch.
+A family has functions of a call's arguments (a plan's key, the checks, the plan) and a schema. For a call with a known
+key, the host only computes the key, looks up the plan and launches.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def launcher(
 ) -> Launcher[CallT, ResultT]:
     """Makes a function that launches calls on CUDA tensors, with a plan for each kind of call.
 
-    A call with the key of an earlier call is not checked again. So a key contains everything that the checks read,
-    except what the compiled function compares itself: shapes, strides, dtypes, alignment, device. If the compiled
-    function refuses a call, the checks run and raise an error in the caller's terms.
+    A call with the key of an earlier call is not checked again. So a key contains everything that the checks read. Only
+    shapes, strides, dtypes, alignment and device of tensors that the compiled function compares itself may be left out.
+    If the compiled function refuses a call, the checks run and raise an error in the caller's terms.
 
     Args:
         key: maps a call, one value with all arguments, to the key of its plan. It may raise one of `REFUSALS` for an
@@ -134,7 +134,7 @@ def launcher(
 
 
 def on_device_of(plan: Plan[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-    """Launches a plan while its device is the current one. For calls without a launcher."""
+    """Launches a plan while its device is the current one. It is for calls that have no launcher."""
     if plan.device_index == GPU.current():
         return plan.launch(*args, **kwargs)
     with GPU.guard(plan.device_index):
@@ -155,7 +155,8 @@ def as_kernels(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 def written(out: Tensor, result: Tensor, ends: Tensor | None) -> Tensor:
     """Writes ``result`` into ``out`` and returns ``out``; does not wait for the device. ends: bounds of requests or
-    experts; rows from ends[-1] on are padding, and keep their values in ``out``. With None all rows are written."""
+    experts. Rows from ends[-1] on are padding, and keep their values in ``out``. If ends is None, all rows are written.
+    """
     if ends is None:
         return out.copy_(result)
     own = torch.arange(len(out), device=out.device) < ends[-1]
@@ -185,8 +186,9 @@ class Operator:
         torch.library.register_fake(f"cute_kernels::{self.name}", self.together(meta), lib=_library)
 
     def together(self, meta: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        """Returns ``meta``, preceded by a check that all tensors are on one device. If only some tensors are on "meta",
-        torch calls the fake function alone, and results on real devices would be uninitialised memory."""
+        """Returns ``meta`` with a check before it that all tensors are on one device. If only some tensors are on
+        "meta", torch calls only the fake function, and results on real devices would be uninitialised memory.
+        """
 
         def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
             named = dict(zip((one.name for one in self.arguments), args, strict=False)) | kwargs

@@ -38,7 +38,7 @@ def key_function(call: type[tuple[Any, ...]], **parts: str) -> Callable[[Any], t
     decide what the key contains of each field. The function is made as source code, since every call of a decoding step
     waits for it.
 
-    parts: source code, such as `COPIED`, for fields where annotations do not decide; "" leaves a field out of the key.
+    parts: source code, such as `COPIED`, for fields whose annotations do not decide; "" leaves a field out of the key.
     """
 
     def part_of(name: str, hint: Any) -> str:

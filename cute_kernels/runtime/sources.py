@@ -3,7 +3,7 @@
 The digest covers the definitions that the compilation of a spec can reach, in any module (:mod:`.definitions`). The
 search begins with the spec's methods, the types of all values in its configuration, and its policies. It follows the
 names that each definition uses. So an edit of one policy changes only the digests of kernels with that policy.
-Comments, docstrings (except those of attributes in a class), formatting and moves of modules change none.
+Comments, docstrings (except those of attributes in a class), formatting and moves of modules change no digest.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ class Place(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """The definitions that a kernel's compilation can reach. digest: the digest of all definitions. texts: (name,
-    digest of the text) of each definition."""
+    """The definitions that a kernel's compilation can reach.
+
+    Attributes:
+        digest: the digest of all definitions.
+        texts: (name, digest of the text) of each definition.
+    """
 
     digest: str
     places: frozenset[Place]
@@ -75,8 +79,8 @@ def reached(spec: KernelSpec) -> Reached:
 
 
 def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
-    """Returns two digests that together decide what `reached` returns. It does not search. The first is the digest of
-    all files that the search may read. The second is the digest of the names where the search begins.
+    """Returns two digests that together decide what `reached` returns, without a search: the digest of all files that
+    the search may read, and the digest of the names at which the search begins.
 
     reads: 0 for the digest that this process computed first, before its first search; `definitions.reads()` for a
     digest of the files as they are now.
@@ -171,7 +175,7 @@ def _roots_of(value: Any, packages: frozenset[str], name: str | None = None) -> 
 
 
 class _Node(NamedTuple):
-    """A reached definition. strong: whether its code counts; otherwise only its identity counts."""
+    """A reached definition. strong: whether its code is hashed; otherwise only its name is."""
 
     module: Module
     definition: Definition
@@ -189,8 +193,9 @@ def _reached(roots: tuple[Root, ...]) -> Reached:
 
 
 class _Walk:
-    """The search for definitions. It follows links in an order that only the definitions decide, and hashes each
-    definition with the numbers of the definitions that it links to."""
+    """The search for definitions. It follows links in an order that only the definitions decide. It hashes each
+    definition together with the indices of the definitions to which it links.
+    """
 
     def __init__(self, packages: frozenset[str]) -> None:
         self.packages = packages
@@ -208,8 +213,7 @@ class _Walk:
         self.digest.update(f"{what}\n".encode())
 
     def linked(self, targets: Iterable[_Node | str]) -> list[int | str]:
-        """Returns the numbers of definitions, and queues those that are new. A link that leaves the packages stays a
-        name."""
+        """Returns the indices of definitions, and queues new ones. A link that leaves the packages stays a name."""
         return [target if isinstance(target, str) else self._number(target) for target in targets]
 
     def _number(self, node: _Node) -> int | str:
@@ -225,14 +229,15 @@ class _Walk:
         return self._numbers[key]
 
     def _is_live(self, file: Path, name: str) -> None:
-        """Notes that a class is live, so that entries of tables for it count from now on."""
+        """Notes that a class is live, so that entries of tables for it are followed from now on."""
         self._live.add((file, name))
         for table, entry in self._entries.pop((file, name), ()):
             self.note(table, name, self._number(entry))
 
     def _follow_entries(self, number: int, node: _Node) -> None:
-        """Follows a table's entries whose key is a live class or no class. The others wait until their class is
-        live."""
+        """Follows the entries of a table whose key is a live class or no class. The remaining entries wait until their
+        class is live.
+        """
         for key, value in node.definition.entries:
             entry = _Node(node.module, value, True)
             found = [each for each in _links(node.module.name, key, False, self.packages) if not isinstance(each, str)]
@@ -267,7 +272,7 @@ class _Walk:
 
 
 def _held(targets: Iterable[_Node | str]) -> Iterator[_Node | str]:
-    """Yields the targets. A class is replaced by its definition ``held``."""
+    """Yields the targets of links. A class is replaced by its definition ``held``."""
     for target in targets:
         held = None if isinstance(target, str) else target.definition.held
         yield target if isinstance(target, str) or held is None else target._replace(definition=held)
@@ -352,7 +357,8 @@ def _module(name: str, packages: frozenset[str]) -> Module | None:
 
 def state_of(roots: Iterable[Path]) -> str:
     """Returns the digest of Python files. A folder stands for all Python files below it. Links that lead nowhere, such
-    as editors' locks, do not count. Raises FileNotFoundError for a root that does not exist."""
+    as editors' locks, are ignored. Raises FileNotFoundError for a root that does not exist.
+    """
     digest = hashlib.sha256()
     for root in roots:
         walk = os.walk(root, followlinks=True)

@@ -1,4 +1,4 @@
-"""The identity of one compiled kernel: a family, a configuration, a symbol, and how to compile it.
+"""`KernelSpec`, the identity of one compiled kernel: a family, a configuration, a symbol, and how to compile it.
 
 The rest of the runtime (memory and disk caches, ahead-of-time bundles, resource reports) handles kernels through
 `KernelSpec` alone. It knows nothing about attention or GEMMs.
@@ -111,12 +111,14 @@ class KernelSpec(ABC):
             raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
 
     def identity_json(self) -> str:
-        """Returns `config_json` with the names of classes, but not of their modules, which may move."""
+        """Returns the configuration as JSON, as `config_json` does, but names classes without their modules, which may
+        move.
+        """
         return re.sub(r'"class":"[\w.]+:', '"class":"', self.config_json())
 
     @property
     def limits(self) -> Limits:
-        """The limits that the configuration assumes: its attribute `limits`, or else the least limits of its
+        """The limits that the configuration assumes: its attribute `limits`, or else the smallest limits of its
         architectures."""
         return getattr(self.config, "limits", None) or least_of(self.archs)
 
@@ -148,7 +150,7 @@ class KernelSpec(ABC):
 
 
 def _plain(value: object) -> Any:
-    """Returns a configuration, or a value in one, as JSON types."""
+    """Returns a configuration, or a value in it, as JSON types."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

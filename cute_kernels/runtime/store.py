@@ -2,7 +2,7 @@
 
     <root>/<family>/<symbol>-<key>/entry.json   what the key was made of, checksums, launches (long symbols are cut)
                                    kernel.o     the exported object
-                                   kernel.so    the same, linked (where a linker was found)
+                                   kernel.so    the same, linked (if a linker was found)
     <root>/locks/<key>.lock                     held by the process that compiles the entry
     <root>/sources/<digest>                     digests of kernels' sources, see `source_digest`
     <root>/quarantine/                          entries that were damaged, kept for inspection
@@ -109,10 +109,10 @@ def source_digest(spec: KernelSpec) -> str:
     """Returns the digest of the sources that decide a kernel: the digest that `sources.reached` finds.
 
     The search parses dozens of modules. So the process's cache directory keeps the results of searches, in one index
-    for each state of all source files. An index is trusted under the same conditions as compiled kernels
+    file for each state of all source files. An index is trusted under the same conditions as compiled kernels
     (:mod:`.trust`). A line says where a search began and what it found, and ends with a digest of both. So incomplete
-    lines do not count. If an index cannot be read or written, each process searches for itself. The result of a search
-    is not kept if a file changed meanwhile.
+    lines are recognised and ignored. If an index cannot be read or written, each process searches for itself. The
+    result of a search is not kept if a file changed meanwhile.
     """
     (files, begins), store = sources.question(spec), DiskStore(default_directory())
     path = store.root / "sources" / files
@@ -191,7 +191,7 @@ class DiskStore:
         return Entry(folder, artifact, folder / "kernel.so" if "kernel.so" in contents else None)
 
     def write(self, key: Key, artifact: Artifact) -> Entry:
-        """Stores `artifact`, linked where the machine has a linker, and returns its entry."""
+        """Stores `artifact`, linked if the machine has a linker, and returns its entry."""
         folder = self.folder(key)
         folder.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))

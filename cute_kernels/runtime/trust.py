@@ -1,7 +1,7 @@
 """Decides whether files in a directory may be loaded as code: only if other users could not have put them there.
 
 A library that a process loads can do anything with that process's rights. So a kernel cache or a bundle is used only if
-nobody but its user, root, and whoever installed this package can write it.
+nobody can write it except its user, root, and the user who installed this package.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def distrust(path: Path) -> str | None:
-    """Returns why nothing may be loaded from a file or directory, for people; None if it may. Raises OSError if the
-    path does not exist.
+    """Returns why nothing may be loaded from a file or directory, as a text for people; None if it may be loaded.
+    Raises OSError if the path does not exist.
 
     A trusted file belongs to the process's user, to root, or to the owner of this package. Only the owner, the user's
     own group and root's group may write to it. The same holds for all directories above it, except those with the

@@ -1,9 +1,9 @@
 """Compiles many kernels in parallel worker processes.
 
 The DSL's compiler is not thread-safe. So kernels are compiled in processes, which run `cute_kernels.runtime.worker`.
-multiprocessing does not start these processes. So the caller's `__main__` does not run again, no GPU context is
-inherited, and a crash of the compiler costs one kernel, not the pool. A worker takes seconds to start, so after `keep`
-workers wait for the next call.
+They are not started by multiprocessing. So the caller's `__main__` does not run again, no GPU context is inherited, and
+a crash of the compiler loses one kernel, not the pool. A worker takes seconds to start, so after `keep` workers wait
+for the next call.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def python_command(code: str, path: Sequence[str]) -> list[str]:
 
 
 def default_jobs() -> int:
-    """Returns how many workers fit: at most one for each core of this process and for each `WORKER_BYTES` of memory.
-    Memory counts if it is free now, or held by workers that wait."""
+    """Returns the largest number of workers: at most one for each core of this process, and at most one for each
+    `WORKER_BYTES` of available memory. Memory is available if it is free, or held by workers that wait.
+    """
     cores = len(os.sched_getaffinity(0))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, free // WORKER_BYTES + len(_waiting)))
@@ -165,7 +166,7 @@ class _WorkerDiedError(Exception):
 
 
 class _Start(NamedTuple):
-    """The conditions that a worker is started with. Workers with equal conditions compile alike."""
+    """The conditions under which a worker is started. Workers with equal conditions compile kernels in the same way."""
 
     path: tuple[str, ...]  # the same modules must be importable in the worker as here, wherever they were found
     environment: tuple[tuple[str, str], ...]
@@ -176,7 +177,7 @@ class _Start(NamedTuple):
 
 
 class _Worker:
-    """One worker process: a line with a spec goes in, a JSON line with the outcome comes out."""
+    """One worker process. It reads lines, each with a spec, and answers each with a JSON line that says the outcome."""
 
     def __init__(self, start: _Start) -> None:
         self.start = start
@@ -223,7 +224,8 @@ class _Waiting:
     """The workers that wait for the next call; the one that has waited longest comes first. Thread-safe.
 
     Attributes:
-        most: how many workers may wait. seconds: how long all of them wait after the last `put`; None: without limit.
+        most: the largest number of workers that may wait.
+        seconds: how long all of them wait after the last `put`; None: without limit.
     """
 
     def __init__(self, most: int, seconds: float | None = None) -> None:
@@ -236,8 +238,9 @@ class _Waiting:
         return len(self._workers)
 
     def take(self, start: _Start) -> _Worker | None:
-        """Takes out and returns a worker that was started under the conditions ``start``, if one waits and is alive;
-        else returns None."""
+        """Takes out and returns a worker that was started under the conditions ``start``. Returns None if no such
+        worker waits and is alive.
+        """
         with self._lock:
             alike = [worker for worker in self._workers if worker.start == start]
             living = [worker for worker in alike if worker.alive]

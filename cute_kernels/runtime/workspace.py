@@ -1,19 +1,19 @@
 """Scratch memory of split kernels: a grow-only buffer per device and stream, every word EMPTY between launches.
 
-Kernels on one stream run one after the other, so they may share a buffer; they leave the words that they used EMPTY
-again. A captured graph may be replayed on any stream at any time. So a graph has buffers of its own: one for its
-launches on each stream. Such a buffer is a piece of a slab that was filled in advance. Or it is memory from the graph's
-own pool, which the graph fills in each replay.
+Kernels on one stream run one after the other, so they may share a buffer. Each leaves the words that it used EMPTY. A
+captured graph may be replayed on any stream at any time. So a graph has buffers of its own: one for its launches on
+each stream. Such a buffer is a piece of a slab that was filled in advance. Or it is memory from the graph's own pool,
+which the graph fills in each replay.
 
-Buffers live for these times:
+A buffer is freed at one of these times:
 
 - A stream's buffer lives as long as the process, even if it became too small: another thread may have its address and
   not have launched yet. Sizes at least double, so all buffers of a stream together are less than twice the last buffer.
-- A graph's piece lives as long as the graph and all that was instantiated from it. CUDA holds a *user object* for the
+- A graph's piece lives as long as the graph and every executable graph made from it. CUDA holds a *user object* for the
   piece (:mod:`cute_kernels.runtime.captures`), and releases it once all of these graphs are destroyed and have run.
-  Then the next capture may take the piece, which each replay leaves EMPTY. So any number of captures may follow each
-  other: memory is needed only for the graphs that exist at a time.
-- Memory that a graph fills itself lives in the graph's memory pool, which torch frees with the graph. The pool here
+  Then the next capture may take the piece, which each replay leaves EMPTY. So memory is needed only for graphs that
+  exist at the same time.
+- Memory that a graph fills itself lives in the graph's memory pool, which torch frees with the graph. `WorkspacePool`
   holds it until a later capture needs a buffer on the same stream, so that the graph uses it for nothing else.
 - A program that never replays two of its graphs at a time calls `share_among_captures`. The graphs captured on one
   stream then share a piece that is never given back.
@@ -40,7 +40,9 @@ _PIECE = 64  # words that pieces are multiples of: each starts on 256 bytes
 
 @dataclass
 class _Slab:
-    """The words of one tensor. free: the free ranges [first, end), in order, which do not touch."""
+    """The words of one tensor. free: the free ranges (first, end) of words, in order, with used words between any two
+    of them.
+    """
 
     words: torch.Tensor
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -124,7 +126,7 @@ class Memory:
 
 
 class WorkspacePool:
-    """A pool that hands out workspaces. Threads may call it at the same time, for one stream or for several."""
+    """A pool of workspaces. Several threads may call it at the same time, for the same stream or for different ones."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         self._memory = memory or Memory()
@@ -248,8 +250,9 @@ POOL = WorkspacePool()
 
 
 class UnsettledError(RuntimeError):
-    """A capture needs memory that was filled before it began, and there is none. During a capture nothing can wait for
-    memory to be filled."""
+    """The error of a capture that needs memory which was filled before the capture began. During a capture nothing can
+    wait for memory to be filled.
+    """
 
 
 def settled(memory: Memory) -> Callable[[int, int], torch.Tensor]:
